@@ -1,0 +1,55 @@
+"""What a layer needs cached, and how the pools were laid out: shared words of models, scheduling and memory.
+
+Refuses: bytes and tensors (``memory/``) and accounting (``scheduling/cache``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+NULL_PAGE = 0
+"""Page 0 of every group is never handed out: padded rows read and write it."""
+
+
+class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One layer's KV need. Layers with equal specs share a cache group.
+
+    ``kind`` names the accounting policy and the pool (``full``, ``sliding_window``; later ``mla``, ``compressed``,
+    ``recurrent``). ``window`` is the number of latest tokens a query sees, itself included (0: all).
+    ``dtype`` is a torch dtype name such as ``bfloat16``.
+    """
+
+    kind: str
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    window: int = 0
+    compress_ratio: int = 1
+
+
+class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Layers of one spec and the pages they share. ``num_pages`` counts the null page too."""
+
+    spec: CacheSpec
+    layers: list[int]
+    num_pages: int = 0
+
+
+class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
+    """All the scheduler must know of device memory. Every group pages tokens by the same ``page_size``:
+    page-table entry i of a row holds positions ``[i * page_size, (i + 1) * page_size)`` in every group."""
+
+    page_size: int
+    max_rows: int
+    max_model_len: int
+    groups: list[CacheGroup]
+
+
+def group_layers(specs: list[CacheSpec | None]) -> list[CacheGroup]:
+    """Group layers by equal spec, in order of first appearance; None marks a layer without cache."""
+    groups: dict[CacheSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        if spec is not None:
+            groups.setdefault(spec, []).append(layer)
+    return [CacheGroup(spec, layers) for spec, layers in groups.items()]

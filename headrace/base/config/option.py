@@ -1,0 +1,75 @@
+"""`option`: a documented dataclass field. Flags, ``show-config`` and docs are generated from these and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.base.errors import ConfigError
+
+
+def option(default: Any, doc: str, *, choices: tuple[Any, ...] | None = None, low: float | None = None, high: float | None = None, metavar: str | None = None) -> Any:
+    """A dataclass field with its help text and bounds. ``low`` and ``high`` are inclusive."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "low": low, "high": high, "metavar": metavar})
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionInfo:
+    """A field of a config section, as the command line and ``show-config`` see it."""
+
+    section: str
+    name: str
+    type: type
+    optional: bool
+    default: Any
+    doc: str
+    choices: tuple[Any, ...] | None
+    low: float | None
+    high: float | None
+    metavar: str | None
+
+    @property
+    def flag(self) -> str:
+        """``--max-model-len`` for ``max_model_len``."""
+        return "--" + self.name.replace("_", "-")
+
+    def check(self, value: Any) -> Any:
+        """Return the value when it is allowed, else raise `ConfigError` naming the flag and what it takes."""
+        if value is None and self.optional:
+            return value
+        if self.type is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, self.type) or (self.type is not bool and isinstance(value, bool)):
+            raise ConfigError(f"{self.name} takes a {self.type.__name__}, got {value!r}", param=self.name)
+        if self.choices is not None and value not in self.choices:
+            raise ConfigError(f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}", param=self.name)
+        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
+            bounds = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+            raise ConfigError(f"{self.name} must be {bounds}; got {value!r}", param=self.name)
+        return value
+
+
+def options_of(section_type: type, section: str = "") -> Iterator[OptionInfo]:
+    """The documented fields of a config dataclass, in order."""
+    hints = typing.get_type_hints(section_type)
+    for item in dataclasses.fields(section_type):
+        hint, optional = hints[item.name], False
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            optional = True
+            hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+        meta = item.metadata
+        yield OptionInfo(
+            section=section, name=item.name, type=typing.get_origin(hint) or hint, optional=optional, default=item.default,
+            doc=meta["doc"], choices=meta["choices"], low=meta["low"], high=meta["high"], metavar=meta["metavar"],
+        )
+
+
+def check_section(section: Any) -> None:
+    """Validate every field of a section instance; sections call it from ``__post_init__``."""
+    for info in options_of(type(section)):
+        checked = info.check(getattr(section, info.name))
+        if checked is not getattr(section, info.name):
+            object.__setattr__(section, info.name, checked)

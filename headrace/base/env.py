@@ -1,0 +1,55 @@
+"""The only place that reads environment variables; at most ten of them, each documented here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLES = {
+    "HEADRACE_CACHE": "folder for compiled kernels and converted files (default: ~/.cache/headrace)",
+    "HEADRACE_DISABLE_PLUGINS": "comma-separated plug-in names (families, backends, kernels) never to be loaded",
+    "HEADRACE_LOG_LEVEL": "debug, info, warning or error (default: info)",
+    "HF_HOME": "where the Hugging Face cache lives (default: ~/.cache/huggingface)",
+    "HF_HUB_OFFLINE": "1: never ask the Hugging Face hub",
+    "OMP_NUM_THREADS": "CPU threads when --threads is not given",
+}
+
+
+def cache_dir() -> Path:
+    """Folder for everything Headrace may rebuild."""
+    return Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace")
+
+
+def disabled_plugins() -> frozenset[str]:
+    """Names that registries must treat as unavailable."""
+    return frozenset(n.strip() for n in os.environ.get("HEADRACE_DISABLE_PLUGINS", "").split(",") if n.strip())
+
+
+def log_level() -> str:
+    """Name of the logging level, lower case."""
+    return os.environ.get("HEADRACE_LOG_LEVEL", "info").lower()
+
+
+def hub_offline() -> bool:
+    """Whether the user forbade network look-ups of models."""
+    return os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE", "yes")
+
+
+def omp_num_threads() -> int | None:
+    """Threads the user asked OpenMP for, if any."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdigit() and int(value) > 0 else None
+
+
+def worker_environment() -> dict[str, str]:
+    """Environment for a process that will import torch.
+
+    ``OMP_WAIT_POLICY=PASSIVE`` must be set before torch is imported: libgomp's default spinning makes two threads
+    tens of times slower when cores are shared with the HTTP process.
+    """
+    return {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+
+
+def set_passive_waiting() -> None:
+    """Apply the same waiting policy to this process; has an effect only before torch is imported."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,0 +1,122 @@
+"""The error tree. Every error a user can cause or see is one of these; each carries its HTTP status.
+
+Refuses: formatting for a particular protocol (``serving/`` does that).
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Root of the tree. ``status`` is the HTTP status, ``kind`` a stable machine-readable name."""
+
+    status = 500
+    kind = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class ConfigError(HeadraceError, ValueError):
+    """A configuration value is wrong; the message names the field and the values it takes."""
+
+    kind = "config_error"
+
+
+class ModelError(HeadraceError):
+    """A model cannot be found, read or built."""
+
+    kind = "model_error"
+
+
+class UnknownArchitecture(ModelError):
+    """No family serves the architecture; the message lists the nearest known ones."""
+
+
+class WeightError(ModelError):
+    """A checkpoint misses a tensor, has one too many, or one of the wrong shape."""
+
+
+class PluginError(HeadraceError):
+    """A plug-in (family, kernel, backend) failed to load; ``__cause__`` is the original error."""
+
+    kind = "plugin_error"
+
+
+class RequestError(HeadraceError, ValueError):
+    """The request is wrong; it fails alone. ``param`` names the offending field."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt (plus requested output) does not fit ``max_model_len``."""
+
+    kind = "context_length_exceeded"
+
+
+class UnsupportedFeature(RequestError):
+    """A known field this server does not implement; refused, never ignored."""
+
+    kind = "unsupported_feature"
+
+
+class NotFound(RequestError):
+    """The named model or object does not exist."""
+
+    status = 404
+    kind = "not_found"
+
+
+class Unauthorized(HeadraceError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    kind = "authentication_error"
+
+
+class QueueFull(HeadraceError):
+    """``max_queued`` requests are waiting; try again after ``retry_after`` seconds."""
+
+    status = 429
+    kind = "queue_full"
+
+
+class DeadlineExceeded(HeadraceError):
+    """The request's deadline passed before it finished."""
+
+    status = 504
+    kind = "deadline_exceeded"
+
+
+class StepFailed(HeadraceError):
+    """An exception inside the step that this request was part of."""
+
+    kind = "step_failed"
+
+
+class OutOfPages(HeadraceError):
+    """The request alone needs more KV pages than the device has."""
+
+    status = 500
+    kind = "out_of_kv_pages"
+
+
+class EngineUnavailable(HeadraceError):
+    """The engine process is starting, restarting or draining."""
+
+    status = 503
+    kind = "engine_unavailable"
+
+
+def error_from_kind(kind: str, message: str, *, param: str | None = None, retry_after: float | None = None) -> HeadraceError:
+    """Rebuild the typed error that crossed a process boundary as ``(kind, message)``."""
+    pending, known = [HeadraceError], {}
+    while pending:
+        cls = pending.pop()
+        known.setdefault(cls.kind, cls)
+        pending.extend(cls.__subclasses__())
+    return known.get(kind, HeadraceError)(message, param=param, retry_after=retry_after)

@@ -1,0 +1,176 @@
+"""Everything that crosses a process border, as msgspec records. No pickle: bytes are decoded against these types only.
+
+Client to engine: `ToEngine`. Engine to client: `FromEngine`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.base.errors import HeadraceError, error_from_kind
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.base.step import TokenLogprobs
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A typed error on the wire."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after: float | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorInfo:
+        """Describe an error; one that is not ours becomes an internal error naming its type."""
+        if isinstance(error, HeadraceError):
+            return cls(error.kind, error.message, error.param, error.retry_after)
+        return cls("internal_error", f"{type(error).__name__}: {error}")
+
+    def to_error(self) -> HeadraceError:
+        """The typed exception again."""
+        return error_from_kind(self.kind, self.message, param=self.param, retry_after=self.retry_after)
+
+
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """One sequence to generate, validated and tokenized. ``n > 1`` has become n of these before this point.
+
+    ``namespace`` separates prefix caches (adapter, cache_salt). ``deadline_s`` is seconds from arrival, None for no
+    limit. Higher ``priority`` runs first under the priority policy.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingSpec
+    stop: StopSpec
+    namespace: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """End a request now. ``reason`` becomes the finish reason: ``abort``, or ``stop`` when the client found a stop
+    string. Unknown and finished ids are ignored (the race is normal)."""
+
+    request_id: str
+    reason: str = "abort"
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """A control call answered by `Reply`: ``stats``, ``reset_prefix_cache``, ``check``, ``shutdown``."""
+
+    call_id: int
+    method: str
+    arguments: dict[str, object] = {}
+
+
+ToEngine = EngineRequest | Abort | Call
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """Why a request ended: ``stop``, ``length``, ``abort`` or ``error`` (then ``error`` is set).
+
+    ``stop_id`` is the id of the stop or end-of-text token that ended it, if one did.
+    """
+
+    reason: str
+    stop_id: int | None = None
+    error: ErrorInfo | None = None
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New output of one request since the last one; the last carries ``finish`` and there is exactly one such."""
+
+    request_id: str
+    token_ids: list[int]
+    finish: Finish | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the memory plan: what takes ``num_bytes`` on the device, with a note such as a token count."""
+
+    name: str
+    num_bytes: int
+    note: str = ""
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What the edges may know of the served model once it is loaded."""
+
+    model: str
+    architecture: str
+    family: str
+    dtype: str
+    device: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: list[int]
+    num_parameters: int
+    page_size: int
+    num_kv_tokens: int
+    default_sampling: dict[str, float] = {}
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters (``*_total``, since start) and gauges of one engine; sent with outputs a few times a second."""
+
+    num_queued: int = 0
+    num_running: int = 0
+    num_pages: int = 0
+    num_used_pages: int = 0
+    num_evictable_pages: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    computed_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    requests_total: int = 0
+    aborted_total: int = 0
+    retracted_total: int = 0
+    failed_steps_total: int = 0
+    steps_total: int = 0
+    evicted_pages_total: int = 0
+
+
+class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
+    """Progress of start-up; ``fraction`` in [0, 1]."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The engine has produced a token of its own and takes requests."""
+
+    facts: ModelFacts
+    memory: list[MemoryLine]
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+    """All outputs of one step."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+    """Answer to `Call` with the same ``call_id``."""
+
+    call_id: int
+    result: object = None
+    error: ErrorInfo | None = None
+
+
+class Fatal(msgspec.Struct, frozen=True, array_like=True, tag="fatal"):
+    """The engine cannot start or go on; it exits after this."""
+
+    error: ErrorInfo
+
+
+FromEngine = Starting | Ready | Outputs | Reply | Fatal
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

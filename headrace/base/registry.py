@@ -1,0 +1,114 @@
+"""``Registry[T]``: lazy, capability-tagged plug-ins. Nothing is imported until an entry is asked for.
+
+Refuses: knowing what T is, and swallowing errors: a failed load is kept with its original cause and told on request.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Generic, TypeVar
+
+from headrace.base import env
+from headrace.base.errors import PluginError
+
+T = TypeVar("T")
+
+
+def load_target(target: str) -> Any:
+    """Import ``"package.module:attribute"`` and return the attribute."""
+    module, _, attribute = target.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+def _always(_: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One plug-in. ``supports(query)`` returns None when it can serve the query, else the reason why not;
+    it must be cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen."""
+
+    name: str
+    target: str
+    supports: Callable[[Any], str | None] = field(default=_always)
+    priority: int = 0
+    doc: str = ""
+
+
+class Registry(Generic[T]):
+    """Named lazy factories of one kind of plug-in, e.g. ``Registry[AttentionBackend]("attention backend")``."""
+
+    def __init__(self, noun: str):
+        self.noun = noun
+        self._entries: dict[str, Entry] = {}
+        self._loaded: dict[str, T] = {}
+        self._failures: dict[str, Exception] = {}
+
+    def add(self, name: str, target: str, *, supports: Callable[[Any], str | None] = _always, priority: int = 0, doc: str = "") -> None:
+        """Register lazily. Adding the same name and target twice is a no-op; another target is an error."""
+        known = self._entries.get(name)
+        if known is not None and known.target != target:
+            raise PluginError(f"{self.noun} {name!r} is already registered as {known.target}; {target} must take another name")
+        self._entries[name] = Entry(name, target, supports, priority, doc)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(sorted(self._entries.values(), key=lambda e: (-e.priority, e.name)))
+
+    def names(self) -> list[str]:
+        """All registered names, best priority first."""
+        return [e.name for e in self]
+
+    def load(self, name: str) -> T:
+        """Import and return the plug-in; raises `PluginError` from the original error when it cannot be loaded."""
+        if name in self._loaded:
+            return self._loaded[name]
+        entry = self._entries.get(name)
+        if entry is None:
+            near = get_close_matches(name, self._entries, n=3) or self.names()
+            raise PluginError(f"unknown {self.noun} {name!r}; known: {', '.join(near)}")
+        if name in env.disabled_plugins():
+            raise PluginError(f"{self.noun} {name!r} is disabled by HEADRACE_DISABLE_PLUGINS")
+        try:
+            self._loaded[name] = load_target(entry.target)
+        except Exception as error:  # a plug-in load: any failure belongs to the plug-in
+            self._failures[name] = error
+            raise PluginError(f"{self.noun} {name!r} failed to load: {type(error).__name__}: {error}") from error
+        return self._loaded[name]
+
+    def reason_against(self, name: str, query: Any) -> str | None:
+        """Why the named entry cannot serve the query, without importing it; None when it can."""
+        if name in env.disabled_plugins():
+            return "disabled by HEADRACE_DISABLE_PLUGINS"
+        if name in self._failures:
+            return f"failed to load: {self._failures[name]}"
+        return self._entries[name].supports(query)
+
+    def choose(self, query: Any, name: str | None = None) -> T:
+        """The named entry if ``name`` is given (error with the reason when it cannot serve), else the best that can.
+
+        An entry that fails to load while being chosen automatically is skipped in favour of the next one.
+        """
+        if name is not None:
+            plugin = self.load(name)
+            reason = self.reason_against(name, query)
+            if reason:
+                raise PluginError(f"{self.noun} {name!r} cannot be used here: {reason}")
+            return plugin
+        reasons = {}
+        for entry in self:
+            reasons[entry.name] = self.reason_against(entry.name, query)
+            if reasons[entry.name] is None:
+                try:
+                    return self.load(entry.name)
+                except PluginError as error:
+                    reasons[entry.name] = str(error)
+        listing = "; ".join(f"{n}: {r}" for n, r in reasons.items()) or "none registered"
+        raise PluginError(f"no {self.noun} can serve {query}: {listing}")

@@ -1,0 +1,172 @@
+"""How a token is drawn and when output stops: the user's `SamplingParams` and the engine's records made from it.
+
+Refuses: torch, tokenizers. Strings (stop strings, bad words) are resolved by ``service/tokenization``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from headrace.base.errors import RequestError
+
+MAX_TOP_LOGPROBS = 50
+MAX_STOPS = 32
+MAX_STOP_TEXT = 1024
+MAX_BIASED_TOKENS = 4096
+MAX_BAD_WORDS = 128
+MAX_N = 128
+GREEDY_TEMPERATURE = 1e-5
+
+TokenIds = list[Annotated[int, Meta(ge=0)]]
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a user asks of sampling; names and meaning as in vLLM's class of the same name.
+
+    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens. ``logprobs=k`` returns the drawn token's logprob and
+    the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes draws reproducible whatever else runs.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+
+    def stop_strings(self) -> list[str]:
+        """``stop`` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def validate(self) -> SamplingParams:
+        """Check every bound; raises `RequestError` naming the field. Returns self."""
+        _check_ranges(self)
+        _check_amounts(self)
+        return self
+
+
+def _fail(param: str, rule: str, value: object) -> None:
+    raise RequestError(f"{param} must be {rule}, got {value!r}", param=param)
+
+
+def _check_number(p: SamplingParams, param: str, low: float, high: float, *, above: bool = False) -> None:
+    value = getattr(p, param)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        _fail(param, "a finite number", value)
+    if value < low or value > high or (above and value == low):
+        _fail(param, f"{'above' if above else 'at least'} {low} and at most {high}", value)
+
+
+def _check_ranges(p: SamplingParams) -> None:
+    _check_number(p, "temperature", 0.0, 100.0)
+    _check_number(p, "top_p", 0.0, 1.0, above=True)
+    _check_number(p, "min_p", 0.0, 1.0)
+    _check_number(p, "repetition_penalty", 0.0, 10.0, above=True)
+    _check_number(p, "presence_penalty", -2.0, 2.0)
+    _check_number(p, "frequency_penalty", -2.0, 2.0)
+    _check_number(p, "n", 1, MAX_N)
+    _check_number(p, "top_k", -1, 2**31 - 1)
+    _check_number(p, "min_tokens", 0, 2**31 - 1)
+    if p.max_tokens is not None:
+        _check_number(p, "max_tokens", 1, 2**31 - 1)
+        if p.min_tokens > p.max_tokens:
+            _fail("min_tokens", f"at most max_tokens ({p.max_tokens})", p.min_tokens)
+    if p.seed is not None and not -(2**63) <= p.seed < 2**63:
+        _fail("seed", "a 64-bit integer", p.seed)
+    if p.n > 1 and p.temperature < GREEDY_TEMPERATURE:
+        _fail("n", "1 when temperature is 0 (every choice would be the same)", p.n)
+
+
+def _check_amounts(p: SamplingParams) -> None:
+    for param in ("logprobs", "prompt_logprobs"):
+        value = getattr(p, param)
+        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+            _fail(param, f"at least 0 and at most {MAX_TOP_LOGPROBS}", value)
+    stops = p.stop_strings()
+    if len(stops) > MAX_STOPS or any(not s or len(s) > MAX_STOP_TEXT for s in stops):
+        _fail("stop", f"at most {MAX_STOPS} non-empty strings of at most {MAX_STOP_TEXT} characters", f"{len(stops)} strings")
+    if p.stop_token_ids and len(p.stop_token_ids) > MAX_STOPS * 4:
+        _fail("stop_token_ids", f"at most {MAX_STOPS * 4} ids", f"{len(p.stop_token_ids)} ids")
+    if p.bad_words and len(p.bad_words) > MAX_BAD_WORDS:
+        _fail("bad_words", f"at most {MAX_BAD_WORDS} strings", f"{len(p.bad_words)} strings")
+    if p.logit_bias and len(p.logit_bias) > MAX_BIASED_TOKENS:
+        _fail("logit_bias", f"at most {MAX_BIASED_TOKENS} entries", f"{len(p.logit_bias)} entries")
+    if p.logit_bias and any(not -100.0 <= b <= 100.0 for b in p.logit_bias.values()):
+        _fail("logit_bias", "values from -100 to 100", "a value outside")
+    if p.allowed_token_ids is not None and not 0 < len(p.allowed_token_ids) <= MAX_BIASED_TOKENS:
+        _fail("allowed_token_ids", f"1 to {MAX_BIASED_TOKENS} ids", f"{len(p.allowed_token_ids)} ids")
+
+
+class Penalties(msgspec.Struct, frozen=True, array_like=True):
+    """Repetition looks at prompt and output; presence and frequency at output alone (OpenAI's definitions)."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
+class LogitRules(msgspec.Struct, frozen=True, array_like=True):
+    """Hard and soft edits of the logits, by token id, in this order: bias, allowed, bad words, minimum length.
+
+    ``min_tokens``: while fewer tokens have been output, every id in ``held_ids`` (end-of-text and stop ids) is masked.
+    ``bad_words``: sequences; the last id of one is masked when the ids before it are the latest context.
+    """
+
+    bias: dict[int, float] = {}
+    allowed_ids: list[int] = []
+    bad_words: list[list[int]] = []
+    min_tokens: int = 0
+    held_ids: list[int] = []
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What the device needs to draw a row's tokens. ``seed`` is always set: the client draws one if the user did not.
+
+    ``num_logprobs`` and ``num_prompt_logprobs``: -1 none, 0 the token itself, k the k best besides.
+    ``needs_*`` sections are None in the common case so that the sampler can skip them.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
+    penalties: Penalties | None = None
+    rules: LogitRules | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+class StopSpec(msgspec.Struct, frozen=True, array_like=True):
+    """When the scheduler ends a request. ``max_tokens`` counts output tokens. Stop ids are honoured only from
+    ``min_tokens`` on; ``eos_ids`` is empty when end-of-text is ignored. Stop strings are found by the client."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    eos_ids: list[int] = []
+    stop_ids: list[int] = []

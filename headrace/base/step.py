@@ -1,0 +1,99 @@
+"""`StepPlan` and `StepResult`: the only two things that pass between scheduling (integers) and execution (tensors).
+
+Both are frozen and serialisable: with tensor parallelism the plan is broadcast to every rank.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.base.sampling import SamplingSpec
+
+
+class RowStart(msgspec.Struct, frozen=True, array_like=True):
+    """A request enters (or, after a retraction, re-enters) a row of the device-side request state.
+
+    ``token_ids`` are all tokens known so far: the prompt and, on re-entry, the output too; ``prompt_len`` says where
+    output begins (penalties, min_tokens and seeds count from there).
+    """
+
+    row: int
+    request_id: str
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingSpec
+
+
+class PageAppend(msgspec.Struct, frozen=True, array_like=True):
+    """Write ``pages`` into the row's page table of cache group ``group``, from entry ``start`` on."""
+
+    group: int
+    row: int
+    start: int
+    pages: list[int]
+
+
+class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy the content of a page within one group before the step computes."""
+
+    group: int
+    source: int
+    target: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What one step shall do. Applied in this order: releases, starts, appends, copies, then the spans are computed.
+
+    Spans are parallel lists of length R; a row occurs at most once. Span i computes positions
+    ``[begins[i], begins[i] + lengths[i])`` of row ``rows[i]``; all earlier positions are in the cache.
+    The first ``num_decodes`` spans have length 1 and take their input token from device memory, where the previous
+    step's sampler wrote it (with two plans in flight the host does not know it yet). The other spans take tokens from
+    their row's `RowStart`. ``samples[i]`` is 1 when a token shall be drawn after the span's last position, 0 for a
+    prefill chunk that does not reach the end; decodes always sample.
+    """
+
+    step_id: int
+    num_decodes: int
+    rows: list[int]
+    begins: list[int]
+    lengths: list[int]
+    samples: list[int]
+    releases: list[int] = []
+    starts: list[RowStart] = []
+    appends: list[PageAppend] = []
+    copies: list[PageCopy] = []
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position, taken from the raw logits (before temperature and penalties).
+
+    ``rank`` is the 1-based rank of the token; ``top_ids``/``top_logprobs`` are the best k, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs of prompt tokens at positions ``[start, start + len(entries))`` of a row; position 0 has none."""
+
+    row: int
+    start: int
+    entries: list[TokenLogprobs]
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """What one step did. ``token_ids[j]`` is the token drawn by the j-th span that has ``samples == 1``, in plan order.
+
+    ``logprobs`` is None unless a row asked; else aligned with ``token_ids`` with None for rows that did not.
+    ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone.
+    """
+
+    step_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[PromptLogprobs] = []
+    failed_rows: list[tuple[int, str]] = []

@@ -1,0 +1,41 @@
+"""`Operation`: the door to one kind of device code. A folder per operation holds ``reference.py`` (plain torch, the
+oracle) and one file per faster solution; the folder's ``__init__`` registers them here by declared capability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.base.registry import Registry
+
+
+@dataclass(frozen=True)
+class KernelQuery:
+    """Where and on what a kernel shall run. ``device`` is a torch device type, ``dtype`` a torch dtype name,
+    ``capability`` the CUDA compute capability ((0, 0) elsewhere), ``shape`` whatever sizes the operation documents."""
+
+    device: str
+    dtype: str
+    capability: tuple[int, int] = (0, 0)
+    shape: dict[str, int] = field(default_factory=dict)
+
+
+class Operation(Registry[Callable[..., Any]]):
+    """Solutions of one operation. ``OPERATION.choose(query)`` returns the callable once, when a layer is built;
+    nothing is looked up on the hot path."""
+
+
+def requires(*, device: str | None = None, dtypes: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0)) -> Callable[[KernelQuery], str | None]:
+    """A ``supports`` predicate for the common cases."""
+
+    def reason_against(query: KernelQuery) -> str | None:
+        if device is not None and query.device != device:
+            return f"needs a {device} device"
+        if dtypes and query.dtype not in dtypes:
+            return f"takes {', '.join(dtypes)}, not {query.dtype}"
+        if query.device == "cuda" and query.capability < capability:
+            return f"needs compute capability {capability[0]}.{capability[1]}"
+        return None
+
+    return reason_against

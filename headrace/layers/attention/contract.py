@@ -1,0 +1,96 @@
+"""The attention contract: what a step tells a backend, and what a backend must do.
+
+Letters: T tokens, R requests, H heads, K kv heads, E head dim, P pages. A backend instance serves one cache group;
+writing K and V into the pages is not its job (the ``rope_write`` operation does that before ``attend``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from headrace.base.registry import Registry
+
+
+@dataclass(frozen=True)
+class AttentionGeometry:
+    """All that is fixed for a cache group; the query that backends declare support for. ``window`` 0 means all."""
+
+    device: str
+    dtype: str
+    kv_dtype: str
+    capability: tuple[int, int]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    page_size: int
+    window: int = 0
+    has_softcap: bool = False
+    has_sinks: bool = False
+
+
+@dataclass(slots=True)
+class KvPages:
+    """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(slots=True)
+class AttentionInputs:
+    """One step as one cache group sees it. The first ``num_decodes`` requests have exactly one query token.
+
+    Tensors are on the device: ``query_start`` [R + 1] int32, ``kv_lens`` [R] int32 (this step's tokens included),
+    ``page_table`` [R, >= ceil(max_kv_len / page_size)] int32, ``slots`` [T] int64 (page * page_size + offset where the
+    token's K and V are written). ``query_lens_cpu`` and ``kv_lens_cpu`` are the same facts on the host; under a
+    captured graph they are the capture's and only ``max_kv_len`` bounds the real lengths.
+    """
+
+    num_tokens: int
+    num_decodes: int
+    query_lens_cpu: list[int]
+    kv_lens_cpu: list[int]
+    max_query_len: int
+    max_kv_len: int
+    query_start: torch.Tensor
+    kv_lens: torch.Tensor
+    page_table: torch.Tensor
+    slots: torch.Tensor
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.query_lens_cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """Per-layer constants: logits are ``softcap * tanh(q.k * scale / softcap)`` when ``softcap`` > 0.
+    ``window``: a query sees the latest ``window`` positions, itself included (0: all).
+    ``sinks`` [H] adds ``exp(sink)`` to each head's softmax denominator."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+class AttentionBackend(Protocol):
+    """Causal paged attention for mixed batches of prefill chunks and decodes.
+
+    ``prepare`` is called once a step, outside any graph, with host work allowed but no device synchronisation.
+    ``attend`` takes ``q`` [T, H, E] and returns [T, H, E_value] in q's dtype; query i of a request with kv length L and
+    query length Q sits at position L - Q + i and sees positions up to its own (bottom-right causal mask).
+    """
+
+    def __init__(self, geometry: AttentionGeometry, device: torch.device): ...
+
+    def prepare(self, inputs: AttentionInputs) -> None: ...
+
+    def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor: ...
+
+
+ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")

@@ -1,0 +1,33 @@
+"""`Executor`: how the engine reaches the device. One process now; with tensor parallelism, all ranks behind this."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headrace.base.cache import CacheLayout
+from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.step import StepPlan, StepResult
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it did; raises what the step raised."""
+
+
+class Executor(Protocol):
+    """Runs plans in the order given. ``execute`` may return before the device is done; results are read in order."""
+
+    layout: CacheLayout
+    facts: ModelFacts
+    memory: list[MemoryLine]
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Launch one plan; never waits for the device on a GPU."""
+
+    def reset(self) -> None:
+        """After a failed step: wait for the device and forget all rows (the scheduler has ended their requests)."""
+
+    def close(self) -> None:
+        """Free the device."""
