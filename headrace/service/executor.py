@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from headrace.base.cache import CacheLayout
+from headrace.base.config import EngineConfig
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan, StepResult
 
@@ -17,8 +18,9 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans in the order given. ``execute`` may return before the device is done; results are read in order."""
+    """``config`` is the resolved one (no device default left open). Runs plans in the order given. ``execute`` may return before the device is done; results are read in order."""
 
+    config: EngineConfig
     layout: CacheLayout
     facts: ModelFacts
     memory: list[MemoryLine]
