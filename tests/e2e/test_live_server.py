@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from conftest import LiveServer, running_server, tiny_arguments
+from live import LiveServer, running_server, tiny_arguments
 
 PROMPTS = ["The mill", "Water runs down", "def f(x):", "Once upon a time there was", "1, 2, 3,"]
 

@@ -1,0 +1,94 @@
+"""Each plug-in imports alone; one that is broken hurts nobody and is explained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sources import PACKAGE, ROOT
+
+FAMILIES = sorted(p.parent.name for p in (PACKAGE / "models").glob("*/family.py"))
+OPERATIONS = sorted(p.parent.name for p in (PACKAGE / "kernels").glob("*/__init__.py"))
+
+BROKEN = {
+    "syntax_error": "def broken(:\n",
+    "missing_dependency": "import a_package_that_does_not_exist\n",
+    "raising": "raise RuntimeError('raised at import')\n",
+}
+
+
+def run_python(code: str, **variables: str) -> subprocess.CompletedProcess:
+    import os
+
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, **variables})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_imports_alone(family: str):
+    code = f"""
+import sys, json
+import headrace.models.{family}.family as declared
+assert declared.FAMILY.name == {family!r}
+assert 'torch' not in sys.modules
+others = {{n.split('.')[2] for n in sys.modules if n.startswith('headrace.models.') and n.count('.') >= 3}}
+import headrace.models.{family}.model
+others |= {{n.split('.')[2] for n in sys.modules if n.startswith('headrace.models.') and n.count('.') >= 3}}
+print(json.dumps(sorted(others & set({FAMILIES!r}))))
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [family], "a family imports another one"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_imports_without_its_solutions(operation: str):
+    code = f"""
+import sys
+import headrace.kernels.{operation}
+assert not [n for n in sys.modules if n.split('.')[-1] in ('triton', 'cudnn', 'flashinfer') and n.startswith('headrace')]
+assert 'triton' not in sys.modules
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_family_hurts_nobody(kind: str, tmp_path: Path):
+    (tmp_path / "broken_family.py").write_text(BROKEN[kind])
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from headrace.base.errors import PluginError
+from headrace.models.catalog import FAMILIES, find_family
+FAMILIES.add("broken", "broken_family:FAMILY")
+assert find_family("LlamaForCausalLM").name == "llama"
+try:
+    FAMILIES.load("broken")
+except PluginError as error:
+    assert error.__cause__ is not None
+    print(type(error.__cause__).__name__)
+else:
+    raise SystemExit("the broken family loaded")
+assert find_family("Qwen3ForCausalLM").name == "qwen3"
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("SyntaxError", "ModuleNotFoundError", "RuntimeError")
+
+
+def test_disabled_family_is_refused_by_name():
+    code = """
+from headrace.base.errors import HeadraceError
+from headrace.models.catalog import find_family
+assert find_family("Qwen3ForCausalLM").name == "qwen3"
+try:
+    find_family("LlamaForCausalLM")
+except HeadraceError as error:
+    print(error)
+"""
+    done = run_python(code, HEADRACE_DISABLE_PLUGINS="llama")
+    assert done.returncode == 0, done.stderr
+    assert "HEADRACE_DISABLE_PLUGINS" in done.stdout

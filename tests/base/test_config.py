@@ -1,0 +1,40 @@
+"""Options: bounds, types, unknown names, device defaults, and the trip across the process border."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from headrace.base.config import EngineConfig, all_options, engine_config, flatten, resolve_for_device
+from headrace.base.errors import ConfigError
+
+
+def test_every_option_is_documented_and_named_once():
+    options = all_options()
+    assert len({o.name for o in options}) == len(options) < 80
+    assert all(len(o.doc) > 10 for o in options)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"page_size": 0}, "from 1 to 1024"), ({"policy": "lifo"}, "fcfs, longest-prefix, priority"), ({"memory_fraction": "lots"}, "takes a float"),
+    ({"pagesize": 4}, "did you mean page_size"), ({"prefix_cache": 1}, "takes a bool"), ({"kv_pages": True}, "takes a int"), ({"overlap_depth": 3}, "from 1 to 2"),
+])
+def test_bad_values_name_the_field_and_the_fix(options: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        engine_config(**options)
+
+
+def test_integers_are_fine_where_floats_are_asked():
+    assert engine_config(default_deadline_s=3).scheduler.default_deadline_s == 3.0
+
+
+def test_device_defaults_fill_only_what_is_open():
+    config = resolve_for_device(engine_config(max_step_tokens=99), "cuda")
+    assert (config.scheduler.max_step_tokens, config.scheduler.overlap_depth) == (99, 2)
+    assert resolve_for_device(engine_config(), "a device not known").scheduler.overlap_depth == 1
+
+
+def test_config_crosses_the_process_border():
+    config = engine_config(model="somewhere", page_size=32, default_deadline_s=1.5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+    assert flatten(config)["page_size"] == 32
