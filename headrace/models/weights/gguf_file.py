@@ -1,0 +1,208 @@
+"""Reads the header of a GGUF file: metadata and where each tensor lies. Torch-free, and fast on large vocabularies.
+
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and offset is checked against the file
+size before use. Refuses big-endian files and GGUF version 1; dequantising is done elsewhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.errors import WeightError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMS = 4
+MAX_KEY_BYTES = 65535
+MAX_ARRAY_DEPTH = 4
+DEFAULT_ALIGNMENT = 32
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
+_SCALARS = {
+    0: np.dtype("<u1"), 1: np.dtype("<i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"), 5: np.dtype("<i4"),
+    6: np.dtype("<f4"), 7: np.dtype("?"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies. ``shape`` is row-major (the file's dimensions reversed), ``type_id`` a ggml type number,
+    ``offset`` bytes from the start of ``path``."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    path: Path
+    offset: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """A parsed header. ``metadata`` has scalars and strings as Python values, arrays of strings as lists of str, arrays
+    of numbers as numpy arrays; ``tensors`` are in file order; ``file_bytes`` is the size of the file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: tuple[GgufTensor, ...]
+    file_bytes: int
+
+
+def read_gguf_metadata(path: Path | str) -> dict[str, Any]:
+    """The key-value pairs of a GGUF file; raises `WeightError` when it is not a sound GGUF file."""
+    return read_gguf_header(path).metadata
+
+
+def read_gguf_header(path: Path | str) -> GgufHeader:
+    """Parse one GGUF file's header; raises `WeightError` (with the byte offset) when it is truncated or corrupt."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < 24:
+                raise WeightError(f"{path} is not a GGUF file: it has {size} bytes")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data).read()
+    except OSError as error:
+        raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+class _Reader:
+    """A cursor over the mapped file. Every ``read_*`` method advances it."""
+
+    def __init__(self, path: Path, data: mmap.mmap):
+        self._path, self._data, self._size, self._at = path, data, len(data), 0
+
+    def read(self) -> GgufHeader:
+        magic, version = self._data[:4], _U32.unpack_from(self._data, 4)[0]
+        if magic != MAGIC:
+            raise WeightError(f"{self._path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
+        if version not in VERSIONS:
+            what = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
+            raise WeightError(f"{self._path} is a {what} GGUF file; readable: little-endian, versions {VERSIONS}; convert it again")
+        self._at = 8
+        num_tensors, num_keys = self._read_count("tensor count", 24), self._read_count("metadata count", 13)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._read_string("metadata key", MAX_KEY_BYTES)
+            if key in metadata:
+                raise self._corrupt(f"metadata key {key!r} appears twice")
+            metadata[key] = self._read_value(key, self._read_u32(), 0)
+        infos = [self._read_tensor_info() for _ in range(num_tensors)]
+        start = self._data_start(metadata)
+        tensors = tuple(GgufTensor(name, shape, type_id, self._path, start + offset) for name, shape, type_id, offset in infos)
+        self._check_tensors(tensors)
+        return GgufHeader(self._path, metadata, tensors, self._size)
+
+    def _corrupt(self, what: str) -> WeightError:
+        return WeightError(f"{self._path} is truncated or corrupt at byte {self._at}: {what}; fetch the file again")
+
+    def _advance(self, num_bytes: int, what: str) -> int:
+        start = self._at
+        if num_bytes > self._size - start:
+            raise self._corrupt(f"{what} needs {num_bytes} bytes, {self._size - start} are left")
+        self._at = start + num_bytes
+        return start
+
+    def _read_u32(self) -> int:
+        return _U32.unpack_from(self._data, self._advance(4, "a number"))[0]
+
+    def _read_u64(self) -> int:
+        return _U64.unpack_from(self._data, self._advance(8, "a number"))[0]
+
+    def _read_count(self, what: str, min_bytes_each: int) -> int:
+        count = self._read_u64()
+        if count * min_bytes_each > self._size - self._at:
+            raise self._corrupt(f"{what} {count} cannot fit the file")
+        return count
+
+    def _decode(self, raw: bytes, what: str) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self._corrupt(f"{what} is not UTF-8") from error
+
+    def _read_string(self, what: str, max_bytes: int | None = None) -> str:
+        length = self._read_u64()
+        if max_bytes is not None and length > max_bytes:
+            raise self._corrupt(f"{what} of {length} bytes is longer than {max_bytes}")
+        start = self._advance(length, what)
+        return self._decode(self._data[start : start + length], what)
+
+    def _read_value(self, key: str, type_id: int, depth: int) -> Any:
+        if type_id == _STRING:
+            return self._read_string(key)
+        if type_id == _ARRAY:
+            return self._read_array(key, depth)
+        dtype = self._scalar(key, type_id)
+        start = self._advance(dtype.itemsize, key)
+        value = np.frombuffer(self._data[start : self._at], dtype)[0]
+        # The shortest decimal that rounds to the same float32: 1e-05 was written, not 9.999999747378752e-06.
+        return float(str(value)) if type_id == _FLOAT32 else value.item()
+
+    def _scalar(self, key: str, type_id: int) -> np.dtype[Any]:
+        if type_id not in _SCALARS:
+            raise self._corrupt(f"{key} has unknown value type {type_id}")
+        return _SCALARS[type_id]
+
+    def _read_array(self, key: str, depth: int) -> Any:
+        type_id = self._read_u32()
+        if type_id == _STRING:
+            return self._read_strings(key, self._read_count(key, 8))
+        if type_id == _ARRAY:
+            if depth >= MAX_ARRAY_DEPTH:
+                raise self._corrupt(f"{key} nests arrays deeper than {MAX_ARRAY_DEPTH}")
+            return [self._read_array(key, depth + 1) for _ in range(self._read_count(key, 12))]
+        dtype = self._scalar(key, type_id)
+        count = self._read_count(key, dtype.itemsize)
+        start = self._advance(count * dtype.itemsize, key)
+        return np.frombuffer(self._data[start : self._at], dtype)
+
+    def _read_strings(self, key: str, count: int) -> list[str]:
+        # The hot loop: vocabularies hold 10^5 strings. One bounds check per string, on local names.
+        data, at, size, unpack = self._data, self._at, self._size, _U64.unpack_from
+        raw: list[bytes] = []
+        append = raw.append
+        for _ in range(count):
+            end = at + 8
+            if end > size or (stop := end + unpack(data, at)[0]) > size:
+                self._at = at
+                raise self._corrupt(f"{key} runs past the end of the file")
+            append(data[end:stop])
+            at = stop
+        self._at = at
+        try:
+            return [item.decode() for item in raw]
+        except UnicodeDecodeError as error:
+            raise self._corrupt(f"{key} is not UTF-8") from error
+
+    def _read_tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._read_string("tensor name", MAX_KEY_BYTES)
+        num_dims = self._read_u32()
+        if num_dims > MAX_DIMS:
+            raise self._corrupt(f"tensor {name!r} has {num_dims} dimensions, at most {MAX_DIMS} are possible")
+        dims = [self._read_u64() for _ in range(num_dims)]
+        type_id, offset = self._read_u32(), self._read_u64()
+        return name, tuple(reversed(dims)), type_id, offset
+
+    def _data_start(self, metadata: dict[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise self._corrupt(f"general.alignment is {alignment!r}, not a power of two")
+        return -(-self._at // alignment) * alignment
+
+    def _check_tensors(self, tensors: tuple[GgufTensor, ...]) -> None:
+        """Only that each tensor starts inside the file: its length is known to whoever knows the ggml types."""
+        seen: set[str] = set()
+        for tensor in tensors:
+            if tensor.name in seen:
+                raise self._corrupt(f"tensor {tensor.name!r} appears twice")
+            seen.add(tensor.name)
+            if tensor.offset >= self._size and 0 not in tensor.shape:
+                raise self._corrupt(f"tensor {tensor.name!r} starts at byte {tensor.offset} of a file of {self._size}")
