@@ -11,10 +11,12 @@ from headrace.kernels.operation import KernelQuery
 
 @dataclass(frozen=True)
 class Build:
-    """Passed to every layer's constructor. ``dtype`` is that of weights and activations."""
+    """Passed to every layer's constructor. ``dtype`` is that of weights and activations. ``max_model_len`` is the
+    longest context to be served, in tokens (0: what the checkpoint claims); position tables are that long."""
 
     device: torch.device
     dtype: torch.dtype
+    max_model_len: int = 0
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -24,3 +26,7 @@ class Build:
     def query(self, **shape: int) -> KernelQuery:
         """The query with which a layer chooses its kernels."""
         return KernelQuery(self.device.type, str(self.dtype).removeprefix("torch."), self.capability, shape)
+
+    def parameter(self, *shape: int) -> torch.nn.Parameter:
+        """An empty parameter of that shape."""
+        return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)

@@ -1,0 +1,64 @@
+"""`Attention`: projection, rotation and page write, attention, projection back. T tokens, H heads, K kv heads, E head dim."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from headrace.kernels.rope_write import ROPE_WRITE
+from headrace.layers.attention.contract import AttentionParams, KvPages
+from headrace.layers.batch import ForwardBatch
+from headrace.layers.build import Build
+from headrace.layers.decoder.spec import AttentionSpec, LayerSpec, NormSpec
+from headrace.layers.linear import Linear
+from headrace.layers.norm import RmsNorm
+from headrace.layers.rotary import RotaryTable
+
+
+class Attention(nn.Module):
+    """``x [T, D] -> [T, D]``, reading and writing this layer's pages; ``bind`` gives it those before the first step."""
+
+    def __init__(self, spec: AttentionSpec, layer: LayerSpec, *, width: int, norm: NormSpec, rotary: RotaryTable | None, build: Build):
+        super().__init__()
+        self.spec = spec
+        heads_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.widths = (heads_width, kv_width, kv_width)
+        self.qkv = Linear(build, width, {"q": heads_width, "k": kv_width, "v": kv_width}, bias=spec.qkv_bias)
+        self.output = Linear(build, heads_width, width, bias=spec.output_bias)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm != "none":
+            is_full = spec.qk_norm == "full"
+            self.q_norm = RmsNorm(build, heads_width if is_full else spec.head_dim, norm.eps, norm.offset)
+            self.k_norm = RmsNorm(build, kv_width if is_full else spec.head_dim, norm.eps, norm.offset)
+        self.params = AttentionParams(spec.scale, layer.window, spec.softcap)
+        self.rotary = rotary
+        self._rope_write = self._choose_rope_write(norm, layer, build)
+        self.group = -1
+        self.pages: KvPages | None = None
+
+    def _choose_rope_write(self, norm: NormSpec, layer: LayerSpec, build: Build) -> partial[torch.Tensor]:
+        spec, rope = self.spec, layer.rope
+        weights = {}
+        if spec.qk_norm == "head":
+            weights = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
+        shape = dict(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, rotary_dim=rope.rotary_dim if rope else 0)
+        return partial(
+            ROPE_WRITE.choose(build.query(**shape)), **shape, **weights, interleaved=bool(rope and rope.interleaved),
+            norm_eps=norm.eps, norm_offset=norm.offset,
+        )
+
+    def bind(self, pages: KvPages, group: int) -> None:
+        """Attach this layer's pages and the cache group they belong to."""
+        self.pages, self.group = pages, group
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        pages, step = self.pages, batch.groups[self.group]
+        qkv = self.qkv(x)
+        if self.spec.qk_norm == "full":
+            q, k, v = qkv.split(self.widths, dim=-1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+        cos_sin = self.rotary.cos_sin if self.rotary else None
+        q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v)
+        return self.output(step.backend.attend(q, pages, self.params).flatten(1))

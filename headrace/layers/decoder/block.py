@@ -1,0 +1,42 @@
+"""`DecoderBlock`: one layer, attention and MLP, each with its norms before or after and the residual around it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headrace.layers.attention.layer import Attention
+from headrace.layers.batch import ForwardBatch
+from headrace.layers.build import Build
+from headrace.layers.decoder.spec import DecoderSpec, LayerSpec
+from headrace.layers.mlp import GatedMlp
+from headrace.layers.norm import NoNorm, RmsNorm
+from headrace.layers.rotary import RotaryTable
+
+
+class DecoderBlock(nn.Module):
+    """The residual is carried beside the branch output and added inside the next norm: one kernel instead of two."""
+
+    def __init__(self, spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build):
+        super().__init__()
+
+        def norm(is_there: bool) -> nn.Module:
+            return RmsNorm(build, spec.width, spec.norm.eps, spec.norm.offset) if is_there else NoNorm()
+
+        self.attention_norm = norm(spec.norm.before)
+        self.attention = Attention(spec.attention, layer, width=spec.width, norm=spec.norm, rotary=rotary, build=build)
+        self.attention_post_norm = norm(spec.norm.after)
+        self.mlp_norm = norm(spec.norm.before)
+        self.mlp = GatedMlp(spec.mlp, spec.width, build)
+        self.mlp_post_norm = norm(spec.norm.after)
+        self.residual_scale = spec.residual_scale
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` [T, D] is the previous block's last branch, still to be added to ``residual``; returns the same pair."""
+        x, residual = self.attention_norm.add(x, residual)
+        x = self._scale(self.attention_post_norm(self.attention(x, batch)))
+        x, residual = self.mlp_norm.add(x, residual)
+        return self._scale(self.mlp_post_norm(self.mlp(x))), residual
+
+    def _scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)

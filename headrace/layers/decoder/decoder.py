@@ -1,0 +1,91 @@
+"""`Decoder`: a decoder-only transformer from a `DecoderSpec`, fulfilling the contract of a served model.
+
+Refuses: knowing any family; a family brings its spec and its table of checkpoint names. T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from headrace.base.errors import WeightError
+from headrace.layers.attention.contract import KvPages
+from headrace.layers.batch import ForwardBatch
+from headrace.layers.build import Build
+from headrace.layers.decoder.block import DecoderBlock
+from headrace.layers.decoder.names import SPLIT_NAMES
+from headrace.layers.decoder.spec import DecoderSpec, RopeSpec
+from headrace.layers.embedding import Embedding
+from headrace.layers.head import Head
+from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.norm import RmsNorm
+from headrace.layers.rotary import RotaryTable
+
+HARMLESS = ("rotary_emb.inv_freq",)
+"""Name endings of tensors that old checkpoints carry and nobody needs."""
+
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Divisors of the rotary frequencies: for every context, within the trained length, beyond it."""
+
+
+class Decoder(nn.Module):
+    """Parameters are created empty; then ``load_weights``, then ``bind_cache``, then ``forward`` any number of times.
+
+    ``names`` is the table of checkpoint names (`headrace.layers.loading`); a family's class replaces it.
+    """
+
+    names: ClassVar[Mapping[str, str]] = SPLIT_NAMES
+
+    def __init__(self, spec: DecoderSpec, build: Build):
+        super().__init__()
+        self.spec = spec
+        vocabulary = spec.vocabulary
+        self._tables: dict[RopeSpec, RotaryTable] = {
+            rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, native_length=spec.max_model_len, device=build.device)
+            for rope in dict.fromkeys(layer.rope for layer in spec.layers) if rope is not None
+        }
+        self.embedding = Embedding(build, vocabulary.size, spec.width, vocabulary.embedding_scale)
+        self.layers = nn.ModuleList(DecoderBlock(spec, layer, self._tables.get(layer.rope), build) for layer in spec.layers)
+        self.norm = RmsNorm(build, spec.width, spec.norm.eps, spec.norm.offset)
+        self.head = Head(
+            build, vocabulary.size, spec.width, weight=self.embedding.weight if vocabulary.tied else None,
+            divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap,
+        )
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
+        names, harmless = self.names, HARMLESS
+        if self.spec.vocabulary.tied:
+            names = {theirs: ours for theirs, ours in names.items() if ours != "head"}
+            harmless += tuple(f"{theirs}.weight" for theirs, ours in self.names.items() if ours == "head")
+        fill_targets(find_targets(self, names, self.spec.num_layers), self._take_rope_factors(tensors), harmless=harmless)
+
+    def _take_rope_factors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            if name not in ROPE_FACTORS:
+                yield name, tensor
+                continue
+            for table in self._tables.values():
+                if tensor.numel() * 2 != table.spec.rotary_dim:
+                    raise WeightError(f"{name} has {tensor.numel()} elements, not {table.spec.rotary_dim // 2}")
+                if name in ("rope_freqs.weight", f"rope_factors_{'long' if table.is_long else 'short'}.weight"):
+                    table.divide_frequencies(tensor)
+
+    def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
+        """Attach each layer's pages and cache group."""
+        for layer, layer_pages, group in zip(self.layers, pages, group_of_layer, strict=True):
+            layer.attention.bind(layer_pages, group)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [T, D] after the final norm."""
+        x, residual = self.embedding(batch.token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return self.norm.add(x, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden [S, D] to logits [S, V] float32."""
+        return self.head(hidden)

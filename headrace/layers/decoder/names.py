@@ -1,0 +1,30 @@
+"""Checkpoint names that most decoders share, and ways to make a family's own table from them."""
+
+SPLIT_NAMES = {
+    "model.embed_tokens": "embedding",
+    "model.norm": "norm",
+    "lm_head": "head",
+    "model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q",
+    "model.layers.{i}.self_attn.k_proj": "layers.{i}.attention.qkv#k",
+    "model.layers.{i}.self_attn.v_proj": "layers.{i}.attention.qkv#v",
+    "model.layers.{i}.self_attn.o_proj": "layers.{i}.attention.output",
+    "model.layers.{i}.self_attn.q_norm": "layers.{i}.attention.q_norm",
+    "model.layers.{i}.self_attn.k_norm": "layers.{i}.attention.k_norm",
+    "model.layers.{i}.mlp.gate_proj": "layers.{i}.mlp.gate_up#gate",
+    "model.layers.{i}.mlp.up_proj": "layers.{i}.mlp.gate_up#up",
+    "model.layers.{i}.mlp.down_proj": "layers.{i}.mlp.down",
+    "model.layers.{i}.input_layernorm": "layers.{i}.attention_norm",
+    "model.layers.{i}.post_attention_layernorm": "layers.{i}.mlp_norm",
+}
+"""q, k, v and gate, up are separate tensors; norms stand before the branches."""
+
+def with_stacked_mlp(names: dict[str, str]) -> dict[str, str]:
+    """The table for a checkpoint that stores gate and up as one tensor, gate first."""
+    kept = {theirs: ours for theirs, ours in names.items() if "gate_up" not in ours}
+    return {**kept, "model.layers.{i}.mlp.gate_up_proj": "layers.{i}.mlp.gate_up"}
+
+
+def with_stacked_qkv(names: dict[str, str]) -> dict[str, str]:
+    """The table for a checkpoint that stores q, k and v as one tensor, in that order."""
+    kept = {theirs: ours for theirs, ours in names.items() if "attention.qkv" not in ours}
+    return {**kept, "model.layers.{i}.self_attn.qkv_proj": "layers.{i}.attention.qkv"}

@@ -1,0 +1,30 @@
+"""`Head`: hidden states to logits. The caller passes only the rows it will sample from."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headrace.kernels.linear import LINEAR
+from headrace.layers.build import Build
+
+
+class Head(nn.Module):
+    """``hidden [S, D] -> logits [S, V]`` float32: divided by ``divisor``, then ``softcap * tanh(logits / softcap)``.
+
+    ``weight`` [V, D] is the embedding's own parameter when the two are tied, else None to make one.
+    """
+
+    def __init__(self, build: Build, vocab_size: int, width: int, *, weight: nn.Parameter | None = None, divisor: float = 1.0, softcap: float = 0.0):
+        super().__init__()
+        self.weight = build.parameter(vocab_size, width) if weight is None else weight
+        self.divisor, self.softcap = divisor, softcap
+        self._linear = LINEAR.choose(build.query(in_width=width, out_width=vocab_size))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._linear(hidden, self.weight, None).float()
+        if self.divisor != 1.0:
+            logits.div_(self.divisor)
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits

@@ -1,0 +1,63 @@
+"""Checkpoint tensors into a model's parameters, by a table of names and nothing else.
+
+A table maps templates of checkpoint module names to own module names, ``{i}`` standing for the layer number in both:
+``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. After ``#`` comes the part of a stacked parameter.
+Rows whose module this model does not have (no such norm, no such bias) are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from headrace.base.errors import WeightError
+
+NUM_NAMED = 6
+
+
+def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) -> dict[str, torch.Tensor]:
+    """``{checkpoint tensor name: parameter, or the part of one, that it fills}``; together they fill every parameter."""
+    modules = dict(model.named_modules())
+    targets: dict[str, torch.Tensor] = {}
+    for theirs, ours in names.items():
+        for i in range(num_layers if "{i}" in theirs else 1):
+            path, _, part = ours.replace("{i}", str(i)).partition("#")
+            module = modules.get(path)
+            for name, parameter in module.named_parameters(recurse=False) if module is not None else ():
+                targets[f"{theirs.replace('{i}', str(i))}.{name}"] = module.part(parameter, part) if part else parameter
+    num_filled, num_needed = (sum(t.numel() for t in tensors) for tensors in (targets.values(), model.parameters()))
+    assert num_filled == num_needed, f"the table of names fills {num_filled} of {num_needed} parameter elements"
+    return targets
+
+
+def fill_targets(targets: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]], *, harmless: tuple[str, ...] = ()) -> None:
+    """Copy each tensor into its target, converting type and device; tensors may come in any order.
+
+    Extra tensors are an error unless their name ends with one of ``harmless``. Raises `WeightError` naming what misses,
+    what is too much and what has the wrong shape.
+    """
+    filled: set[str] = set()
+    faults: dict[str, list[str]] = {"missing": [], "not expected": [], "given twice": [], "of the wrong shape": []}
+    for name, tensor in tensors:
+        target = targets.get(name)
+        if target is None:
+            if not name.endswith(harmless or ("\0",)):
+                faults["not expected"].append(name)
+        elif name in filled:
+            faults["given twice"].append(name)
+        elif tensor.shape != target.shape:
+            faults["of the wrong shape"].append(f"{name} is {list(tensor.shape)}, not {list(target.shape)}")
+            filled.add(name)
+        else:
+            target.detach().copy_(tensor)
+            filled.add(name)
+    faults["missing"] = [name for name in targets if name not in filled]
+    if any(faults.values()):
+        raise WeightError("the checkpoint does not fit the model: " + "; ".join(_describe(fault, names) for fault, names in faults.items() if names))
+
+
+def _describe(fault: str, names: list[str]) -> str:
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return f"{len(names)} tensors {fault}: {', '.join(names[:NUM_NAMED])}{more}"

@@ -1,0 +1,42 @@
+"""`RmsNorm` and `NoNorm`: normalise, or add to the running residual and normalise."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headrace.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
+from headrace.layers.build import Build
+
+
+class RmsNorm(nn.Module):
+    """``x / rms(x) * (weight + offset)`` over the last dim, [T, D]."""
+
+    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0):
+        super().__init__()
+        self.weight = build.parameter(width)
+        self.eps, self.offset = eps, offset
+        query = build.query(width=width)
+        self._norm = RMS_NORM.choose(query)
+        self._add_norm = ADD_RMS_NORM.choose(query)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(x, self.weight, self.eps, self.offset)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(x + residual), x + residual)``; the first layer has no residual yet. ``residual`` is consumed."""
+        if residual is None:
+            return self._norm(x, self.weight, self.eps, self.offset), x
+        return self._add_norm(x, residual, self.weight, self.eps, self.offset)
+
+
+class NoNorm(nn.Module):
+    """Stands where an architecture has no norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(x + residual, x + residual)``, the same tensor twice; ``residual`` is consumed."""
+        total = x if residual is None else residual.add_(x)
+        return total, total

@@ -1,0 +1,112 @@
+"""Rotary position tables, with every way of stretching them that checkpoints ask for.
+
+Frequencies that depend on the sequence length (``dynamic``, ``longrope``) are fixed once, for the longest context that is
+served: keys in the cache stay valid as a request grows, and a shared prefix means the same for everyone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from headrace.layers.decoder.spec import RopeScaling, RopeSpec
+
+TWO_PI = 2 * math.pi
+
+
+class RotaryTable:
+    """``cos_sin`` [length, rotary_dim] float32: the first half of a row cosines, the second half sines, of
+    ``position * frequency``. ``length`` is the longest context served, ``native_length`` what the checkpoint claims."""
+
+    def __init__(self, spec: RopeSpec, *, length: int, native_length: int, device: torch.device):
+        self.spec = spec
+        self.length = length
+        self.cos_sin = torch.empty(length, spec.rotary_dim, dtype=torch.float32, device=device)
+        self._fill(_frequencies(spec, length, native_length))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether contexts longer than the trained length are served."""
+        return self.spec.scaling is not None and self.length > self.spec.scaling.original_max_position > 0
+
+    def divide_frequencies(self, factors: torch.Tensor) -> None:
+        """Divide frequency i by ``factors[i]``; GGUF files carry a checkpoint's scaling as such a tensor."""
+        plain = _plain_frequencies(self.spec.theta, self.spec.rotary_dim)
+        self._fill(plain / factors.detach().to("cpu", torch.float32))
+
+    def _fill(self, frequencies: torch.Tensor) -> None:
+        factor = _attention_factor(self.spec.scaling)
+        angles = torch.arange(self.length, dtype=torch.float32)[:, None] * frequencies
+        half = self.spec.rotary_dim // 2
+        self.cos_sin[:, :half] = angles.cos() * factor
+        self.cos_sin[:, half:] = angles.sin() * factor
+
+
+def _plain_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
+    """``theta ** (-2i / rotary_dim)``, float32 [rotary_dim / 2]. Su et al., arXiv:2104.09864, equation 15."""
+    return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+
+
+def _frequencies(spec: RopeSpec, length: int, native_length: int) -> torch.Tensor:
+    scaling = spec.scaling
+    plain = _plain_frequencies(spec.theta, spec.rotary_dim)
+    if scaling is None or scaling.kind == "default":
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "dynamic":
+        return _dynamic_frequencies(spec, scaling, length, native_length)
+    if scaling.kind == "llama3":
+        return _llama3_frequencies(plain, scaling)
+    if scaling.kind == "yarn":
+        return _yarn_frequencies(plain, spec, scaling)
+    return _longrope_frequencies(plain, scaling, length)
+
+
+def _dynamic_frequencies(spec: RopeSpec, scaling: RopeScaling, length: int, native_length: int) -> torch.Tensor:
+    """NTK-aware base change for contexts beyond the trained length, taken at the longest context served."""
+    stretch = scaling.factor * max(length, native_length) / native_length - (scaling.factor - 1)
+    theta = spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
+    return _plain_frequencies(theta, spec.rotary_dim)
+
+
+def _llama3_frequencies(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Long wavelengths are divided by ``factor``, short ones kept, those between blended (Llama 3.1's model card)."""
+    turns = scaling.original_max_position * plain / TWO_PI
+    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return plain * keep + plain / scaling.factor * (1 - keep)
+
+
+def _yarn_frequencies(plain: torch.Tensor, spec: RopeSpec, scaling: RopeScaling) -> torch.Tensor:
+    """Blend by the number of turns within the trained length. Peng et al., arXiv:2309.00071, section 3.2."""
+
+    def dim_with_turns(turns: float) -> float:
+        return spec.rotary_dim * math.log(scaling.original_max_position / (turns * TWO_PI)) / (2 * math.log(spec.theta))
+
+    low, high = dim_with_turns(scaling.beta_fast), dim_with_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    ramp = (torch.arange(spec.rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    interpolate = ramp.clamp(0, 1)
+    return plain / scaling.factor * interpolate + plain * (1 - interpolate)
+
+
+def _longrope_frequencies(plain: torch.Tensor, scaling: RopeScaling, length: int) -> torch.Tensor:
+    """Per-frequency divisors, one set within the trained length and one beyond. Ding et al., arXiv:2402.13753."""
+    factors = scaling.long_factor if length > scaling.original_max_position else scaling.short_factor
+    return plain / torch.tensor(factors, dtype=torch.float32) if factors else plain
+
+
+def _attention_factor(scaling: RopeScaling | None) -> float:
+    """What multiplies cos and sin, so that attention stays as sharp over a stretched context."""
+    if scaling is None:
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.kind == "yarn" and scaling.factor > 1:
+        return 0.1 * math.log(scaling.factor) + 1.0
+    if scaling.kind == "longrope" and scaling.factor > 1:
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))
+    return 1.0

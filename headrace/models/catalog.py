@@ -1,0 +1,86 @@
+"""The catalog: which family serves an architecture. Knows names only; serving one family imports that one alone.
+
+Out-of-tree families are entry points of group ``headrace.families``; they are asked only when no built-in one knows the
+architecture. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+
+from headrace.base.errors import PluginError, UnknownArchitecture
+from headrace.base.registry import Registry
+from headrace.models.family import PLUGIN_API, Family
+
+ENTRY_POINT_GROUP = "headrace.families"
+
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": "gemma3",
+    "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "glm4",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Hugging Face class name: family."""
+
+GGUF_ARCHITECTURES = {name: name for name in ("gemma3", "glm4", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3")}
+"""``general.architecture``: family."""
+
+FAMILIES: Registry[Family] = Registry("model family")
+for _name in sorted({*ARCHITECTURES.values(), *GGUF_ARCHITECTURES.values()}):
+    FAMILIES.add(_name, f"headrace.models.{_name}.family:FAMILY")
+
+
+def find_family(architecture: str) -> Family:
+    """The family that serves a Hugging Face architecture.
+
+    Raises `UnknownArchitecture` listing the nearest known ones, or `PluginError` with the original error when the
+    family that should serve it cannot be loaded.
+    """
+    return _find(architecture, ARCHITECTURES, lambda family: family.architectures)
+
+
+def find_gguf_family(gguf_architecture: str) -> Family:
+    """The same for a value of ``general.architecture`` in GGUF metadata."""
+    return _find(gguf_architecture, GGUF_ARCHITECTURES, lambda family: family.gguf_architectures)
+
+
+def load_family(name: str) -> Family:
+    """Import one family; raises `PluginError` also when it was made for another version of the contract."""
+    family = FAMILIES.load(name)
+    if not isinstance(family, Family):
+        raise PluginError(f"model family {name!r} is a {type(family).__name__}, not a Family")
+    if family.plugin_api != PLUGIN_API:
+        raise PluginError(f"model family {name!r} was made for plug-in API {family.plugin_api}; this is {PLUGIN_API}")
+    return family
+
+
+def add_out_of_tree_families() -> list[str]:
+    """Register the families of installed packages, without importing them; returns their names."""
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    for point in found:
+        FAMILIES.add(point.name, point.value)
+    return [point.name for point in found]
+
+
+def _find(architecture: str, known: dict[str, str], serves: Callable[[Family], tuple[str, ...]]) -> Family:
+    if architecture in known:
+        return load_family(known[architecture])
+    failures = []
+    for name in add_out_of_tree_families():
+        try:
+            family = load_family(name)
+        except PluginError as error:
+            failures.append(str(error))
+            continue
+        if architecture in serves(family):
+            return family
+    near = get_close_matches(architecture, known, n=3, cutoff=0.4) or sorted(known)
+    raise UnknownArchitecture("; ".join([f"no model family serves {architecture!r}; the nearest known are {', '.join(near)}", *failures]))

@@ -1,0 +1,83 @@
+"""Gemma 3 text models: windowed layers with one full layer in six, each kind with its own rotary base, norms on both
+sides of every branch that multiply by ``1 + weight``, scaled embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from headrace.layers.decoder.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, VocabularySpec, decoder_cache_specs
+from headrace.models.family import Family
+from headrace.models.gguf_config import read_shared
+from headrace.models.reading import (
+    ACTIVATIONS,
+    Fields,
+    check_layer_types,
+    make_rope,
+    read_attention,
+    read_decoder,
+    read_window,
+)
+
+DEFAULTS = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "sliding_window": 4096,
+}
+"""Published configs leave out what equals these."""
+
+
+def read_config(config: dict[str, Any]) -> DecoderSpec:
+    """Raises `ConfigError` for the bidirectional variant, which is an encoder."""
+    fields = Fields({**DEFAULTS, **config})
+    if fields.flag("use_bidirectional_attention", False):
+        raise ConfigError("config.json: use_bidirectional_attention must be false; this family serves causal models", param="use_bidirectional_attention")
+    width, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps", 1e-6)
+    softcaps = {name: fields.number(name, 0.0) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return read_decoder(
+        fields, _read_layers(fields),
+        attention=read_attention(
+            fields, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, softcap=softcaps["attn_logit_softcapping"], qk_norm="head"
+        ),
+        mlp=MlpSpec(fields.integer("intermediate_size"), fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")),
+        norm=NormSpec(eps, offset=1.0, before=True, after=True),
+        vocabulary=VocabularySpec(
+            fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", True), embedding_scale=width**0.5,
+            softcap=softcaps["final_logit_softcapping"],
+        ),
+    )
+
+
+def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
+    num_layers, pattern = fields.integer("num_hidden_layers"), fields.integer("sliding_window_pattern", 6)
+    types = fields.config.get("layer_types") or ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
+    check_layer_types(types, num_layers)
+    config, nested = fields.config, fields.config.get("rope_parameters") or {}
+    # Scaling in older files is for the full layers alone.
+    full = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {}), **(nested.get("full_attention") or {})}
+    local = {"rope_theta": config.get("rope_local_base_freq"), **(nested.get("sliding_attention") or {})}
+    kinds = {
+        "full_attention": LayerSpec(0, make_rope(fields, full, theta=1e6)),
+        "sliding_attention": LayerSpec(read_window(fields), make_rope(fields, local, theta=1e4)),
+    }
+    return tuple(kinds[kind] for kind in types)
+
+
+def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The head is always tied. ``attention.key_length`` is also the scalar whose root divides the logits, but for the
+    27B model, whose heads are narrower than its width says."""
+    config = read_shared(metadata, "Gemma3ForCausalLM", keys={"attn_logit_softcapping": "attn_logit_softcapping"})
+    config["tie_word_embeddings"] = True
+    is_27b = config["num_hidden_layers"] == 62
+    config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim", 256)
+    return config
+
+
+FAMILY = Family(
+    name="gemma3",
+    architectures=("Gemma3ForCausalLM",),
+    read_config=read_config,
+    cache_specs=decoder_cache_specs,
+    model="headrace.models.gemma3.model:Gemma3Model",
+    gguf_architectures=("gemma3",),
+    gguf_config=gguf_config,
+)

@@ -1,0 +1,72 @@
+"""GGUF metadata to the fields of a config.json, as far as families have them in common. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.base.errors import ConfigError
+
+SHARED_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
+"""GGUF key after the architecture's prefix: config.json field."""
+
+SPECIAL_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+
+
+def read_shared(metadata: dict[str, Any], architecture: str, *, keys: dict[str, str] | None = None) -> dict[str, Any]:
+    """The shared fields under ``architecture`` (a Hugging Face name); ``keys`` adds a family's own.
+
+    GGUF does not say whether the head is tied: ``tie_word_embeddings`` is left for the reader of the file, who knows
+    whether it has an ``output.weight``.
+    """
+    prefix = metadata.get("general.architecture")
+    if not isinstance(prefix, str):
+        raise ConfigError("the GGUF file has no general.architecture", param="general.architecture")
+    config: dict[str, Any] = {"architectures": [architecture], "model_type": prefix}
+    for key, field in {**SHARED_KEYS, **(keys or {})}.items():
+        value = metadata.get(f"{prefix}.{key}")
+        if value is not None:
+            config[field] = _single(f"{prefix}.{key}", value)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    config["vocab_size"] = metadata.get(f"{prefix}.vocab_size") or len(tokens or ())
+    for key, field in SPECIAL_TOKENS.items():
+        if metadata.get(f"tokenizer.ggml.{key}") is not None:
+            config[field] = metadata[f"tokenizer.ggml.{key}"]
+    _read_rope(metadata, prefix, config)
+    return config
+
+
+def _single(key: str, value: Any) -> Any:
+    """GGUF may give one value per layer; families here need them alike."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(set(value)) != 1:
+        raise ConfigError(f"{key} differs from layer to layer, which this model family does not serve", param=key)
+    return value[0]
+
+
+def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) -> None:
+    rotary_dim, head_dim = metadata.get(f"{prefix}.rope.dimension_count"), config.get("head_dim")
+    if head_dim is None and "hidden_size" in config and "num_attention_heads" in config:
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    if rotary_dim and head_dim and rotary_dim < head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+    scaling = {
+        "rope_type": metadata.get(f"{prefix}.rope.scaling.type"),
+        "factor": metadata.get(f"{prefix}.rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.get(f"{prefix}.rope.scaling.original_context_length"),
+        "beta_fast": metadata.get(f"{prefix}.rope.scaling.yarn_beta_fast"),
+        "beta_slow": metadata.get(f"{prefix}.rope.scaling.yarn_beta_slow"),
+    }
+    if scaling["rope_type"] not in (None, "none"):
+        config["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None}

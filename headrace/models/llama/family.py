@@ -1,0 +1,33 @@
+"""Llama 1 to 3.x and what was made in its image: Mistral (with or without sliding window), SmolLM2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.layers.decoder.spec import DecoderSpec, decoder_cache_specs
+from headrace.models.family import Family
+from headrace.models.gguf_config import read_shared
+from headrace.models.reading import Fields, read_decoder, read_layers, read_rope, read_window
+
+
+def read_config(config: dict[str, Any]) -> DecoderSpec:
+    """Every layer alike; Mistral has a window, 4096 tokens unless its config says otherwise."""
+    fields = Fields(config)
+    window = read_window(fields, 4096) if config["architectures"][0] == "MistralForCausalLM" else 0
+    return read_decoder(fields, read_layers(fields, read_rope(fields), window=window))
+
+
+def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Mistral files call themselves llama too, and have no window by then."""
+    return read_shared(metadata, "LlamaForCausalLM")
+
+
+FAMILY = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM", "MistralForCausalLM"),
+    read_config=read_config,
+    cache_specs=decoder_cache_specs,
+    model="headrace.models.llama.model:LlamaModel",
+    gguf_architectures=("llama",),
+    gguf_config=gguf_config,
+)

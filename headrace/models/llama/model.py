@@ -1,0 +1,7 @@
+"""Llama's checkpoint names are the ones that most decoders share."""
+
+from headrace.layers.decoder.decoder import Decoder
+
+
+class LlamaModel(Decoder):
+    """The plain decoder."""

@@ -1,0 +1,16 @@
+"""OLMo 2's checkpoint names: norms after each branch."""
+
+from typing import ClassVar
+
+from headrace.layers.decoder.decoder import Decoder
+from headrace.layers.decoder.names import SPLIT_NAMES
+
+
+class Olmo2Model(Decoder):
+    """The decoder with post-norms, which the spec asks for."""
+
+    names: ClassVar[dict[str, str]] = {
+        **SPLIT_NAMES,
+        "model.layers.{i}.post_attention_layernorm": "layers.{i}.attention_post_norm",
+        "model.layers.{i}.post_feedforward_layernorm": "layers.{i}.mlp_post_norm",
+    }

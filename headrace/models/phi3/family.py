@@ -1,0 +1,49 @@
+"""Phi-3, Phi-3.5 and Phi-4: stacked projections in the checkpoint, LongRoPE, rotation of a part of each head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.layers.decoder.spec import DecoderSpec, decoder_cache_specs
+from headrace.models.family import Family
+from headrace.models.gguf_config import read_shared
+from headrace.models.reading import Fields, read_attention, read_decoder, read_layers, read_rope, read_window
+
+TRAINED_LEN = 4096
+
+
+def read_config(config: dict[str, Any]) -> DecoderSpec:
+    """With LongRoPE, serving at most ``original_max_position_embeddings`` tokens (``max_model_len``) uses the short
+    factors and anything longer the long ones, for every request alike."""
+    fields = Fields(_name_longrope({"original_max_position_embeddings": TRAINED_LEN, **config}))
+    layers = read_layers(fields, read_rope(fields), window=read_window(fields))
+    return read_decoder(fields, layers, attention=read_attention(fields, qkv_bias=False, output_bias=False))
+
+
+def _name_longrope(config: dict[str, Any]) -> dict[str, Any]:
+    """Early files call it su, or yarn."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
+        return {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}
+    return config
+
+
+def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The factors of LongRoPE are tensors in the file, which the model takes as weights."""
+    config = read_shared(metadata, "Phi3ForCausalLM")
+    trained_len = metadata.get("phi3.rope.scaling.original_context_length", 0)
+    if 0 < trained_len < config["max_position_embeddings"]:
+        config["original_max_position_embeddings"] = trained_len
+        config["rope_scaling"] = {"rope_type": "longrope", "attention_factor": metadata.get("phi3.rope.scaling.attn_factor")}
+    return config
+
+
+FAMILY = Family(
+    name="phi3",
+    architectures=("Phi3ForCausalLM",),
+    read_config=read_config,
+    cache_specs=decoder_cache_specs,
+    model="headrace.models.phi3.model:Phi3Model",
+    gguf_architectures=("phi3",),
+    gguf_config=gguf_config,
+)

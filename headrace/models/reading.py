@@ -1,0 +1,180 @@
+"""What families share in reading: checked access to a config.json dict, and a `DecoderSpec` from its usual fields.
+
+Refuses: what is special to one family. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from headrace.layers.decoder.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    RopeScaling,
+    RopeSpec,
+    VocabularySpec,
+)
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+ROPE_KINDS = {"default": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn", "longrope": "longrope", "su": "longrope"}
+
+
+class Fields:
+    """A config.json dict whose values are checked as they are read; null counts as absent."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+
+    def __contains__(self, name: str) -> bool:
+        return self.config.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number above 0 (or the default, unchecked)."""
+        return self._read(name, default, (int,), "a whole number above 0", lambda value: value > 0)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return float(self._read(name, default, (int, float), "a number", lambda value: value == value))
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._read(name, default, (bool,), "true or false", lambda value: True)
+
+    def choice(self, name: str, choices: dict[str, str], default: str) -> str:
+        """The value that stands for the named one in ``choices``."""
+        value = self.config.get(name) or default
+        if value not in choices:
+            raise ConfigError(f"config.json: {name} is {value!r}; this model family serves {', '.join(choices)}", param=name)
+        return choices[value]
+
+    def _read(self, name: str, default: Any, types: tuple[type, ...], wanted: str, is_right: Any) -> Any:
+        value = self.config.get(name)
+        if value is None:
+            if default is None:
+                raise ConfigError(f"config.json has no {name}; it must be {wanted}", param=name)
+            return default
+        if not isinstance(value, types) or (bool not in types and isinstance(value, bool)) or not is_right(value):
+            raise ConfigError(f"config.json: {name} must be {wanted}, got {value!r}", param=name)
+        return value
+
+
+def read_head_dim(fields: Fields) -> int:
+    """``head_dim``, or the width shared out among the heads."""
+    return fields.integer("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+
+
+def read_attention(fields: Fields, **special: Any) -> AttentionSpec:
+    """Heads, and biases as ``attention_bias`` says; ``special`` replaces fields of the result."""
+    num_heads, head_dim = fields.integer("num_attention_heads"), read_head_dim(fields)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})", param="num_key_value_heads")
+    has_bias = fields.flag("attention_bias", False)
+    usual = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5, qkv_bias=has_bias, output_bias=has_bias)
+    return AttentionSpec(**{**usual, **special})
+
+
+def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...], **special: Any) -> DecoderSpec:
+    """The usual decoder: pre-norms, gated SiLU MLP, untied head unless said otherwise; ``special`` replaces sections."""
+    usual = {
+        "attention": read_attention(fields) if "attention" not in special else None,
+        "vocabulary": VocabularySpec(fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", False)),
+        "mlp": MlpSpec(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"), fields.flag("mlp_bias", False)),
+        "norm": NormSpec(fields.number("rms_norm_eps", 1e-6)),
+    }
+    return DecoderSpec(
+        width=fields.integer("hidden_size"), max_model_len=fields.integer("max_position_embeddings", 2048), layers=layers, **{**usual, **special},
+    )
+
+
+def read_layers(fields: Fields, rope: RopeSpec | None, *, window: int = 0) -> tuple[LayerSpec, ...]:
+    """All layers alike."""
+    return (LayerSpec(window, rope),) * fields.integer("num_hidden_layers")
+
+
+def read_windowed_layers(fields: Fields, rope: RopeSpec | None) -> tuple[LayerSpec, ...]:
+    """If ``use_sliding_window``, ``layer_types`` says which layers have ``sliding_window``; before that field existed,
+    those from ``max_window_layers`` on."""
+    num_layers = fields.integer("num_hidden_layers")
+    if not fields.flag("use_sliding_window", False):
+        return read_layers(fields, rope)
+    first = fields.config.get("max_window_layers", 0)
+    types = fields.config.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    check_layer_types(types, num_layers)
+    return tuple(LayerSpec(read_window(fields) if kind == "sliding_attention" else 0, rope) for kind in types)
+
+
+def read_window(fields: Fields, default: int = 0) -> int:
+    """``sliding_window`` in tokens; 0 when there is none or it is as long as the longest context."""
+    window = fields.config.get("sliding_window", default) or 0
+    return 0 if window >= fields.integer("max_position_embeddings", 2048) else window
+
+
+def check_layer_types(types: list[str], num_layers: int) -> None:
+    """One known kind per layer."""
+    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            f"config.json: layer_types must be {num_layers} of full_attention and sliding_attention, got {len(types)}: {', '.join(sorted(set(types)))}",
+            param="layer_types",
+        )
+
+
+def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float = 1.0, interleaved: bool = False) -> RopeSpec:
+    """From ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones); the arguments are the
+    family's defaults."""
+    config = fields.config
+    parameters = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": config.get("partial_rotary_factor")}
+    for section in ("rope_scaling", "rope_parameters"):
+        parameters.update(config.get(section) or {})
+    return make_rope(fields, parameters, theta=theta, partial=partial, interleaved=interleaved)
+
+
+def make_rope(fields: Fields, parameters: dict[str, Any], *, theta: float, partial: float = 1.0, interleaved: bool = False) -> RopeSpec:
+    """A `RopeSpec` from one dict of parameters."""
+    rope = Fields(parameters)
+    rotary_dim = int(read_head_dim(fields) * rope.number("partial_rotary_factor", partial))
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigError(f"config.json: head_dim and partial_rotary_factor rotate {rotary_dim} dims; it must be an even number", param="partial_rotary_factor")
+    return RopeSpec(rope.number("rope_theta", theta), rotary_dim, interleaved, _read_scaling(fields, rope, rotary_dim))
+
+
+def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling | None:
+    kind = rope.choice("rope_type" if "rope_type" in rope else "type", ROPE_KINDS, "default")
+    if kind == "default":
+        return None
+    longest = fields.integer("max_position_embeddings", 2048)
+    original = fields.integer("original_max_position_embeddings", rope.integer("original_max_position_embeddings", longest))
+    factor = rope.number("factor", longest / original if kind in ("yarn", "longrope") else None)
+    usual = RopeScaling(kind, factor, original)
+    return RopeScaling(
+        kind, factor, original, attention_factor=_read_attention_factor(rope, factor),
+        low_freq_factor=rope.number("low_freq_factor", usual.low_freq_factor), high_freq_factor=rope.number("high_freq_factor", usual.high_freq_factor),
+        beta_fast=rope.number("beta_fast", usual.beta_fast), beta_slow=rope.number("beta_slow", usual.beta_slow),
+        truncate=rope.flag("truncate", usual.truncate),
+        short_factor=_read_factors(rope, "short_factor", rotary_dim), long_factor=_read_factors(rope, "long_factor", rotary_dim),
+    )
+
+
+def _read_attention_factor(rope: Fields, factor: float) -> float | None:
+    """``attention_factor``, or YaRN's quotient of two scales where both are given."""
+    if "attention_factor" in rope:
+        return rope.number("attention_factor")
+    if not rope.config.get("mscale") or not rope.config.get("mscale_all_dim"):
+        return None
+    of_rotation, of_all = (yarn_sharpening(factor, rope.number(name)) for name in ("mscale", "mscale_all_dim"))
+    return of_rotation / of_all
+
+
+def yarn_sharpening(factor: float, weight: float = 1.0) -> float:
+    """``0.1 * weight * ln(factor) + 1`` beyond the trained length. Peng et al., arXiv:2309.00071, equation 22."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _read_factors(rope: Fields, name: str, rotary_dim: int) -> tuple[float, ...]:
+    factors = rope.config.get(name) or ()
+    if factors and len(factors) != rotary_dim // 2:
+        raise ConfigError(f"config.json: {name} must have {rotary_dim // 2} numbers, got {len(factors)}", param=name)
+    return tuple(float(f) for f in factors)

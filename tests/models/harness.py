@@ -1,0 +1,118 @@
+"""Runs a served model without an engine: pools, shuffled page tables and `ForwardBatch` built directly."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headrace.base.cache import CacheGroup, group_layers
+from headrace.layers.attention import ATTENTION_BACKENDS
+from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, KvPages
+from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.layers.build import Build
+from headrace.models.catalog import find_family
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Sequence:
+    """A request under test: its page table in each cache group, and how many positions are in the cache."""
+
+    page_tables: list[list[int]]
+    length: int = 0
+
+
+@dataclass
+class Harness:
+    """A model with its pools. ``max_len`` bounds sequences; pages are handed out in shuffled order, never twice."""
+
+    model: Any
+    groups: list[CacheGroup]
+    geometries: list[AttentionGeometry]
+    page_size: int
+    max_len: int
+    free: list[list[int]] = field(default_factory=list)
+
+    def start(self) -> Sequence:
+        """A new sequence with all its pages."""
+        num_pages = -(-self.max_len // self.page_size)
+        return Sequence([[free.pop() for _ in range(num_pages)] for free in self.free])
+
+    @torch.inference_mode()
+    def step(self, *spans: tuple[Sequence, list[int]]) -> list[torch.Tensor]:
+        """Append tokens to sequences in one batch; returns each span's logits [tokens, V]. One-token spans go first
+        as decodes, as in a real step."""
+        order = sorted(range(len(spans)), key=lambda i: len(spans[i][1]) > 1)
+        spans_in_order = [spans[i] for i in order]
+        logits = self.model.compute_logits(self.model.forward(self._batch(spans_in_order)))
+        for sequence, tokens in spans_in_order:
+            sequence.length += len(tokens)
+        pieces = logits.split([len(tokens) for _, tokens in spans_in_order])
+        return [pieces[order.index(i)] for i in range(len(spans))]
+
+    def _batch(self, spans: list[tuple[Sequence, list[int]]]) -> ForwardBatch:
+        positions = [list(range(s.length, s.length + len(tokens))) for s, tokens in spans]
+        steps = []
+        for group, geometry in enumerate(self.geometries):
+            inputs = self._inputs(group, spans, positions)
+            backend = ATTENTION_BACKENDS.load("reference")(geometry, CPU)
+            backend.prepare(inputs)
+            steps.append(GroupStep(inputs, backend))
+        token_ids = torch.tensor([t for _, tokens in spans for t in tokens])
+        return ForwardBatch(token_ids, torch.tensor([p for ps in positions for p in ps]), steps)
+
+    def _inputs(self, group: int, spans: list[tuple[Sequence, list[int]]], positions: list[list[int]]) -> AttentionInputs:
+        query_lens = [len(tokens) for _, tokens in spans]
+        kv_lens = [s.length + len(tokens) for s, tokens in spans]
+        tables = [s.page_tables[group] for s, _ in spans]
+        slots = [
+            table[p // self.page_size] * self.page_size + p % self.page_size
+            for table, ps in zip(tables, positions, strict=True) for p in ps
+        ]
+        width = -(-max(kv_lens) // self.page_size)
+        return AttentionInputs(
+            num_tokens=sum(query_lens), num_decodes=query_lens.count(1), query_lens_cpu=query_lens, kv_lens_cpu=kv_lens,
+            max_query_len=max(query_lens), max_kv_len=max(kv_lens),
+            query_start=torch.tensor([0, *query_lens]).cumsum(0).int(), kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+            page_table=torch.tensor([table[:width] for table in tables], dtype=torch.int32), slots=torch.tensor(slots),
+        )
+
+
+def build_harness(
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64, num_sequences: int = 4,
+    max_model_len: int = 0, dtype: torch.dtype = torch.float32,
+) -> Harness:
+    """Build the family's model for a config.json dict and load ``tensors`` in shuffled order. Pages start out as NaN, so
+    that reading what was never written shows."""
+    family = find_family(config["architectures"][0])
+    spec = family.read_config(config)
+    module, _, name = family.model.partition(":")
+    model = getattr(importlib.import_module(module), name)(spec, Build(CPU, dtype, max_model_len))
+    pairs = list(tensors.items())
+    random.Random(0).shuffle(pairs)
+    model.load_weights(pairs)
+    kv_dtype = str(dtype).removeprefix("torch.")
+    specs = family.cache_specs(spec, kv_dtype)
+    groups = group_layers(specs)
+    num_pages = 1 + num_sequences * -(-max_len // page_size)
+    pages = [
+        KvPages(*(torch.full((num_pages, page_size, s.num_kv_heads, dim), float("nan"), dtype=dtype) for dim in (s.head_dim, s.value_dim)))
+        for s in specs
+    ]
+    group_of_layer = [next(g for g, group in enumerate(groups) if layer in group.layers) for layer in range(len(specs))]
+    model.bind_cache(pages, group_of_layer)
+    geometries = [
+        AttentionGeometry(
+            device="cpu", dtype=kv_dtype, kv_dtype=kv_dtype, capability=(0, 0), num_heads=spec.attention.num_heads,
+            num_kv_heads=g.spec.num_kv_heads, head_dim=g.spec.head_dim, value_dim=g.spec.value_dim, page_size=page_size,
+            window=g.spec.window, has_softcap=spec.attention.softcap > 0,
+        )
+        for g in groups
+    ]
+    free = [random.Random(seed).sample(range(1, num_pages), num_pages - 1) for seed in range(len(groups))]
+    return Harness(model, groups, geometries, page_size, max_len, free)

@@ -1,0 +1,163 @@
+"""Every family against transformers, on tiny random configs in float32: logits, and greedy tokens against ``generate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from harness import Harness, build_harness
+
+VOCAB = 97
+PROMPT_LEN, NEW_TOKENS = 23, 12
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
+
+BASE = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "rms_norm_eps": 1e-5,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]}
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn-mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False},
+}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama-mqa-odd-group": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    **{f"llama-head{dim}": ("Llama", {"head_dim": dim}) for dim in (64, 80, 128, 256)},
+    **{f"llama-{name}": ("Llama", {"rope_scaling": scaling}) for name, scaling in SCALINGS.items()},
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-mixed-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
+    "qwen3-biased-mqa": ("Qwen3", {"head_dim": 128, "num_key_value_heads": 1, "attention_bias": True}),
+    "gemma3": ("Gemma3Text", {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 6, "layer_types": TYPES, "query_pre_attn_scalar": 20}),
+    "gemma3-head256": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 3, "head_dim": 256, "num_key_value_heads": 1, "sliding_window": 5, "sliding_window_pattern": 2,
+            "final_logit_softcapping": 3.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5000.0, "rope_local_base_freq": 70.0,
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3-window-gqa": ("Phi3", {"sliding_window": 9, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "phi3-long": ("Phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 3, "sliding_window": None}),
+    "phi3-short-partial": (
+        "Phi3",
+        {
+            "rope_scaling": {**LONGROPE, "short_factor": [1.0, 1.5, 2.0], "long_factor": [3.0, 4.0, 5.0]}, "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 64, "tie_word_embeddings": True, "sliding_window": 200,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-mha-biased": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0, "tie_word_embeddings": True},
+    ),
+    "granite-biased": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.5}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4-unbiased-head64": ("Glm4", {"head_dim": 64, "attention_bias": False, "num_key_value_heads": 4, "partial_rotary_factor": 0.25}),
+    "glm": ("Glm", {"head_dim": 24, "partial_rotary_factor": 1.0}),
+}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+MAX_MODEL_LEN = {"phi3-short-partial": 64}
+
+
+def make_oracle(kind: str, options: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A tiny random model with every parameter, norms and biases too, away from its neutral value."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**{**BASE, **options})
+    model = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def config_json(model: transformers.PreTrainedModel) -> dict[str, Any]:
+    return {**model.config.to_dict(), "architectures": [type(model).__name__]}
+
+
+def prompt(seed: int, length: int = PROMPT_LEN) -> list[int]:
+    return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def oracle_logits(model: transformers.PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def prefill_in_chunks(harness: Harness, tokens: list[int], chunk: int) -> tuple[Any, torch.Tensor]:
+    sequence = harness.start()
+    pieces = [harness.step((sequence, tokens[i : i + chunk]))[0] for i in range(0, len(tokens), chunk)]
+    return sequence, torch.cat(pieces)
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def pair(request: pytest.FixtureRequest) -> tuple[transformers.PreTrainedModel, Any]:
+    model = make_oracle(*CASES[request.param])
+
+    def build(page_size: int) -> Harness:
+        return build_harness(config_json(model), model.state_dict(), page_size=page_size, max_model_len=MAX_MODEL_LEN.get(request.param, 0))
+
+    return model, build
+
+
+def test_logits_whole_chunked_and_step_by_step(pair):
+    """One prefill, prefill in chunks that straddle pages, and a decode of every token after a short prefill."""
+    model, build = pair
+    tokens = prompt(0)
+    expected = oracle_logits(model, tokens)
+    for page_size in (4, 16):
+        harness = build(page_size)
+        for chunk in (PROMPT_LEN, 5, 7):
+            torch.testing.assert_close(prefill_in_chunks(harness, tokens, chunk)[1], expected, **TOLERANCE)
+        sequence = harness.start()
+        pieces = [harness.step((sequence, tokens[:3]))[0]]
+        pieces += [harness.step((sequence, [token]))[0] for token in tokens[3:]]
+        torch.testing.assert_close(torch.cat(pieces), expected, **TOLERANCE)
+
+
+def test_mixed_batches(pair):
+    """Decodes of different lengths together with chunks of other requests change nothing for anyone."""
+    model, build = pair
+    harness = build(4)
+    long, short, late = prompt(1, 29), prompt(2, 4), prompt(3, 19)
+    expected = [oracle_logits(model, tokens) for tokens in (long, short, late)]
+    first, second, third = harness.start(), harness.start(), harness.start()
+    harness.step((first, long[:28]), (second, short[:3]))
+    mixed = harness.step((first, long[28:]), (third, late[:8]), (second, short[3:]))
+    torch.testing.assert_close(mixed[0], expected[0][28:], **TOLERANCE)
+    torch.testing.assert_close(mixed[1], expected[2][:8], **TOLERANCE)
+    torch.testing.assert_close(mixed[2], expected[1][3:], **TOLERANCE)
+    torch.testing.assert_close(harness.step((third, late[8:]))[0], expected[2][8:], **TOLERANCE)
+
+
+def test_greedy_tokens_equal_generate(pair):
+    """Two requests decoded together, each as ``generate`` has it."""
+    model, build = pair
+    harness = build(16)
+    tokens, others = prompt(4), prompt(5, 9)
+    expected = [
+        model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(p):].tolist() for p in (tokens, others)
+    ]
+    sequences = [harness.start(), harness.start()]
+    logits = harness.step((sequences[0], tokens), (sequences[1], others))
+    drawn: list[list[int]] = [[], []]
+    for _ in range(NEW_TOKENS):
+        for tokens_drawn, piece in zip(drawn, logits, strict=True):
+            tokens_drawn.append(int(piece[-1].argmax()))
+        logits = harness.step(*((s, [d[-1]]) for s, d in zip(sequences, drawn, strict=True)))
+    assert drawn == expected
