@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan, StepResult
+
+Progress = Callable[[str, float], None]
+"""Called during start-up with a stage's name and the fraction done, in [0, 1]."""
 
 
 class PendingStep(Protocol):

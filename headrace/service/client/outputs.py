@@ -28,7 +28,7 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished choice, in the shape vLLM's users know."""
+    """One finished choice, in the shape vLLM's users know. ``error`` is set when ``finish_reason`` is ``error``."""
 
     index: int
     text: str
@@ -37,6 +37,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    error: ErrorInfo | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,29 @@
+"""Headrace serves large language models. The names below load on first use: a plain import costs nothing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from headrace.base.sampling import SamplingParams
+    from headrace.serving.offline import LLM, AsyncLLM
+
+_HOMES = {
+    "LLM": "headrace.serving.offline",
+    "AsyncLLM": "headrace.serving.offline",
+    "SamplingParams": "headrace.base.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,243 @@
+"""`EngineClient`: the one way to an engine in another process. Asynchronous and torch-free.
+
+Owns request ids, streams and the engine's state as seen from outside. Refuses: protocols (``serving/``) and
+processes (the supervisor's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from headrace.base.config import EngineConfig
+from headrace.base.errors import EngineUnavailable, HeadraceError, RequestError
+from headrace.base.messages import (
+    Abort,
+    Call,
+    EngineStats,
+    ErrorInfo,
+    FromEngine,
+    MemoryLine,
+    ModelFacts,
+    Outputs,
+    Ready,
+    Reply,
+    RequestOutput,
+    Starting,
+)
+from headrace.base.sampling import SamplingParams
+from headrace.service.client.prompts import draw_request_id, encode_prompt, open_tokenizer, with_seed
+from headrace.service.client.stream import RequestStream
+from headrace.service.supervisor import Supervisor
+from headrace.service.tokenization import Tokenizer
+from headrace.service.tokenization.assembler import OutputAssembler
+from headrace.service.tokenization.requests import build_requests
+
+logger = logging.getLogger(__name__)
+
+ENGINE_BUILDER = "headrace.service.build:build_engine"
+CALL_TIMEOUT_S = 60.0
+RETRY_AFTER_S = 5.0
+
+
+class EngineClient:
+    """Requests in, streams out, over one supervised engine process. Belongs to the event loop that ran `start`.
+
+    ``state`` is ``starting``, ``ready``, ``restarting``, ``draining`` or ``stopped``; requests are taken when ready.
+    ``facts``, ``memory`` and ``tokenizer`` are known from then on; ``last_stats`` is at most a step old under load.
+    """
+
+    def __init__(self, config: EngineConfig, *, max_restarts: int = 5, chat_template: str | None = None, builder: str = ENGINE_BUILDER):
+        self.config = config
+        self.state = "starting"
+        self.facts: ModelFacts | None = None
+        self.memory: list[MemoryLine] = []
+        self.progress: tuple[str, float] = ("starting", 0.0)
+        self.tokenizer: Tokenizer | None = None
+        self.last_stats = EngineStats()
+        self._chat_template = chat_template
+        self._supervisor = Supervisor(config, self, builder=builder, max_restarts=max_restarts)
+        self._streams: dict[str, RequestStream] = {}
+        self._stream_of_child: dict[str, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._seeds = random.Random(config.model.seed)
+        self._settled = asyncio.Event()  # set while the state is ready, or never will be again
+        self._idle = asyncio.Event()
+        self._failure: HeadraceError | None = None
+
+    @property
+    def num_inflight(self) -> int:
+        """Requests the engine still holds."""
+        return len(self._streams)
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the engine, None while there is none."""
+        return self._supervisor.pid
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts of the engine within the last ten minutes."""
+        return self._supervisor.num_restarts
+
+    async def start(self) -> None:
+        """Spawn the engine process and load the tokenizer while it starts; raises what is wrong with the tokenizer."""
+        self._supervisor.start()
+        is_optional = self.config.model.load_format == "dummy"
+        try:
+            self.tokenizer = await asyncio.to_thread(
+                open_tokenizer, self.config.model, chat_template=self._chat_template, is_optional=is_optional,
+            )
+        except BaseException:
+            await self.close()
+            raise
+
+    async def wait_ready(self) -> None:
+        """Return once requests are taken; raises the engine's own error when it cannot start."""
+        await self._settled.wait()
+        if self.state != "ready":
+            raise self._failure or EngineUnavailable(f"the engine is {self.state}")
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Refuse new requests, give running ones ``drain_s`` seconds, end the rest with an error, stop the engine."""
+        if self.state != "stopped":
+            self.state = "draining"
+            self._settled.set()
+        if self._streams and drain_s > 0:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):  # the deadline: what still runs is ended below
+                await asyncio.wait_for(self._idle.wait(), drain_s)
+        self.state = "stopped"
+        self._fail_all(EngineUnavailable("the server is shutting down", retry_after=RETRY_AFTER_S))
+        await self._supervisor.close()
+
+    def submit(
+        self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, namespace: str = "",
+        priority: int = 0, deadline_s: float | None = None, add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """Check a request and send it to the engine. Raises typed errors: `RequestError` for what is wrong with it,
+        `EngineUnavailable` when the engine takes none now. What the engine refuses (`QueueFull`) is the first delta."""
+        self._require_ready()
+        request_id = request_id or draw_request_id()
+        if request_id in self._streams:
+            raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
+        prompt_ids = encode_prompt(prompt, self.tokenizer, add_special_tokens=add_special_tokens)
+        params = with_seed(params, self._seeds)
+        requests = build_requests(
+            request_id, prompt_ids, params, facts=self.facts, tokenizer=self.tokenizer,
+            namespace=namespace, priority=priority, deadline_s=deadline_s,
+        )
+        for request in requests:
+            self._supervisor.send(request)
+        stream = RequestStream(request_id, requests, OutputAssembler(requests, params, self.tokenizer), self._send_aborts)
+        self._streams[request_id] = stream
+        self._stream_of_child |= dict.fromkeys(stream.child_ids, stream)
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; unknown and finished ids are ignored."""
+        if request_id in self._streams:
+            self._streams[request_id].abort()
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges, asked of the engine now."""
+        self.last_stats = msgspec.convert(await self._call("stats"), EngineStats)
+        return self.last_stats
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False when some are in use and stayed."""
+        return bool(await self._call("reset_prefix_cache"))
+
+    async def check(self) -> None:
+        """Let the engine prove its accounts; raises when a page or row is not accounted for."""
+        await self._call("check")
+
+    def on_message(self, message: FromEngine) -> None:
+        """The supervisor passes a message of the engine."""
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self._deliver(output)
+            self.last_stats = message.stats or self.last_stats
+        elif isinstance(message, Starting):
+            self.progress = (message.stage, message.fraction)
+        elif isinstance(message, Ready):
+            self.facts, self.memory, self.progress = message.facts, message.memory, ("ready", 1.0)
+            if self.state in ("starting", "restarting"):
+                self.state = "ready"
+                self._settled.set()
+        elif isinstance(message, Reply):
+            self._settle_call(message)
+
+    def on_exit(self, error: HeadraceError, *, is_final: bool) -> None:
+        """The supervisor tells that the engine process is gone."""
+        if self.state not in ("draining", "stopped"):
+            self.state = "stopped" if is_final else "restarting"
+            self.progress = ("starting", 0.0)
+            if is_final:
+                self._failure = error
+                self._settled.set()
+            else:
+                self._settled.clear()
+        self._fail_all(EngineUnavailable(f"the engine stopped while this request ran: {error.message}", retry_after=RETRY_AFTER_S))
+
+    def _require_ready(self) -> None:
+        if self.state != "ready":
+            raise EngineUnavailable(f"the engine is {self.state} and takes no requests now", retry_after=RETRY_AFTER_S)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        stream = self._stream_of_child.get(output.request_id)
+        if stream is None:  # it failed with an earlier life of the engine
+            return
+        stream.feed(output)
+        if output.finish is not None:
+            del self._stream_of_child[output.request_id]
+            if not stream.is_running:
+                self._forget(stream)
+
+    def _forget(self, stream: RequestStream) -> None:
+        del self._streams[stream.request_id]
+        if not self._streams:
+            self._idle.set()
+
+    def _fail_all(self, error: HeadraceError) -> None:
+        self._stream_of_child.clear()
+        for stream in list(self._streams.values()):
+            stream.fail(ErrorInfo.of(error))
+            self._forget(stream)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+
+    def _send_aborts(self, aborts: Iterable[Abort]) -> None:
+        with contextlib.suppress(EngineUnavailable):  # a dead engine has nothing to end
+            for abort in aborts:
+                self._supervisor.send(abort)
+
+    async def _call(self, method: str) -> Any:
+        self._require_ready()
+        call_id = next(self._call_ids)
+        answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._supervisor.send(Call(call_id, method))
+            return await asyncio.wait_for(answer, CALL_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineUnavailable(f"the engine did not answer {method} within {CALL_TIMEOUT_S:.0f} s") from error
+        finally:
+            del self._calls[call_id]
+
+    def _settle_call(self, reply: Reply) -> None:
+        call = self._calls.get(reply.call_id)
+        if call is None or call.done():
+            return
+        if reply.error is not None:
+            call.set_exception(reply.error.to_error())
+        else:
+            call.set_result(reply.result)

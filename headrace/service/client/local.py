@@ -1,0 +1,179 @@
+"""`LocalClient`: an engine in this process, stepped by the caller's own thread. Importing this costs no torch.
+
+Refuses: streaming; it runs a batch of jobs to their end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from headrace.base.config import EngineConfig
+from headrace.base.errors import EngineUnavailable
+from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, ModelFacts, RequestOutput
+from headrace.base.registry import load_target
+from headrace.base.sampling import SamplingParams
+from headrace.service.client.client import ENGINE_BUILDER
+from headrace.service.client.collect import Collector
+from headrace.service.client.outputs import GenerationOutput
+from headrace.service.client.prompts import encode_prompt, open_tokenizer, with_seed
+from headrace.service.tokenization import Tokenizer
+from headrace.service.tokenization.assembler import OutputAssembler
+from headrace.service.tokenization.requests import build_requests
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt to be run: its engine requests, checked, and what gathers their output."""
+
+    requests: list[EngineRequest]
+    assembler: OutputAssembler
+    collector: Collector
+
+
+@contextlib.contextmanager
+def defer_interrupt() -> Iterator[threading.Event]:
+    """Within, Ctrl-C sets the yielded event instead of raising anywhere; the second one raises at once. At the end the
+    first is raised if nobody did. Does nothing off the main thread or when the program has a handler of its own."""
+    noticed = threading.Event()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield noticed
+        return
+
+    def note(_: int, __: FrameType | None) -> None:
+        if noticed.is_set():
+            raise KeyboardInterrupt
+        noticed.set()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noticed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if noticed.is_set():
+        raise KeyboardInterrupt
+
+
+class LocalClient:
+    """Prepares jobs (every check happens here, before anything is scheduled) and runs them. Threads take turns."""
+
+    def __init__(self, config: EngineConfig, *, builder: str = ENGINE_BUILDER):
+        self.config = config
+        self._engine = load_target(builder)(config, lambda stage, fraction: None)
+        self._lock = threading.Lock()
+        self._seeds = random.Random(config.model.seed)
+        self._ids = itertools.count()
+        self._tokenizer: Tokenizer | None = None
+        self._has_tried_tokenizer = False
+        self._is_sound = True
+        self._is_closed = False
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is known of the model."""
+        return self._engine.executor.facts
+
+    @property
+    def memory(self) -> list[MemoryLine]:
+        """Who takes how much of the device's memory."""
+        return self._engine.executor.memory
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, loaded when first asked for; None when it has none."""
+        if not self._has_tried_tokenizer:
+            self._tokenizer = open_tokenizer(self.config.model, is_optional=True)
+            self._has_tried_tokenizer = True
+        return self._tokenizer
+
+    def prepare(self, prompt: str | list[int], params: SamplingParams, *, add_special_tokens: bool = True, priority: int = 0) -> Job:
+        """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
+        is_text = isinstance(prompt, str)
+        tokenizer = self.tokenizer if is_text or params.detokenize else None
+        ids = encode_prompt(prompt, tokenizer, add_special_tokens=add_special_tokens)
+        params = with_seed(params, self._seeds)
+        request_id = str(next(self._ids))
+        requests = build_requests(request_id, ids, params, facts=self.facts, tokenizer=tokenizer, priority=priority)
+        collector = Collector(request_id, prompt if is_text else None, ids, len(requests))
+        return Job(requests, OutputAssembler(requests, params, tokenizer), collector)
+
+    def run(self, jobs: Sequence[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
+        """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.
+
+        Ctrl-C aborts them all between two steps and leaves the engine as it was.
+        """
+        with self._lock, defer_interrupt() as interrupt:
+            self._require_sound()
+            running: dict[str, Job] = {}
+            try:
+                self._drive(jobs, running, interrupt, on_finish)
+            finally:
+                if self._is_sound:
+                    self._abort(running)
+        return [job.collector.output for job in jobs]
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the engine."""
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False when some are in use and stayed."""
+        return self._engine.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Raise `AssertionError` when a page or row is not accounted for."""
+        self._engine.check()
+
+    def close(self) -> None:
+        """Free the model and the device memory; closing twice is allowed."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.close()
+
+    def _drive(self, jobs: Sequence[Job], running: dict[str, Job], interrupt: threading.Event, on_finish: Callable[[], None]) -> None:
+        waiting = deque((request, job) for job in jobs for request in job.requests)
+        window = self.config.scheduler.max_queued  # never more than the queue takes, so that none is refused
+        while waiting or running:
+            while waiting and len(running) < window:
+                request, job = waiting.popleft()
+                running[request.request_id] = job
+                self._engine.submit(request)
+            for output in self._step():
+                self._deliver(output, running, on_finish)
+            if interrupt.is_set():
+                raise KeyboardInterrupt
+
+    def _deliver(self, output: RequestOutput, running: dict[str, Job], on_finish: Callable[[], None]) -> None:
+        job = running.pop(output.request_id) if output.finish is not None else running[output.request_id]
+        was_finished = job.assembler.is_finished
+        delta = job.assembler.feed(output)
+        if delta is not None:
+            job.collector.add(delta)
+        for abort in job.assembler.to_abort():
+            self._engine.abort(abort.request_id, abort.reason)
+        if job.assembler.is_finished and not was_finished:
+            on_finish()
+
+    def _step(self) -> list[RequestOutput]:
+        self._is_sound = False  # stays so if the step raises: an engine that raises cannot be trusted
+        outputs = self._engine.step()
+        self._is_sound = True
+        return outputs
+
+    def _abort(self, running: dict[str, Job]) -> None:
+        for request_id in running:
+            self._engine.abort(request_id)
+        while running and self._engine.has_work:
+            self._step()
+
+    def _require_sound(self) -> None:
+        if self._is_closed or not self._is_sound:
+            raise EngineUnavailable(f"this engine {'is closed' if self._is_closed else 'has failed'}; create a new one")

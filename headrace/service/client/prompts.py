@@ -1,0 +1,58 @@
+"""From what a user passes as a prompt to token ids, and the tokenizer that takes. Torch-free.
+
+Refuses: chat routes' own rules; they render and pass text or ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import uuid
+
+import msgspec
+
+from headrace.base.config import ModelConfig
+from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.sampling import SamplingParams
+from headrace.models.source import resolve_source
+from headrace.service.tokenization import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def draw_request_id() -> str:
+    """An id no other request has."""
+    return uuid.uuid4().hex
+
+
+def open_tokenizer(config: ModelConfig, *, chat_template: str | None = None, is_optional: bool = False) -> Tokenizer | None:
+    """The model's tokenizer; None when the configuration says to go without, or when it has none and ``is_optional``
+    (token ids can then still be served)."""
+    if config.skip_tokenizer:
+        return None
+    try:
+        return load_tokenizer(resolve_source(config), tokenizer=config.tokenizer, chat_template=chat_template)
+    except HeadraceError as error:
+        if not is_optional or config.tokenizer is not None:
+            raise
+        logger.warning("no tokenizer, token ids only: %s", error)
+        return None
+
+
+def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request)."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    return require_tokenizer(tokenizer).encode(prompt, add_special_tokens=add_special_tokens)
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer, or a `RequestError` that says that only ids can be served."""
+    if tokenizer is None:
+        raise RequestError("this model is served without a tokenizer: pass token ids instead of text", param="prompt")
+    return tokenizer
+
+
+def with_seed(params: SamplingParams, seeds: random.Random) -> SamplingParams:
+    """The parameters with a seed: the user's, or the next of a sequence that starts from the configured one."""
+    return params if params.seed is not None else msgspec.structs.replace(params, seed=seeds.getrandbits(31))

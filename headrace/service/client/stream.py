@@ -1,0 +1,133 @@
+"""`RequestStream`: what a caller holds of a request in flight. Fed by the client, read with ``async for``.
+
+Refuses: sockets and tokenizers; an assembler turns engine outputs into deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Protocol
+
+from headrace.base.messages import Abort, EngineRequest, ErrorInfo, Finish, RequestOutput
+from headrace.service.client.outputs import ChoiceDelta
+
+logger = logging.getLogger(__name__)
+
+
+class Assembler(Protocol):
+    """What a stream needs of `headrace.service.tokenization.assembler.OutputAssembler`."""
+
+    is_finished: bool
+
+    def feed(self, output: RequestOutput) -> ChoiceDelta | None:
+        """Text and tokens that became certain by this output."""
+
+    def to_abort(self) -> list[Abort]:
+        """Requests that the text just ended (stop strings); told once."""
+
+
+def merge_deltas(earlier: ChoiceDelta, later: ChoiceDelta) -> ChoiceDelta:
+    """Two consecutive deltas of one choice as one."""
+    if later.logprobs is not None:
+        later.logprobs = (earlier.logprobs or []) + later.logprobs
+    else:
+        later.logprobs = earlier.logprobs
+    later.text = earlier.text + later.text
+    later.token_ids = earlier.token_ids + later.token_ids
+    later.num_cached_tokens = max(earlier.num_cached_tokens, later.num_cached_tokens)
+    if later.prompt_logprobs is None:
+        later.prompt_logprobs = earlier.prompt_logprobs
+    return later
+
+
+class RequestStream:
+    """Deltas of all choices of one request, in the order they came, until every choice has finished.
+
+    A reader who is slow gets merged deltas, so at most one per choice is ever kept. Leaving the loop early, being
+    cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time.
+    """
+
+    def __init__(self, request_id: str, requests: Sequence[EngineRequest], assembler: Assembler, send: Callable[[Iterable[Abort]], None]):
+        self.request_id = request_id
+        self.prompt_token_ids = requests[0].prompt_token_ids
+        self.child_ids = [r.request_id for r in requests]
+        self._unfinished = set(range(len(requests)))
+        self._is_broken = False
+        self._running = dict.fromkeys(self.child_ids)  # not yet finished by the engine; a dict keeps their order
+        self._aborted: set[str] = set()
+        self._assembler = assembler
+        self._send = send
+        self._pending: dict[int, ChoiceDelta] = {}
+        self._news = asyncio.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice is complete; deltas may still wait to be read."""
+        return self._is_broken or self._assembler.is_finished
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine still holds any choice."""
+        return bool(self._running)
+
+    def feed(self, output: RequestOutput) -> None:
+        """Take an output of one of the children; called by the client alone."""
+        if output.finish is not None:
+            self._running.pop(output.request_id, None)
+        if self._is_broken:
+            return
+        try:
+            delta = self._assembler.feed(output)
+        except Exception as error:  # request edge: text that cannot be assembled is this request's trouble alone
+            self._break(error)
+            return
+        if delta is not None:
+            self._keep(delta)
+        self._abort_children(self._assembler.to_abort())
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End every unfinished choice with an error; the engine is not asked."""
+        for child_id in list(self._running):
+            self.feed(RequestOutput(child_id, [], Finish("error", error=error)))
+
+    def abort(self) -> None:
+        """End the request; its choices finish with reason ``abort``. Does nothing to what has finished."""
+        self._abort_children([Abort(child_id) for child_id in self._running])
+
+    async def aclose(self) -> None:
+        """As `abort`, for ``contextlib.aclosing``."""
+        self.abort()
+
+    async def __aiter__(self) -> AsyncGenerator[ChoiceDelta, None]:
+        try:
+            while True:
+                while self._pending:
+                    yield self._pending.pop(next(iter(self._pending)))
+                if self.is_finished:
+                    return
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            self.abort()
+
+    def _keep(self, delta: ChoiceDelta) -> None:
+        earlier = self._pending.get(delta.index)
+        self._pending[delta.index] = delta if earlier is None else merge_deltas(earlier, delta)
+        if delta.finish_reason is not None:
+            self._unfinished.discard(delta.index)
+        self._news.set()
+
+    def _break(self, error: Exception) -> None:
+        logger.error("output of request %s cannot be assembled", self.request_id, exc_info=error)
+        self._is_broken = True
+        for index in sorted(self._unfinished):
+            self._keep(ChoiceDelta(index, "", [], finish_reason="error", error=ErrorInfo.of(error)))
+        self.abort()
+
+    def _abort_children(self, aborts: Iterable[Abort]) -> None:
+        fresh = [a for a in aborts if a.request_id in self._running and a.request_id not in self._aborted]
+        if fresh:
+            self._aborted.update(a.request_id for a in fresh)
+            self._send(fresh)

@@ -1,0 +1,135 @@
+"""`Engine`: the step loop. Plans, executes and commits; contains failed steps.
+
+Refuses: sockets, processes, text. Overlap is only how many plans may be in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from headrace.base.errors import HeadraceError, StepFailed
+from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
+from headrace.base.step import StepPlan, StepResult
+from headrace.service.executor import Executor, PendingStep
+
+if TYPE_CHECKING:
+    from headrace.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_EMPTY_STEPS = 1000
+"""Steps in a row that find work but nothing to plan; more means that the scheduler is stuck, which it never may be."""
+
+
+class _FailedLaunch:
+    """Stands for a step that raised before it was launched."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
+
+
+class Engine:
+    """One scheduler and one executor, driven by whoever calls `step`. Not thread-safe: one thread owns it.
+
+    A bad request ends alone, with an error as its output. An exception inside a step ends the requests of that step
+    and of the plans launched behind it; then the accounts are checked and the loop goes on. Whatever `step` raises
+    itself means that the engine can no longer be trusted and must be thrown away.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor):
+        self.executor = executor
+        self._scheduler = scheduler
+        self._depth = executor.config.scheduler.overlap_depth or 1
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._outputs: list[RequestOutput] = []
+        self._num_empty = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do: requests, launched plans, or outputs not yet handed out."""
+        return bool(self._outputs or self._in_flight or self._scheduler.has_work)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request. Never raises for the request's sake: what is wrong with it is its output of the next step."""
+        try:
+            self._scheduler.add(request)
+        except HeadraceError as error:
+            finish = Finish("error", error=ErrorInfo.of(error))
+            self._outputs.append(RequestOutput(request.request_id, [], finish))
+
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """End a request at whatever state; its last output comes with the next step. Unknown ids are ignored."""
+        output = self._scheduler.abort(request_id, reason)
+        if output is not None:
+            self._outputs.append(output)
+
+    def step(self) -> list[RequestOutput]:
+        """Keep the device fed and read the oldest result; returns everything that became known."""
+        outputs, self._outputs = self._outputs, []
+        outputs += self._scheduler.expire()
+        while len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None:
+            if not self._execute(plan):
+                while self._in_flight:  # what was launched before the failure stands; nothing may follow it
+                    self._commit(outputs)
+                return outputs
+        if self._in_flight:
+            self._commit(outputs)
+            self._num_empty = 0
+        elif not outputs:
+            self._notice_empty_step()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges as of the last step."""
+        return self._scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False when some are in use and therefore stayed."""
+        return self._scheduler.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Raise `AssertionError` when a page or row is not accounted for exactly once."""
+        self._scheduler.check()
+
+    def close(self) -> None:
+        """Free the device. The engine cannot be used afterwards."""
+        self._in_flight.clear()
+        self.executor.close()
+
+    def _execute(self, plan: StepPlan) -> bool:
+        """Launch a plan. One that fails to launch is in flight too, so that it fails in its turn."""
+        try:
+            pending, is_launched = self.executor.execute(plan), True
+        except Exception as error:  # whatever the device or a kernel raises stays inside its step
+            pending, is_launched = _FailedLaunch(error), False
+        self._in_flight.append((plan, pending))
+        return is_launched
+
+    def _commit(self, outputs: list[RequestOutput]) -> None:
+        plan, pending = self._in_flight.popleft()
+        try:
+            result = pending.result()
+        except Exception as error:  # as above; asynchronous failures surface here
+            self._fail([plan, *(p for p, _ in self._in_flight)], error, outputs)
+        else:
+            outputs += self._scheduler.commit(plan, result)
+
+    def _fail(self, plans: list[StepPlan], error: Exception, outputs: list[RequestOutput]) -> None:
+        logger.error("step %d failed with %d plans in flight", plans[0].step_id, len(plans), exc_info=error)
+        self._in_flight.clear()
+        failure = StepFailed(f"the step computing this request failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        for plan in plans:
+            outputs += self._scheduler.fail(plan, failure)
+        self.executor.reset()
+        self._scheduler.check()
+
+    def _notice_empty_step(self) -> None:
+        self._num_empty = self._num_empty + 1 if self._scheduler.has_work else 0
+        if self._num_empty > MAX_EMPTY_STEPS:
+            raise AssertionError(f"the scheduler has work but planned nothing in {self._num_empty} steps")

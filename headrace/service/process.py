@@ -1,0 +1,178 @@
+"""The engine process: ``python -m headrace.service.process``, started by the supervisor with a `Launch` on its stdin.
+
+Owns an `Engine` and the loop between it and its socket. It ends when told to, when the engine can no longer be
+trusted, and when its parent dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import msgspec
+
+from headrace.base import env
+from headrace.base.config import EngineConfig
+from headrace.base.errors import HeadraceError, ModelError, RequestError
+from headrace.base.messages import (
+    Abort,
+    Call,
+    EngineRequest,
+    ErrorInfo,
+    Fatal,
+    Outputs,
+    Ready,
+    Reply,
+    Starting,
+    ToEngine,
+)
+from headrace.base.registry import load_target
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.engine import Engine
+from headrace.service.executor import Progress
+from headrace.service.transport import EngineChannel, Launch
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUILDER = "headrace.service.build:build_engine"
+IDLE_WAIT_MS = 250
+STATS_PERIOD_S = 0.25
+MAX_DRAIN = 1024
+"""Messages taken in between two steps at most."""
+
+Builder = Callable[[EngineConfig, Progress], Engine]
+
+
+class EngineLoop:
+    """Takes messages in, steps the engine, sends each step's outputs as one message. Blocks on the socket when idle."""
+
+    def __init__(self, engine: Engine, channel: EngineChannel):
+        self._engine = engine
+        self._channel = channel
+        self._is_stopping = False
+        self._stats_sent_at = 0.0
+
+    def stop(self) -> None:
+        """Leave `run` after the current step; safe to call from a signal handler."""
+        self._is_stopping = True
+
+    def run(self) -> None:
+        """Serve until stopped. An exception from here means that the engine cannot be trusted any more."""
+        while not self._is_stopping:
+            wait_ms = 0 if self._engine.has_work else IDLE_WAIT_MS
+            for message in self._channel.receive(wait_ms, at_most=MAX_DRAIN):
+                self._take(message)
+            if self._engine.has_work:
+                self._step()
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        now = time.monotonic()
+        is_idle = not self._engine.has_work
+        stats = self._engine.stats() if is_idle or now - self._stats_sent_at >= STATS_PERIOD_S else None
+        if stats is not None:
+            self._stats_sent_at = now
+        if outputs or stats is not None:
+            self._channel.send(Outputs(outputs, stats))
+
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, EngineRequest):
+            self._engine.submit(message)
+        elif isinstance(message, Abort):
+            self._engine.abort(message.request_id, message.reason)
+        else:
+            self._channel.send(self._answer(message))
+
+    def _answer(self, call: Call) -> Reply:
+        try:
+            match call.method:
+                case "stats":
+                    return Reply(call.call_id, msgspec.to_builtins(self._engine.stats()))
+                case "reset_prefix_cache":
+                    return Reply(call.call_id, self._engine.reset_prefix_cache())
+                case "check":
+                    return Reply(call.call_id, self._engine.check())
+                case "shutdown":
+                    return Reply(call.call_id, self.stop())
+            raise RequestError(f"unknown call {call.method!r}", param="method")
+        except (HeadraceError, AssertionError) as error:
+            return Reply(call.call_id, error=ErrorInfo.of(error))
+
+
+def produce_token(engine: Engine) -> None:
+    """Let the engine generate one token of its own, the proof that it works; raises what went wrong."""
+    engine.submit(EngineRequest("start-up", [0], SamplingSpec(), StopSpec(max_tokens=1)))
+    finish = None
+    while engine.has_work:
+        for output in engine.step():
+            finish = output.finish or finish
+    if finish is None or finish.error is not None:
+        raise ModelError(f"the engine could not produce a first token: {finish.error.message if finish else 'no output'}")
+    engine.reset_prefix_cache()
+
+
+def die_with_parent(pipe: int, parent: int) -> None:
+    """Watch the pipe to the parent from a thread and end the process at once when the parent is gone."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            readable, _, _ = select.select([pipe], [], [], 1.0)
+            if readable and not os.read(pipe, 1024):
+                break
+        logger.warning("the parent process is gone; the engine ends")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _leave_on_sigterm(_: int, __: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _start(launch: Launch, builder: str, channel: EngineChannel) -> EngineLoop:
+    build: Builder = load_target(builder)
+    engine = build(launch.config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
+    produce_token(engine)
+    gc.collect()
+    gc.freeze()
+    loop = EngineLoop(engine, channel)
+    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    channel.send(Ready(engine.executor.facts, engine.executor.memory))
+    return loop
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the engine until the end; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="headrace.service.process", description=__doc__)
+    parser.add_argument("--builder", default=DEFAULT_BUILDER, help="module:function that builds the engine")
+    builder = parser.parse_args(arguments).builder
+    logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s engine: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
+    signal.signal(signal.SIGTERM, _leave_on_sigterm)
+    parent = os.getppid()
+    launch = Launch.read(sys.stdin.buffer)
+    die_with_parent(sys.stdin.fileno(), parent)
+    channel = EngineChannel(launch)
+    try:
+        channel.send(Starting("starting", 0.0))
+        _start(launch, builder, channel).run()
+    except Exception as error:  # process main: tell the client why, then end
+        logger.exception("the engine ends")
+        channel.send(Fatal(ErrorInfo.of(error)))
+        return 1
+    finally:
+        channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

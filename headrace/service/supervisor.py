@@ -1,0 +1,197 @@
+"""`Supervisor`: keeps one engine process alive. Spawns it, carries its messages, notices its death, starts it again.
+
+Refuses: knowing requests; the client decides what a death means for them. Torch-free; belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Protocol
+
+from headrace.base import env
+from headrace.base.config import EngineConfig
+from headrace.base.errors import EngineUnavailable, HeadraceError
+from headrace.base.messages import Fatal, FromEngine, Ready, ToEngine
+from headrace.service.transport import ClientChannel, Launch
+
+logger = logging.getLogger(__name__)
+
+ENGINE_MODULE = "headrace.service.process"
+RESTART_WINDOW_S = 600.0
+LONGEST_BACKOFF_S = 10.0
+TERMINATE_S = 5.0
+"""How long a process told to end gets before it is killed."""
+
+
+class Listener(Protocol):
+    """Whom a supervisor tells. Both are called in the event loop and must not raise."""
+
+    def on_message(self, message: FromEngine) -> None:
+        """A message of the living engine."""
+
+    def on_exit(self, error: HeadraceError, *, is_final: bool) -> None:
+        """The engine process is gone, uninvited. ``is_final``: it will not be started again."""
+
+
+class EngineProcess:
+    """One life of the engine process and the channel to it."""
+
+    def __init__(self, config: EngineConfig, channel: ClientChannel, builder: str):
+        environment = env.worker_environment() | {"PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)}
+        command = [sys.executable, "-P", "-m", ENGINE_MODULE, "--builder", builder]
+        self.channel = channel
+        self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name="engine-watch", daemon=True).start()
+        with contextlib.suppress(BrokenPipeError):  # it died at once; the watch tells
+            Launch(config, channel.requests_address, channel.outputs_address).write(self._process.stdin)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        code = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            loop.call_soon_threadsafe(self._tell, code)
+
+    def _tell(self, code: int) -> None:
+        if not self.exit_code.done():
+            self.exit_code.set_result(code)
+
+    def kill(self) -> None:
+        """End the process without asking it."""
+        self._process.kill()
+
+    async def end(self, grace_s: float = TERMINATE_S) -> None:
+        """Terminate, and kill after ``grace_s``; returns when the process is gone and the pipe and channel are closed."""
+        self._process.terminate()
+        try:
+            await asyncio.wait_for(asyncio.shield(self.exit_code), grace_s)
+        except TimeoutError:
+            logger.warning("the engine process did not end within %.0f s and is killed", grace_s)
+            self._process.kill()
+            await self.exit_code
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Close what outlives the process: its pipe and its channel."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self.channel.close()
+
+
+class Supervisor:
+    """Starts an engine process and restarts it when it dies: at once the first time, then with growing pauses, at most
+    ``max_restarts`` times in ten minutes. One that dies before it was ever ready is not restarted: its configuration
+    is wrong, and would be wrong again."""
+
+    def __init__(self, config: EngineConfig, listener: Listener, *, builder: str, max_restarts: int):
+        self._config = config
+        self._listener = listener
+        self._builder = builder
+        self._max_restarts = max_restarts
+        self._folder: Path | None = None
+        self._process: EngineProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._restarts: deque[float] = deque()
+        self._was_ready = False
+        self._last_words: HeadraceError | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, None when there is none."""
+        return self._process.pid if self._process else None
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts within the last ten minutes."""
+        return len(self._restarts)
+
+    def start(self) -> None:
+        """Spawn the engine; what comes of it the listener hears."""
+        assert self._task is None, "a supervisor starts once"
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mkdtemp makes it 0700
+        self._task = asyncio.create_task(self._run(), name="engine-supervisor")
+
+    def send(self, message: ToEngine) -> None:
+        """Pass a message on; raises `EngineUnavailable` when there is no engine to take it."""
+        if self._process is None:
+            raise EngineUnavailable("the engine is not running", retry_after=1.0)
+        self._process.channel.send(message)
+
+    async def close(self) -> None:
+        """End the engine process and remove its sockets. The listener hears nothing any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._process is not None:
+            await self._process.end()
+            self._process = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _run(self) -> None:
+        for life in range(sys.maxsize):
+            code = await self._live(life)
+            pause = self._plan_restart()
+            error = self._last_words or EngineUnavailable(f"the engine process ended with exit code {code}", retry_after=5.0)
+            logger.error("the engine process ended (exit code %s); %s", code, "no restart" if pause is None else f"restart in {pause:.1f} s")
+            self._listener.on_exit(error, is_final=pause is None)
+            if pause is None:
+                return
+            await asyncio.sleep(pause)
+
+    async def _live(self, life: int) -> int:
+        """One life of the process, from spawning to its last message; returns the exit code."""
+        self._last_words = None
+        channel = ClientChannel(self._folder, life)
+        self._process = process = EngineProcess(self._config, channel, self._builder)
+        pump = asyncio.create_task(self._pump(channel), name="engine-messages")
+        try:
+            await asyncio.wait([process.exit_code, pump], return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():  # a message that could not be read or taken: this life cannot be served any further
+                logger.error("messages of the engine cannot be taken; it is killed", exc_info=pump.exception())
+                process.kill()
+                await process.exit_code
+        finally:
+            pump.cancel()
+            await asyncio.wait([pump])
+        async for message in channel.drain():
+            self._take(message)
+        self._process = None
+        process.release()
+        return process.exit_code.result()
+
+    async def _pump(self, channel: ClientChannel) -> None:
+        while True:
+            self._take(await channel.receive())
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Fatal):
+            self._last_words = message.error.to_error()
+        elif isinstance(message, Ready):
+            self._was_ready = True
+        self._listener.on_message(message)
+
+    def _plan_restart(self) -> float | None:
+        """Seconds to wait before the next start, None for never again."""
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
+            self._restarts.popleft()
+        if not self._was_ready or len(self._restarts) >= self._max_restarts:
+            return None
+        self._restarts.append(now)
+        return 0.0 if len(self._restarts) == 1 else min(0.5 * 2 ** (len(self._restarts) - 2), LONGEST_BACKOFF_S)

@@ -1,0 +1,251 @@
+"""`LLM` and `AsyncLLM`: Headrace as a Python library, in the shape vLLM's users know. Importing this costs no torch.
+
+`LLM` runs the engine in the caller's process and thread. `AsyncLLM` talks to an engine process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any
+
+from headrace.base import env
+from headrace.base.config import engine_config
+from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
+from headrace.base.sampling import SamplingParams
+from headrace.service.client.client import EngineClient
+from headrace.service.client.collect import Collector, first_error
+from headrace.service.client.local import Job, LocalClient
+from headrace.service.client.outputs import GenerationOutput
+from headrace.service.client.prompts import require_tokenizer
+from headrace.service.tokenization import Tokenizer
+
+Prompt = str | list[int] | dict[str, Any]
+"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model, ready to generate, in this process.
+
+    ``options`` are the options of ``headrace serve`` that concern the engine: ``device``, ``dtype``, ``load_format``,
+    ``tokenizer``, ``skip_tokenizer``, ``max_model_len``, ``max_running_requests``, ``page_size``, ``prefix_cache``,
+    ``memory_fraction``, ``kv_pages``, ``seed`` and the rest; ``headrace serve --help`` documents each. An unknown one
+    is a `ConfigError`. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        env.set_passive_waiting()
+        self._client = LocalClient(engine_config(model=model, **options))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is known of the loaded model: architecture, limits, sizes."""
+        return self._client.facts
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None when it has none."""
+        return self._client.tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt] | None = None, sampling_params: Params = None, *,
+        prompt_token_ids: Sequence[list[int]] | None = None, add_special_tokens: bool = True, priority: int = 0,
+        progress: bool = False, errors: str = "raise",
+    ) -> list[GenerationOutput]:
+        """Complete prompts; outputs come in the prompts' order.
+
+        ``prompts``: one or many, as text or token ids; or ``prompt_token_ids``, lists of ids. ``sampling_params``: one
+        for all, one per prompt, or None for the model's own defaults. A prompt that is wrong raises before anything
+        runs. What fails while it runs (``finish_reason`` "error") raises after all others have ended, or is returned
+        with ``.error`` set when ``errors`` is "return". Ctrl-C aborts all prompts and leaves the model usable.
+        """
+        chosen = _one_of(prompts, prompt_token_ids)
+        params = _params_for_each(sampling_params, len(chosen), self.facts)
+        jobs = [
+            self._client.prepare(prompt, p, add_special_tokens=add_special_tokens, priority=priority)
+            for prompt, p in zip(chosen, params, strict=True)
+        ]
+        return self._run(jobs, progress, errors)
+
+    def chat(
+        self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, *,
+        add_generation_prompt: bool = True, continue_final_message: bool = False, chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None, progress: bool = False, errors: str = "raise",
+    ) -> list[GenerationOutput]:
+        """Answer one conversation or many, rendered by the model's chat template (or ``chat_template``, Jinja text)."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        tokenizer = require_tokenizer(self.tokenizer)
+        texts = [
+            tokenizer.render_chat(
+                conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                template=chat_template, **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(texts, sampling_params, add_special_tokens=False, progress=progress, errors=errors)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the engine."""
+        return self._client.stats()
+
+    def memory_plan(self) -> list[MemoryLine]:
+        """What takes how many bytes of the device's memory."""
+        return self._client.memory
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False when some are in use and stayed."""
+        return self._client.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Raise `AssertionError` when a page or row of the engine is not accounted for."""
+        self._client.check()
+
+    def close(self) -> None:
+        """Free the model; it cannot be used afterwards."""
+        self._client.close()
+
+    def _run(self, jobs: list[Job], progress: bool, errors: str) -> list[GenerationOutput]:
+        if errors not in ("raise", "return"):
+            raise RequestError(f"errors must be 'raise' or 'return', got {errors!r}", param="errors")
+        with _progress_bar(len(jobs)) if progress else contextlib.nullcontext(lambda: None) as advance:
+            outputs = self._client.run(jobs, advance)
+        if errors == "raise":
+            _raise_first_error(outputs)
+        return outputs
+
+
+class AsyncLLM:
+    """A model in an engine process of its own, for asyncio programs. Options are those of `LLM`.
+
+    Use it as ``async with``, or let the first `generate` start it and call `close`. Belongs to one event loop.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        self._client = EngineClient(engine_config(model=model, **options))
+        self._starting: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What is known of the model; None until it is started."""
+        return self._client.facts
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, once started."""
+        return self._client.tokenizer
+
+    async def start(self) -> None:
+        """Start the engine process and wait until it takes requests; does nothing when it is started."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="engine-start")
+        await asyncio.shield(self._starting)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0,
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Complete one prompt; yields the whole output so far each time there is more. Leaving the loop, or being
+        cancelled in it, aborts the request. Raises typed errors, also for what fails on the way."""
+        await self.start()
+        plain = _plain_prompt(prompt)
+        params = sampling_params or default_params(self._client.facts)
+        stream = self._client.submit(plain, params, request_id=request_id, priority=priority)
+        text = plain if isinstance(plain, str) else None
+        collector = Collector(stream.request_id, text, stream.prompt_token_ids, params.n)
+        async with contextlib.aclosing(aiter(stream)) as deltas:
+            async for delta in deltas:
+                collector.add(delta)
+                if delta.error is not None:
+                    raise delta.error.to_error()
+                yield collector.snapshot()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator finishes with reason ``abort``."""
+        await self._client.abort(request_id)
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges of the engine."""
+        return await self._client.stats()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False when some are in use and stayed."""
+        return await self._client.reset_prefix_cache()
+
+    async def close(self) -> None:
+        """End the engine process; requests in flight get an error."""
+        await self._client.close()
+
+    async def _start(self) -> None:
+        await self._client.start()
+        try:
+            await self._client.wait_ready()
+        except HeadraceError:
+            await self._client.close()
+            raise
+
+
+def default_params(facts: ModelFacts) -> SamplingParams:
+    """The sampling parameters the model's authors recommend."""
+    return SamplingParams(**facts.default_sampling)
+
+
+def _plain_prompt(prompt: Prompt) -> str | list[int]:
+    if isinstance(prompt, dict):
+        known = [prompt[key] for key in ("prompt_token_ids", "prompt") if key in prompt]
+        if len(prompt) != 1 or not known:
+            raise RequestError(f"a prompt dict takes prompt or prompt_token_ids and nothing else, got {sorted(prompt)}", param="prompts")
+        return known[0]
+    if isinstance(prompt, (str, list)):
+        return prompt
+    raise RequestError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}", param="prompts")
+
+
+def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[int]] | None) -> list[str | list[int]]:
+    """The prompts as a list, whichever way they were given."""
+    if (prompts is None) == (token_ids is None):
+        raise RequestError("give either prompts or prompt_token_ids", param="prompts")
+    if token_ids is not None:
+        prompts = token_ids
+    is_single = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [_plain_prompt(p) for p in ([prompts] if is_single else prompts)]
+
+
+def _params_for_each(params: Params, count: int, facts: ModelFacts) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or default_params(facts)] * count
+    if len(params) != count:
+        raise RequestError(f"sampling_params has {len(params)} entries for {count} prompts", param="sampling_params")
+    return list(params)
+
+
+def _raise_first_error(outputs: list[GenerationOutput]) -> None:
+    for output in outputs:
+        error = first_error(output)
+        if error is not None:
+            raise error
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,146 @@
+"""The step loop: results, overlap, and what a failed step may and may not touch."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import Boom, FakeExecutor, FakeScheduler, continuation, fake_engine
+
+from headrace.base.config import engine_config
+from headrace.base.messages import EngineRequest, RequestOutput
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service import engine as engine_module
+from headrace.service.engine import Engine
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 4, **stop: object) -> EngineRequest:
+    return EngineRequest(request_id, prompt, SamplingSpec(), StopSpec(max_tokens=max_tokens, **stop))
+
+
+def run(engine: Engine, steps: int = 1000) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_work and (steps := steps - 1):
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    assert not engine.has_work, "the engine did not come to rest"
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [t for o in outputs for t in o.token_ids]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_outputs_do_not_depend_on_overlap(depth: int):
+    engine = fake_engine(overlap_depth=depth, max_running_requests=3)
+    prompts = {f"r{i}": [i, i + 1, 7] for i in range(8)}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        engine.submit(request(name, prompt, max_tokens=i + 1))
+    outputs = run(engine)
+    for i, (name, prompt) in enumerate(prompts.items()):
+        assert tokens(outputs[name]) == continuation(prompt, i + 1)
+        assert [o.finish.reason for o in outputs[name] if o.finish] == ["length"]
+    engine.check()
+
+
+def test_depth_two_launches_before_it_reads():
+    engine = fake_engine(overlap_depth=2)
+    engine.submit(request("a", [1], max_tokens=5))
+    assert tokens(engine.step()) == continuation([1], 1)
+    assert len(engine.executor.launched) == 2
+    assert tokens(engine.step()) == continuation([1], 2)[1:]
+    assert len(engine.executor.launched) == 3
+
+
+def test_overrun_after_a_stop_is_discarded():
+    expected = continuation([9, 9], 6)
+    engine = fake_engine(overlap_depth=2)
+    engine.submit(request("a", [9, 9], max_tokens=6, stop_ids=[expected[2]]))
+    outputs = run(engine)["a"]
+    assert tokens(outputs) == expected[:3]
+    assert outputs[-1].finish.reason == "stop" and outputs[-1].finish.stop_id == expected[2]
+
+
+def test_bad_request_fails_alone():
+    engine = fake_engine(max_queued=2)
+    engine.submit(request("long", [1] * 5000))
+    engine.submit(request("good", [1, 2]))
+    engine.submit(request("also", [1, 3]))
+    engine.submit(request("full", [1]))
+    outputs = run(engine)
+    assert outputs["long"][0].finish.error.kind == "invalid_request_error" and outputs["long"][0].finish.error.param == "prompt"
+    assert outputs["full"][0].finish.error.kind == "queue_full" and outputs["full"][0].finish.error.retry_after == 1.0
+    assert tokens(outputs["good"]) == continuation([1, 2], 4)
+
+
+def test_abort_at_every_state():
+    engine = fake_engine(max_running_requests=1, overlap_depth=2)
+    engine.submit(request("running", [1], max_tokens=50))
+    engine.submit(request("queued", [2], max_tokens=50))
+    engine.step()
+    engine.abort("queued")
+    engine.abort("running", "stop")
+    engine.abort("unknown")
+    outputs = run(engine)
+    assert [o.finish.reason for o in outputs["queued"] if o.finish] == ["abort"]
+    assert [o.finish.reason for o in outputs["running"] if o.finish] == ["stop"]
+    engine.abort("running")
+    assert not engine.has_work
+    engine.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("poison", [FakeExecutor.FAIL_LAUNCH, FakeExecutor.FAIL_RESULT])
+def test_failed_step_ends_its_requests_and_the_loop_goes_on(depth: int, poison: int):
+    engine = fake_engine(overlap_depth=depth)
+    engine.submit(request("poison", [poison]))
+    engine.submit(request("beside", [1]))
+    outputs = run(engine)
+    for name in ("poison", "beside"):
+        assert [o.finish.error.kind for o in outputs[name] if o.finish] == ["step_failed"]
+        assert "Boom" in outputs[name][-1].finish.error.message
+    assert engine.executor.num_resets >= 1
+    engine.check()
+    engine.submit(request("after", [5, 6]))
+    assert tokens(run(engine)["after"]) == continuation([5, 6], 4)
+    assert engine.stats().failed_steps_total >= 1
+
+
+def test_step_launched_before_a_failed_launch_still_counts():
+    engine = fake_engine(overlap_depth=2)
+    engine.submit(request("early", [1], max_tokens=20))
+    engine.step()
+    engine.submit(request("poison", [FakeExecutor.FAIL_LAUNCH]))
+    outputs = run(engine)
+    known = tokens(outputs["early"])
+    assert known == continuation([1], 20)[1:1 + len(known)] and known, "the step in flight was committed"
+    assert outputs["early"][-1].finish.reason == "error"
+
+
+def test_broken_accounts_are_not_survived():
+    engine = fake_engine()
+    engine.submit(request("poison", [FakeExecutor.FAIL_RESULT]))
+    engine._scheduler.is_broken = True
+    with pytest.raises(AssertionError, match="accounts"):
+        engine.step()
+
+
+def test_device_that_cannot_be_reset_is_not_survived():
+    class Lost(FakeExecutor):
+        def reset(self) -> None:
+            raise Boom("device lost for good")
+
+    executor = Lost(engine_config())
+    engine = Engine(FakeScheduler(executor.config), executor)
+    engine.submit(request("poison", [FakeExecutor.FAIL_RESULT]))
+    with pytest.raises(Boom, match="for good"):
+        engine.step()
+
+
+def test_a_stuck_scheduler_is_told_and_not_spun_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_module, "MAX_EMPTY_STEPS", 10)
+    engine = fake_engine()
+    engine.submit(request("a", [1]))
+    monkeypatch.setattr(engine._scheduler, "plan", lambda: None)
+    with pytest.raises(AssertionError, match="planned nothing"):
+        for _ in range(12):
+            engine.step()
