@@ -1,5 +1,14 @@
 """Attention: the contract, the layer that calls it, and the backends, registered here by the geometries they serve."""
 
+from headrace.layers.attention import support
 from headrace.layers.attention.contract import ATTENTION_BACKENDS
 
 ATTENTION_BACKENDS.add("reference", "headrace.layers.attention.reference:ReferenceAttention", doc="plain torch, any device and geometry")
+ATTENTION_BACKENDS.add(
+    "triton", "headrace.layers.attention.triton:TritonAttention", supports=support.reason_against_triton, priority=10,
+    doc="own kernels: any geometry on a GPU",
+)
+ATTENTION_BACKENDS.add(
+    "triton_pdl", "headrace.layers.attention.triton:DependentLaunchTritonAttention", supports=support.reason_against_dependent_launch,
+    priority=5, doc="the same with programmatic dependent launch",
+)

@@ -1,0 +1,416 @@
+"""Paged causal attention: prefill of ragged chunks, and decode split over the keys.
+
+T tokens, R requests, H heads, K kv heads, G = H / K, E head dim, S splits. All G query heads of a kv head share a tile,
+so keys and values are read once a kv head. Softmax runs in base 2 with a running maximum (Milakov & Gimelshein,
+arXiv:1805.02867; Dao, arXiv:2307.08691); the split of decode over keys follows Flash-Decoding.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+
+LOG2_E = 1.4426950408889634
+MASKED = tl.constexpr(-1.0e38)  # finite: a row whose first blocks are all masked must not turn into NaN
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes of one kernel. ``rows`` are query rows (tokens times heads of a kv head), ``keys`` cached positions."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tile(block_dim: int, element_size: int) -> Tile:
+    """Chosen for 227 KiB of shared memory: queries plus ``num_stages`` blocks of keys and values fit."""
+    if element_size > 2:
+        return Tile(64, 32, 4, 1) if block_dim <= 128 else Tile(32, 16, 4, 1)
+    if block_dim <= 64:
+        return Tile(128, 64, 4, 4)
+    return Tile(128, 64, 8, 3) if block_dim <= 128 else Tile(128, 64, 8, 2)
+
+
+def decode_tile(group: int, block_dim: int, element_size: int) -> Tile:
+    """A tensor-core tile takes at least 16 query rows; smaller groups are padded."""
+    rows = max(16, next_power_of_2(group))
+    if element_size > 2:
+        return Tile(rows, 32 if block_dim <= 128 else 16, 4, 1)
+    return Tile(rows, 64 if block_dim <= 128 else 32, 4, 3)
+
+
+def split_count(num_requests: int, num_kv_heads: int, max_kv_len: int, *, programs: int, min_keys: int = 128) -> int:
+    """How many programs share a request's keys: enough that ``programs`` run in all, none with fewer than ``min_keys``
+    keys at the longest length. Depends on constants of a captured graph alone."""
+    wanted = max(1, programs // max(1, num_requests * num_kv_heads))
+    return min(wanted, ceil_div(max_kv_len, min_keys))
+
+
+@triton.jit
+def _load_block(pages_ptr, table_ptr, at, low, last, head, page_stride, PAGE: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+                BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
+    """Rows ``at + [0, BLOCK_N)`` of one kv head, [BLOCK_N, BLOCK_E]; when BOUNDED, zeros outside [low, last): what lies
+    there is anybody's, even NaN. A block inside one page takes one look-up, else every row takes its own."""
+    dim = tl.arange(0, BLOCK_E)
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(table_ptr + at // PAGE).to(tl.int64)
+        row = (at % PAGE) + tl.arange(0, BLOCK_N)
+        base = pages_ptr + page * page_stride + head * E
+        pointers = base + row[:, None] * (K * E) + dim[None, :]
+    else:
+        position = at + tl.arange(0, BLOCK_N)
+        page = tl.load(table_ptr + position // PAGE, mask=(position >= low) & (position < last), other=0).to(tl.int64)
+        row = page * page_stride + (position % PAGE) * (K * E) + head * E
+        pointers = pages_ptr + row[:, None] + dim[None, :]
+    if BOUNDED:
+        key = at + tl.arange(0, BLOCK_N)
+        inside = ((key >= low) & (key < last))[:, None]
+        if BLOCK_E != E:
+            inside = inside & (dim < E)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
+    elif BLOCK_E != E:
+        return tl.load(pointers, mask=(dim < E)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Logits in units of log2, [M, N]. ``scale`` carries log2(e) unless a soft-cap comes between."""
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        # softcap * tanh(x): tanh(x) = 1 - 2 / (exp(2x) + 1), 2 log2(e) = 2.8853900817779268
+        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * 2.8853900817779268) + 1.0)) * 1.4426950408889634
+    return logits
+
+
+@triton.jit
+def _accumulate(logits, v, acc, top, total, PRECISION: tl.constexpr):
+    """One step of the running softmax: ``top`` [M] the maximum, ``total`` [M] the denominator, ``acc`` [M, E]."""
+    new_top = tl.maximum(top, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - new_top[:, None])
+    fade = tl.exp2(top - new_top)
+    total = total * fade + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
+def _plan_prefill_kernel(query_start_ptr, blocks_ptr, FIRST: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+                         TOKENS: tl.constexpr, capacity):  # fmt: skip
+    """Write ``(request, first token of the block)`` for every block of TOKENS query tokens; late blocks first, since
+    they see the most keys. One program a request; unused entries get request -1 from the program after the last."""
+    request = tl.program_id(0)
+    other = tl.arange(0, BLOCK_R)
+    known = other < R
+    begin = tl.load(query_start_ptr + FIRST + other, mask=known, other=0)
+    end = tl.load(query_start_ptr + FIRST + other + 1, mask=known, other=0)
+    blocks = (end - begin + TOKENS - 1) // TOKENS
+    base = tl.sum(tl.where(other < request, blocks, 0), axis=0)
+    count = tl.sum(tl.where(other == request, blocks, 0), axis=0)
+    if request == R:
+        for i in range(base, capacity):
+            tl.store(blocks_ptr + 2 * i, -1)
+    else:
+        for i in range(count):
+            tl.store(blocks_ptr + 2 * (base + i), FIRST + request)
+            tl.store(blocks_ptr + 2 * (base + i) + 1, (count - 1 - i) * TOKENS)
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, blocks_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
+    table_stride, page_stride_k, page_stride_v, scale, softcap,
+    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    request = tl.load(blocks_ptr + 2 * block)
+    if request >= 0:
+        first = tl.load(blocks_ptr + 2 * block + 1)
+        begin = tl.load(query_start_ptr + request)
+        query_len = tl.load(query_start_ptr + request + 1) - begin
+        kv_len = tl.load(kv_lens_ptr + request)
+        table = table_ptr + request.to(tl.int64) * table_stride
+
+        row = tl.arange(0, BLOCK_M)
+        token = first + row // G
+        query_head = head * G + row % G
+        valid = (row < TOKENS * G) & (token < query_len)
+        q_row = ((begin + token).to(tl.int64) * (K * G) + query_head)[:, None]
+        dim, dim_v = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_EV)
+        q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
+        position = kv_len - query_len + token
+
+        first_position = kv_len - query_len + first
+        end = tl.minimum(first_position + TOKENS, kv_len)  # keys at and beyond are seen by no row of the tile
+        low = 0
+        if WINDOW > 0:
+            low = tl.maximum(first_position - WINDOW + 1, 0)
+        start = low // BLOCK_N * BLOCK_N
+        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:
+            top = tl.load(sinks_ptr + query_head, mask=query_head < K * G, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+        acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
+
+        if WINDOW == 0:
+            unmasked = (first_position + 1) // BLOCK_N * BLOCK_N
+            for at in tl.range(0, unmasked, BLOCK_N):
+                k = _load_block(k_ptr, table, at, low, kv_len, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, False)
+                logits = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
+                v = _load_block(v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, False)
+                acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
+            start = unmasked
+        for at in tl.range(start, end, BLOCK_N):
+            k = _load_block(k_ptr, table, at, low, kv_len, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, True)
+            logits = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
+            key = at + tl.arange(0, BLOCK_N)
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            logits = tl.where(seen, logits, MASKED)
+            v = _load_block(v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
+            acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
+
+        out = acc / total[:, None]
+        tl.store(out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dim_v < EV)[None, :])
+
+
+@triton.jit
+def _combine(
+    partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used,
+    K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_EV: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Join the partial results of one request and kv head, in the order of the splits, and write the output rows."""
+    row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_EV)
+    valid = row < G
+    inside = valid[:, None] & (dim < EV)[None, :]
+    top = tl.full([BLOCK_M], MASKED, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + head * G + row, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
+    for split in range(num_used):
+        at = (tile * SPLITS + split).to(tl.int64) * G + row
+        # .cg: other programs wrote these lines; the first-level cache may hold what was there before
+        part_top = tl.load(stats_ptr + at * 2, mask=valid, other=0.0, cache_modifier=".cg")
+        part_total = tl.load(stats_ptr + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+        part = tl.load(partial_ptr + at[:, None] * EV + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, part_top)
+        fade, part_fade = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+        total = total * fade + part_total * part_fade
+        acc = acc * fade[:, None] + part * part_fade[:, None]
+        top = new_top
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_at = out_ptr + (request.to(tl.int64) * (K * G) + head * G + row)[:, None] * EV + dim[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _key_range(kv_len, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Begin and end of a split's keys, how many splits have any (at least one), and where the keys begin at all."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(kv_len - WINDOW, 0)
+    first_block = begin // BLOCK_N
+    num_blocks = tl.maximum((kv_len + BLOCK_N - 1) // BLOCK_N - first_block, 1)
+    blocks_each = (num_blocks + SPLITS - 1) // SPLITS
+    num_used = (num_blocks + blocks_each - 1) // blocks_each
+    start = (first_block + split * blocks_each) * BLOCK_N
+    end = tl.minimum(start + blocks_each * BLOCK_N, kv_len)
+    return start, end, num_used, begin
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
+    table_stride, page_stride_k, page_stride_v, scale, softcap,
+    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_len = tl.load(kv_lens_ptr + request)
+    start, end, num_used, begin = _key_range(kv_len, split, WINDOW, SPLITS, BLOCK_N)
+    if split < num_used:
+        table = table_ptr + request.to(tl.int64) * table_stride
+        row = tl.arange(0, BLOCK_M)
+        valid = row < G
+        dim, dim_v = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_EV)
+        q_row = (request.to(tl.int64) * (K * G) + head * G + row)[:, None]
+        q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
+        top = tl.full([BLOCK_M], MASKED, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS and SPLITS == 1:
+            top = tl.load(sinks_ptr + head * G + row, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+        acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
+        for at in tl.range(start, end, BLOCK_N):
+            k = _load_block(k_ptr, table, at, begin, end, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, True)
+            logits = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
+            key = at + tl.arange(0, BLOCK_N)
+            logits = tl.where((key < end) & (key >= begin), logits, MASKED)
+            v = _load_block(v_ptr, table, at, begin, end, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
+            acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
+        if SPLITS == 1:
+            out = acc / tl.where(total > 0, total, 1.0)[:, None]
+            inside = valid[:, None] & (dim_v < EV)[None, :]
+            tl.store(out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            tile = request * K + head
+            at = (tile * SPLITS + split).to(tl.int64) * G + row
+            tl.store(partial_ptr + at[:, None] * EV + dim_v[None, :], acc, mask=valid[:, None] & (dim_v < EV)[None, :])
+            tl.store(stats_ptr + at * 2, top, mask=valid)
+            tl.store(stats_ptr + at * 2 + 1, total, mask=valid)
+            if FUSED:
+                # The last program to arrive joins the parts; the barrier orders all threads' stores before its arrival.
+                tl.debug_barrier()
+                arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+                if arrived == num_used - 1:
+                    tl.debug_barrier()
+                    _combine(
+                        partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used,
+                        K, G, EV, SINKS, BLOCK_M, BLOCK_EV, SPLITS,
+                    )
+                    tl.store(counters_ptr + tile, 0)
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr, stats_ptr, out_ptr, kv_lens_ptr, sinks_ptr, K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    request, head = tl.program_id(0), tl.program_id(1)
+    _, _, num_used, _ = _key_range(tl.load(kv_lens_ptr + request), 0, WINDOW, SPLITS, BLOCK_N)
+    tile = request * K + head
+    _combine(partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, K, G, EV, SINKS, BLOCK_M, BLOCK_EV, SPLITS)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a layer adds to the inputs: see `AttentionParams` of ``layers/attention/contract``."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    def constants(self) -> dict[str, object]:
+        """The launch arguments of these values."""
+        scale = self.scale / self.softcap if self.softcap else self.scale * LOG2_E
+        return dict(scale=scale, softcap=float(self.softcap), WINDOW=self.window, SOFTCAP=self.softcap > 0, SINKS=self.sinks is not None)
+
+
+def _geometry(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> dict[str, object]:
+    num_kv_heads, head_dim, value_dim = k_pages.shape[2], k_pages.shape[3], v_pages.shape[3]
+    return dict(
+        PAGE=k_pages.shape[1], K=num_kv_heads, G=q.shape[1] // num_kv_heads, E=head_dim, EV=value_dim,
+        BLOCK_E=next_power_of_2(head_dim), BLOCK_EV=next_power_of_2(value_dim),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        page_stride_k=k_pages.stride(0), page_stride_v=v_pages.stride(0),
+    )
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Which query tokens each program takes; made once a step, read by every layer. ``blocks`` [N, 2] int32 holds
+    (request or -1, first token within its chunk)."""
+
+    blocks: torch.Tensor
+    tile: Tile
+    tokens: int
+
+
+def plan_prefill(
+    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, block_dim: int, dtype: torch.dtype, tile: Tile | None = None
+) -> PrefillPlan:
+    """Plan requests ``first`` and later. ``query_lens`` are host-known, all requests; no device synchronisation."""
+    tile = tile or prefill_tile(block_dim, dtype.itemsize)
+    if group > tile.rows:
+        tile = Tile(next_power_of_2(group), tile.keys, tile.num_warps, tile.num_stages)
+    tokens = tile.rows // group
+    num_blocks = sum(ceil_div(n, tokens) for n in query_lens[first:])
+    blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
+    num_requests = len(query_lens) - first
+    _plan_prefill_kernel[(num_requests + 1,)](
+        query_start, blocks, FIRST=first, R=num_requests, BLOCK_R=next_power_of_2(num_requests), TOKENS=tokens, capacity=num_blocks, num_warps=4
+    )
+    return PrefillPlan(blocks, tile, tokens)
+
+
+def prefill(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, plan: PrefillPlan, head: Head,
+    step: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *, pdl: bool = False,
+) -> None:
+    """Causal attention of the planned requests, written into ``out`` [T, H, EV]. q [T, H, E] and out contiguous;
+    ``step`` is (query_start, kv_lens, page_table) of all requests."""
+    query_start, kv_lens, page_table = step
+    if not plan.blocks.shape[0]:
+        return
+    _prefill_kernel[(k_pages.shape[2], plan.blocks.shape[0])](
+        q, k_pages, v_pages, out, plan.blocks, query_start, kv_lens, page_table, head.sinks if head.sinks is not None else q,
+        page_table.stride(0), **_geometry(q, k_pages, v_pages), **head.constants(),
+        BLOCK_M=plan.tile.rows, BLOCK_N=plan.tile.keys, TOKENS=plan.tokens, PDL=pdl,
+        num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages, launch_pdl=pdl,
+    )
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Where splits leave partial results: one slot for each of ``programs`` programs. Kept for the backend's life, since
+    captured graphs hold its addresses. ``counters`` are zero between launches."""
+
+    partial: torch.Tensor
+    stats: torch.Tensor
+    counters: torch.Tensor
+    programs: int
+
+    @classmethod
+    def allocate(cls, programs: int, group: int, value_dim: int, device: torch.device) -> "DecodeWorkspace":
+        """Room for ``programs`` programs of ``group`` rows each."""
+        partial = torch.empty(programs * group * value_dim, dtype=torch.float32, device=device)
+        stats = torch.empty(programs * group * 2, dtype=torch.float32, device=device)
+        return cls(partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), programs)
+
+
+def decode(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace, head: Head,
+    step: tuple[torch.Tensor, torch.Tensor], *, num_requests: int, max_kv_len: int, fused: bool = True, pdl: bool = False,
+    tile: Tile | None = None,
+) -> None:
+    """Attention of the first ``num_requests`` rows of q [T, H, E], one token each, written into ``out`` [T, H, EV].
+
+    ``step`` is (kv_lens, page_table). The launch depends only on ``num_requests`` and ``max_kv_len``: it may be captured.
+    ``fused``: the last split joins the parts, else a second kernel does.
+    """
+    kv_lens, page_table = step
+    geometry, constants = _geometry(q, k_pages, v_pages), head.constants()
+    tile = tile or decode_tile(geometry["G"], geometry["BLOCK_E"], q.element_size())
+    reach = min(max_kv_len, head.window) if head.window else max_kv_len
+    splits = split_count(num_requests, k_pages.shape[2], reach, programs=workspace.programs)
+    sinks = head.sinks if head.sinks is not None else q
+    _decode_kernel[(num_requests, k_pages.shape[2], splits)](
+        q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, kv_lens, page_table, sinks,
+        page_table.stride(0), **geometry, **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, SPLITS=splits, FUSED=fused, PDL=pdl,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+    )
+    if splits > 1 and not fused:
+        _combine_kernel[(num_requests, k_pages.shape[2])](
+            workspace.partial, workspace.stats, out, kv_lens, sinks, K=geometry["K"], G=geometry["G"], EV=geometry["EV"],
+            WINDOW=constants["WINDOW"], SINKS=constants["SINKS"], BLOCK_M=tile.rows, BLOCK_EV=geometry["BLOCK_EV"], BLOCK_N=tile.keys,
+            SPLITS=splits, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )

@@ -1,0 +1,48 @@
+"""Which geometries the GPU attention backends serve; asked before a backend is imported, so nothing is imported here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from headrace.layers.attention.contract import AttentionGeometry
+
+HALF_TYPES = ("float16", "bfloat16")
+
+
+def reason_against_triton(geometry: AttentionGeometry) -> str | None:
+    """Any head dim up to 256 on a GPU, with keys and values in the type of the queries."""
+    if geometry.device != "cuda":
+        return "needs a cuda device"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if geometry.kv_dtype != geometry.dtype:
+        return f"reads keys and values in {geometry.dtype}, not {geometry.kv_dtype}"
+    if max(geometry.head_dim, geometry.value_dim) > 256:
+        return "takes head dims up to 256"
+    return None
+
+
+def reason_against_dependent_launch(geometry: AttentionGeometry) -> str | None:
+    """The same on devices that can launch a kernel before the one it depends on has ended."""
+    if geometry.device == "cuda" and geometry.capability < (9, 0):
+        return "needs compute capability 9.0"
+    return reason_against_triton(geometry)
+
+
+def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
+    """Half-precision on Hopper and later, head dims up to 256 in steps of 8, without soft-cap and sinks."""
+    if geometry.device != "cuda":
+        return "needs a cuda device"
+    if find_spec("cudnn") is None:
+        return "nvidia-cudnn-frontend is not installed"
+    if geometry.capability < (9, 0):
+        return "needs compute capability 9.0"
+    if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != geometry.dtype:
+        return "takes queries, keys and values in float16 or bfloat16, all alike"
+    if geometry.has_softcap or geometry.has_sinks:
+        return "has no soft-cap and no sinks"
+    if max(geometry.head_dim, geometry.value_dim) > 256 or geometry.head_dim % 8 or geometry.value_dim % 8:
+        return "takes head dims up to 256 that are multiples of 8"
+    if geometry.page_size < 16:
+        return "takes pages of at least 16 tokens"
+    return None

@@ -1,0 +1,56 @@
+"""The attention backend that needs nothing but torch and Triton: decodes and prefill chunks go to a kernel each."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.attention.triton import DecodeWorkspace, Head, PrefillPlan, decode, plan_prefill, prefill
+from headrace.kernels.launch import next_power_of_2
+from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+
+PROGRAMS_PER_PROCESSOR = 4
+
+
+class TritonAttention:
+    """See `AttentionBackend`. ``pdl`` launches with programmatic dependent launch; ``fused`` joins decode's splits in
+    the decode kernel itself."""
+
+    pdl = False
+    fused = True
+
+    def __init__(self, geometry: AttentionGeometry, device: torch.device):
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self._geometry = geometry
+        self._group = geometry.num_heads // geometry.num_kv_heads
+        self._workspace = DecodeWorkspace.allocate(processors * PROGRAMS_PER_PROCESSOR, self._group, geometry.value_dim, device)
+        self._inputs: AttentionInputs | None = None
+        self._plan: PrefillPlan | None = None
+
+    def prepare(self, inputs: AttentionInputs) -> None:
+        """Decodes need nothing; prefill chunks are dealt out to programs by a small kernel."""
+        self._inputs, self._plan = inputs, None
+        if inputs.num_decodes < inputs.num_requests:
+            self._plan = plan_prefill(
+                inputs.query_start, inputs.query_lens_cpu, first=inputs.num_decodes, group=self._group,
+                block_dim=next_power_of_2(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype),
+            )
+
+    def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        inputs = self._inputs
+        out = torch.empty((q.shape[0], q.shape[1], pages.v.shape[-1]), dtype=q.dtype, device=q.device)
+        head = Head(params.scale, params.window, params.softcap, params.sinks)
+        if inputs.num_decodes:
+            decode(
+                q, pages.k, pages.v, out, self._workspace, head, (inputs.kv_lens, inputs.page_table),
+                num_requests=inputs.num_decodes, max_kv_len=inputs.max_kv_len, fused=self.fused, pdl=self.pdl,
+            )
+        if self._plan is not None:
+            prefill(q, pages.k, pages.v, out, self._plan, head, (inputs.query_start, inputs.kv_lens, inputs.page_table), pdl=self.pdl)
+        return out
+
+
+class DependentLaunchTritonAttention(TritonAttention):
+    """The same with programmatic dependent launch."""
+
+    pdl = True

@@ -1,0 +1,107 @@
+"""The Triton attention kernels on values: mixed batches, page tables in any order, every geometry they claim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, make_problem
+
+pytest.importorskip("triton")
+
+from headrace.kernels.attention.triton import DecodeWorkspace, split_count
+from headrace.layers.attention.triton import TritonAttention
+
+DEVICES = [
+    pytest.param("cpu", torch.float32, 1e-5, marks=pytest.mark.interpreted),
+    pytest.param("cpu", torch.float16, 2e-3, marks=pytest.mark.interpreted),
+    pytest.param("cuda", torch.float16, 2e-3, marks=pytest.mark.cuda),
+    pytest.param("cuda", torch.bfloat16, 1e-2, marks=pytest.mark.cuda),
+]
+MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
+CASES = {
+    "mixed": Case(MIXED),
+    "mixed-big-pages": Case(MIXED, page_size=64),
+    "multi-head": Case(MIXED, num_heads=3, num_kv_heads=3),
+    "multi-query-odd-group": Case(MIXED, num_heads=7, num_kv_heads=1, page_size=4),
+    "dim-80": Case(MIXED, head_dim=80),
+    "dim-96": Case(MIXED, head_dim=96, page_size=32),
+    "dim-128": Case(MIXED, head_dim=128, page_size=128),
+    "dim-192-value-128": Case(((1, 40), (9, 50)), head_dim=192, value_dim=128),
+    "dim-256": Case(((1, 40), (9, 50)), head_dim=256),
+    "window": Case(MIXED, window=9),
+    "window-over-pages": Case(((1, 150), (33, 150)), window=50, page_size=64),
+    "softcap": Case(MIXED, softcap=2.0),
+    "sinks": Case(MIXED, has_sinks=True),
+    "all": Case(MIXED, window=12, softcap=2.0, has_sinks=True, head_dim=80),
+    "prefill-of-one-token": Case(((1, 30), (1, 30)), num_decodes=0),
+    "padded-graph-bound": Case(((1, 3), (1, 17)), max_kv_len=2048),
+}
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_dense_attention(name, device, dtype, tolerance):
+    problem = make_problem(CASES[name], device, dtype)
+    assert problem.error(problem.run(TritonAttention(problem.geometry, torch.device(device)))) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("window,has_sinks", [(0, False), (0, True), (200, False)])
+def test_decode_split_over_keys(window, has_sinks, is_fused, device, dtype, tolerance):
+    problem = make_problem(Case(((1, 1), (1, 700), (1, 129)), page_size=16, window=window, has_sinks=has_sinks), device, dtype)
+    backend = TritonAttention(problem.geometry, torch.device(device))
+    backend.fused = is_fused
+    backend._workspace = DecodeWorkspace.allocate(32, 2, 64, torch.device(device))
+    first, second = problem.run(backend), problem.run(backend)
+    assert problem.error(first) < tolerance
+    assert torch.equal(first, second)
+    assert not backend._workspace.counters.any()
+
+
+def test_split_count_fills_the_device_and_stays_within_the_workspace():
+    assert split_count(1, 8, 8192, programs=528) == 64
+    assert split_count(1, 8, 100, programs=528) == 1
+    assert split_count(256, 8, 8192, programs=528) == 1
+    for requests in (1, 3, 8, 64, 65, 66, 67, 200):
+        splits = split_count(requests, 8, 131072, programs=528)
+        assert splits == 1 or splits * requests * 8 <= 528
+
+
+LONG = {
+    "decode-131072": Case(((1, 131072), (1, 5), (1, 40000)), num_heads=32, num_kv_heads=8, head_dim=128, page_size=64),
+    "decode-batch": Case(tuple((1, 1 + 37 * i) for i in range(64)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=16),
+    "prefill-late-chunk": Case(((1, 9000), (513, 20000)), num_heads=8, num_kv_heads=2, head_dim=128, page_size=64),
+    "prefill-many": Case(tuple((1 + 29 * i, 1 + 31 * i) for i in range(1, 30)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64, num_decodes=0),
+    "prefill-window": Case(((1, 5000), (1500, 5000)), num_heads=8, num_kv_heads=1, head_dim=256, page_size=16, window=1024),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("name", LONG)
+def test_long_contexts(name, dtype, tolerance):
+    problem = make_problem(LONG[name], "cuda", dtype)
+    assert problem.error(problem.run(TritonAttention(problem.geometry, torch.device("cuda")))) < tolerance
+
+
+@pytest.mark.cuda
+def test_decode_replays_in_a_graph_with_other_lengths():
+    shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=16, max_kv_len=4096)
+    problem = make_problem(Case(((1, 12), (1, 4000), (1, 1)), **shape), "cuda", torch.bfloat16)
+    other = make_problem(Case(((1, 700), (1, 129), (1, 3000)), **shape), "cuda", torch.bfloat16)
+    backend = TritonAttention(problem.geometry, torch.device("cuda"))
+    problem.run(backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(problem.q, problem.pages, problem.params)
+    for _ in range(2):
+        graph.replay()
+        assert problem.error(out) < 1e-2
+    problem.q.copy_(other.q)
+    problem.inputs.kv_lens.copy_(other.inputs.kv_lens)
+    problem.inputs.page_table.copy_(other.inputs.page_table)
+    problem.pages.k[: other.pages.k.shape[0]] = other.pages.k
+    problem.pages.v[: other.pages.v.shape[0]] = other.pages.v
+    graph.replay()
+    assert other.error(out) < 1e-2
