@@ -60,4 +60,4 @@ def fill_targets(targets: Mapping[str, torch.Tensor], tensors: Iterable[tuple[st
 
 def _describe(fault: str, names: list[str]) -> str:
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-    return f"{len(names)} tensors {fault}: {', '.join(names[:NUM_NAMED])}{more}"
+    return f"tensors {fault} ({len(names)}): {', '.join(names[:NUM_NAMED])}{more}"

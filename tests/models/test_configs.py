@@ -1,0 +1,94 @@
+"""From config.json and from GGUF metadata to the same spec; values that cannot be served are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from headrace.base.errors import ConfigError
+from headrace.models.catalog import find_family, find_gguf_family
+
+WIDE = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
+}
+
+
+def metadata(architecture: str, **more: Any) -> dict[str, Any]:
+    keys = {
+        "context_length": 256, "embedding_length": 64, "block_count": 7, "feed_forward_length": 96, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32, "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 50000.0, "rope.dimension_count": 32, **more,
+    }
+    return {
+        "general.architecture": architecture, "tokenizer.ggml.tokens": ["t"] * 64, "tokenizer.ggml.eos_token_id": 5,
+        **{f"{architecture}.{key}": value for key, value in keys.items()},
+    }
+
+
+GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}, {}),
+    "qwen2": ("Qwen2ForCausalLM", {}, {}),
+    "qwen3": ("Qwen3ForCausalLM", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+              {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
+    "gemma3": ("Gemma3ForCausalLM", {"attention.sliding_window": 16, "attention.head_count_kv": [2] * 7},
+               {"sliding_window": 16, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "phi3": ("Phi3ForCausalLM", {"attention.sliding_window": 20, "rope.dimension_count": 24}, {"sliding_window": 20, "partial_rotary_factor": 0.75}),
+    "olmo2": ("Olmo2ForCausalLM", {}, {}),
+    "granite": ("GraniteForCausalLM", {"attention.scale": 0.1, "embedding_scale": 12.0, "residual_scale": 0.2, "logit_scale": 8.0},
+                {"attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 8.0}),
+    "glm4": ("Glm4ForCausalLM", {"rope.dimension_count": 16}, {"partial_rotary_factor": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_gguf_metadata_reads_like_config_json(name: str):
+    architecture, more, options = GGUF_CASES[name]
+    family = find_gguf_family(name)
+    config = family.gguf_config(metadata(name, **more))
+    assert config["architectures"] == [architecture] and config["eos_token_id"] == 5
+    assert family.read_config(config) == family.read_config({**WIDE, "architectures": [architecture], **options})
+
+
+def test_phi3_gguf_leaves_longrope_factors_to_the_file():
+    more = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19}
+    family = find_gguf_family("phi3")
+    scaling = family.read_config(family.gguf_config(metadata("phi3", **more))).layers[0].rope.scaling
+    assert (scaling.kind, scaling.original_max_position, scaling.attention_factor) == ("longrope", 64, 1.19)
+
+
+def test_gemma3_layers_and_cache_groups():
+    config = transformers.Gemma3TextConfig().to_dict()
+    spec = find_family("Gemma3ForCausalLM").read_config({**config, "architectures": ["Gemma3ForCausalLM"]})
+    assert [layer.window for layer in spec.layers[:7]] == [4096] * 5 + [0] + [4096]
+    assert {layer.rope.theta for layer in spec.layers if layer.window} == {1e4}
+    assert {layer.rope.theta for layer in spec.layers if not layer.window} == {1e6}
+    kinds = {(s.kind, s.window) for s in find_family("Gemma3ForCausalLM").cache_specs(spec, "bfloat16")}
+    assert kinds == {("full", 0), ("sliding_window", 4096)}
+    assert spec == find_family("Gemma3ForCausalLM").read_config({"architectures": ["Gemma3ForCausalLM"]}), "left-out fields have transformers' defaults"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "named"),
+    [
+        ("LlamaForCausalLM", {"hidden_size": None}, "hidden_size"),
+        ("LlamaForCausalLM", {"num_hidden_layers": "two"}, "num_hidden_layers"),
+        ("LlamaForCausalLM", {"num_attention_heads": True}, "num_attention_heads"),
+        ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("LlamaForCausalLM", {"hidden_act": "relu2"}, "hidden_act"),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"]}, "layer_types"),
+        ("Gemma3ForCausalLM", {"layer_types": ["chunked"] * 7}, "layer_types"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_values_that_cannot_be_served_are_named(architecture: str, options: dict[str, Any], named: str):
+    with pytest.raises(ConfigError, match=named) as caught:
+        find_family(architecture).read_config({**WIDE, "architectures": [architecture], **options})
+    assert caught.value.param == named
+
+
+def test_window_as_long_as_the_context_is_no_window():
+    spec = find_family("MistralForCausalLM").read_config({**WIDE, "architectures": ["MistralForCausalLM"], "sliding_window": 256})
+    assert {layer.window for layer in spec.layers} == {0}
