@@ -1,0 +1,1 @@
+"""Runs one plan: request state on the device, inputs, forward, sampling, results."""

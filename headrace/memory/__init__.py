@@ -1,0 +1,1 @@
+"""Where KV bytes live: pools, page tables, the memory plan."""

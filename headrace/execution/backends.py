@@ -1,0 +1,63 @@
+"""Which attention backend serves each cache group, and the page size they like. Compares capabilities, knows no name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.base.cache import CacheGroup
+from headrace.base.config import CacheConfig
+from headrace.base.errors import ConfigError, PluginError
+from headrace.layers.attention import ATTENTION_BACKENDS
+from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry
+from headrace.layers.attention.layer import Attention
+from headrace.layers.build import Build
+
+DEFAULT_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class ChosenBackends:
+    """One backend per cache group, all made for ``page_size``."""
+
+    page_size: int
+    backends: list[AttentionBackend]
+
+
+def choose_backends(model: Any, groups: list[CacheGroup], build: Build, cache: CacheConfig, name: str) -> ChosenBackends:
+    """Take the named backend, or the best that can serve each group. The page size is the user's, else the one the first
+    group's backend prefers (its class attribute ``preferred_page_size``), else 16."""
+    wanted = None if name == "auto" else name
+    page_size = cache.page_size or DEFAULT_PAGE_SIZE
+    if page_size & (page_size - 1):
+        raise ConfigError(f"page_size must be a power of two; got {page_size}", param="page_size")
+    geometries = _geometries(model, groups, build, page_size)
+    try:
+        classes = [ATTENTION_BACKENDS.choose(geometry, wanted) for geometry in geometries]
+        preferred = getattr(classes[0], "preferred_page_size", page_size) if classes else page_size
+        if cache.page_size is None and preferred != page_size:
+            page_size = preferred
+            geometries = [replace(geometry, page_size=page_size) for geometry in geometries]
+            classes = [ATTENTION_BACKENDS.choose(geometry, wanted) for geometry in geometries]
+    except PluginError as error:
+        raise ConfigError(f"attention_backend {name}: {error}", param="attention_backend") from error
+    return ChosenBackends(page_size, [cls(geometry, build.device) for cls, geometry in zip(classes, geometries, strict=True)])
+
+
+def _geometries(model: Any, groups: list[CacheGroup], build: Build, page_size: int) -> list[AttentionGeometry]:
+    cached = sorted(layer for group in groups for layer in group.layers)
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    assert len(attentions) == len(cached), f"{len(attentions)} attention layers, {len(cached)} layers with a cache"
+    by_layer = dict(zip(cached, attentions, strict=True))
+    return [_geometry(group, [by_layer[layer] for layer in group.layers], build, page_size) for group in groups]
+
+
+def _geometry(group: CacheGroup, attentions: list[Attention], build: Build, page_size: int) -> AttentionGeometry:
+    spec = group.spec
+    heads = {attention.spec.num_heads for attention in attentions}
+    assert len(heads) == 1, "layers of one cache group have the same number of heads"
+    return AttentionGeometry(
+        device=build.device.type, dtype=str(build.dtype).removeprefix("torch."), kv_dtype=spec.dtype, capability=build.capability,
+        num_heads=heads.pop(), num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_dim, page_size=page_size,
+        window=spec.window, has_softcap=any(a.params.softcap > 0 for a in attentions), has_sinks=any(a.params.sinks is not None for a in attentions),
+    )

@@ -1,0 +1,127 @@
+"""`build_executor`: everything between a configuration and a device that runs plans. `LocalExecutor`: one process, one device.
+
+Refuses: scheduling. The parts are built here in order and handed what they need; none of them sees the whole config.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import replace
+
+import msgspec
+import torch
+
+from headrace.base.cache import CacheLayout
+from headrace.base.config import EngineConfig, resolve_for_device
+from headrace.base.errors import ConfigError
+from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.step import StepPlan
+from headrace.execution.backends import ChosenBackends, choose_backends
+from headrace.execution.device import resolve_device, set_threads
+from headrace.execution.facts import read_facts
+from headrace.execution.loading import LoadedModel, Progress, load_model
+from headrace.execution.result import PendingSample
+from headrace.execution.runner import Runner
+from headrace.execution.warmup import measure_largest_steps, run_tiny_steps
+from headrace.layers.build import Build
+from headrace.memory.capacity import free_bytes
+from headrace.memory.plan import CacheDemand, CachePlan, kv_budget, memory_lines, plan_cache
+
+logger = logging.getLogger(__name__)
+
+
+class LocalExecutor:
+    """Runs plans in this process; see `headrace.service.executor.Executor`."""
+
+    def __init__(self, config: EngineConfig, runner: Runner, layout: CacheLayout, *, facts: ModelFacts, memory: list[MemoryLine], device: torch.device):
+        self.config, self.layout, self.facts, self.memory = config, layout, facts, memory
+        self._runner: Runner | None = runner
+        self._device = device
+
+    def execute(self, plan: StepPlan) -> PendingSample:
+        """Launch a plan. On a CPU the step is done when this returns."""
+        assert self._runner is not None, "the executor is closed"
+        return self._runner.execute(plan)
+
+    def reset(self) -> None:
+        """Wait for the device after a failed step. Rows need no clearing: a start overwrites whatever its row held, and
+        rows of requests that were not in the failed step stay good."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Free the device; idempotent."""
+        self._runner = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def ignore_progress(stage: str, fraction: float) -> None:
+    """A `Progress` that tells nobody."""
+
+
+def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -> LocalExecutor:
+    """Load the model onto its device, size and allocate the cache, run a first step; raises typed errors."""
+    device = resolve_device(config.device.device)
+    threads = set_threads(config.device.threads)
+    config = resolve_for_device(config, device.type)
+    loaded = load_model(config, device, progress)
+    chosen = choose_backends(
+        loaded.model, loaded.groups, Build(device=device, dtype=loaded.dtype), config.cache, config.device.attention_backend,
+    )
+    config = replace(config, cache=replace(config.cache, page_size=chosen.page_size))
+    progress("sizing the KV cache", 0.8)
+    activations = _measure_activations(config, loaded, chosen, device)
+    free = free_bytes(device)
+    plan = plan_cache(_demand(config, loaded), config.cache, kv_budget(device.type, free, config.cache.memory_fraction))
+    layout = _layout(config, plan)
+    runner = _build_runner(config, loaded, chosen, layout, device)
+    progress("running a first step", 0.9)
+    run_tiny_steps(runner.execute, layout)
+    kv_bytes = sum(pool.num_bytes for pool in runner.pools)
+    memory = memory_lines(
+        weights=loaded.num_bytes, activations=activations, graphs=0, plan=plan, page_size=layout.page_size, free=free - kv_bytes,
+    )
+    facts = read_facts(loaded, layout, str(device))
+    logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
+    progress("ready", 1.0)
+    return LocalExecutor(config, runner, layout, facts=facts, memory=memory, device=device)
+
+
+def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
+    scheduler = config.scheduler
+    assert config.cache.page_size and scheduler.max_step_tokens and scheduler.max_running_requests
+    return CacheDemand(
+        loaded.groups, config.cache.page_size, loaded.max_model_len, is_len_fixed=config.model.max_model_len is not None,
+        max_step_tokens=scheduler.max_step_tokens, max_rows=scheduler.max_running_requests,
+    )
+
+
+def _layout(config: EngineConfig, plan: CachePlan) -> CacheLayout:
+    assert config.cache.page_size and config.scheduler.max_running_requests
+    return CacheLayout(config.cache.page_size, config.scheduler.max_running_requests, plan.max_model_len, plan.groups)
+
+
+def _build_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, layout: CacheLayout, device: torch.device) -> Runner:
+    assert config.scheduler.max_step_tokens
+    try:
+        return Runner(
+            loaded.model, layout, chosen.backends, num_layers=loaded.num_layers, vocab_size=loaded.vocab_size,
+            max_tokens=config.scheduler.max_step_tokens, device=device, check_finite=config.device.check_finite,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError("the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction") from error
+
+
+def _measure_activations(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
+    """Run the largest steps over two pages per group and keep torch's pool warm for them. A CPU has nothing to reserve."""
+    if device.type != "cuda":
+        return 0
+    groups = [msgspec.structs.replace(group, num_pages=2) for group in loaded.groups]
+    layout = _layout(config, CachePlan(groups, loaded.max_model_len))
+    runner = _build_runner(config, loaded, chosen, layout, device)
+    assert config.scheduler.max_step_tokens
+    return measure_largest_steps(runner.execute, layout, config.scheduler.max_step_tokens, device)
+

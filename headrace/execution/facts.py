@@ -1,0 +1,39 @@
+"""What the edges may know of a model, read from the keys that all Hugging Face configurations share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.base.cache import CacheLayout
+from headrace.base.messages import ModelFacts
+from headrace.execution.loading import LoadedModel
+from headrace.memory.plan import base_group
+from headrace.models.source import ModelSource
+
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str) -> ModelFacts:
+    """Facts of a loaded model under a layout."""
+    tokens = (base_group(layout.groups).num_pages - 1) * layout.page_size if layout.groups else 0
+    return ModelFacts(
+        model=loaded.source.name, architecture=loaded.source.architecture, family=loaded.family.name,
+        dtype=str(loaded.dtype).removeprefix("torch."), device=device, max_model_len=layout.max_model_len, vocab_size=loaded.vocab_size,
+        eos_ids=read_eos_ids(loaded.source, loaded.vocab_size), num_parameters=loaded.num_parameters, page_size=layout.page_size,
+        num_kv_tokens=tokens, default_sampling=read_default_sampling(loaded.source.generation_config),
+    )
+
+
+def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:
+    """End-of-text ids of generation_config.json and config.json, each once."""
+    found: list[int] = []
+    for config in (source.generation_config, source.config, source.config.get("text_config", {})):
+        stated = config.get("eos_token_id")
+        found.extend(stated if isinstance(stated, list) else [] if stated is None else [stated])
+    return [token for token in dict.fromkeys(found) if 0 <= token < vocab_size]
+
+
+def read_default_sampling(generation_config: dict[str, Any]) -> dict[str, float]:
+    """The sampling values a model's makers recommend, under the names of `SamplingParams`."""
+    stated = {key: generation_config.get(key) for key in SAMPLING_KEYS}
+    return {key: float(value) for key, value in stated.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}

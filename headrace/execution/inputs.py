@@ -1,0 +1,116 @@
+"""`InputBuilder`: from a `StepPlan` to a `ForwardBatch`. T tokens, R requests.
+
+Everything the model reads is written into tensors allocated once, so that a captured graph can read the same addresses.
+Refuses: sampling, and knowing on the host which tokens decodes take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.base.cache import CacheLayout
+from headrace.base.step import StepPlan
+from headrace.execution.rows import Rows
+from headrace.execution.upload import Upload
+from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
+from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.memory.page_tables import PageTables
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The spans of a plan as host arrays [R] int64. ``ends``: positions in the cache after the step.
+    ``query_start`` [R + 1]."""
+
+    num_decodes: int
+    rows: np.ndarray
+    begins: np.ndarray
+    lengths: np.ndarray
+    ends: np.ndarray
+    query_start: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepShape:
+        """Read a plan; asserts what the contract of `StepPlan` promises."""
+        rows, begins, lengths = (np.array(values, dtype=np.int64) for values in (plan.rows, plan.begins, plan.lengths))
+        assert len(set(plan.rows)) == len(rows) > 0, "a plan has at least one span and each row once"
+        assert lengths.min() > 0 and (lengths[: plan.num_decodes] == 1).all(), "spans have tokens, decodes exactly one"
+        query_start = np.concatenate(([0], lengths.cumsum()))
+        return cls(plan.num_decodes, rows, begins, lengths, begins + lengths, query_start)
+
+
+class StaticInputs:
+    """The tensors that every step's inputs are slices of; sized for the largest step."""
+
+    def __init__(self, layout: CacheLayout, max_tokens: int, num_entries: int, device: torch.device):
+        groups, rows = len(layout.groups), layout.max_rows
+        self.token_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.slots = torch.zeros((groups, max_tokens), dtype=torch.int64, device=device)
+        self.page_tables = torch.zeros((groups, rows, num_entries), dtype=torch.int32, device=device)
+
+
+class InputBuilder:
+    """Two halves: `pack` adds the host's facts to the step's upload, `build` derives the rest on the device.
+
+    ``backends[g]`` serves cache group g. ``max_tokens`` is the largest T of any plan.
+    """
+
+    def __init__(self, layout: CacheLayout, rows: Rows, tables: PageTables, backends: list[AttentionBackend], max_tokens: int):
+        self._layout, self._rows, self._tables, self._backends = layout, rows, tables, backends
+        self.max_tokens = max(max_tokens, layout.max_rows)
+        self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.last_token.device)
+
+    def pack(self, shape: StepShape, upload: Upload) -> None:
+        """Add the inputs of a plan to the upload."""
+        assert shape.num_tokens <= self.max_tokens, f"a plan of {shape.num_tokens} tokens, at most {self.max_tokens} are allowed"
+        assert int(shape.ends.max()) <= self._layout.max_model_len, "a span beyond max_model_len"
+        starts = shape.query_start[:-1]
+        upload.add("positions", np.arange(shape.num_tokens) + np.repeat(shape.begins - starts, shape.lengths))
+        upload.add("token_rows", np.repeat(shape.rows, shape.lengths))
+        upload.add("rows", shape.rows)
+        upload.add("query_start", shape.query_start)
+        upload.add("kv_lens", shape.ends)
+        prefill = [
+            self._rows[row].token_ids[begin:end]
+            for row, begin, end in zip(*(a[shape.num_decodes :] for a in (shape.rows, shape.begins, shape.ends)), strict=True)
+        ]
+        tokens = np.concatenate(prefill) if prefill else np.empty(0, dtype=np.int64)
+        assert len(tokens) == shape.num_tokens - shape.num_decodes, "a prefill span beyond the row's known tokens"
+        upload.add("prefill_tokens", tokens)
+
+    def build(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> ForwardBatch:
+        """The batch, with every backend prepared. No waiting; stream order keeps the static tensors safe."""
+        static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
+        token_ids, positions = static.token_ids[:num_tokens], static.positions[:num_tokens]
+        token_ids[: shape.num_decodes] = self._rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
+        token_ids[shape.num_decodes :] = sent["prefill_tokens"]
+        positions.copy_(sent["positions"])
+        static.query_start[: num_requests + 1] = sent["query_start"]
+        static.kv_lens[:num_requests] = sent["kv_lens"]
+        return ForwardBatch(token_ids, positions, [self._build_group(g, shape, sent) for g in range(len(self._backends))])
+
+    def _build_group(self, group: int, shape: StepShape, sent: dict[str, torch.Tensor]) -> GroupStep:
+        static, page_size, num_tokens = self.static, self._layout.page_size, shape.num_tokens
+        table, positions, max_kv_len = self._tables.tensor[group], sent["positions"], int(shape.ends.max())
+        entry = sent["token_rows"] * table.shape[1] + positions // page_size
+        slots = static.slots[group, :num_tokens]
+        torch.add(table.view(-1).index_select(0, entry).long() * page_size, positions % page_size, out=slots)
+        page_table = static.page_tables[group, : len(shape.rows), : -(-max_kv_len // page_size)]
+        page_table.copy_(table[:, : page_table.shape[1]].index_select(0, sent["rows"]))
+        inputs = AttentionInputs(
+            num_tokens=num_tokens, num_decodes=shape.num_decodes, query_lens_cpu=list(map(int, shape.lengths)),
+            kv_lens_cpu=list(map(int, shape.ends)), max_query_len=int(shape.lengths.max()), max_kv_len=max_kv_len,
+            query_start=static.query_start[: len(shape.rows) + 1], kv_lens=static.kv_lens[: len(shape.rows)], page_table=page_table, slots=slots,
+        )
+        self._backends[group].prepare(inputs)
+        return GroupStep(inputs, self._backends[group])

@@ -1,0 +1,98 @@
+"""`load_model`: from a model's name to a built and filled model, with what the rest must know of it.
+
+Refuses: pools and page counts. Architectures are known to the catalog alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.base.cache import CacheGroup, group_layers
+from headrace.base.config import EngineConfig
+from headrace.base.errors import ConfigError
+from headrace.base.registry import load_target
+from headrace.execution.device import resolve_dtype
+from headrace.layers.build import Build
+from headrace.models.catalog import find_family
+from headrace.models.family import Family
+from headrace.models.source import ModelSource, resolve_source
+from headrace.models.weights import draw_dummy_weights, open_weights
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device. ``groups`` have no pages yet; ``num_layers`` counts layers without cache too."""
+
+    source: ModelSource
+    family: Family
+    spec: Any
+    model: Any
+    dtype: torch.dtype
+    groups: list[CacheGroup]
+    num_layers: int
+    vocab_size: int
+    max_model_len: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of parameters and buffers, tied ones once."""
+        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+
+
+def load_model(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:
+    """Find, build and fill the model; raises `ModelError`, `ConfigError` or `WeightError`."""
+    progress("reading the model's configuration", 0.0)
+    source = resolve_source(config.model)
+    family = find_family(source.architecture)
+    spec = family.read_config(source.config)
+    dtype = resolve_dtype(config.model.dtype, source.config, device)
+    kv_dtype = dtype if config.cache.kv_dtype == "auto" else getattr(torch, config.cache.kv_dtype)
+    specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
+    max_model_len = _limit_context(config.model.max_model_len, spec.max_model_len)
+    try:
+        model = load_target(family.model)(spec, Build(device=device, dtype=dtype, max_model_len=max_model_len))
+        _fill(model, source, config, dtype, device, progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the model does not fit the memory of {device}: choose a smaller model or dtype, or free the device", param="model") from error
+    return LoadedModel(source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len)
+
+
+def _limit_context(wanted: int | None, native: int) -> int:
+    if wanted is not None and wanted > native:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {native} tokens the model was made for; set it to {native} or less, "
+            "or change the model's own limit with config_overrides", param="max_model_len",
+        )
+    return wanted or native
+
+
+@torch.no_grad()
+def _fill(model: Any, source: ModelSource, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    if config.model.load_format == "dummy":
+        progress("drawing random weights", 0.1)
+        draw_dummy_weights(model, config.model.seed)
+        return
+    tensors = open_weights(source, load_format=config.model.load_format, device=device, dtype=dtype)
+    model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
+
+
+def _watch(tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors on, telling how many of ``total`` elements have passed, in steps of two percent."""
+    seen, told = 0, -1
+    for name, tensor in tensors:
+        if seen * 50 // max(total, 1) > told:
+            told = seen * 50 // max(total, 1)
+            progress("loading weights", 0.1 + 0.7 * min(1.0, seen / max(total, 1)))
+        yield name, tensor
+        seen += tensor.numel()

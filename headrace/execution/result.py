@@ -1,0 +1,66 @@
+"""`PendingSample`: a launched step on its way back to the host. Owns the one wait of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.base.step import PromptLogprobs, StepResult
+from headrace.execution.logprobs import Logprobs
+from headrace.execution.sampling import MESSAGES, NOT_FINITE, OK, Drawn, SampleBatch
+from headrace.execution.upload import to_host
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Prompt positions ``[start, start + count)`` of a row whose logprobs this step gives, each predicted by the hidden
+    state before it, the first of which is token ``hidden_start`` of the step."""
+
+    row: int
+    start: int
+    count: int
+    hidden_start: int
+    top_count: int
+
+
+class PendingSample:
+    """A `PendingStep`. The copies to the host are launched here; `result` waits for them."""
+
+    def __init__(
+        self, step_id: int, batch: SampleBatch | None = None, drawn: Drawn | None = None,
+        prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True,
+    ):
+        self._step_id, self._batch, self._check_finite = step_id, batch, check_finite
+        self._prompts = [(span, logprobs.copy_to_host()) for span, logprobs in prompts or []]
+        self._tokens = self._logprobs = None
+        if drawn is not None:
+            self._tokens = to_host(torch.stack((drawn.ids, drawn.states)))
+            self._logprobs = drawn.logprobs.copy_to_host() if drawn.logprobs is not None else None
+        self._done = None
+        if torch.cuda.is_initialized():
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def result(self) -> StepResult:
+        """Wait for the step; raises what the device raised."""
+        if self._done is not None:
+            self._done.synchronize()
+        prompts = [PromptLogprobs(s.row, s.start, logprobs.records([s.top_count] * s.count)) for s, logprobs in self._prompts]
+        if self._tokens is None or self._batch is None:
+            return StepResult(self._step_id, [], prompt_logprobs=prompts)
+        ids, states = self._tokens.tolist()
+        return StepResult(self._step_id, ids, self._spread_logprobs(len(ids)), prompts, self._failed_rows(states))
+
+    def _spread_logprobs(self, num_rows: int) -> list | None:
+        if self._logprobs is None or self._batch is None:
+            return None
+        spread: list = [None] * num_rows
+        for place, record in zip(self._batch.logged, self._logprobs.records(self._batch.top_counts), strict=True):
+            spread[place] = record
+        return spread
+
+    def _failed_rows(self, states: list[int]) -> list[tuple[int, str]]:
+        assert self._batch is not None
+        harmless = (OK,) if self._check_finite else (OK, NOT_FINITE)
+        return [(int(row), MESSAGES[state]) for row, state in zip(self._batch.rows, states, strict=True) if state not in harmless]

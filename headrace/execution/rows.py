@@ -1,0 +1,64 @@
+"""`Rows`: the persistent state of the requests on the device, by row; and what the host knows of each.
+
+Refuses: page tables (``memory/``) and the state of penalties and rules, which only few rows have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.base.errors import HeadraceError
+from headrace.base.sampling import SamplingSpec
+from headrace.base.step import RowStart
+
+IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS = 1, 2, 4, 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """What a row was started with. ``token_ids`` int64: every token known at the start."""
+
+    token_ids: np.ndarray
+    prompt_len: int
+    sampling: SamplingSpec
+
+
+class Rows:
+    """``last_token`` [max_rows + 1] int64 on the device: what the sampler drew last, the input of the row's next decode;
+    its last entry belongs to the null row of the page tables. The ``*_np`` arrays [max_rows] are the host's."""
+
+    def __init__(self, max_rows: int, device: torch.device):
+        self.last_token = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self.prompt_len_np = np.zeros(max_rows, dtype=np.int64)
+        self.flags_np = np.zeros(max_rows, dtype=np.int64)
+        self.draws_np = np.zeros((max_rows, 3), dtype=np.float64)
+        self.integers_np = np.zeros((max_rows, 2), dtype=np.int64)
+        self._rows: list[RowTokens | None] = [None] * max_rows
+
+    def __getitem__(self, row: int) -> RowTokens:
+        known = self._rows[row]
+        if known is None:
+            raise HeadraceError(f"the plan computes row {row}, which was never started")
+        return known
+
+    def start(self, start: RowStart) -> RowTokens:
+        """Take a row; whatever it held is forgotten."""
+        spec = start.sampling
+        known = RowTokens(np.array(start.token_ids, dtype=np.int64), start.prompt_len, spec)
+        self._rows[start.row] = known
+        self.prompt_len_np[start.row] = start.prompt_len
+        self.draws_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
+        self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
+        self.flags_np[start.row] = (
+            IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None) | HAS_RULES * (spec.rules is not None)
+            | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0)
+        )
+        return known
+
+    def release(self, row: int) -> None:
+        """Give a row back; harmless when it is free already."""
+        self._rows[row] = None
+        self.flags_np[row] = 0

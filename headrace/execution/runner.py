@@ -1,0 +1,122 @@
+"""`Runner`: one plan, from integers to a pending result: apply, build inputs, forward, sample, copy back.
+
+Refuses: deciding anything, waiting for the device, and knowing which model or backend it drives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.base.cache import CacheLayout
+from headrace.base.step import StepPlan
+from headrace.execution.inputs import InputBuilder, StepShape
+from headrace.execution.logprobs import Logprobs, compute_prompt_logprobs
+from headrace.execution.result import PendingSample, PromptSpan
+from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
+from headrace.execution.sampling import SampleBatch, Sampler
+from headrace.execution.upload import Upload
+from headrace.layers.attention.contract import AttentionBackend, KvPages
+from headrace.memory.page_tables import PageTables
+from headrace.memory.pools import Pool, build_pool
+from headrace.models.family import ServedModel
+
+
+class Runner:
+    """Owns the pools, the page tables, the rows and the sampler of one model on one device.
+
+    ``backends[g]`` serves group g of the layout. ``max_tokens`` is the largest step in tokens.
+    """
+
+    def __init__(
+        self, model: ServedModel, layout: CacheLayout, backends: list[AttentionBackend], *, num_layers: int, vocab_size: int, max_tokens: int,
+        device: torch.device, check_finite: bool = True,
+    ):
+        self._model, self._device, self._check_finite = model, device, check_finite
+        self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
+        self._tables = PageTables(layout, device)
+        self._rows = Rows(layout.max_rows, device)
+        self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
+        self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
+        model.bind_cache(*_pages_by_layer(layout, self.pools, num_layers))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> PendingSample:
+        """Launch a plan; its result is read later, in plan order."""
+        upload = Upload()
+        self._apply_rows(plan, upload)
+        if not plan.rows:
+            self._apply_pages(plan, upload.send(self._device))
+            return PendingSample(plan.step_id)
+        shape = StepShape.of(plan)
+        self._inputs.pack(shape, upload)
+        samples = np.flatnonzero(plan.samples)
+        batch = SampleBatch.of(shape.rows[samples], shape.ends[samples], self._rows)
+        upload.add("sample_tokens", shape.query_start[1:][samples] - 1)
+        self._sampler.pack(batch, upload)
+        spans = self._find_prompt_spans(shape, upload)
+        sent = upload.send(self._device)
+        self._apply_pages(plan, sent)
+        hidden = self._model.forward(self._inputs.build(shape, sent))
+        prompts = self._log_prompts(spans, hidden, sent)
+        drawn = None
+        if len(samples):
+            logits = self._model.compute_logits(hidden.index_select(0, sent["sample_tokens"]))
+            drawn = self._sampler.draw(logits, batch, sent)
+        return PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite)
+
+    def _apply_rows(self, plan: StepPlan, upload: Upload) -> None:
+        for row in plan.releases:
+            self._rows.release(row)
+            self._sampler.release(row)
+        for start in plan.starts:
+            self._sampler.start(start.row, self._rows.start(start))
+        cleared = [*plan.releases, *(start.row for start in plan.starts)]
+        if cleared:
+            upload.add("cleared", cleared)
+        if plan.appends:
+            index, pages = self._tables.flatten(plan.appends)
+            upload.add("append_index", index)
+            upload.add("append_pages", pages)
+        for group in {copy.group for copy in plan.copies}:
+            upload.add(f"sources_{group}", [c.source for c in plan.copies if c.group == group])
+            upload.add(f"targets_{group}", [c.target for c in plan.copies if c.group == group])
+
+    def _apply_pages(self, plan: StepPlan, sent: dict[str, torch.Tensor]) -> None:
+        if "cleared" in sent:
+            self._tables.clear(sent["cleared"])
+        if "append_index" in sent:
+            self._tables.write(sent["append_index"], sent["append_pages"])
+        for group in {copy.group for copy in plan.copies}:
+            self.pools[group].copy_pages(sent[f"sources_{group}"], sent[f"targets_{group}"])
+
+    def _find_prompt_spans(self, shape: StepShape, upload: Upload) -> list[PromptSpan]:
+        spans, targets = [], []
+        for i in np.flatnonzero(self._rows.flags_np[shape.rows] & WANTS_PROMPT_LOGPROBS):
+            row, begin, end = int(shape.rows[i]), int(shape.begins[i]), int(shape.ends[i])
+            known = self._rows[row]
+            stop = min(end + 1, known.prompt_len)
+            if stop > begin + 1:
+                spans.append(PromptSpan(row, begin + 1, stop - begin - 1, int(shape.query_start[i]), known.sampling.num_prompt_logprobs))
+                targets.append(known.token_ids[begin + 1 : stop])
+        if spans:
+            upload.add("prompt_targets", np.concatenate(targets))
+        return spans
+
+    def _log_prompts(self, spans: list[PromptSpan], hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> list[tuple[PromptSpan, Logprobs]]:
+        if not spans:
+            return []
+        targets = sent["prompt_targets"].split([span.count for span in spans])
+        return [
+            (span, compute_prompt_logprobs(hidden[span.hidden_start : span.hidden_start + span.count], ids, span.top_count, self._model.compute_logits))
+            for span, ids in zip(spans, targets, strict=True)
+        ]
+
+
+def _pages_by_layer(layout: CacheLayout, pools: list[Pool], num_layers: int) -> tuple[list[KvPages | None], list[int | None]]:
+    pages: list[KvPages | None] = [None] * num_layers
+    group_of_layer: list[int | None] = [None] * num_layers
+    for g, (group, pool) in enumerate(zip(layout.groups, pools, strict=True)):
+        for layer in group.layers:
+            pages[layer], group_of_layer[layer] = KvPages(*pool.layer(layer)), g
+    return pages, group_of_layer

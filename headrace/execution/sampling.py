@@ -1,0 +1,163 @@
+"""`Sampler`: from logits to drawn tokens. S sampled rows, V vocabulary.
+
+In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties; then the likeliest token for
+greedy rows, and for the others temperature, min-p, top-k, top-p and the draw (``kernels/sample``). Every operation is
+row-wise, so what a row draws does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.execution import rows as flag
+from headrace.execution.logprobs import Logprobs, compute_logprobs
+from headrace.execution.penalties import PenaltyState
+from headrace.execution.rows import Rows, RowTokens
+from headrace.execution.rules import RuleState
+from headrace.execution.upload import Upload
+from headrace.kernels.operation import KernelQuery
+from headrace.kernels.sample import SAMPLE, DrawParams
+
+OK, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
+"""State of a drawn row."""
+
+MESSAGES = {
+    NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
+    NOTHING_ALLOWED: "the request's logit rules leave no token to choose",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """The rows that draw in a step, as host arrays: ``rows`` [S], ``output_lens`` [S] (index of the drawn token in the
+    row's output), and the places in [0, S) of the rows that need more than the likeliest token."""
+
+    rows: np.ndarray
+    output_lens: np.ndarray
+    random: np.ndarray
+    penalised: np.ndarray
+    ruled: np.ndarray
+    logged: np.ndarray
+    top_counts: list[int]
+
+    @classmethod
+    def of(cls, rows: np.ndarray, ends: np.ndarray, state: Rows) -> SampleBatch:
+        """``ends`` [S]: position of each token to draw."""
+        flags = state.flags_np[rows]
+        random, penalised, ruled, logged = (
+            np.flatnonzero(flags & bit) for bit in (flag.IS_RANDOM, flag.HAS_PENALTIES, flag.HAS_RULES, flag.WANTS_LOGPROBS)
+        )
+        top_counts = [state[int(row)].sampling.num_logprobs for row in rows[logged]]
+        return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, logged, top_counts)
+
+    @property
+    def has_edits(self) -> bool:
+        return bool(len(self.penalised) or len(self.ruled))
+
+
+@dataclass(slots=True)
+class Drawn:
+    """``ids`` and ``states`` [S] int64 on the device; ``logprobs`` of the rows in ``SampleBatch.logged``, if any."""
+
+    ids: torch.Tensor
+    states: torch.Tensor
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Keeps the penalty and rule state of the rows; `pack` before the step's upload, `draw` after the forward pass."""
+
+    def __init__(self, rows: Rows, max_rows: int, vocab_size: int):
+        device = rows.last_token.device
+        self._rows, self._vocab_size = rows, vocab_size
+        self._penalties = PenaltyState(vocab_size, device)
+        self._rules = RuleState(max_rows, vocab_size, device)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        self._sample = SAMPLE.choose(KernelQuery(device.type, "float32", capability, {"vocab_size": vocab_size}))
+
+    def start(self, row: int, known: RowTokens) -> None:
+        """A row was taken."""
+        self.release(row)
+        if known.sampling.penalties is not None:
+            self._penalties.start(row, known)
+        if known.sampling.rules is not None:
+            self._rules.start(row, known)
+
+    def release(self, row: int) -> None:
+        """A row was given back."""
+        self._penalties.release(row)
+        self._rules.release(row)
+
+    def pack(self, batch: SampleBatch, upload: Upload) -> None:
+        """Add the sampling state of the batch to the upload."""
+        upload.add("sample_rows", batch.rows)
+        if len(batch.ruled):
+            self._rules.pack(batch.rows[batch.ruled], batch.output_lens[batch.ruled], upload)
+            upload.add("ruled", batch.ruled)
+        if len(batch.penalised):
+            self._penalties.pack(batch.rows[batch.penalised], upload)
+            upload.add("penalised", batch.penalised)
+        if len(batch.logged):
+            upload.add("logged", batch.logged)
+        if len(batch.random):
+            rows = batch.rows[batch.random]
+            upload.add("random", batch.random)
+            upload.add("draw_reals", self._rows.draws_np[rows].T.ravel())
+            upload.add("draw_integers", self._rows.integers_np[rows].T.ravel())
+            upload.add("draw_positions", batch.output_lens[batch.random])
+
+    def draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> Drawn:
+        """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token."""
+        raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
+        best, ids = logits.max(-1)
+        states = torch.where(best.isfinite(), OK, NOT_FINITE)
+        if batch.has_edits:
+            logits = self._edit(logits, batch, sent)
+            best, ids = logits.max(-1)
+            states = torch.where((states == OK) & ~best.isfinite(), NOTHING_ALLOWED, states)
+        if len(batch.random):
+            ids = self._draw_random(logits, ids, batch, sent)
+        self._keep(ids, batch, sent)
+        logprobs = None
+        if raw is not None:
+            logprobs = compute_logprobs(raw, ids.index_select(0, sent["logged"]), max(batch.top_counts))
+        return Drawn(ids, states, logprobs)
+
+    def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        if len(batch.ruled):
+            edited = logits.index_select(0, sent["ruled"])
+            self._rules.apply(edited)
+            logits.index_copy_(0, sent["ruled"], edited)
+        if len(batch.penalised):
+            edited = self._penalties.apply(logits.index_select(0, sent["penalised"]), sent)
+            logits.index_copy_(0, sent["penalised"], edited)
+        return logits
+
+    def _draw_random(self, logits: torch.Tensor, ids: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        params = self._draw_params(batch, sent)
+        if len(batch.random) == len(batch.rows):
+            return self._sample(logits, params)
+        drawn = self._sample(logits.index_select(0, sent["random"]), params)
+        return ids.index_copy(0, sent["random"], drawn)
+
+    def _draw_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> DrawParams:
+        rows = batch.rows[batch.random]
+        top_p, min_p = self._rows.draws_np[rows, 1], self._rows.draws_np[rows, 2]
+        top_k = self._rows.integers_np[rows, 0]
+        ranked = np.where(top_k > 0, top_k, np.where(top_p < 1.0, self._vocab_size, 0))
+        temperatures, top_ps, min_ps = sent["draw_reals"].view(3, -1)
+        top_ks, seeds = sent["draw_integers"].view(2, -1)
+        return DrawParams(
+            temperatures, top_ks, top_ps, min_ps, seeds, sent["draw_positions"], has_min_p=bool((min_p > 0).any()),
+            has_top_p=bool((top_p < 1.0).any()), num_ranked=min(int(ranked.max()), self._vocab_size),
+        )
+
+    def _keep(self, ids: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
+        self._rows.last_token.index_copy_(0, sent["sample_rows"], ids)
+        if len(batch.penalised):
+            self._penalties.count(ids.index_select(0, sent["penalised"]), sent)
+        if len(batch.ruled):
+            self._rules.push(ids.index_select(0, sent["ruled"]), sent)

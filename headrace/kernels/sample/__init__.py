@@ -1,0 +1,45 @@
+"""Drawing a token from each row's logits: temperature, min-p, top-k, top-p, draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.kernels.operation import Operation
+
+
+@dataclass(slots=True)
+class DrawParams:
+    """Per row, on the device: ``temperature`` > 0, ``top_p`` and ``min_p`` [S] float64; ``top_k`` (0: all), ``seed`` and
+    ``position`` (index of the drawn token in the row's output) [S] int64.
+
+    Facts about the whole call, known to the host: ``has_min_p``, ``has_top_p``: some row uses it. ``num_ranked``: how
+    many of a row's largest logits decide every cut: the largest top_k, V when a row has top_p alone, 0 for no cut.
+    None of the three may change what a row draws.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+    position: torch.Tensor
+    has_min_p: bool
+    has_top_p: bool
+    num_ranked: int
+
+
+SAMPLE = Operation("sample kernel")
+"""``sample(logits [S, V] float32, params: DrawParams) -> ids [S] int64``; logits may be overwritten.
+
+Logits are divided by the temperature. Kept are the tokens with at least ``min_p`` times the likeliest one's
+probability; of those the ``top_k`` likeliest; of those the smallest set, likeliest first, whose probability among them
+reaches ``top_p``. Tokens tied with the last one kept are kept too. One token is drawn from what is kept, by its
+probability there.
+
+A draw depends on nothing but its row's logits, parameters, seed and position: the same seed gives the same tokens in
+every batch on the same device. A row whose logits hold NaN, or nothing but -inf, gives some id in [0, V).
+"""
+
+SAMPLE.add("reference", "headrace.kernels.sample.reference:sample", doc="plain torch, inverse CDF in float64")

@@ -1,0 +1,76 @@
+"""Sampling in plain torch: the oracle and the fallback. S sampled rows, V vocabulary.
+
+Everything is row-wise and sequential over the vocabulary (cumulative sums, never a blocked reduction), which makes a
+row's draw independent of the rows beside it to the last bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.sample import DrawParams
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+MIX_A = 0xBF58476D1CE4E5B9 - 2**64
+MIX_B = 0x94D049BB133111EB - 2**64
+SLICE_NUMEL = 2**23
+"""Logits worked on at a time; bounds the float64 temporaries to some 200 MB."""
+
+
+def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """See `headrace.kernels.sample.SAMPLE`."""
+    num_rows, vocab_size = logits.shape
+    uniforms = uniform(params.seed, params.position)
+    step = max(1, SLICE_NUMEL // vocab_size)
+    ids = [_sample_slice(logits, params, uniforms, slice(begin, begin + step)) for begin in range(0, num_rows, step)]
+    return torch.cat(ids)
+
+
+def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Float64 in [0, 1) from two int64: SplitMix64's finaliser over the seed, then over seed and counter.
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+    """
+    bits = _mix(_mix(seed + GOLDEN) + (position + 1) * GOLDEN)
+    return _shift(bits, 11).double() * 2.0**-53
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift(x, 30)) * MIX_A
+    x = (x ^ _shift(x, 27)) * MIX_B
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, places: int) -> torch.Tensor:
+    """Logical shift right; int64's own is arithmetic."""
+    return (x >> places) & ((1 << (64 - places)) - 1)
+
+
+def _sample_slice(logits: torch.Tensor, params: DrawParams, uniforms: torch.Tensor, rows: slice) -> torch.Tensor:
+    x = logits[rows].div(params.temperature[rows].float().unsqueeze(1))
+    best = x.amax(-1, keepdim=True)
+    if params.has_min_p:
+        x.masked_fill_(x < best + params.min_p[rows].log().float().unsqueeze(1), -torch.inf)
+    if params.num_ranked:
+        x.masked_fill_(x < _lowest_kept(x, params, rows), -torch.inf)
+    cumulative = x.double().sub_(best).exp_().cumsum_(-1)
+    # The first token whose cumulative weight exceeds the target; one of weight 0 never does. u < 1 keeps it inside.
+    target = uniforms[rows].unsqueeze(1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+
+def _lowest_kept(x: torch.Tensor, params: DrawParams, rows: slice) -> torch.Tensor:
+    """[S, 1]: the smallest scaled logit that top-k and top-p keep, -inf for rows with neither."""
+    top_k, top_p = params.top_k[rows], params.top_p[rows]
+    num_ranked = min(params.num_ranked, x.shape[1])
+    ranked = x.topk(num_ranked, dim=-1).values
+    count = torch.where(top_k > 0, top_k.clamp(max=num_ranked), num_ranked)
+    if params.has_top_p:
+        weights = ranked.double().sub_(ranked[:, :1]).exp_()
+        weights.masked_fill_(torch.arange(num_ranked, device=x.device) >= count.unsqueeze(1), 0.0)
+        reached = weights.cumsum(-1)
+        is_kept = reached - weights < top_p.unsqueeze(1) * reached[:, -1:]
+        count = torch.where(top_p < 1.0, is_kept.sum(-1).clamp_(min=1), count)
+    lowest = ranked.gather(1, (count - 1).unsqueeze(1))
+    has_cut = ((top_k > 0) | (top_p < 1.0)).unsqueeze(1)
+    return torch.where(has_cut, lowest, -torch.inf)

@@ -1,0 +1,44 @@
+"""`PageTables`: which page holds which positions of which row, for all cache groups, on the device.
+
+Refuses: deciding pages (the scheduler does). Entry i of a row covers positions [i * page_size, (i + 1) * page_size).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.base.cache import NULL_PAGE, CacheLayout
+from headrace.base.step import PageAppend
+
+
+class PageTables:
+    """``tensor`` [groups, max_rows + 1, num_entries] int32. The last row is the null row: it stays all null pages and
+    stands in for padding. A row is cleared whenever it is taken or given back, so that a write beyond a request's own
+    pages lands in the null page and harms nobody."""
+
+    def __init__(self, layout: CacheLayout, device: torch.device):
+        self.null_row = layout.max_rows
+        self.num_entries = -(-layout.max_model_len // layout.page_size) + 1
+        self.tensor = torch.full((len(layout.groups), layout.max_rows + 1, self.num_entries), NULL_PAGE, dtype=torch.int32, device=device)
+        self._num_pages = [group.num_pages for group in layout.groups]
+
+    def flatten(self, appends: list[PageAppend]) -> tuple[np.ndarray, np.ndarray]:
+        """Host arrays ``(flat index into the tensor, page)``, int64, of a plan's appends; checks their bounds."""
+        index, pages = [], []
+        for append in appends:
+            stop = append.start + len(append.pages)
+            assert 0 <= append.row < self.null_row and append.start >= 0 and stop <= self.num_entries, f"append outside the page table: {append}"
+            assert all(0 <= page < self._num_pages[append.group] for page in append.pages), f"no such page: {append}"
+            first = (append.group * (self.null_row + 1) + append.row) * self.num_entries
+            index.extend(range(first + append.start, first + stop))
+            pages.extend(append.pages)
+        return np.array(index, dtype=np.int64), np.array(pages, dtype=np.int64)
+
+    def clear(self, rows: torch.Tensor) -> None:
+        """Fill rows [n] int64 with the null page in every group."""
+        self.tensor.index_fill_(1, rows, NULL_PAGE)
+
+    def write(self, index: torch.Tensor, pages: torch.Tensor) -> None:
+        """Write what `flatten` made, from device copies of it. A later append to the same entry must not share a call."""
+        self.tensor.view(-1).index_copy_(0, index, pages.to(torch.int32))

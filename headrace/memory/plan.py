@@ -1,0 +1,138 @@
+"""How many pages each cache group gets and how long a context they can hold. Arithmetic only: what is left is measured
+by ``capacity.py``, what the rest takes by the executor."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.base.cache import CacheGroup
+from headrace.base.config import CacheConfig
+from headrace.base.errors import ConfigError
+from headrace.base.messages import MemoryLine
+from headrace.memory.pools import group_page_bytes
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_LIMIT = 4 * 2**30
+"""Bytes of KV on a CPU at most: the host's memory belongs to others too."""
+
+MIN_WINDOW_SHARE = 0.25
+"""Requests are mostly shorter than the longest one: a window group sized for the longest alone would run out first."""
+
+SHORTEST_CONTEXT = 8
+
+
+@dataclass(frozen=True)
+class CacheDemand:
+    """What the pages must serve. ``groups`` have no pages yet. ``is_len_fixed``: the user set ``max_model_len``, so it
+    may not be lowered."""
+
+    groups: list[CacheGroup]
+    page_size: int
+    max_model_len: int
+    is_len_fixed: bool
+    max_step_tokens: int
+    max_rows: int
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The groups with their page counts (null page included), and the longest context they can hold."""
+
+    groups: list[CacheGroup]
+    max_model_len: int
+
+
+def kv_budget(device_type: str, free: int, fraction: float) -> int:
+    """Bytes for KV, given what is free once all else is in place."""
+    budget = int(free * fraction)
+    return min(budget, CPU_KV_LIMIT) if device_type == "cpu" else budget
+
+
+def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int) -> CachePlan:
+    """Divide ``budget`` bytes (``config.kv_pages`` overrules it) among the groups; raises `ConfigError` with the fix."""
+    if not demand.groups:
+        return CachePlan([], demand.max_model_len)
+    base = config.kv_pages or _most_pages(demand, config, budget)
+    if base < 2:
+        page = sum(group_page_bytes(g, demand.page_size) for g in demand.groups)
+        raise ConfigError(
+            f"no memory is left for the KV cache ({_mib(budget)} MiB, a page takes {page / 2**20:.2f}): "
+            "free memory on the device, raise memory_fraction, or serve a smaller model", param="memory_fraction",
+        )
+    groups = [_with_pages(g, _pages_of(g, base, demand, config)) for g in demand.groups]
+    return CachePlan(groups, _longest_context(demand, groups))
+
+
+def memory_lines(*, weights: int, activations: int, graphs: int, plan: CachePlan, page_size: int, free: int) -> list[MemoryLine]:
+    """The memory plan as a table; ``free`` is what remains once the pools are allocated."""
+    lines = [MemoryLine("weights", weights), MemoryLine("activations", activations), MemoryLine("graphs", graphs)]
+    for group in plan.groups:
+        note = f"{(group.num_pages - 1) * page_size:,} tokens in {group.num_pages - 1:,} pages, {len(group.layers)} layers"
+        lines.append(MemoryLine(f"KV {group.spec.kind.replace('_', ' ')}", group.num_pages * group_page_bytes(group, page_size), note))
+    return [line for line in lines if line.num_bytes] + [MemoryLine("free", max(0, free))]
+
+
+def base_group(groups: list[CacheGroup]) -> CacheGroup:
+    """The group that ``kv_pages`` counts: the first that keeps all tokens, or the widest window."""
+    return next((g for g in groups if not g.spec.window), max(groups, key=lambda g: g.spec.window))
+
+
+def _longest_context(demand: CacheDemand, groups: list[CacheGroup]) -> int:
+    short = [g for g in groups if g.num_pages < _pages_needed(g, demand)]
+    if not short:
+        return demand.max_model_len
+    fits = (min(g.num_pages for g in short) - 1) * demand.page_size
+    if demand.is_len_fixed or fits < SHORTEST_CONTEXT:
+        raise ConfigError(
+            f"max_model_len {demand.max_model_len} does not fit the KV cache, which holds {fits} tokens: "
+            f"set max_model_len to {fits} or less, or give the cache more memory (kv_pages, memory_fraction, kv_dtype)", param="max_model_len",
+        )
+    logger.warning("max_model_len lowered from %d to %d: the KV cache holds no more", demand.max_model_len, fits)
+    return fits
+
+
+def _most_pages(demand: CacheDemand, config: CacheConfig, budget: int) -> int:
+    """The most pages of the base group with which all groups stay within the budget."""
+    low, high = 0, max(budget, 0) // group_page_bytes(base_group(demand.groups), demand.page_size) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        total = sum(_pages_of(g, middle, demand, config) * group_page_bytes(g, demand.page_size) for g in demand.groups)
+        low, high = (middle, high) if total <= budget else (low, middle)
+    return low
+
+
+def _pages_of(group: CacheGroup, base: int, demand: CacheDemand, config: CacheConfig) -> int:
+    """Pages of a group when the base group has ``base``. No group can use more than that: each of its pages goes with
+    a page of the base group."""
+    if not group.spec.window or group.spec == base_group(demand.groups).spec:
+        return base
+    window, page = group.spec.window, demand.page_size
+    if config.window_share is not None:
+        wanted = -(-base * config.window_share // 1)
+    else:
+        share = max(MIN_WINDOW_SHARE, (window + demand.max_step_tokens) / demand.max_model_len)
+        most = demand.max_rows * (-(-window // page) + 1) + 2 * -(-demand.max_step_tokens // page) + 1
+        wanted = min(-(-base * share // 1), most)
+    return min(base, max(int(wanted), _pages_needed(group, demand)))
+
+
+def _pages_needed(group: CacheGroup, demand: CacheDemand) -> int:
+    """Pages that one request of ``max_model_len`` needs at a time, and the null page. Behind a window two chunks may be
+    live (the plan in flight and the next), each starting and ending inside a page."""
+    page = demand.page_size
+    whole = -(-demand.max_model_len // page) + 1
+    if not group.spec.window:
+        return whole
+    return min(whole, -(-(group.spec.window + 2 * demand.max_step_tokens) // page) + 3)
+
+
+def _with_pages(group: CacheGroup, num_pages: int) -> CacheGroup:
+    return msgspec.structs.replace(group, num_pages=num_pages)
+
+
+def _mib(num_bytes: int) -> int:
+    return max(0, num_bytes) // 2**20

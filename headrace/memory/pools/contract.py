@@ -1,0 +1,42 @@
+"""`Pool`: storage of one cache group. A kind of cache is one file beside this one and one line in `POOLS`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.base.registry import Registry
+
+
+class Pool(Protocol):
+    """Pages of one cache group on one device. Every page reads as finite numbers before it is first written."""
+
+    num_bytes: int
+
+    def __init__(self, group: CacheGroup, page_size: int, device: torch.device): ...
+
+    @staticmethod
+    def page_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Bytes of one page of one layer."""
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The page tensors of a model layer of this group; plain keys and values give ``(k, v)``."""
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy pages in all layers; int64 on the device, targets distinct and disjoint from sources."""
+
+
+POOLS: Registry[type[Pool]] = Registry("KV pool")
+"""By `CacheSpec.kind`."""
+
+
+def group_page_bytes(group: CacheGroup, page_size: int) -> int:
+    """Bytes of one page in all layers of a group."""
+    return POOLS.load(group.spec.kind).page_bytes(group.spec, page_size) * len(group.layers)
+
+
+def build_pool(group: CacheGroup, page_size: int, device: torch.device) -> Pool:
+    """The pool that stores a group's kind."""
+    return POOLS.load(group.spec.kind)(group, page_size, device)

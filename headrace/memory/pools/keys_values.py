@@ -1,0 +1,54 @@
+"""`KeyValuePool`: keys and values as they are. P pages, K kv heads, E head dim."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from headrace.base.cache import CacheGroup, CacheSpec
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and the widest CPU vector."""
+
+
+class KeyValuePool:
+    """Per layer k [P, page_size, K, E] and v [P, page_size, K, E_value], contiguous, zero until written."""
+
+    def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
+        spec, dtype = group.spec, torch_dtype(group.spec)
+        k_shape = (group.num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        v_shape = (group.num_pages, page_size, spec.num_kv_heads, spec.value_dim)
+        self._layers = {layer: (_zeros(k_shape, dtype, device), _zeros(v_shape, dtype, device)) for layer in group.layers}
+        self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
+
+    @staticmethod
+    def page_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Bytes of one page of one layer."""
+        return page_size * spec.num_kv_heads * (spec.head_dim + spec.value_dim) * torch_dtype(spec).itemsize
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(k, v)`` of a model layer."""
+        return self._layers[layer]
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
+        for tensors in self._layers.values():
+            for pages in tensors:
+                pages.index_copy_(0, targets, pages.index_select(0, sources))
+
+
+def torch_dtype(spec: CacheSpec) -> torch.dtype:
+    """The torch dtype a spec names."""
+    return getattr(torch, spec.dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every byte; numpy's comes from calloc, which maps pages when they are first touched.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).view(shape)
