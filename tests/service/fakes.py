@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 import zlib
 from collections import deque
@@ -9,10 +11,11 @@ from dataclasses import dataclass, field
 
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import EngineConfig, engine_config, resolve_for_device
-from headrace.base.errors import QueueFull, RequestError
+from headrace.base.errors import QueueFull, RequestError, WeightError
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, MemoryLine, ModelFacts, RequestOutput
 from headrace.base.step import RowStart, StepPlan, StepResult
 from headrace.service.engine import Engine
+from headrace.service.executor import Progress
 
 VOCABULARY = 256
 MAX_MODEL_LEN = 4096
@@ -20,7 +23,7 @@ MAX_MODEL_LEN = 4096
 
 def next_token(token_ids: list[int]) -> int:
     """What the fake model says after a sequence."""
-    return zlib.crc32(bytes(t % 256 for t in token_ids)) % VOCABULARY
+    return zlib.crc32(bytes(t % 256 for t in token_ids)) % 250  # never one of the poisons below
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
@@ -50,7 +53,7 @@ class FakePending:
 
 class FakeExecutor:
     """Runs plans as `StepPlan` prescribes them, on lists. A prompt that contains ``FAIL_LAUNCH`` or ``FAIL_RESULT``
-    makes its step raise; the former when launched, the latter when its result is read."""
+    makes its step raise; the former when launched, the latter when its result is read. ``DIE`` kills the process."""
 
     FAIL_LAUNCH, FAIL_RESULT, DIE = 251, 252, 253
 
@@ -78,6 +81,8 @@ class FakeExecutor:
             self.rows[start.row] = list(start.token_ids)
         tokens = []
         planned = {t for row in plan.rows for t in self.rows[row][:64]}
+        if self.DIE in planned:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.FAIL_LAUNCH in planned and not any(t == self.FAIL_RESULT for t in planned):
             raise Boom("launch failed")
         for index, (row, begin, length, samples) in enumerate(zip(plan.rows, plan.begins, plan.lengths, plan.samples, strict=True)):
@@ -231,3 +236,25 @@ def fake_engine(*, delay_s: float = 0.0, **options: object) -> Engine:
     """The real engine over fakes, in this process."""
     executor = FakeExecutor(engine_config(**options), delay_s=delay_s)
     return Engine(FakeScheduler(executor.config), executor)
+
+
+BUILDER = "fakes:build_fake_engine"
+"""For ``--builder``: the engine process finds this file through the path of its parent."""
+
+
+def build_fake_engine(config: EngineConfig, progress: Progress) -> Engine:
+    """As `headrace.service.build.build_engine`; the seed is the delay of each step in milliseconds."""
+    progress("drawing fakes", 0.5)
+    executor = FakeExecutor(config, delay_s=config.model.seed / 1000)
+    return Engine(FakeScheduler(executor.config), executor)
+
+
+def refuse_to_build(config: EngineConfig, progress: Progress) -> Engine:
+    """A model that cannot be loaded."""
+    raise WeightError("layer 3 is missing")
+
+
+def die_while_building(config: EngineConfig, progress: Progress) -> Engine:
+    """As the kernel's out-of-memory killer does it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")

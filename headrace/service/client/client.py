@@ -92,13 +92,12 @@ class EngineClient:
         """Spawn the engine process and load the tokenizer while it starts; raises what is wrong with the tokenizer."""
         self._supervisor.start()
         is_optional = self.config.model.load_format == "dummy"
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
             self.tokenizer = await asyncio.to_thread(
                 open_tokenizer, self.config.model, chat_template=self._chat_template, is_optional=is_optional,
             )
-        except BaseException:
-            await self.close()
-            raise
+            undo.pop_all()
 
     async def wait_ready(self) -> None:
         """Return once requests are taken; raises the engine's own error when it cannot start."""

@@ -1,0 +1,274 @@
+"""`EngineClient` over a real engine process: streams, aborts, failures, restarts, draining. The model is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from fakes import FakeExecutor, continuation
+
+from headrace.base.config import engine_config
+from headrace.base.errors import EngineUnavailable, RequestError, WeightError
+from headrace.base.sampling import SamplingParams
+from headrace.service.client.client import EngineClient
+from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.stream import RequestStream
+
+SLOW = {"seed": 20}
+"""A fake engine whose steps take 20 ms."""
+
+
+def greedy(max_tokens: int = 8, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False, **more)
+
+
+async def read(stream: RequestStream) -> list[ChoiceDelta]:
+    return [delta async for delta in stream]
+
+
+def ids(deltas: list[ChoiceDelta], index: int = 0) -> list[int]:
+    return [t for d in deltas if d.index == index for t in d.token_ids]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    """Seconds it took for the condition to hold."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it never came true"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
+async def test_a_request_streams_to_its_end(start_client: Callable):
+    client = await start_client()
+    assert client.facts.model == "fake" and client.memory[0].name == "weights" and client.progress == ("ready", 1.0)
+    stream = client.submit([1, 2, 3], greedy(12), request_id="mine")
+    assert stream.request_id == "mine" and stream.prompt_token_ids == [1, 2, 3]
+    deltas = await read(stream)
+    assert ids(deltas) == continuation([1, 2, 3], 12)
+    assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
+    assert client.num_inflight == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_two_hundred_streams_at_once(start_client: Callable, depth: int):
+    client = await start_client(overlap_depth=depth)
+    prompts = [[i % 200, i // 200, 5] for i in range(200)]
+    results = await asyncio.gather(*(read(client.submit(p, greedy(3 + i % 9))) for i, p in enumerate(prompts)))
+    for i, (prompt, deltas) in enumerate(zip(prompts, results, strict=True)):
+        assert ids(deltas) == continuation(prompt, 3 + i % 9)
+    assert client.num_inflight == 0
+    await client.check()
+    stats = await client.stats()
+    assert stats.num_running == 0 and stats.requests_total == 201  # one is the engine's own first token
+
+
+async def test_choices_are_merged_into_one_stream(start_client: Callable):
+    client = await start_client()
+    deltas = await read(client.submit([4, 5], SamplingParams(n=3, max_tokens=5, detokenize=False)))
+    assert {d.index for d in deltas} == {0, 1, 2}
+    for index in range(3):
+        assert ids(deltas, index) == continuation([4, 5], 5)
+        assert [d.finish_reason for d in deltas if d.index == index and d.finish_reason] == ["length"]
+
+
+async def test_a_slow_reader_costs_one_delta_a_choice(start_client: Callable):
+    client = await start_client()
+    stream = client.submit([7], SamplingParams(n=2, max_tokens=100, detokenize=False))
+    await until(lambda: client.num_inflight == 0)
+    deltas = await read(stream)
+    assert len(deltas) == 2
+    assert ids(deltas, 0) == ids(deltas, 1) == continuation([7], 100)
+
+
+async def test_bad_requests_are_refused_at_the_door(start_client: Callable):
+    client = await start_client()
+    for prompt, params in (([], greedy()), ([9999], greedy()), ([1], greedy(0)), ([1] * 5000, greedy()), ("text", greedy())):
+        with pytest.raises(RequestError) as caught:
+            client.submit(prompt, params)
+        assert caught.value.param
+    running = client.submit([1], greedy(), request_id="twice")
+    with pytest.raises(RequestError, match="twice"):
+        client.submit([1], greedy(), request_id="twice")
+    assert ids(await read(running)) == continuation([1], 8)
+    assert ids(await read(client.submit([2], greedy(), request_id="twice"))) == continuation([2], 8)
+
+
+async def test_what_the_engine_refuses_is_the_first_delta(start_client: Callable):
+    client = await start_client(max_running_requests=1, max_queued=1, **SLOW)
+    streams = [client.submit([i], greedy(4)) for i in range(6)]
+    results = [await read(s) for s in streams]
+    refused = [r for r in results if r[0].error is not None]
+    assert refused and all(len(r) == 1 and r[0].error.kind == "queue_full" and r[0].error.retry_after for r in refused)
+    assert any(r[-1].finish_reason == "length" for r in results)
+
+
+async def test_every_way_to_leave_a_stream_ends_the_request(start_client: Callable):
+    client = await start_client(**SLOW)
+
+    async def leave_by_break() -> None:
+        async for _ in client.submit([1], greedy(4000)):
+            break
+
+    async def leave_by_aclosing() -> None:
+        async with aclosing(aiter(client.submit([1], greedy(4000)))) as deltas:
+            await anext(deltas)
+
+    async def leave_by_error() -> None:
+        with pytest.raises(ZeroDivisionError):
+            async for _ in client.submit([1], greedy(4000)):
+                raise ZeroDivisionError
+
+    async def be_cancelled() -> None:
+        task = asyncio.create_task(read(client.submit([1], greedy(4000))))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for leave in (leave_by_break, leave_by_aclosing, leave_by_error, be_cancelled):
+        await leave()
+        await until(lambda: client.num_inflight == 0, 5)
+    stats = await client.stats()
+    assert stats.num_running == 0 and stats.num_queued == 0 and stats.aborted_total == 4
+    await client.check()
+
+
+async def test_abort_gives_a_last_delta(start_client: Callable):
+    client = await start_client(**SLOW)
+    one = client.submit([1], greedy(4000), request_id="one")
+    many = client.submit([2], SamplingParams(n=3, max_tokens=4000, detokenize=False))
+    await asyncio.sleep(0.2)
+    await client.abort("one")
+    await client.abort("nobody")
+    many.abort()
+    assert (await read(one))[-1].finish_reason == "abort"
+    assert [d.finish_reason for d in await read(many) if d.finish_reason] == ["abort"] * 3
+    await until(lambda: client.num_inflight == 0, 5)
+
+
+@pytest.mark.parametrize("poison", [FakeExecutor.FAIL_LAUNCH, FakeExecutor.FAIL_RESULT])
+async def test_a_failed_step_fails_its_requests_alone(start_client: Callable, poison: int):
+    client = await start_client()
+    pid = client.engine_pid
+    deltas = await read(client.submit([poison], greedy()))
+    assert deltas[-1].finish_reason == "error" and deltas[-1].error.kind == "step_failed"
+    assert ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+    assert client.engine_pid == pid and client.state == "ready"
+    await client.check()
+
+
+async def test_a_killed_engine_is_noticed_and_replaced(start_client: Callable):
+    client = await start_client(**SLOW)
+    readers = [asyncio.create_task(read(client.submit([i], greedy(4000)))) for i in range(50)]
+    waiting = asyncio.create_task(client.stats())
+    await asyncio.sleep(0.3)
+    pid, killed_at = client.engine_pid, time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    results = await asyncio.wait_for(asyncio.gather(*readers), 10)
+    assert time.monotonic() - killed_at < 1.0
+    for deltas in results:
+        assert deltas[-1].finish_reason == "error" and deltas[-1].error.kind == "engine_unavailable"
+        assert deltas[-1].error.retry_after and ids(deltas)
+    await waiting
+    assert client.num_inflight == 0 and client.state in ("restarting", "ready")
+    if client.state == "restarting":
+        with pytest.raises(EngineUnavailable, match="restarting"):
+            client.submit([1], greedy())
+    await asyncio.wait_for(client.wait_ready(), 20)
+    assert client.engine_pid != pid and client.num_restarts == 1
+    assert ids(await read(client.submit([1, 2], greedy()))) == continuation([1, 2], 8)
+
+
+async def test_restarts_are_counted_and_end(start_client: Callable):
+    client = await start_client(max_restarts=1)
+    for _ in range(2):
+        await asyncio.wait_for(client.wait_ready(), 20)
+        deltas = await read(client.submit([FakeExecutor.DIE], greedy()))
+        assert deltas[-1].error.kind == "engine_unavailable" and "-9" in deltas[-1].error.message
+    assert client.state == "stopped"
+    with pytest.raises(EngineUnavailable):
+        await client.wait_ready()
+    with pytest.raises(EngineUnavailable, match="stopped"):
+        client.submit([1], greedy())
+
+
+@pytest.mark.parametrize(("builder", "error", "words"), [
+    ("fakes:refuse_to_build", WeightError, "layer 3 is missing"),
+    ("fakes:die_while_building", EngineUnavailable, "exit code -9"),
+])
+async def test_an_engine_that_cannot_start_says_why(config_only: Path, builder: str, error: type, words: str):
+    client = EngineClient(engine_config(model=str(config_only), skip_tokenizer=True), builder=builder)
+    await client.start()
+    with pytest.raises(error, match=words):
+        await asyncio.wait_for(client.wait_ready(), 20)
+    assert client.state == "stopped"
+    await client.close()
+
+
+async def test_closing_drains(start_client: Callable):
+    client = await start_client(**SLOW)
+    short = asyncio.create_task(read(client.submit([1], greedy(20))))
+    long = asyncio.create_task(read(client.submit([2], greedy(4000))))
+    closing = asyncio.create_task(client.close(drain_s=0.8))
+    await asyncio.sleep(0)
+    assert client.state == "draining"
+    with pytest.raises(EngineUnavailable, match="draining") as caught:
+        client.submit([3], greedy())
+    assert caught.value.retry_after
+    assert ids(await short) == continuation([1], 20)
+    assert (await long)[-1].error.kind == "engine_unavailable"
+    await closing
+    assert client.state == "stopped" and client.num_inflight == 0 and client.engine_pid is None
+    await client.close()
+
+
+async def test_nothing_is_left_behind(start_client: Callable):
+    client = await start_client()
+    folder, pid = client._supervisor._folder, client.engine_pid
+    assert folder.stat().st_mode & 0o777 == 0o700
+    await client.close()
+    assert not folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert len(asyncio.all_tasks()) == 1
+
+
+PARENT = """
+import asyncio, sys
+from headrace.base.config import engine_config
+from headrace.service.client.client import EngineClient
+
+async def main():
+    client = EngineClient(engine_config(model=sys.argv[1], skip_tokenizer=True, seed=5), builder="fakes:build_fake_engine")
+    await client.start()
+    await client.wait_ready()
+    from headrace.base.sampling import SamplingParams
+    stream = client.submit([1], SamplingParams(max_tokens=4000, detokenize=False))
+    print(client.engine_pid, "torch" in sys.modules, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_dies_with_its_parent_and_the_client_needs_no_torch(config_only: Path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(config_only)], stdout=subprocess.PIPE, text=True, env=environment)
+    pid, has_torch = parent.stdout.readline().split()
+    assert has_torch == "False"
+    os.kill(int(pid), 0)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline and Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes(), "the engine outlived its parent"
