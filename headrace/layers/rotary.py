@@ -20,27 +20,12 @@ class RotaryTable:
     ``position * frequency``. ``length`` is the longest context served, ``native_length`` what the checkpoint claims."""
 
     def __init__(self, spec: RopeSpec, *, length: int, native_length: int, device: torch.device):
-        self.spec = spec
-        self.length = length
+        factor = _attention_factor(spec.scaling)
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * _frequencies(spec, length, native_length)
+        half = spec.rotary_dim // 2
         self.cos_sin = torch.empty(length, spec.rotary_dim, dtype=torch.float32, device=device)
-        self._fill(_frequencies(spec, length, native_length))
-
-    @property
-    def is_long(self) -> bool:
-        """Whether contexts longer than the trained length are served."""
-        return self.spec.scaling is not None and self.length > self.spec.scaling.original_max_position > 0
-
-    def divide_frequencies(self, factors: torch.Tensor) -> None:
-        """Divide frequency i by ``factors[i]``; GGUF files carry a checkpoint's scaling as such a tensor."""
-        plain = _plain_frequencies(self.spec.theta, self.spec.rotary_dim)
-        self._fill(plain / factors.detach().to("cpu", torch.float32))
-
-    def _fill(self, frequencies: torch.Tensor) -> None:
-        factor = _attention_factor(self.spec.scaling)
-        angles = torch.arange(self.length, dtype=torch.float32)[:, None] * frequencies
-        half = self.spec.rotary_dim // 2
-        self.cos_sin[:, :half] = angles.cos() * factor
-        self.cos_sin[:, half:] = angles.sin() * factor
+        self.cos_sin[:, :half] = angles.cos().mul_(factor)
+        self.cos_sin[:, half:] = angles.sin_().mul_(factor)
 
 
 def _plain_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
@@ -96,7 +81,7 @@ def _yarn_frequencies(plain: torch.Tensor, spec: RopeSpec, scaling: RopeScaling)
 def _longrope_frequencies(plain: torch.Tensor, scaling: RopeScaling, length: int) -> torch.Tensor:
     """Per-frequency divisors, one set within the trained length and one beyond. Ding et al., arXiv:2402.13753."""
     factors = scaling.long_factor if length > scaling.original_max_position else scaling.short_factor
-    return plain / torch.tensor(factors, dtype=torch.float32) if factors else plain
+    return plain / torch.tensor(factors, dtype=torch.float32)
 
 
 def _attention_factor(scaling: RopeScaling | None) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from headrace.base.errors import ConfigError
@@ -37,8 +39,7 @@ def read_shared(metadata: dict[str, Any], architecture: str, *, keys: dict[str, 
         value = metadata.get(f"{prefix}.{key}")
         if value is not None:
             config[field] = _single(f"{prefix}.{key}", value)
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    config["vocab_size"] = metadata.get(f"{prefix}.vocab_size") or len(tokens or ())
+    config["vocab_size"] = metadata.get(f"{prefix}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
     for key, field in SPECIAL_TOKENS.items():
         if metadata.get(f"tokenizer.ggml.{key}") is not None:
             config[field] = metadata[f"tokenizer.ggml.{key}"]
@@ -48,11 +49,11 @@ def read_shared(metadata: dict[str, Any], architecture: str, *, keys: dict[str, 
 
 def _single(key: str, value: Any) -> Any:
     """GGUF may give one value per layer; families here need them alike."""
-    if not isinstance(value, (list, tuple)):
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
         return value
     if len(set(value)) != 1:
         raise ConfigError(f"{key} differs from layer to layer, which this model family does not serve", param=key)
-    return value[0]
+    return int(value[0]) if isinstance(value[0], Integral) else float(value[0])
 
 
 def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) -> None:
@@ -68,5 +69,14 @@ def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) ->
         "beta_fast": metadata.get(f"{prefix}.rope.scaling.yarn_beta_fast"),
         "beta_slow": metadata.get(f"{prefix}.rope.scaling.yarn_beta_slow"),
     }
-    if scaling["rope_type"] not in (None, "none"):
+    if "rope_freqs.weight" in metadata:
+        config["rope_scaling"] = divided_frequencies(metadata["rope_freqs.weight"])
+    elif scaling["rope_type"] not in (None, "none"):
         config["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None}
+
+
+def divided_frequencies(factors: Sequence[float]) -> dict[str, Any]:
+    """Scaling that divides frequency i by ``factors[i]`` in every context: instead of the parameters of some formulas
+    the file holds their result, as a tensor that the reader of the file puts into the metadata under its name."""
+    divisors = [float(factor) for factor in factors]
+    return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": divisors, "long_factor": divisors}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
@@ -52,11 +54,35 @@ def test_gguf_metadata_reads_like_config_json(name: str):
     assert family.read_config(config) == family.read_config({**WIDE, "architectures": [architecture], **options})
 
 
-def test_phi3_gguf_leaves_longrope_factors_to_the_file():
-    more = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19}
+def test_rotary_divisors_of_a_gguf_file_are_taken_from_the_metadata():
+    divisors = np.linspace(1, 9, 16, dtype=np.float32)
+    family = find_gguf_family("llama")
+    scaling = family.read_config(family.gguf_config({**metadata("llama"), "rope_freqs.weight": divisors})).layers[0].rope.scaling
+    assert scaling.short_factor == scaling.long_factor == tuple(float(d) for d in divisors)
+    assert scaling.attention_factor == 1.0
+
     family = find_gguf_family("phi3")
-    scaling = family.read_config(family.gguf_config(metadata("phi3", **more))).layers[0].rope.scaling
+    more = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19}
+    tensors = {"rope_factors_short.weight": divisors, "rope_factors_long.weight": divisors * 2}
+    config = family.gguf_config({**metadata("phi3", **more), **tensors})
+    json.dumps(config)
+    scaling = family.read_config(config).layers[0].rope.scaling
     assert (scaling.kind, scaling.original_max_position, scaling.attention_factor) == ("longrope", 64, 1.19)
+    assert scaling.long_factor == tuple(2 * factor for factor in scaling.short_factor)
+
+
+@pytest.mark.parametrize("pattern", [2, np.array([True, False, True, False, True, False, True])])
+def test_gemma3_gguf_window_pattern(pattern: Any):
+    family = find_gguf_family("gemma3")
+    more = {"attention.sliding_window": 16, "attention.sliding_window_pattern": pattern, "attention.head_count_kv": np.full(7, 2, dtype=np.int32)}
+    config = family.gguf_config(metadata("gemma3", **more))
+    json.dumps(config)
+    assert [layer.window for layer in family.read_config(config).layers] == [16, 0, 16, 0, 16, 0, 16]
+
+
+def test_gguf_values_that_differ_between_layers_are_refused():
+    with pytest.raises(ConfigError, match="head_count_kv differs from layer to layer"):
+        find_gguf_family("llama").gguf_config(metadata("llama", **{"attention.head_count_kv": [2, 2, 4, 2, 2, 2, 2]}))
 
 
 def test_gemma3_layers_and_cache_groups():

@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.base.errors import ConfigError
 from headrace.layers.rotary import RotaryTable
+from headrace.models.gguf_config import divided_frequencies
 from headrace.models.reading import Fields, read_rope
 
 CPU = torch.device("cpu")
@@ -54,15 +55,16 @@ def test_old_and_new_spelling_are_one():
     assert (new.theta, new.rotary_dim, new.scaling.kind) == (500000.0, 32, "llama3")
 
 
-def test_file_factors_replace_the_config():
+def test_divisors_from_a_file_replace_the_formula():
     """GGUF stores the divisors of the frequencies instead of the parameters they came from."""
     heads = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 128}
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     scaled = RotaryTable(read_rope(Fields({**heads, "rope_scaling": scaling})), length=50, native_length=128, device=CPU)
     plain = RotaryTable(read_rope(Fields(heads)), length=50, native_length=128, device=CPU)
     frequencies = [torch.atan2(table.cos_sin[1, 16:], table.cos_sin[1, :16]) for table in (plain, scaled)]
-    plain.divide_frequencies(frequencies[0] / frequencies[1])
-    torch.testing.assert_close(plain.cos_sin, scaled.cos_sin, atol=1e-5, rtol=1e-4)
+    divided = divided_frequencies((frequencies[0] / frequencies[1]).tolist())
+    from_file = RotaryTable(read_rope(Fields({**heads, "rope_scaling": divided})), length=50, native_length=128, device=CPU)
+    torch.testing.assert_close(from_file.cos_sin, scaled.cos_sin, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

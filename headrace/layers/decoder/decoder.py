@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from headrace.base.errors import WeightError
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
@@ -26,9 +25,6 @@ from headrace.layers.rotary import RotaryTable
 
 HARMLESS = ("rotary_emb.inv_freq",)
 """Name endings of tensors that old checkpoints carry and nobody needs."""
-
-ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Divisors of the rotary frequencies: for every context, within the trained length, beyond it."""
 
 
 class Decoder(nn.Module):
@@ -61,18 +57,7 @@ class Decoder(nn.Module):
         if self.spec.vocabulary.tied:
             names = {theirs: ours for theirs, ours in names.items() if ours != "head"}
             harmless += tuple(f"{theirs}.weight" for theirs, ours in self.names.items() if ours == "head")
-        fill_targets(find_targets(self, names, self.spec.num_layers), self._take_rope_factors(tensors), harmless=harmless)
-
-    def _take_rope_factors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            if name not in ROPE_FACTORS:
-                yield name, tensor
-                continue
-            for table in self._tables.values():
-                if tensor.numel() * 2 != table.spec.rotary_dim:
-                    raise WeightError(f"{name} has {tensor.numel()} elements, not {table.spec.rotary_dim // 2}")
-                if name in ("rope_freqs.weight", f"rope_factors_{'long' if table.is_long else 'short'}.weight"):
-                    table.divide_frequencies(tensor)
+        fill_targets(find_targets(self, names, self.spec.num_layers), tensors, harmless=harmless)
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach each layer's pages and cache group."""

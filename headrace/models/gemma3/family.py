@@ -25,6 +25,11 @@ DEFAULTS = {
 }
 """Published configs leave out what equals these."""
 
+GGUF_KEYS = {
+    "rope.freq_base_swa": "rope_local_base_freq", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """Raises `ConfigError` for the bidirectional variant, which is an encoder."""
@@ -63,12 +68,17 @@ def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The head is always tied. ``attention.key_length`` is also the scalar whose root divides the logits, but for the
-    27B model, whose heads are narrower than its width says."""
-    config = read_shared(metadata, "Gemma3ForCausalLM", keys={"attn_logit_softcapping": "attn_logit_softcapping"})
+    """The head is always tied. The scalar whose root divides the logits is the head width, but in the 27B model, where
+    it is each head's share of the model's width."""
+    config = read_shared(metadata, "Gemma3ForCausalLM", keys=GGUF_KEYS)
     config["tie_word_embeddings"] = True
     is_27b = config["num_hidden_layers"] == 62
     config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim", 256)
+    pattern = metadata.get("gemma3.attention.sliding_window_pattern")
+    if isinstance(pattern, int):
+        config["sliding_window_pattern"] = pattern
+    elif pattern is not None:
+        config["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
     return config
 
 
@@ -80,4 +90,5 @@ FAMILY = Family(
     model="headrace.models.gemma3.model:Gemma3Model",
     gguf_architectures=("gemma3",),
     gguf_config=gguf_config,
+    gguf_weights="headrace.models.weights.gguf_naming:unit_norm_offset_naming",
 )

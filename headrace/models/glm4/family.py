@@ -34,4 +34,5 @@ FAMILY = Family(
     model="headrace.models.glm4.model:Glm4Model",
     gguf_architectures=("glm4",),
     gguf_config=gguf_config,
+    gguf_weights="headrace.models.glm4.gguf_naming:name_norms",
 )

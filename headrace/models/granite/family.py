@@ -42,4 +42,5 @@ FAMILY = Family(
     model="headrace.models.granite.model:GraniteModel",
     gguf_architectures=("granite",),
     gguf_config=gguf_config,
+    gguf_weights="headrace.models.weights.gguf_naming:interleaved_rotary_naming",
 )

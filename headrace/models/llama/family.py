@@ -30,4 +30,5 @@ FAMILY = Family(
     model="headrace.models.llama.model:LlamaModel",
     gguf_architectures=("llama",),
     gguf_config=gguf_config,
+    gguf_weights="headrace.models.weights.gguf_naming:interleaved_rotary_naming",
 )

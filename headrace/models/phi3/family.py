@@ -29,12 +29,14 @@ def _name_longrope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The factors of LongRoPE are tensors in the file, which the model takes as weights."""
+    """The factors of LongRoPE are tensors in the file, found in the metadata under their names."""
     config = read_shared(metadata, "Phi3ForCausalLM")
-    trained_len = metadata.get("phi3.rope.scaling.original_context_length", 0)
-    if 0 < trained_len < config["max_position_embeddings"]:
-        config["original_max_position_embeddings"] = trained_len
-        config["rope_scaling"] = {"rope_type": "longrope", "attention_factor": metadata.get("phi3.rope.scaling.attn_factor")}
+    if "rope_factors_long.weight" in metadata:
+        config["original_max_position_embeddings"] = metadata["phi3.rope.scaling.original_context_length"]
+        config["rope_scaling"] = {
+            "rope_type": "longrope", "attention_factor": metadata.get("phi3.rope.scaling.attn_factor"),
+            **{f"{name}_factor": [float(f) for f in metadata[f"rope_factors_{name}.weight"]] for name in ("short", "long")},
+        }
     return config
 
 
