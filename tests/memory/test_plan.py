@@ -1,0 +1,95 @@
+"""Sizing arithmetic: budgets are kept, minimums hold, errors name the fix."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.base.config import CacheConfig
+from headrace.base.errors import ConfigError
+from headrace.memory.plan import CPU_KV_LIMIT, CacheDemand, kv_budget, memory_lines, plan_cache
+from headrace.memory.pools import group_page_bytes
+
+FULL = CacheSpec("full", 2, 64, 64, "float32")
+WINDOW = CacheSpec("sliding_window", 2, 64, 64, "float32", window=512)
+
+
+def demand(groups: list[CacheGroup], *, length: int = 2048, fixed: bool = False, step: int = 256, rows: int = 8) -> CacheDemand:
+    return CacheDemand(groups, 16, length, is_len_fixed=fixed, max_step_tokens=step, max_rows=rows)
+
+
+def test_kv_pages_are_taken_exactly():
+    plan = plan_cache(demand([CacheGroup(FULL, [0, 1])]), CacheConfig(kv_pages=200), 0)
+    assert [g.num_pages for g in plan.groups] == [200] and plan.max_model_len == 2048
+
+
+def test_one_group_takes_the_whole_budget():
+    page = group_page_bytes(CacheGroup(FULL, [0, 1]), 16)
+    assert page == 2 * 16 * 2 * 128 * 4
+    plan = plan_cache(demand([CacheGroup(FULL, [0, 1])]), CacheConfig(), 500 * page + page - 1)
+    assert plan.groups[0].num_pages == 500
+
+
+def test_context_is_lowered_to_what_fits_unless_the_user_set_it():
+    groups = [CacheGroup(FULL, [0])]
+    plan = plan_cache(demand(groups), CacheConfig(kv_pages=11), 0)
+    assert plan.max_model_len == 160
+    with pytest.raises(ConfigError, match="set max_model_len to 160 or less") as caught:
+        plan_cache(demand(groups, fixed=True), CacheConfig(kv_pages=11), 0)
+    assert caught.value.param == "max_model_len"
+    assert plan_cache(demand(groups, length=160, fixed=True), CacheConfig(kv_pages=11), 0).max_model_len == 160
+
+
+def test_no_memory_at_all_is_a_clear_error():
+    with pytest.raises(ConfigError, match="memory_fraction"):
+        plan_cache(demand([CacheGroup(FULL, [0])]), CacheConfig(), 1000)
+
+
+def test_window_share_is_honoured():
+    groups = [CacheGroup(WINDOW, [0, 1, 2]), CacheGroup(FULL, [3])]
+    plan = plan_cache(demand(groups, step=16), CacheConfig(kv_pages=1000, window_share=0.5), 0)
+    assert [g.num_pages for g in plan.groups] == [500, 1000]
+
+
+def test_window_group_alone_is_the_base():
+    plan = plan_cache(demand([CacheGroup(WINDOW, [0])], length=8192), CacheConfig(kv_pages=100), 0)
+    assert plan.groups[0].num_pages == 100 and plan.max_model_len == 8192  # 512 + 2 * 256 tokens need 67
+
+
+def test_model_without_cache():
+    assert plan_cache(demand([]), CacheConfig(), 0).groups == []
+
+
+def test_cpu_budget_is_capped():
+    assert kv_budget("cpu", 2**40, 0.9) == CPU_KV_LIMIT
+    assert kv_budget("cpu", 2**30, 0.5) == 2**29
+    assert kv_budget("cuda", 2**40, 0.5) == 2**39
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    budget=st.integers(2**22, 2**32), length=st.sampled_from([64, 1000, 32768, 131072]), window=st.sampled_from([16, 512, 4096]),
+    step=st.sampled_from([16, 1024, 8192]), rows=st.integers(1, 512), layers=st.tuples(st.integers(1, 5), st.integers(1, 20)),
+    share=st.none() | st.floats(0.01, 1.0),
+)
+def test_budget_is_kept_and_every_group_can_serve_the_longest_request(budget, length, window, step, rows, layers, share):
+    spec = CacheSpec("sliding_window", 2, 64, 64, "float32", window=window)
+    groups = [CacheGroup(FULL, list(range(layers[0]))), CacheGroup(spec, list(range(layers[0], sum(layers))))]
+    plan = plan_cache(CacheDemand(groups, 16, length, is_len_fixed=False, max_step_tokens=step, max_rows=rows), CacheConfig(window_share=share), budget)
+    full, windowed = plan.groups
+    assert sum(g.num_pages * group_page_bytes(g, 16) for g in plan.groups) <= budget
+    assert (full.num_pages - 1) * 16 >= plan.max_model_len
+    assert (windowed.num_pages - 1) * 16 >= min(plan.max_model_len, window + step)
+    assert windowed.num_pages <= full.num_pages
+    assert plan.max_model_len <= length
+
+
+def test_memory_lines_add_up_and_skip_what_is_empty():
+    groups = [CacheGroup(FULL, [0, 1])]
+    plan = plan_cache(demand(groups), CacheConfig(kv_pages=200), 0)
+    lines = memory_lines(weights=1000, activations=0, graphs=0, plan=plan, page_size=16, free=5)
+    assert [line.name for line in lines] == ["weights", "KV full", "free"]
+    assert lines[1].num_bytes == 200 * group_page_bytes(plan.groups[0], 16)
+    assert "3,184 tokens" in lines[1].note

@@ -1,0 +1,89 @@
+"""Pools and page tables: shapes, laziness, finiteness, copies, bounds."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
+from headrace.base.errors import PluginError
+from headrace.base.step import PageAppend
+from headrace.memory.capacity import _cgroup_free, free_bytes
+from headrace.memory.page_tables import PageTables
+from headrace.memory.pools import build_pool
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["full", "sliding_window"])
+def test_layers_are_contiguous_aligned_zero_and_apart(kind: str, dtype: str):
+    pool = build_pool(CacheGroup(CacheSpec(kind, 3, 8, 5, dtype), [2, 4], 7), 4, CPU)
+    tensors = [t for layer in (2, 4) for t in pool.layer(layer)]
+    assert [tuple(t.shape) for t in tensors] == [(7, 4, 3, 8), (7, 4, 3, 5)] * 2
+    for t in tensors:
+        assert t.is_contiguous() and t.data_ptr() % 64 == 0 and str(t.dtype) == f"torch.{dtype}"
+        assert not t.any()
+        t.fill_(1.0)
+    assert pool.num_bytes == sum(t.nbytes for t in tensors)
+    assert len({t.data_ptr() for t in tensors}) == 4
+
+
+def test_untouched_pages_take_no_resident_memory():
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pool = build_pool(CacheGroup(CacheSpec("full", 4, 64, 64, "float32"), [0], 2**14), 16, CPU)
+    assert pool.num_bytes == 2**29
+    assert process.memory_info().rss - before < 2**25
+
+
+def test_copied_pages():
+    pool = build_pool(CacheGroup(CacheSpec("full", 1, 2, 2, "float32"), [0, 1], 6), 2, CPU)
+    for layer in (0, 1):
+        for t in pool.layer(layer):
+            t.copy_(torch.arange(6.0).view(6, 1, 1, 1) + 10 * layer)
+    pool.copy_pages(torch.tensor([1, 3]), torch.tensor([5, 2]))
+    for layer in (0, 1):
+        for t in pool.layer(layer):
+            assert (t[:, 0, 0, 0] - 10 * layer).tolist() == [0, 1, 3, 3, 4, 1]
+
+
+def test_unknown_kind_is_told():
+    with pytest.raises(PluginError, match="known"):
+        build_pool(CacheGroup(CacheSpec("holographic", 1, 2, 2, "float32"), [0], 6), 2, CPU)
+
+
+@pytest.fixture
+def tables() -> PageTables:
+    spec = CacheSpec("full", 1, 2, 2, "float32")
+    return PageTables(CacheLayout(4, 3, 17, [CacheGroup(spec, [0], 50), CacheGroup(spec, [1], 20)]), CPU)
+
+
+def test_appends_land_in_their_row_and_group(tables: PageTables):
+    assert tables.tensor.shape == (2, 4, 6) and not tables.tensor.any()
+    index, pages = tables.flatten([PageAppend(0, 1, 2, [7, 49]), PageAppend(1, 2, 0, [19])])
+    tables.write(torch.from_numpy(index), torch.from_numpy(pages))
+    expected = torch.zeros(2, 4, 6, dtype=torch.int32)
+    expected[0, 1, 2], expected[0, 1, 3], expected[1, 2, 0] = 7, 49, 19
+    assert torch.equal(tables.tensor, expected)
+    tables.clear(torch.tensor([1]))
+    expected[:, 1] = 0
+    assert torch.equal(tables.tensor, expected)
+
+
+@pytest.mark.parametrize("append", [PageAppend(0, 3, 0, [1]), PageAppend(0, 0, 5, [1, 2]), PageAppend(1, 0, 0, [20]), PageAppend(0, 0, -1, [1]), PageAppend(0, 0, 0, [-1])])
+def test_appends_outside_are_refused(tables: PageTables, append: PageAppend):
+    with pytest.raises(AssertionError):
+        tables.flatten([append])
+
+
+def test_free_memory_respects_the_control_group(tmp_path):
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _cgroup_free(tmp_path) == 450
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _cgroup_free(tmp_path) is None
+    assert _cgroup_free(tmp_path / "missing") is None
+    assert 0 < free_bytes(CPU) <= psutil.virtual_memory().total
