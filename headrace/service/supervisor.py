@@ -178,6 +178,7 @@ class Supervisor:
     async def _pump(self, channel: ClientChannel) -> None:
         while True:
             self._take(await channel.receive())
+            await asyncio.sleep(0)  # a backlog must not keep the readers of the streams from running
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Fatal):

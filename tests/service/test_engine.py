@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fakes import Boom, FakeExecutor, FakeScheduler, continuation, fake_engine
+from fakes import Boom, FakeExecutor, continuation, engine_over, fake_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.base.config import engine_config
 from headrace.base.messages import EngineRequest, RequestOutput
@@ -67,8 +69,8 @@ def test_bad_request_fails_alone():
     engine.submit(request("also", [1, 3]))
     engine.submit(request("full", [1]))
     outputs = run(engine)
-    assert outputs["long"][0].finish.error.kind == "invalid_request_error" and outputs["long"][0].finish.error.param == "prompt"
-    assert outputs["full"][0].finish.error.kind == "queue_full" and outputs["full"][0].finish.error.retry_after == 1.0
+    assert outputs["long"][0].finish.error.kind == "context_length_exceeded" and outputs["long"][0].finish.error.param == "prompt"
+    assert outputs["full"][0].finish.error.kind == "queue_full" and outputs["full"][0].finish.error.retry_after > 0
     assert tokens(outputs["good"]) == continuation([1, 2], 4)
 
 
@@ -116,10 +118,14 @@ def test_step_launched_before_a_failed_launch_still_counts():
     assert outputs["early"][-1].finish.reason == "error"
 
 
-def test_broken_accounts_are_not_survived():
+def break_accounts() -> None:
+    raise AssertionError("accounts are broken")
+
+
+def test_broken_accounts_are_not_survived(monkeypatch: pytest.MonkeyPatch):
     engine = fake_engine()
     engine.submit(request("poison", [FakeExecutor.FAIL_RESULT]))
-    engine._scheduler.is_broken = True
+    monkeypatch.setattr(engine._scheduler, "check", break_accounts)
     with pytest.raises(AssertionError, match="accounts"):
         engine.step()
 
@@ -129,8 +135,7 @@ def test_device_that_cannot_be_reset_is_not_survived():
         def reset(self) -> None:
             raise Boom("device lost for good")
 
-    executor = Lost(engine_config())
-    engine = Engine(FakeScheduler(executor.config), executor)
+    engine = engine_over(Lost(engine_config()))
     engine.submit(request("poison", [FakeExecutor.FAIL_RESULT]))
     with pytest.raises(Boom, match="for good"):
         engine.step()
@@ -144,3 +149,49 @@ def test_a_stuck_scheduler_is_told_and_not_spun_on(monkeypatch: pytest.MonkeyPat
     with pytest.raises(AssertionError, match="planned nothing"):
         for _ in range(12):
             engine.step()
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 12)),
+        st.tuples(st.just("poison"), st.sampled_from([FakeExecutor.FAIL_LAUNCH, FakeExecutor.FAIL_RESULT]), st.integers(1, 3)),
+        st.tuples(st.just("abort"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 4), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events=EVENTS, depth=st.integers(1, 2), chunk=st.sampled_from([8, 24]), prefix_cache=st.booleans(), kv_pages=st.sampled_from([16, 40]))
+def test_whatever_happens_every_request_ends_once_and_nothing_is_lost(events: list, depth: int, chunk: int, prefix_cache: bool, kv_pages: int):
+    engine = fake_engine(
+        overlap_depth=depth, max_step_tokens=chunk, prefix_cache=prefix_cache, kv_pages=kv_pages, page_size=4, max_running_requests=4,
+    )
+    asked: dict[str, tuple[list[int], int]] = {}
+    outputs: dict[str, list[RequestOutput]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        engine.check()
+
+    for kind, value, max_tokens in events:
+        if kind == "abort":
+            engine.abort(str(value))
+        elif kind == "step":
+            for _ in range(value):
+                step()
+        else:
+            prompt = value if kind == "submit" else [value]
+            name = str(len(asked))
+            asked[name] = (prompt, max_tokens)
+            engine.submit(request(name, prompt, max_tokens))
+    while engine.has_work:
+        step()
+    for name, (prompt, max_tokens) in asked.items():
+        finishes = [o.finish for o in outputs[name] if o.finish is not None]
+        assert len(finishes) == 1 and outputs[name][-1].finish is not None
+        expected = continuation(prompt, max_tokens)
+        assert tokens(outputs[name]) == (expected if finishes[0].reason == "length" else expected[:len(tokens(outputs[name]))])
+    assert engine.stats().num_used_pages == 0

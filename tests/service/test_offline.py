@@ -129,10 +129,14 @@ def test_threads_take_turns(llm: LLM):
     assert results == {i: continuation([i], 30) for i in range(4)}
 
 
-def test_closed_and_broken_engines_say_so(config_only: Path):
+def test_closed_and_broken_engines_say_so(config_only: Path, monkeypatch: pytest.MonkeyPatch):
     llm = LLM(str(config_only), skip_tokenizer=True)
-    llm._client._engine._scheduler.is_broken = True
-    with pytest.raises(AssertionError):
+
+    def lose() -> None:
+        raise ConnectionError("the device is gone")
+
+    monkeypatch.setattr(llm._client._engine.executor, "reset", lose)
+    with pytest.raises(ConnectionError):
         llm.generate([FakeExecutor.FAIL_RESULT], greedy())
     with pytest.raises(EngineUnavailable, match="failed"):
         llm.generate([1], greedy())
