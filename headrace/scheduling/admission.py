@@ -1,0 +1,156 @@
+"""Who gets in, and how much output is reserved for them so that memory is used well and retraction stays rare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from headrace.base.errors import ContextLengthExceeded, OutOfPages, QueueFull, RequestError
+from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.cache.prefix_tree import PrefixMatch
+from headrace.scheduling.counters import Counters
+from headrace.scheduling.queue import WaitingQueue
+from headrace.scheduling.request import Request
+from headrace.scheduling.roster import Roster
+from headrace.scheduling.sharing import SharedPrefills
+
+
+class Verdict(Enum):
+    """What became of the request that was next: it runs, it waits for another's prefill, or there is no room."""
+
+    ADMITTED = 1
+    FOLLOWS = 2
+    BLOCKED = 3
+
+
+class OutputForecast:
+    """How much of ``max_tokens`` requests really use: a running mean over finished ones, raised at each retraction.
+
+    Pages for the prompt are always promised in full; for the output, the forecast share of what the user allows. With
+    many requests running the errors cancel out; where they do not, retraction corrects them.
+    """
+
+    START, STEP, RAISE = 0.7, 0.05, 0.1
+    MOST_TOKENS = 4096  # promised for output at most, or a huge max_tokens would keep everybody else out
+
+    def __init__(self) -> None:
+        self.share = self.START
+
+    def expect_len(self, request: Request) -> int:
+        """The length in tokens at which the request is expected to end."""
+        output_len = min(int(self.share * request.max_output_len), self.MOST_TOKENS)
+        return min(request.limit_len, max(request.prompt_len + output_len, request.known_len + 1))
+
+    def note_finish(self, request: Request) -> None:
+        """A request ended of itself."""
+        if request.max_output_len > 0:
+            self.share += self.STEP * (request.output_len / request.max_output_len - self.share)
+
+    def note_retraction(self) -> None:
+        """Too much was admitted."""
+        self.share = min(1.0, self.share + self.RAISE)
+
+
+class Pace:
+    """How fast the queue moves: a running mean of the seconds between admissions, while others wait."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._last: float | None = None
+        self._interval = 0.05
+
+    def note_admission(self, num_waiting: int) -> None:
+        """A request was admitted and left ``num_waiting`` behind."""
+        now = self._clock()
+        if self._last is not None:
+            self._interval += 0.05 * (now - self._last - self._interval)
+        self._last = now if num_waiting else None
+
+    def estimate_wait(self, num_waiting: int) -> float:
+        """Seconds until half of the queue has moved on; within [1, 60]."""
+        return round(min(60.0, max(1.0, 0.5 * num_waiting * self._interval)), 1)
+
+
+class Admission:
+    """Checks requests as they arrive, and lets the next in line run when there is room."""
+
+    def __init__(
+        self,
+        *,
+        ledger: CacheLedger,
+        roster: Roster,
+        queue: WaitingQueue,
+        sharing: SharedPrefills,
+        counters: Counters,
+        max_model_len: int,
+        max_queued: int,
+        clock: Callable[[], float],
+    ):
+        self._ledger = ledger
+        self._roster = roster
+        self._queue = queue
+        self._sharing = sharing
+        self._counters = counters
+        self._max_model_len = max_model_len
+        self._max_queued = max_queued
+        self._pace = Pace(clock)
+        self.forecast = OutputForecast()
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never run, and everybody while the queue is full."""
+        if request.prompt_len == 0:
+            raise RequestError("the prompt is empty; send at least one token", param="prompt")
+        if request.prompt_len >= self._max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {request.prompt_len} tokens; max_model_len is {self._max_model_len}, output included", param="prompt"
+            )
+        lack = self._ledger.find_lack(request.limit_len)
+        if lack is not None:
+            raise OutOfPages(
+                f"{request.prompt_len} prompt tokens and up to {request.max_output_len} output tokens need {lack[0]} KV pages, "
+                f"there are {lack[1]}; lower max_tokens, shorten the prompt, or serve with more kv_pages",
+                param="max_tokens",
+            )
+        num_waiting = len(self._queue) + self._sharing.num_following
+        if num_waiting >= self._max_queued:
+            raise QueueFull(f"{num_waiting} requests are waiting, the limit is max_queued", retry_after=self._pace.estimate_wait(num_waiting))
+
+    def admit_next(self, request: Request) -> Verdict:
+        """Try to let ``request``, the next in line, run."""
+        match = self.match(request)
+        leader = self._sharing.find_leader(request, match)
+        if leader is not None:
+            self._sharing.follow(request, leader)
+            return Verdict.FOLLOWS
+        is_alone = self._roster.num_running == 0  # then it fits: what can never fit was refused on arrival
+        holding = self._ledger.open(match, self.forecast.expect_len(request), force=is_alone)
+        if holding is None:
+            return Verdict.BLOCKED
+        self._queue.admit(request)
+        self._roster.seat(request)
+        request.holding = holding
+        request.cached_len = request.computed_len = request.planned_len = holding.capacity
+        request.goal_len = request.known_len
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = request.cached_len
+            self._counters.prompt_tokens += request.prompt_len
+            self._counters.cached_tokens += request.cached_len
+            self._pace.note_admission(len(self._queue))
+        self._sharing.update(request)
+        return Verdict.ADMITTED
+
+    def match(self, request: Request) -> PrefixMatch:
+        """The usable hit: at least one token must be computed, and prompt logprobs need all of them."""
+        ledger = self._ledger
+        if not ledger.use_prefixes or request.sampling.num_prompt_logprobs >= 0:
+            return PrefixMatch(request.namespace, None, 0)
+        whole = (request.known_len - 1) // ledger.page_size * ledger.page_size
+        return ledger.match(request.namespace, request.token_bytes(0, whole))
+
+    def hit_pages(self, request: Request) -> int:
+        """Length of the hit, looked up again only when the tree has gained something since the last time."""
+        version = self._ledger.tree.version
+        if request.hit_version != version:
+            request.hit_pages = self.match(request).num_pages
+            request.hit_version = version
+        return request.hit_pages

@@ -1,0 +1,69 @@
+"""`audit`: proves that every page, row and request is accounted for exactly once. For tests and after failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.cache.node import Node
+from headrace.scheduling.queue import WaitingQueue
+from headrace.scheduling.request import Request, State
+from headrace.scheduling.roster import Roster
+
+
+def audit_requests(roster: Roster, queue: WaitingQueue) -> None:
+    """Each request is in exactly one place, and each row is free or has one request."""
+    rows = []
+    for request in roster.requests.values():
+        where = (request in roster.prefilling, request in roster.decoding, request in queue, request.leader is not None)
+        assert sum(where) == 1, f"{request} is in {sum(where)} places: {where}"
+        assert request.is_running == (where[0] or where[1]) == (request.holding is not None), request
+        assert request.state != State.FINISHED, request
+        if request.is_running:
+            rows.append(request.row)
+            assert request.cached_len <= request.computed_len <= request.planned_len <= max(request.goal_len, request.limit_len), request
+        if request.leader is not None:
+            assert request.leader.is_running and request in request.leader.followers, f"{request} follows {request.leader}, which does not run"
+    free = roster.free_rows()
+    assert sorted(rows + free) == list(range(roster.num_rows)), f"rows in use {sorted(rows)}, free {sorted(free)}"
+
+
+def audit_pages(ledger: CacheLedger, roster: Roster) -> None:
+    """Each page is free, in one holding, or in the tree; pins, promises and evictable counts are what they should be."""
+    running = list(roster.running())
+    nodes = list(ledger.tree.walk())
+    _audit_nodes(ledger, nodes, running)
+    for group, account in enumerate(ledger.accounts):
+        in_tree = [page for node in nodes for page in node.pages[group]]
+        owned: list[int] = []
+        pins: Counter[int] = Counter()
+        for request in running:
+            holding = request.holding
+            assert holding is not None
+            table, first, stored = holding.tables[group], holding.firsts[group], holding.stored
+            assert not any(table[:first]), f"{request} still lists freed pages"
+            assert holding.capacity == len(table) * ledger.page_size >= request.planned_len, request
+            pinned = table[first : max(first, stored)]
+            assert pinned == (ledger.tree.collect(holding.node, group, first, stored) if stored > first else []), request
+            pins.update(pinned)
+            owned += table[max(first, stored) :]
+        everything = sorted(account.free_pages() + owned + in_tree)
+        assert everything == list(range(1, account.num_pages)), f"group {group}: pages lost, shared or doubled: {everything}"
+        refs = ledger.tree.refs[group]
+        assert all(refs[page] == pins[page] for page in in_tree), f"group {group}: wrong pins"
+        assert ledger.tree.num_evictable[group] == sum(1 for page in in_tree if not refs[page]), f"group {group}: wrong evictable count"
+        assert ledger.promised[group] == sum(r.holding.num_promised(group) for r in running if r.holding), f"group {group}: wrong promises"
+
+
+def _audit_nodes(ledger: CacheLedger, nodes: list[Node], running: list[Request]) -> None:
+    page_bytes = 4 * ledger.page_size
+    holders = Counter(id(request.holding.node) for request in running if request.holding)
+    for node in nodes:
+        assert node.holders == holders[id(node)], f"node [{node.start}, {node.end}) counts {node.holders} holders"
+        assert len(node.key) == (node.end - node.start) * page_bytes
+        for key, child in node.children.items():
+            assert child.parent is node and child.start == node.end and child.key[:page_bytes] == key
+        for pages, policy in zip(node.pages, ledger.policies, strict=True):
+            assert len(pages) <= node.end - node.start
+            assert not policy.is_chained or len(pages) == node.end - node.start
+        assert node.children or node.holders or any(node.pages), "a node that stores nothing was left in the tree"

@@ -1,0 +1,177 @@
+"""`CacheLedger`: which request holds which pages, and which pages are promised to whom.
+
+A request's page tables begin with pages of the prefix tree, pinned, and go on with pages of its own. Refuses: knowing
+requests (a `Holding` stands for one) and deciding who gets pages (admission, planner, retraction).
+"""
+
+from __future__ import annotations
+
+from headrace.base.cache import NULL_PAGE, CacheLayout
+from headrace.base.step import PageAppend
+from headrace.scheduling.cache.groups import GROUP_POLICIES, GroupPolicy
+from headrace.scheduling.cache.node import Node
+from headrace.scheduling.cache.pages import PageAccounts
+from headrace.scheduling.cache.prefix_tree import PrefixMatch, PrefixTree
+
+
+class Holding:
+    """The pages of one running request. Per group g, entry i of ``tables[g]`` is positions ``[i * page_size, ...)``:
+
+    * entries before ``firsts[g]`` were freed or never needed and are the null page;
+    * entries before ``stored`` belong to the prefix tree, on the path to ``node``, and are pinned by this holding;
+    * the others are its own.
+
+    ``capacity`` is how many tokens the tables have room for. Entries from ``unsent[g]`` on are not on the device yet.
+    ``peaks[g]`` is the most pages the request is expected to hold at once: what it does not hold of it is promised.
+    """
+
+    __slots__ = ("capacity", "firsts", "node", "peaks", "stored", "tables", "unsent")
+
+    def __init__(self, node: Node, tables: list[list[int]], firsts: list[int], peaks: list[int]):
+        self.node = node
+        self.stored = node.end
+        self.tables = tables
+        self.firsts = firsts
+        self.peaks = peaks
+        self.unsent = list(firsts)
+        self.capacity = 0
+
+    def num_promised(self, group: int) -> int:
+        return max(0, self.peaks[group] - (len(self.tables[group]) - self.firsts[group]))
+
+
+class CacheLedger:
+    """Pages in, pages out. In each group every page but the null page is, at any time, in exactly one place: free, in
+    one holding, or in the tree."""
+
+    def __init__(self, layout: CacheLayout, *, use_prefixes: bool):
+        self.page_size = layout.page_size
+        self.use_prefixes = use_prefixes
+        self.policies: list[GroupPolicy] = [
+            GROUP_POLICIES.load(group.spec.kind)(group.spec, layout.page_size) for group in layout.groups
+        ]
+        self.accounts = [PageAccounts(group.num_pages) for group in layout.groups]
+        self.tree = PrefixTree(self.policies, layout.page_size, self.accounts)
+        self.promised = [0] * len(self.policies)
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def find_lack(self, length: int) -> tuple[int, int] | None:
+        """``(needed, capacity)`` of a group that cannot hold a request of ``length`` tokens even alone, or None."""
+        for policy, account in zip(self.policies, self.accounts, strict=True):
+            needed = policy.peak_pages(length)
+            if needed > account.capacity:
+                return needed, account.capacity
+        return None
+
+    def match(self, namespace: str, tokens: bytes) -> PrefixMatch:
+        """The longest usable stored prefix of ``tokens``, which are whole pages."""
+        return self.tree.match(namespace, tokens)
+
+    def count_room(self, holding: Holding) -> int:
+        """Pages that ``holding`` can take in every group without touching what is promised to others."""
+        rooms = []
+        for group, account in enumerate(self.accounts):
+            others = self.promised[group] - holding.num_promised(group)
+            rooms.append(account.num_free + self.tree.num_evictable[group] - others)
+        return max(0, min(rooms))
+
+    def reserve(self, count: int) -> bool:
+        """Make ``count`` pages free in every group, evicting from the tree; False if even that is not enough."""
+        tree = self.tree
+        shortages = [count - account.num_free for account in self.accounts]
+        if any(short > evictable for short, evictable in zip(shortages, tree.num_evictable, strict=True)):
+            return False
+        for group, account in enumerate(self.accounts):
+            if count > account.num_free:
+                tree.evict(group, count - account.num_free)
+        return True
+
+    # -- a holding's life ---------------------------------------------------------------------------------------
+
+    def open(self, match: PrefixMatch, expected_len: int, *, force: bool) -> Holding | None:
+        """Pin a hit for a request that is expected to grow to ``expected_len`` tokens. None when the pages it will
+        take are not free, evictable and unpromised in every group, unless ``force``."""
+        tree, hit = self.tree, match.num_pages
+        firsts = [policy.first_needed(hit * self.page_size) for policy in self.policies]
+        peaks = [policy.peak_pages(expected_len) for policy in self.policies]
+        found = [tree.collect(match.node, g, first, hit) if match.node and hit else [] for g, first in enumerate(firsts)]
+        for g, pages in enumerate(found):
+            room = self.accounts[g].num_free + tree.num_evictable[g] - tree.count_unpinned(g, pages) - self.promised[g]
+            if room < peaks[g] - len(pages) and not force:
+                return None
+        for g, pages in enumerate(found):
+            tree.pin(g, pages)
+        tables = [[NULL_PAGE] * first + pages for first, pages in zip(firsts, found, strict=True)]
+        holding = Holding(tree.hold(match), tables, firsts, peaks)
+        holding.capacity = hit * self.page_size
+        for g in range(len(tables)):
+            self.promised[g] += holding.num_promised(g)
+        return holding
+
+    def grow(self, holding: Holding, length: int) -> None:
+        """Give pages for positions up to ``length``; they were reserved before."""
+        count = -(-length // self.page_size) - len(holding.tables[0])
+        if count <= 0:
+            return
+        for group, table in enumerate(holding.tables):
+            before = holding.num_promised(group)
+            table += self.accounts[group].take(count)
+            self.promised[group] += holding.num_promised(group) - before
+        holding.capacity += count * self.page_size
+
+    def trim(self, holding: Holding, begin: int) -> None:
+        """Let go of the pages that nothing computed from position ``begin`` on reads. Pages that a prefix hit at the
+        latest page border would need are kept too, or the prefix could never be reused where it ends."""
+        border = begin - begin % self.page_size
+        for group, policy in enumerate(self.policies):
+            old, new = holding.firsts[group], min(policy.first_needed(border), len(holding.tables[group]))
+            if new <= old:
+                continue
+            before = holding.num_promised(group)
+            self._let_go(holding, group, old, new)
+            holding.tables[group][old:new] = [NULL_PAGE] * (new - old)
+            holding.firsts[group] = new
+            holding.unsent[group] = max(holding.unsent[group], new)
+            self.promised[group] += holding.num_promised(group) - before
+
+    def store(self, holding: Holding, run: bytes) -> bool:
+        """Move the pages of ``run``, the whole pages of tokens after ``stored``, into the tree. Where the tree has the
+        same tokens already the table takes over its pages; returns whether that happened."""
+        end = holding.stored + len(run) // (4 * self.page_size)
+        starts = [max(first, holding.stored) for first in holding.firsts]
+        offers = [table[start:end] for table, start in zip(holding.tables, starts, strict=True)]
+        node, spare = self.tree.insert(holding.node, run, offers)
+        node.holders += 1
+        self.tree.release(holding.node)
+        holding.node, holding.stored = node, end
+        for group, pages in enumerate(spare):
+            if pages:
+                self.accounts[group].give(pages)
+                table, start = holding.tables[group], starts[group]
+                table[start:end] = offers[group]
+                holding.unsent[group] = min(holding.unsent[group], start)
+        return any(spare)
+
+    def close(self, holding: Holding) -> None:
+        """Give everything back. Stored pages stay in the tree, evictable once nobody else pins them."""
+        for group, table in enumerate(holding.tables):
+            self.promised[group] -= holding.num_promised(group)
+            self._let_go(holding, group, holding.firsts[group], len(table))
+        self.tree.release(holding.node)
+
+    def take_appends(self, holding: Holding, row: int, appends: list[PageAppend]) -> None:
+        """Add to ``appends`` what the device does not know yet of the page tables."""
+        for group, table in enumerate(holding.tables):
+            start = holding.unsent[group]
+            if start < len(table):
+                appends.append(PageAppend(group, row, start, table[start:]))
+                holding.unsent[group] = len(table)
+
+    def _let_go(self, holding: Holding, group: int, begin: int, end: int) -> None:
+        """Unpin the stored entries and free the own entries of ``[begin, end)``."""
+        table, stored = holding.tables[group], min(holding.stored, end)
+        if begin < stored:
+            self.tree.unpin(group, table[begin:stored], holding.node, begin)
+        if max(begin, stored) < end:
+            self.accounts[group].give(table[max(begin, stored) : end])

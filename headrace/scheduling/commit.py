@@ -1,0 +1,119 @@
+"""`Committer`: what a step's result means for its requests: tokens appended, stops found, pages stored.
+
+Refuses: news of requests that have finished or were retracted since the step was planned.
+"""
+
+from __future__ import annotations
+
+from headrace.base.errors import StepFailed
+from headrace.base.messages import ErrorInfo, Finish, RequestOutput
+from headrace.base.step import StepResult, TokenLogprobs
+from headrace.scheduling.counters import Counters
+from headrace.scheduling.exits import Exits
+from headrace.scheduling.flight import Flight
+from headrace.scheduling.request import Request
+from headrace.scheduling.sharing import SharedPrefills
+
+
+class Committer:
+    """Applies results in plan order."""
+
+    def __init__(self, *, exits: Exits, sharing: SharedPrefills, counters: Counters):
+        self._exits = exits
+        self._sharing = sharing
+        self._counters = counters
+
+    def commit(self, flight: Flight, result: StepResult) -> list[RequestOutput]:
+        """One output for every request with news."""
+        outputs = self._end_failed(flight, result) if result.failed_rows else []
+        self._commit_decodes(flight, result, outputs)
+        self._commit_prefills(flight, result, outputs)
+        counters = self._counters
+        counters.steps += 1
+        counters.computed_tokens += sum(flight.plan.lengths)
+        return outputs
+
+    def _end_failed(self, flight: Flight, result: StepResult) -> list[RequestOutput]:
+        """Rows that failed fail their request alone."""
+        messages = dict(result.failed_rows)
+        outputs = []
+        for request in flight.live_requests():
+            if request.row in messages:
+                error = StepFailed(messages[request.row])
+                outputs.append(self._exits.finish(request, Finish("error", error=ErrorInfo.of(error)), [], keep_pages=False))
+        return outputs
+
+    def _commit_decodes(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
+        """The hot loop: every running request, every step."""
+        num_decodes = flight.plan.num_decodes
+        token_ids, logprobs, append = result.token_ids, result.logprobs, outputs.append
+        num_generated = 0
+        for request, epoch, token, index in zip(flight.requests, flight.epochs, token_ids, range(num_decodes)):  # noqa: B905
+            if request.epoch != epoch:
+                continue
+            tokens = request.tokens
+            tokens.append(token)
+            request.computed_len += 1
+            num_generated += 1
+            news = None if logprobs is None or logprobs[index] is None else [logprobs[index]]
+            if token in request.stop_ids or len(tokens) >= request.max_len:
+                finish = self._find_finish(request, token)
+                if finish is not None:
+                    append(self._exits.finish(request, finish, [token], logprobs=news))
+                    continue
+            append(RequestOutput(request.request_id, [token], None, request.num_cached_tokens, news))
+        self._counters.generation_tokens += num_generated
+
+    def _commit_prefills(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
+        plan = flight.plan
+        prompt_news = {news.row: news for news in result.prompt_logprobs}
+        drawn = plan.num_decodes  # index of the next drawn token
+        for index in range(plan.num_decodes, len(plan.rows)):
+            request, token, news = flight.requests[index], None, None
+            if plan.samples[index]:
+                token = result.token_ids[drawn]
+                if result.logprobs is not None and result.logprobs[drawn] is not None:
+                    news = [result.logprobs[drawn]]
+                drawn += 1
+            if request.epoch != flight.epochs[index]:
+                continue
+            request.computed_len = plan.begins[index] + plan.lengths[index]
+            self._exits.store_computed(request)
+            self._sharing.update(request)
+            prompt = None
+            if request.row in prompt_news:
+                chunk = prompt_news[request.row]
+                prompt = self._take_prompt_logprobs(request, chunk.start, chunk.entries)
+            if token is not None:
+                outputs.append(self._append_first(request, token, news, prompt))
+            elif prompt:
+                outputs.append(RequestOutput(request.request_id, [], None, request.num_cached_tokens, None, prompt))
+
+    def _append_first(
+        self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, prompt: list[TokenLogprobs] | None
+    ) -> RequestOutput:
+        """The token drawn at the end of a prefill, the first of this run."""
+        if request.max_output_len == 0:  # only the prompt was asked about
+            return self._exits.finish(request, Finish("length"), [], prompt_logprobs=prompt)
+        request.tokens.append(token)
+        self._counters.generation_tokens += 1
+        finish = self._find_finish(request, token)
+        if finish is not None:
+            return self._exits.finish(request, finish, [token], logprobs=logprobs, prompt_logprobs=prompt)
+        return RequestOutput(request.request_id, [token], None, request.num_cached_tokens, logprobs, prompt)
+
+    @staticmethod
+    def _find_finish(request: Request, token: int) -> Finish | None:
+        """Whether the token just appended ends the request; a stop id counts before the length does."""
+        if token in request.stop_ids and request.output_len >= request.min_tokens:
+            return Finish("stop", stop_id=token)
+        if request.known_len >= request.max_len:
+            return Finish("length")
+        return None
+
+    @staticmethod
+    def _take_prompt_logprobs(request: Request, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs] | None:
+        """What of a chunk was not reported yet: after a retraction the prompt is computed again."""
+        fresh = entries[max(0, request.prompt_logprobs_len - start) :]
+        request.prompt_logprobs_len = max(request.prompt_logprobs_len, start + len(entries))
+        return fresh or None

@@ -1,0 +1,76 @@
+"""`Exits`: the two ways out of running, for good or back to the queue. Every path that ends a request comes through."""
+
+from __future__ import annotations
+
+from headrace.base.messages import Finish, RequestOutput
+from headrace.base.step import TokenLogprobs
+from headrace.scheduling.admission import OutputForecast
+from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.counters import Counters
+from headrace.scheduling.queue import WaitingQueue
+from headrace.scheduling.request import Request, State
+from headrace.scheduling.roster import Roster
+from headrace.scheduling.sharing import SharedPrefills
+
+
+class Exits:
+    """Gives back pages, row, place in the queue and followers, each exactly once."""
+
+    def __init__(
+        self, *, ledger: CacheLedger, roster: Roster, queue: WaitingQueue, sharing: SharedPrefills, forecast: OutputForecast, counters: Counters
+    ):
+        self._ledger = ledger
+        self._roster = roster
+        self._queue = queue
+        self._sharing = sharing
+        self._forecast = forecast
+        self._counters = counters
+
+    def finish(
+        self,
+        request: Request,
+        finish: Finish,
+        token_ids: list[int],
+        *,
+        keep_pages: bool = True,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> RequestOutput:
+        """End a request in whatever state it is; the returned output is its last. ``keep_pages`` stores what it has
+        computed in the prefix tree; a request that failed must not."""
+        if request in self._queue:
+            self._queue.remove(request)
+        self._give_up_pages(request, keep_pages=keep_pages)
+        self._roster.leave(request, State.FINISHED)
+        if finish.reason in ("stop", "length"):
+            self._forecast.note_finish(request)
+        elif finish.reason == "abort":
+            self._counters.aborted += 1
+        num_cached = max(0, request.num_cached_tokens)
+        return RequestOutput(request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs)
+
+    def retract(self, request: Request) -> None:
+        """Back to the queue, to resume later from the tokens known now. What it has computed stays in the prefix tree
+        for as long as nobody needs the pages."""
+        self._give_up_pages(request, keep_pages=True)
+        self._roster.leave(request, State.RETRACTED)
+        self._queue.push(request)
+        self._counters.retracted += 1
+
+    def store_computed(self, request: Request) -> None:
+        """Put the whole pages computed so far into the prefix tree."""
+        holding, page_size = request.holding, self._ledger.page_size
+        assert holding is not None
+        end = request.computed_len // page_size
+        if end > holding.stored and self._ledger.use_prefixes:
+            run = request.token_bytes(holding.stored * page_size, end * page_size)
+            if self._ledger.store(holding, run):
+                self._roster.rewired[request] = None
+
+    def _give_up_pages(self, request: Request, *, keep_pages: bool) -> None:
+        if request.holding is not None:
+            if keep_pages:
+                self.store_computed(request)
+            self._ledger.close(request.holding)
+            request.holding = None
+        self._sharing.leave(request)

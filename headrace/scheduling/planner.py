@@ -1,0 +1,165 @@
+"""`Planner`: what the next step computes, under one token budget. Decodes first, then prefill chunks, then newcomers.
+
+Refuses: waiting for results. Lengths advance here as if every step in flight succeeded; commit settles the truth.
+"""
+
+from __future__ import annotations
+
+from headrace.base.step import PageAppend, StepPlan
+from headrace.scheduling.admission import Admission, Verdict
+from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.flight import Flight
+from headrace.scheduling.queue import WaitingQueue
+from headrace.scheduling.request import Request, State
+from headrace.scheduling.retraction import Retraction
+from headrace.scheduling.roster import Roster
+
+
+class Draft:
+    """The spans of a plan being made, as parallel lists; see `StepPlan`."""
+
+    __slots__ = ("appends", "begins", "lengths", "num_decodes", "requests", "samples")
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.begins: list[int] = []
+        self.lengths: list[int] = []
+        self.samples: list[int] = []
+        self.appends: list[PageAppend] = []
+        self.num_decodes = 0
+
+
+class Planner:
+    """Composes plans. A step takes at most ``max_step_tokens`` tokens and ``max_running`` requests run at once; as a
+    decode is one token and ``max_running <= max_step_tokens``, all decodes fit every step."""
+
+    def __init__(
+        self,
+        *,
+        ledger: CacheLedger,
+        roster: Roster,
+        queue: WaitingQueue,
+        admission: Admission,
+        retraction: Retraction,
+        max_step_tokens: int,
+        max_running: int,
+    ):
+        self._ledger = ledger
+        self._roster = roster
+        self._queue = queue
+        self._admission = admission
+        self._retraction = retraction
+        self._max_step_tokens = max_step_tokens
+        self._max_running = max_running
+        self._next_step_id = 0
+
+    @property
+    def next_step_id(self) -> int:
+        return self._next_step_id
+
+    def plan(self, *, is_idle: bool) -> Flight | None:
+        """The next step, or None when nothing can run before another step is committed. ``is_idle``: none is in
+        flight. Then somebody must get on: requests give way, one at a time, until the oldest can."""
+        draft = self._compose()
+        while not draft.requests:
+            if not is_idle or not self._roster.num_running:
+                return None
+            self._retraction.retract_one()
+            draft = self._compose()
+        return self._seal(draft)
+
+    def _compose(self) -> Draft:
+        draft = Draft()
+        self._add_decodes(draft)
+        budget = self._max_step_tokens - draft.num_decodes
+        for request in list(self._roster.prefilling):
+            if budget <= 0:
+                break
+            length = self._add_chunk(draft, request, budget)
+            if length == 0:
+                return draft  # no pages: newcomers must not take what this one waits for
+            budget -= length
+        if budget > 0:
+            self._admit(draft, budget)
+        return draft
+
+    def _add_decodes(self, draft: Draft) -> None:
+        """One token for every decoding request whose output may still grow, counting tokens in flight."""
+        ledger, make_room, decoding = self._ledger, self._retraction.make_room, self._roster.decoding
+        ready = [request for request in decoding if request.planned_len < request.limit_len]
+        growing = [request for request in ready if request.planned_len == request.holding.capacity]  # type: ignore[union-attr]
+        if growing:
+            for request in growing:
+                ledger.trim(request.holding, request.planned_len)  # type: ignore[arg-type]
+            while make_room(len(growing)):
+                ready = [request for request in ready if request.state == State.DECODING]
+                growing = [request for request in growing if request.state == State.DECODING]
+            for request in growing:
+                ledger.grow(request.holding, request.planned_len + 1)  # type: ignore[arg-type]
+                ledger.take_appends(request.holding, request.row, draft.appends)  # type: ignore[arg-type]
+        draft.requests = ready
+        draft.num_decodes = len(ready)
+        draft.begins = [request.planned_len for request in ready]
+        draft.lengths = [1] * len(ready)
+        draft.samples = [1] * len(ready)
+        for request in ready:
+            request.planned_len += 1
+
+    def _add_chunk(self, draft: Draft, request: Request, budget: int) -> int:
+        """As much of the request's prefill as tokens and pages allow; returns the number of tokens, 0 for no pages."""
+        ledger, holding, begin = self._ledger, request.holding, request.planned_len
+        assert holding is not None
+        ledger.trim(holding, begin)
+        end = min(request.goal_len, begin + budget)
+        if end > holding.capacity:
+            end = min(end, holding.capacity + ledger.count_room(holding) * ledger.page_size)
+            if end <= begin:
+                return 0
+            assert ledger.reserve(-(-(end - holding.capacity) // ledger.page_size))
+            ledger.grow(holding, end)
+        ledger.take_appends(holding, request.row, draft.appends)
+        request.planned_len = end
+        is_last = end == request.goal_len
+        if is_last:
+            self._roster.start_decoding(request)
+        draft.requests.append(request)
+        draft.begins.append(begin)
+        draft.lengths.append(end - begin)
+        draft.samples.append(int(is_last))
+        return end - begin
+
+    def _admit(self, draft: Draft, budget: int) -> None:
+        """Let waiting requests in while there are tokens, rows and pages. Who is next and does not fit blocks the
+        rest: otherwise a large request would wait for ever behind small ones."""
+        queue, roster = self._queue, self._roster
+        while budget > 0 and roster.has_free_row and roster.num_running < self._max_running:
+            request = queue.peek()
+            if request is None:
+                break
+            verdict = self._admission.admit_next(request)
+            if verdict is Verdict.BLOCKED:
+                break
+            if verdict is Verdict.ADMITTED:
+                budget -= self._add_chunk(draft, request, budget)
+        queue.end_step()
+
+    def _seal(self, draft: Draft) -> Flight:
+        roster = self._roster
+        if roster.rewired:
+            for request in roster.rewired:
+                self._ledger.take_appends(request.holding, request.row, draft.appends)  # type: ignore[arg-type]
+            roster.rewired = {}
+        releases, starts = roster.take_changes()
+        plan = StepPlan(
+            step_id=self._next_step_id,
+            num_decodes=draft.num_decodes,
+            rows=[request.row for request in draft.requests],
+            begins=draft.begins,
+            lengths=draft.lengths,
+            samples=draft.samples,
+            releases=releases,
+            starts=starts,
+            appends=draft.appends,
+        )
+        self._next_step_id += 1
+        return Flight(plan, draft.requests)

@@ -1,0 +1,107 @@
+"""`Request`: one user ask through its whole life, as the scheduler sees it. Integers only.
+
+Refuses: deciding anything. Planner, admission and commit move a request on; this is the record they share.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+
+from headrace.base.messages import EngineRequest
+from headrace.scheduling.cache.ledger import Holding
+
+
+class State(IntEnum):
+    """Where a request is in its life. A retracted request waits again, and resumes from all tokens known so far."""
+
+    QUEUED = 0
+    RETRACTED = 1
+    PREFILLING = 2
+    DECODING = 3
+    FINISHED = 4
+
+
+class Request:
+    """Lengths are in tokens. ``tokens`` are all known ones, prompt then output.
+
+    ======================  ==============================================================================
+    ``prompt_len``          tokens the user sent
+    ``output_len``          tokens drawn and committed
+    ``known_len``           both together
+    ``cached_len``          tokens found in the prefix tree at the latest admission
+    ``computed_len``        positions whose KV is in the cache for certain: their step was committed
+    ``planned_len``         the same, counting steps still in flight
+    ``goal_len``            where the current prefill ends: ``known_len`` at the latest admission
+    ``limit_len``           positions that can ever need computing: the last token drawn is not computed
+    ======================  ==============================================================================
+
+    ``epoch`` counts exits from running. A step in flight remembers the epoch it was planned in; when they differ at
+    commit, the request has finished or been retracted meanwhile and the step's news of it is void.
+    """
+
+    __slots__ = (
+        "cached_len", "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version",
+        "holding", "leader", "limit_len", "max_len", "max_output_len", "min_tokens", "namespace", "num_cached_tokens",
+        "num_shared_waits", "planned_len", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids",
+        "request_id", "row", "sampling", "seq", "shared_pages", "state", "stop_ids", "tokens", "wait_mark",
+    )  # fmt: skip
+
+    def __init__(self, ask: EngineRequest, *, seq: int, max_model_len: int, deadline: float | None):
+        self.request_id = ask.request_id
+        self.seq = seq  # arrival number: the age of a request, kept through retractions
+        self.prompt_token_ids = ask.prompt_token_ids
+        self.tokens = array("i", ask.prompt_token_ids)
+        self.sampling = ask.sampling
+        self.namespace = ask.namespace
+        self.priority = ask.priority
+        self.deadline = deadline
+
+        self.prompt_len = len(self.tokens)
+        self.max_output_len = max(0, min(ask.stop.max_tokens, max_model_len - self.prompt_len))
+        self.max_len = self.prompt_len + max(1, self.max_output_len)
+        self.limit_len = self.max_len - 1
+        self.min_tokens = ask.stop.min_tokens
+        self.stop_ids = frozenset(ask.stop.eos_ids) | frozenset(ask.stop.stop_ids)
+
+        self.state = State.QUEUED
+        self.epoch = 0
+        self.row = -1
+        self.holding: Holding | None = None
+        self.cached_len = self.computed_len = self.planned_len = 0
+        self.goal_len = self.prompt_len
+
+        self.num_cached_tokens = -1  # what users are told: the hit of the first admission
+        self.prompt_logprobs_len = 1  # prompt positions already reported; position 0 has no logprob
+
+        self.wait_mark: int | None = None  # the queue's clock of overtakings when it began to wait
+        self.leader: Request | None = None  # whose prefill it waits for (in-batch prefix sharing)
+        self.followers: list[Request] = []
+        self.shared_pages = 0
+        self.num_shared_waits = 0
+        self.hit_pages = 0  # the longest-prefix policy's last look, valid for this version of the tree
+        self.hit_version = -1
+
+    @property
+    def known_len(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a row and pages."""
+        return self.state == State.PREFILLING or self.state == State.DECODING
+
+    def all_token_ids(self) -> list[int]:
+        """Prompt and output; the caller must not change the list."""
+        return self.prompt_token_ids if self.output_len == 0 else self.tokens.tolist()
+
+    def token_bytes(self, begin: int, end: int) -> bytes:
+        """Tokens ``[begin, end)`` in the form the prefix tree is keyed by."""
+        return self.tokens[begin:end].tobytes()
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.state.name}, prompt={self.prompt_len}, output={self.output_len}, planned={self.planned_len})"

@@ -1,0 +1,85 @@
+"""`Roster`: the requests that exist, those that run, and the device rows they sit in.
+
+Refuses: pages, order of admission, and what a step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headrace.base.step import RowStart
+from headrace.scheduling.request import Request, State
+
+
+class Roster:
+    """Rows are handed on at once: plans run in order, and a plan releases rows before it starts requests in them."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self.requests: dict[str, Request] = {}
+        self.prefilling: dict[Request, None] = {}  # in order of admission
+        self.decoding: dict[Request, None] = {}
+        self.rewired: dict[Request, None] = {}  # their page tables changed behind the device's back
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._newcomers: dict[Request, None] = {}
+        self._released: list[int] = []
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def running(self) -> Iterator[Request]:
+        """All requests that have a row."""
+        yield from self.prefilling
+        yield from self.decoding
+
+    def seat(self, request: Request) -> None:
+        """Give a request a row; it starts to prefill."""
+        request.row = self._free_rows.pop()
+        request.state = State.PREFILLING
+        self.prefilling[request] = None
+        self._newcomers[request] = None
+
+    def start_decoding(self, request: Request) -> None:
+        """All of the known tokens are planned."""
+        request.state = State.DECODING
+        del self.prefilling[request]
+        self.decoding[request] = None
+
+    def leave(self, request: Request, state: State) -> None:
+        """Take the row away; steps in flight no longer count for the request."""
+        if request.is_running:
+            del (self.prefilling if request.state == State.PREFILLING else self.decoding)[request]
+            self.rewired.pop(request, None)
+            self._free_rows.append(request.row)
+            if request in self._newcomers:
+                del self._newcomers[request]  # the device never heard of it
+            else:
+                self._released.append(request.row)
+        request.row = -1
+        request.epoch += 1
+        request.state = state
+        if state == State.FINISHED:
+            del self.requests[request.request_id]
+
+    def take_changes(self) -> tuple[list[int], list[RowStart]]:
+        """Rows released and started since the last plan."""
+        starts = [
+            RowStart(request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling)
+            for request in self._newcomers
+        ]
+        released = self._released
+        self._newcomers, self._released = {}, []
+        return released, starts
+
+    def free_rows(self) -> list[int]:
+        """A copy, for audits."""
+        return list(self._free_rows)
+
+    def forget_device(self) -> None:
+        """The device dropped all rows; nothing needs releasing."""
+        self._released.clear()

@@ -1,0 +1,195 @@
+"""`Scheduler`: the room's face. The engine adds requests, asks for plans, and commits or fails them in plan order.
+
+Refuses: tensors, threads, processes. Nothing here waits; time enters through ``clock`` alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable
+
+from headrace.base.cache import CacheLayout
+from headrace.base.config import CacheConfig, SchedulerConfig
+from headrace.base.config.resolve import DEVICE_DEFAULTS
+from headrace.base.errors import DeadlineExceeded, HeadraceError, RequestError, StepFailed
+from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
+from headrace.base.step import StepPlan, StepResult
+from headrace.scheduling.admission import Admission
+from headrace.scheduling.audit import audit_pages, audit_requests
+from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.commit import Committer
+from headrace.scheduling.counters import Counters
+from headrace.scheduling.exits import Exits
+from headrace.scheduling.flight import Flight
+from headrace.scheduling.planner import Planner
+from headrace.scheduling.policy import POLICIES
+from headrace.scheduling.queue import WaitingQueue
+from headrace.scheduling.request import Request
+from headrace.scheduling.retraction import Retraction
+from headrace.scheduling.roster import Roster
+from headrace.scheduling.sharing import SharedPrefills
+
+_DEFAULTS = DEVICE_DEFAULTS["cpu"]
+
+
+class Scheduler:
+    """Up to ``overlap_depth`` plans may be in flight. Every request added ends with exactly one output that carries
+    ``finish``, whether from `commit`, `abort`, `expire` or `fail`."""
+
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheConfig, layout: CacheLayout, *, clock: Callable[[], float] = time.monotonic
+    ):
+        self._clock = clock
+        self._layout = layout
+        self._default_deadline_s = config.default_deadline_s
+        self._depth = config.overlap_depth or _DEFAULTS["overlap_depth"]
+        max_step_tokens = config.max_step_tokens or _DEFAULTS["max_step_tokens"]
+        max_running = min(config.max_running_requests or layout.max_rows, layout.max_rows, max_step_tokens)
+
+        self._counters = Counters()
+        self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
+        self._roster = Roster(layout.max_rows)
+        self._queue = WaitingQueue(POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r))
+        self._sharing = SharedPrefills(
+            self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and cache.prefix_cache
+        )
+        parts = {"ledger": self._ledger, "roster": self._roster}
+        self._admission = Admission(
+            **parts, queue=self._queue, sharing=self._sharing, counters=self._counters,
+            max_model_len=layout.max_model_len, max_queued=config.max_queued, clock=clock,
+        )  # fmt: skip
+        forecast = self._admission.forecast
+        self._exits = Exits(**parts, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters)
+        retraction = Retraction(**parts, exits=self._exits, forecast=forecast, by_priority=config.policy == "priority")
+        self._planner = Planner(
+            **parts, queue=self._queue, admission=self._admission, retraction=retraction,
+            max_step_tokens=max_step_tokens, max_running=max_running,
+        )  # fmt: skip
+        self._committer = Committer(exits=self._exits, sharing=self._sharing, counters=self._counters)
+
+        self._flights: deque[Flight] = deque()
+        self._first_valid_step = 0
+        self._next_seq = 0
+        self._deadlines: list[tuple[float, int, str]] = []
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add(self, ask: EngineRequest) -> None:
+        """Queue a request. Raises, and keeps nothing, when it is wrong (`RequestError`), can never fit (`OutOfPages`)
+        or the queue is full (`QueueFull`)."""
+        wait = ask.deadline_s if ask.deadline_s is not None else self._default_deadline_s
+        deadline = None if wait is None else self._clock() + wait
+        try:
+            request = Request(ask, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(f"prompt_token_ids must be 32-bit token ids: {error}", param="prompt_token_ids") from error
+        if ask.request_id in self._roster.requests:
+            raise RequestError(f"request id {ask.request_id!r} is already in use; choose another", param="request_id")
+        self._admission.check(request)
+        self._next_seq += 1
+        self._counters.requests += 1
+        self._roster.requests[request.request_id] = request
+        self._queue.push(request)
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, request.seq, request.request_id))
+
+    def abort(self, request_id: str, reason: str = "abort") -> RequestOutput | None:
+        """End a request now, in whatever state; None for an id that is unknown or has finished."""
+        request = self._roster.requests.get(request_id)
+        return None if request is None else self._exits.finish(request, Finish(reason), [])
+
+    def expire(self) -> list[RequestOutput]:
+        """End the requests whose deadline has passed. Free when none has."""
+        outputs: list[RequestOutput] = []
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, seq, request_id = heapq.heappop(self._deadlines)
+            request = self._roster.requests.get(request_id)
+            if request is not None and request.seq == seq:
+                error = DeadlineExceeded(f"the request's deadline passed after {request.output_len} output tokens")
+                outputs.append(self._exits.finish(request, Finish("error", error=ErrorInfo.of(error)), []))
+        return outputs
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None when nothing can run now (commit what is in flight, or wait for requests)."""
+        if len(self._flights) >= self._depth:
+            return None
+        flight = self._planner.plan(is_idle=not self._flights)
+        if flight is None:
+            return None
+        self._flights.append(flight)
+        return flight.plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take in a step's result; one output per request with news. Results of steps launched before a failure that
+        was told by `fail` are ignored."""
+        flight = self._take_flight(plan)
+        return [] if flight is None else self._committer.commit(flight, result)
+
+    def fail(self, plan: StepPlan, error: BaseException) -> list[RequestOutput]:
+        """A step raised: its requests end with an error and nothing of them is kept. The executor forgets all rows, so
+        every other running request goes back to the queue and resumes from its committed tokens; later steps in
+        flight are void."""
+        flight = self._take_flight(plan)
+        if flight is None:
+            return []
+        if not isinstance(error, HeadraceError):
+            error = StepFailed(f"the step this request was part of failed: {type(error).__name__}: {error}")
+        info = ErrorInfo.of(error)
+        finish = self._exits.finish
+        outputs = [finish(request, Finish("error", error=info), [], keep_pages=False) for request in flight.live_requests()]
+        for request in list(self._roster.running()):
+            self._exits.retract(request)
+        self._roster.forget_device()
+        self._flights.clear()
+        self._first_valid_step = self._planner.next_step_id
+        self._counters.failed_steps += 1
+        return outputs
+
+    def _take_flight(self, plan: StepPlan) -> Flight | None:
+        if plan.step_id < self._first_valid_step:
+            return None
+        flight = self._flights.popleft()
+        assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed before step {flight.plan.step_id}"
+        return flight
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended or any step has not been committed."""
+        return bool(self._roster.requests or self._flights)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all stored prefixes that no running request reads; True when none is left."""
+        return self._ledger.tree.clear()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges. Pages are summed over groups; ``num_used_pages`` are those that requests hold or pin."""
+        accounts, counters, tree = self._ledger.accounts, self._counters, self._ledger.tree
+        num_pages, num_evictable = sum(a.capacity for a in accounts), sum(tree.num_evictable)
+        return EngineStats(
+            num_queued=len(self._queue) + self._sharing.num_following,
+            num_running=self._roster.num_running,
+            num_pages=num_pages,
+            num_used_pages=num_pages - num_evictable - sum(a.num_free for a in accounts),
+            num_evictable_pages=num_evictable,
+            prompt_tokens_total=counters.prompt_tokens,
+            cached_tokens_total=counters.cached_tokens,
+            computed_tokens_total=counters.computed_tokens,
+            generation_tokens_total=counters.generation_tokens,
+            requests_total=counters.requests,
+            aborted_total=counters.aborted,
+            retracted_total=counters.retracted,
+            failed_steps_total=counters.failed_steps,
+            steps_total=counters.steps,
+            evicted_pages_total=tree.num_evicted,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless every page, row and request is accounted for exactly once."""
+        audit_requests(self._roster, self._queue)
+        audit_pages(self._ledger, self._roster)

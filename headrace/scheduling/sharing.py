@@ -1,0 +1,105 @@
+"""`SharedPrefills`: a request whose next pages another one is computing right now waits for them instead.
+
+Refuses: waiting for anybody who does not run. A leader has its row and pages, so it goes on or leaves; either wakes its
+followers. Leaders never follow: there is no cycle, and no deadlock.
+"""
+
+from __future__ import annotations
+
+from headrace.scheduling.cache.node import Node
+from headrace.scheduling.cache.prefix_tree import PrefixMatch
+from headrace.scheduling.queue import WaitingQueue
+from headrace.scheduling.request import Request
+
+MAX_WAITS = 8
+"""Leaders a request follows at most; then it computes for itself. Leaders can be aborted under it one after another."""
+
+Claim = tuple[Node, bytes]
+
+
+class SharedPrefills:
+    """A running prefill claims the first page that it will add to the tree: (node its stored prefix ends in, tokens of
+    the page). A request that hits up to that very node and goes on with that very page shares the prefill."""
+
+    def __init__(self, queue: WaitingQueue, page_size: int, *, is_enabled: bool):
+        self._queue = queue
+        self._page_size = page_size
+        self._is_enabled = is_enabled
+        self._leaders: dict[Claim, Request] = {}
+        self._claims: dict[Request, Claim] = {}
+        self.num_following = 0
+
+    def find_leader(self, request: Request, match: PrefixMatch) -> Request | None:
+        """The running request worth waiting for, if any."""
+        if not self._leaders or match.node is None or match.node.end != match.num_pages:
+            return None
+        if request.num_shared_waits >= MAX_WAITS or request.sampling.num_prompt_logprobs >= 0:
+            return None
+        begin = match.num_pages * self._page_size
+        end = begin + self._page_size
+        if end >= request.known_len:  # one token must be computed, so this page cannot be a hit
+            return None
+        return self._leaders.get((match.node, request.token_bytes(begin, end)))
+
+    def follow(self, request: Request, leader: Request) -> None:
+        """Take a request out of the queue until the leader has stored all that they share, or stopped prefilling."""
+        self._queue.remove(request)
+        request.leader = leader
+        request.num_shared_waits += 1
+        request.shared_pages = self._count_shared_pages(request, leader)
+        leader.followers.append(request)
+        self.num_following += 1
+
+    def update(self, request: Request) -> None:
+        """A running request has been admitted or has stored pages: move its claim, wake whoever got what it waits for."""
+        if not self._is_enabled:
+            return
+        self._drop_claim(request)
+        holding = request.holding
+        assert holding is not None
+        if request.computed_len < request.goal_len:
+            begin = holding.stored * self._page_size
+            end = begin + self._page_size
+            if end <= request.goal_len:
+                claim = (holding.node, request.token_bytes(begin, end))
+                if self._leaders.setdefault(claim, request) is request:
+                    self._claims[request] = claim
+        if request.followers:
+            has_claim = request in self._claims
+            self._wake([f for f in request.followers if not has_claim or f.shared_pages <= holding.stored])
+
+    def leave(self, request: Request) -> None:
+        """The request leads and follows no more."""
+        self._drop_claim(request)
+        self._wake(list(request.followers))
+        leader = request.leader
+        if leader is not None:
+            leader.followers.remove(request)
+            request.leader = None
+            self.num_following -= 1
+
+    def _wake(self, followers: list[Request]) -> None:
+        for follower in followers:
+            leader = follower.leader
+            assert leader is not None
+            leader.followers.remove(follower)
+            follower.leader = None
+            self.num_following -= 1
+            self._queue.push(follower)
+
+    def _drop_claim(self, request: Request) -> None:
+        claim = self._claims.pop(request, None)
+        if claim is not None:
+            del self._leaders[claim]
+
+    def _count_shared_pages(self, request: Request, leader: Request) -> int:
+        """Whole pages that both begin with and that the request can use; by bisection over slices."""
+        low, high = 0, min(request.known_len - 1, leader.goal_len) // self._page_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            begin, end = low * self._page_size, middle * self._page_size
+            if request.tokens[begin:end] == leader.tokens[begin:end]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
