@@ -100,25 +100,24 @@ def _accumulate(logits, v, acc, top, total, PRECISION: tl.constexpr):
     return acc, new_top, total
 
 
-@triton.jit
-def _plan_prefill_kernel(query_start_ptr, blocks_ptr, FIRST: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-                         TOKENS: tl.constexpr, capacity):  # fmt: skip
+@triton.jit(do_not_specialize=["first", "num_requests", "capacity"])
+def _plan_prefill_kernel(query_start_ptr, blocks_ptr, first, num_requests, capacity, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr):
     """Write ``(request, first token of the block)`` for every block of TOKENS query tokens; late blocks first, since
     they see the most keys. One program a request; unused entries get request -1 from the program after the last."""
     request = tl.program_id(0)
     other = tl.arange(0, BLOCK_R)
-    known = other < R
-    begin = tl.load(query_start_ptr + FIRST + other, mask=known, other=0)
-    end = tl.load(query_start_ptr + FIRST + other + 1, mask=known, other=0)
+    known = other < num_requests
+    begin = tl.load(query_start_ptr + first + other, mask=known, other=0)
+    end = tl.load(query_start_ptr + first + other + 1, mask=known, other=0)
     blocks = (end - begin + TOKENS - 1) // TOKENS
     base = tl.sum(tl.where(other < request, blocks, 0), axis=0)
     count = tl.sum(tl.where(other == request, blocks, 0), axis=0)
-    if request == R:
+    if request == num_requests:
         for i in range(base, capacity):
             tl.store(blocks_ptr + 2 * i, -1)
     else:
         for i in range(count):
-            tl.store(blocks_ptr + 2 * (base + i), FIRST + request)
+            tl.store(blocks_ptr + 2 * (base + i), first + request)
             tl.store(blocks_ptr + 2 * (base + i) + 1, (count - 1 - i) * TOKENS)
 
 
@@ -188,9 +187,8 @@ def _prefill_kernel(
 
 @triton.jit
 def _combine(
-    partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used,
-    K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_EV: tl.constexpr, SPLITS: tl.constexpr,
+    partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits,
+    K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_EV: tl.constexpr,
 ):
     """Join the partial results of one request and kv head, in the order of the splits, and write the output rows."""
     row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_EV)
@@ -203,7 +201,7 @@ def _combine(
         total += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
     for split in range(num_used):
-        at = (tile * SPLITS + split).to(tl.int64) * G + row
+        at = (tile * splits + split).to(tl.int64) * G + row
         # .cg: other programs wrote these lines; the first-level cache may hold what was there before
         part_top = tl.load(stats_ptr + at * 2, mask=valid, other=0.0, cache_modifier=".cg")
         part_total = tl.load(stats_ptr + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
@@ -219,32 +217,32 @@ def _combine(
 
 
 @triton.jit
-def _key_range(kv_len, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_range(kv_len, split, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Begin and end of a split's keys, how many splits have any (at least one), and where the keys begin at all."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(kv_len - WINDOW, 0)
     first_block = begin // BLOCK_N
     num_blocks = tl.maximum((kv_len + BLOCK_N - 1) // BLOCK_N - first_block, 1)
-    blocks_each = (num_blocks + SPLITS - 1) // SPLITS
+    blocks_each = (num_blocks + splits - 1) // splits
     num_used = (num_blocks + blocks_each - 1) // blocks_each
     start = (first_block + split * blocks_each) * BLOCK_N
     end = tl.minimum(start + blocks_each * BLOCK_N, kv_len)
     return start, end, num_used, begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
-    table_stride, page_stride_k, page_stride_v, scale, softcap,
+    table_stride, page_stride_k, page_stride_v, scale, softcap, splits,
     PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens_ptr + request)
-    start, end, num_used, begin = _key_range(kv_len, split, WINDOW, SPLITS, BLOCK_N)
+    start, end, num_used, begin = _key_range(kv_len, split, splits, WINDOW, BLOCK_N)
     if split < num_used:
         table = table_ptr + request.to(tl.int64) * table_stride
         row = tl.arange(0, BLOCK_M)
@@ -254,7 +252,7 @@ def _decode_kernel(
         q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
         top = tl.full([BLOCK_M], MASKED, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if SINKS and SPLITS == 1:
+        if SINKS and not IS_SPLIT:
             top = tl.load(sinks_ptr + head * G + row, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
             total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
@@ -265,13 +263,13 @@ def _decode_kernel(
             logits = tl.where((key < end) & (key >= begin), logits, MASKED)
             v = _load_block(v_ptr, table, at, begin, end, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
             acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
-        if SPLITS == 1:
+        if not IS_SPLIT:
             out = acc / tl.where(total > 0, total, 1.0)[:, None]
             inside = valid[:, None] & (dim_v < EV)[None, :]
             tl.store(out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
         else:
             tile = request * K + head
-            at = (tile * SPLITS + split).to(tl.int64) * G + row
+            at = (tile * splits + split).to(tl.int64) * G + row
             tl.store(partial_ptr + at[:, None] * EV + dim_v[None, :], acc, mask=valid[:, None] & (dim_v < EV)[None, :])
             tl.store(stats_ptr + at * 2, top, mask=valid)
             tl.store(stats_ptr + at * 2 + 1, total, mask=valid)
@@ -282,22 +280,22 @@ def _decode_kernel(
                 if arrived == num_used - 1:
                     tl.debug_barrier()
                     _combine(
-                        partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used,
-                        K, G, EV, SINKS, BLOCK_M, BLOCK_EV, SPLITS,
+                        partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits,
+                        K, G, EV, SINKS, BLOCK_M, BLOCK_EV,
                     )
                     tl.store(counters_ptr + tile, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial_ptr, stats_ptr, out_ptr, kv_lens_ptr, sinks_ptr, K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, stats_ptr, out_ptr, kv_lens_ptr, sinks_ptr, splits, K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
     request, head = tl.program_id(0), tl.program_id(1)
-    _, _, num_used, _ = _key_range(tl.load(kv_lens_ptr + request), 0, WINDOW, SPLITS, BLOCK_N)
+    _, _, num_used, _ = _key_range(tl.load(kv_lens_ptr + request), 0, splits, WINDOW, BLOCK_N)
     tile = request * K + head
-    _combine(partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, K, G, EV, SINKS, BLOCK_M, BLOCK_EV, SPLITS)
+    _combine(partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits, K, G, EV, SINKS, BLOCK_M, BLOCK_EV)
 
 
 @dataclass(frozen=True)
@@ -347,7 +345,7 @@ def plan_prefill(
     blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
     num_requests = len(query_lens) - first
     _plan_prefill_kernel[(num_requests + 1,)](
-        query_start, blocks, FIRST=first, R=num_requests, BLOCK_R=next_power_of_2(num_requests), TOKENS=tokens, capacity=num_blocks, num_warps=4
+        query_start, blocks, first, num_requests, num_blocks, BLOCK_R=max(1024, next_power_of_2(num_requests)), TOKENS=tokens, num_warps=4
     )
     return PrefillPlan(blocks, tile, tokens)
 
@@ -405,12 +403,12 @@ def decode(
     sinks = head.sinks if head.sinks is not None else q
     _decode_kernel[(num_requests, k_pages.shape[2], splits)](
         q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, kv_lens, page_table, sinks,
-        page_table.stride(0), **geometry, **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, SPLITS=splits, FUSED=fused, PDL=pdl,
+        page_table.stride(0), splits=splits, **geometry, **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=splits > 1, FUSED=fused, PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
     )
     if splits > 1 and not fused:
         _combine_kernel[(num_requests, k_pages.shape[2])](
-            workspace.partial, workspace.stats, out, kv_lens, sinks, K=geometry["K"], G=geometry["G"], EV=geometry["EV"],
+            workspace.partial, workspace.stats, out, kv_lens, sinks, splits, K=geometry["K"], G=geometry["G"], EV=geometry["EV"],
             WINDOW=constants["WINDOW"], SINKS=constants["SINKS"], BLOCK_M=tile.rows, BLOCK_EV=geometry["BLOCK_EV"], BLOCK_N=tile.keys,
-            SPLITS=splits, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            PDL=pdl, num_warps=4, launch_pdl=pdl,
         )

@@ -12,3 +12,7 @@ ATTENTION_BACKENDS.add(
     "triton_pdl", "headrace.layers.attention.triton:DependentLaunchTritonAttention", supports=support.reason_against_dependent_launch,
     priority=5, doc="the same with programmatic dependent launch",
 )
+ATTENTION_BACKENDS.add(
+    "cudnn", "headrace.layers.attention.cudnn:CudnnAttention", supports=support.reason_against_cudnn, priority=20,
+    doc="cuDNN's paged attention; needs nvidia-cudnn-frontend",
+)

@@ -15,6 +15,7 @@ class TritonAttention:
     """See `AttentionBackend`. ``pdl`` launches with programmatic dependent launch; ``fused`` joins decode's splits in
     the decode kernel itself."""
 
+    preferred_page_size = 64
     pdl = False
     fused = True
 
@@ -23,12 +24,12 @@ class TritonAttention:
         self._geometry = geometry
         self._group = geometry.num_heads // geometry.num_kv_heads
         self._workspace = DecodeWorkspace.allocate(processors * PROGRAMS_PER_PROCESSOR, self._group, geometry.value_dim, device)
-        self._inputs: AttentionInputs | None = None
+        self.inputs: AttentionInputs | None = None
         self._plan: PrefillPlan | None = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Decodes need nothing; prefill chunks are dealt out to programs by a small kernel."""
-        self._inputs, self._plan = inputs, None
+        self.inputs, self._plan = inputs, None
         if inputs.num_decodes < inputs.num_requests:
             self._plan = plan_prefill(
                 inputs.query_start, inputs.query_lens_cpu, first=inputs.num_decodes, group=self._group,
@@ -37,17 +38,25 @@ class TritonAttention:
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        inputs = self._inputs
+        inputs = self.inputs
         out = torch.empty((q.shape[0], q.shape[1], pages.v.shape[-1]), dtype=q.dtype, device=q.device)
-        head = Head(params.scale, params.window, params.softcap, params.sinks)
+        self.attend_decodes(q, pages, params, inputs, out)
+        if self._plan is not None:
+            step = (inputs.query_start, inputs.kv_lens, inputs.page_table)
+            prefill(q, pages.k, pages.v, out, self._plan, _head(params), step, pdl=self.pdl)
+        return out
+
+    def attend_decodes(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor) -> None:
+        """Write the decodes' rows of ``out``; needs no `prepare`."""
         if inputs.num_decodes:
             decode(
-                q, pages.k, pages.v, out, self._workspace, head, (inputs.kv_lens, inputs.page_table),
+                q, pages.k, pages.v, out, self._workspace, _head(params), (inputs.kv_lens, inputs.page_table),
                 num_requests=inputs.num_decodes, max_kv_len=inputs.max_kv_len, fused=self.fused, pdl=self.pdl,
             )
-        if self._plan is not None:
-            prefill(q, pages.k, pages.v, out, self._plan, head, (inputs.query_start, inputs.kv_lens, inputs.page_table), pdl=self.pdl)
-        return out
+
+
+def _head(params: AttentionParams) -> Head:
+    return Head(params.scale, params.window, params.softcap, params.sinks)
 
 
 class DependentLaunchTritonAttention(TritonAttention):

@@ -1,0 +1,124 @@
+"""Attention graphs of cuDNN (through nvidia-cudnn-frontend): one per set of bounds, built once and kept.
+
+R requests, H heads, K kv heads, E head dim. A graph fixes the largest number of requests, queries and keys and the pool
+of pages; the real lengths are read from device memory, so an execution may be captured and replayed.
+https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import cudnn
+import torch
+
+logger = logging.getLogger(__name__)
+
+DATA_TYPES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT16"}
+Q, K, V, OUT, QUERY_LENS, KV_LENS, TABLE, Q_OFFSETS, OUT_OFFSETS = range(1, 10)
+"""Names (uids) of a graph's tensors. ``*_OFFSETS`` [R + 1] int32 count elements and exist in ragged graphs only."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a graph is built for. ``is_ragged``: q [T, H, E] holds chunks of up to ``queries`` tokens back to back;
+    else one token a request. ``table_stride`` is the page table's row length in entries, ``num_pages`` the pool's."""
+
+    requests: int
+    queries: int
+    keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    page_size: int
+    num_pages: int
+    table_stride: int
+    is_ragged: bool
+    scale: float
+    window: int
+    dtype: torch.dtype
+
+
+class SdpaGraph:
+    """A built graph and its workspace."""
+
+    def __init__(self, bounds: Bounds, handle: Any, device: torch.device):
+        self._graph = _build(bounds, handle)
+        self._handle = handle
+        self._workspace = torch.empty(max(1, self._graph.get_workspace_size()), dtype=torch.uint8, device=device)
+
+    def run(self, tensors: dict[int, torch.Tensor]) -> None:
+        """Launch on torch's current stream; ``tensors`` by the names above."""
+        cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream().cuda_stream)
+        self._graph.execute(tensors, self._workspace, handle=self._handle)
+
+
+class SdpaGraphs:
+    """Graphs by bounds. `find` builds at most once for each; None when cuDNN cannot serve the bounds."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._handle = cudnn.create_handle()
+        self._graphs: dict[Bounds, SdpaGraph | None] = {}
+
+    def find(self, bounds: Bounds) -> SdpaGraph | None:
+        """The graph for ``bounds``; building takes tens of milliseconds, so it belongs before a capture."""
+        if bounds not in self._graphs:
+            try:
+                self._graphs[bounds] = SdpaGraph(bounds, self._handle, self._device)
+            except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
+                logger.warning("cuDNN has no attention for %s: %s", bounds, error)
+                self._graphs[bounds] = None
+        return self._graphs[bounds]
+
+
+def _build(b: Bounds, handle: Any) -> Any:
+    graph = cudnn.pygraph(
+        io_data_type=getattr(cudnn.data_type, DATA_TYPES[b.dtype]), intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT, handle=handle,
+    )
+
+    def integers(name: int, *dims: int, stride: int = 1) -> Any:
+        return graph.tensor(dim=(*dims, 1), stride=(stride, stride, 1, 1), data_type=cudnn.data_type.INT32, uid=name)
+
+    def heads(name: int, dim: int) -> Any:
+        return graph.tensor(dim=(b.requests, b.num_heads, b.queries, dim), stride=_query_stride(b, dim), uid=name)
+
+    def pages(name: int, dim: int) -> Any:
+        row = b.num_kv_heads * dim
+        return graph.tensor(dim=(b.num_pages, b.num_kv_heads, b.page_size, dim), stride=(b.page_size * row, dim, row, 1), uid=name)
+
+    q = heads(Q, b.head_dim)
+    table = integers(TABLE, b.requests, 1, -(-b.keys // b.page_size), stride=b.table_stride)
+    if b.is_ragged:
+        q.set_ragged_offset(integers(Q_OFFSETS, b.requests + 1, 1, 1))
+    out, _ = graph.sdpa(
+        name="attention", q=q, k=pages(K, b.head_dim), v=pages(V, b.value_dim), generate_stats=False, attn_scale=b.scale,
+        use_padding_mask=True, seq_len_q=integers(QUERY_LENS, b.requests, 1, 1), seq_len_kv=integers(KV_LENS, b.requests, 1, 1),
+        paged_attention_k_table=table, paged_attention_v_table=table, paged_attention_max_seq_len_kv=b.keys, **_mask(b),
+    )
+    out.set_output(True).set_uid(OUT).set_dim((b.requests, b.num_heads, b.queries, b.value_dim)).set_stride(_query_stride(b, b.value_dim))
+    if b.is_ragged:
+        out.set_ragged_offset(integers(OUT_OFFSETS, b.requests + 1, 1, 1))
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return graph
+
+
+def _query_stride(b: Bounds, dim: int) -> tuple[int, int, int, int]:
+    row = b.num_heads * dim
+    return (b.queries * row, dim, row, 1)
+
+
+def _mask(b: Bounds) -> dict[str, Any]:
+    """A lone query at the end sees everything, so decode needs a mask only for its window."""
+    if not b.is_ragged and not b.window:
+        return {}
+    mask = {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
+    return {**mask, "diagonal_band_left_bound": b.window} if b.window else mask
