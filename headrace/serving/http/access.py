@@ -1,0 +1,80 @@
+"""What stands before the routes, as plain ASGI: the API key, and one count (and log line) for every request."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.base.errors import Unauthorized
+from headrace.serving.http.context import AppContext
+from headrace.serving.http.errors import respond_error
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Served without a key; compared exactly."""
+
+
+def _path_of(scope: Scope) -> str:
+    """The path as routes see it: without the prefix of the proxy."""
+    path, prefix = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
+
+
+class KeyGate:
+    """Lets a request pass that brings ``Authorization: Bearer KEY``; compared in constant time."""
+
+    def __init__(self, app: ASGIApp, key: str):
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _path_of(scope) in OPEN_PATHS or self._is_known(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        await respond_error(Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY"))(scope, receive, send)
+
+    def _is_known(self, headers: Headers) -> bool:
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key)
+
+
+class RequestLedger:
+    """Counts requests by method, route and status; logs a line for each when asked to."""
+
+    def __init__(self, app: ASGIApp, context: AppContext):
+        self._app = app
+        self._metrics = context.metrics
+        self._has_log = context.server.log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, begin = 500, time.perf_counter()
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._metrics.http_active.inc()
+        try:
+            await self._app(scope, receive, note_status)
+        finally:
+            self._metrics.http_active.dec()
+            route = getattr(scope.get("route"), "path", "unmatched")
+            self._metrics.http_requests.labels(self._method(scope), route, str(status)).inc()
+            if self._has_log:
+                client = scope.get("client") or ("-", 0)
+                logger.info("%s %s %s -> %d in %.3f s", client[0], scope["method"], scope["path"], status, time.perf_counter() - begin)
+
+    def _method(self, scope: Scope) -> str:
+        """The method, or ``other``: clients may invent any number of them, a metric's labels must stay few."""
+        known = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+        return scope["method"] if scope["method"] in known else "other"

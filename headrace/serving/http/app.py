@@ -1,0 +1,51 @@
+"""`create_app`: the HTTP application over an engine client. Refuses: sockets, signals and processes (``server.py``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from headrace import __version__
+from headrace.base.config import ServerConfig
+from headrace.serving.http.access import OPEN_PATHS, KeyGate, RequestLedger
+from headrace.serving.http.context import AppContext
+from headrace.serving.http.errors import install_handlers
+from headrace.serving.http.metrics import Metrics
+from headrace.serving.http.openapi import describe_api
+from headrace.serving.http.page import page_handler
+from headrace.serving.http.routes import chat, completions, control, health, models, native, tokens
+
+if TYPE_CHECKING:
+    from headrace.service.client.client import EngineClient
+
+ENDPOINTS = (
+    *chat.ENDPOINTS, *completions.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *health.ENDPOINTS,
+)
+
+
+def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
+    """The application. Starting and closing ``client`` is the caller's part; until it is ready, requests get 503.
+    What routes share is at ``app.state.context``."""
+    app = FastAPI(title="Headrace", version=__version__, root_path=server.root_path, redoc_url=None)
+    context = app.state.context = AppContext(client, server, Metrics())
+    for endpoint in ENDPOINTS:
+        app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods), include_in_schema=False)
+    app.add_route("/", page_handler(), methods=["GET"], include_in_schema=False)
+    document: dict[str, Any] = {}
+
+    def describe() -> dict[str, Any]:
+        if not document:
+            document.update(describe_api(ENDPOINTS, root_path=server.root_path, has_key=server.api_key is not None, open_paths=OPEN_PATHS))
+        return document
+
+    app.openapi = describe  # type: ignore[method-assign]  # the documented way to replace FastAPI's own document
+    install_handlers(app)
+    if server.api_key is not None:
+        app.add_middleware(KeyGate, key=server.api_key)
+    origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(RequestLedger, context=context)
+    return app

@@ -1,0 +1,136 @@
+"""`JsonBody`: reads a request body within a bound and decodes it into one record type; every complaint names the field."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.serving.http.errors import BodyTooLarge, UnsupportedMediaType
+from headrace.serving.http.protocol.deferred import DEFERRED, MEDIA
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+NESTED = "sampling_params"
+_WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+_PART = re.compile(r"^Invalid value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, at most ``limit`` bytes of it whether its length was declared or it comes in chunks."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise BodyTooLarge(f"the body has {declared} bytes; at most {limit} are taken")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLarge(f"the body has more than {limit} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _check_media_type(request: Request) -> None:
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
+        raise UnsupportedMediaType(f"Content-Type must be application/json, got {declared or 'none'}")
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding {coding} is not taken; send the body uncompressed")
+
+
+class JsonBody(Generic[T]):
+    """Decoder of one request type. Strict: no number in a string, no unknown field; a known field of a feature that is
+    not served is refused by its name unless it asks for nothing (null, false or empty)."""
+
+    def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None):
+        self.record = record
+        self._decode = msgspec.json.Decoder(record).decode
+        self._fields = _fields_of(record)
+        self._nested_fields = _fields_of(nested) if nested else frozenset()
+
+    async def read(self, request: Request, limit: int) -> T:
+        """The decoded body; raises `RequestError` (400, 413 or 415)."""
+        _check_media_type(request)
+        return self.decode(await read_body(request, limit))
+
+    def decode(self, body: bytes) -> T:
+        """The record in ``body``."""
+        try:
+            return self._decode(body)
+        except msgspec.ValidationError as error:
+            if "unknown field" not in str(error):
+                raise _explain(error) from None
+        except msgspec.DecodeError as error:
+            raise RequestError(f"the body is not valid JSON: {error}") from None
+        except UnicodeDecodeError:
+            raise RequestError("the body is not valid UTF-8") from None
+        except RecursionError:
+            raise RequestError("the body is nested too deeply") from None
+        return self._decode_loosely(body)
+
+    def _decode_loosely(self, body: bytes) -> T:
+        """Second look at a body with unknown fields: drop those that ask for nothing, name the others."""
+        try:
+            document = msgspec.json.decode(body)
+            _refuse_fields(document, self._fields)
+            inner = document.get(NESTED)
+            for item in inner if isinstance(inner, list) else [inner]:
+                if self._nested_fields and isinstance(item, dict):
+                    _refuse_fields(item, self._nested_fields, within=NESTED + ".")
+            return msgspec.convert(document, self.record, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise _explain(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f"the body is not valid JSON: {error}") from None
+        except RecursionError:
+            raise RequestError("the body is nested too deeply") from None
+
+
+def _fields_of(record: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(f.encode_name for f in msgspec.structs.fields(record))
+
+
+def _refuse_fields(document: dict[str, Any], known: frozenset[str], *, within: str = "") -> None:
+    for name in [n for n in document if n not in known]:
+        value = document[name]
+        if name not in DEFERRED:
+            raise _unknown_field(name, known, within)
+        if value is not None and value is not False and value not in ([], {}):
+            raise UnsupportedFeature(f"{within}{name} is not supported: {DEFERRED[name]}", param=within + name)
+        del document[name]
+
+
+def _unknown_field(name: str, known: frozenset[str], within: str = "") -> RequestError:
+    near = get_close_matches(name[:64], known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return RequestError(f"unknown field {within + name[:64]!r}{hint}", param=within + name[:64])
+
+
+def _explain(error: msgspec.ValidationError) -> RequestError:
+    """msgspec's complaint as ours: the field first, in words of JSON."""
+    text = str(error)
+    part = _PART.match(text)
+    if part is not None:
+        return UnsupportedFeature(f"{part['path']}: {part['kind']!r} is not supported: {MEDIA}", param=part["path"])
+    where = _WHERE.search(text)
+    path = where["path"] if where else ""
+    reason = text[: where.start()] if where else text
+    owner = re.split(r"[.\[]", path, maxsplit=1)[0]
+    if owner in DEFERRED:
+        return UnsupportedFeature(f"this {owner} is not supported: {DEFERRED[owner]}", param=owner)
+    missing = re.search(r"missing required field `([^`]*)`", reason)
+    if missing is not None:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return RequestError(f"{path} is required", param=path)
+    unknown = _UNKNOWN.search(reason)
+    if unknown is not None:
+        path = f"{path}.{unknown['name']}" if path else unknown["name"]
+        return RequestError(f"unknown field {path!r}", param=path)
+    reason = reason.replace("`", "").replace("Expected", "expected")
+    return RequestError(f"{path}: {reason}" if path else f"the body: {reason}", param=path or None)

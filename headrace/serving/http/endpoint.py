@@ -1,0 +1,31 @@
+"""`Endpoint`: one route as data: where, what it reads, what it answers. Routing and the OpenAPI document are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.serving.http.body import JsonBody
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """``answer`` is the msgspec type of the 200 answer (None: plain text). ``event`` is the type of a server-sent event
+    when the route can stream. ``errors`` are statuses beside 200 (500 is always possible)."""
+
+    path: str
+    handler: Handler
+    doc: str
+    tag: str
+    methods: tuple[str, ...] = ("GET",)
+    body: JsonBody[Any] | None = None
+    answer: Any = None
+    event: Any = None
+    query: dict[str, dict[str, Any]] | None = None
+    errors: tuple[int, ...] = ()

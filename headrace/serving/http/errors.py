@@ -1,0 +1,98 @@
+"""Errors as HTTP answers: one shape, the right status, ``Retry-After`` where waiting helps. Also the errors only HTTP knows."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from headrace.base.errors import HeadraceError, NotFound, RequestError
+from headrace.serving.http.protocol.answers import ErrorAnswer, ErrorDetail, describe_error
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+DEFAULT_RETRY_AFTER_S = 1.0
+SERVER_FAULT = "the server failed on this request; its log tells why"
+
+
+class BodyTooLarge(RequestError):
+    """The body is larger than ``max_body_bytes``."""
+
+    status = 413
+    kind = "body_too_large"
+
+
+class UnsupportedMediaType(RequestError):
+    """The body is not declared as plain JSON."""
+
+    status = 415
+    kind = "unsupported_media_type"
+
+
+class ModelNotFound(NotFound):
+    """The request names a model that is not served."""
+
+    kind = "model_not_found"
+
+
+class JsonResponse(Response):
+    """A msgspec-encoded answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def respond_error(error: HeadraceError) -> Response:
+    """The answer to a request that failed before anything was sent."""
+    headers = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or DEFAULT_RETRY_AFTER_S)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 413:
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return JsonResponse(describe_error(error), error.status, headers)
+
+
+async def _answer_typed(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadraceError)
+    if error.status >= 500 and error.status != 503:
+        logger.error("request failed: %s", error.message)
+    return respond_error(error)
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed here"}.get(error.status_code, str(error.detail))
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return JsonResponse(ErrorAnswer(ErrorDetail(message, kind)), error.status_code, dict(error.headers or {}))
+
+
+async def _answer_invalid(_request: Request, error: Exception) -> Response:
+    return respond_error(RequestError(str(error)))
+
+
+async def _answer_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _answer_fault(_request: Request, _error: Exception) -> Response:
+    return JsonResponse(ErrorAnswer(ErrorDetail(SERVER_FAULT, "server_error")), 500)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make every error of the application answer in OpenAI's form."""
+    app.add_exception_handler(HeadraceError, _answer_typed)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(ClientDisconnect, _answer_gone)
+    app.add_exception_handler(Exception, _answer_fault)

@@ -1,0 +1,211 @@
+"""`Generation`: the engine requests behind one HTTP request, from submission to the last delta, whatever the route.
+
+Owns aborting when the client leaves, streaming or not. Refuses: answer formats (the routes' own).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.sampling import SamplingParams
+from headrace.service.client.collect import Collector, first_error
+from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
+from headrace.serving.http.context import AppContext, context_of
+from headrace.serving.http.metrics import RequestTimer
+from headrace.serving.http.protocol.answers import Usage
+
+if TYPE_CHECKING:
+    from headrace.service.client.stream import RequestStream
+
+LONG_TEXT = 20_000
+"""Characters above which text is tokenized on a thread, so that other streams go on meanwhile."""
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a route wants generated: prompts, with one `SamplingParams` each. ``stream_ids`` name the engine requests
+    of the prompts; by default they follow from ``request_id``."""
+
+    request_id: str
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    namespace: str = ""
+    priority: int = 0
+    add_special_tokens: bool = True
+    stream_ids: list[str] | None = None
+
+    def ids(self) -> list[str]:
+        """The id of each prompt's engine request."""
+        if self.stream_ids is not None:
+            return self.stream_ids
+        return [self.request_id] if len(self.prompts) == 1 else [f"{self.request_id}-{i}" for i in range(len(self.prompts))]
+
+
+class Generation:
+    """Running engine requests, one stream a prompt. Close it, or use it as an async context manager."""
+
+    def __init__(self, context: AppContext, ask: Ask, streams: list[RequestStream], request: Request):
+        self.ask = ask
+        self.streams = streams
+        self.timers = [RequestTimer(context.metrics, len(s.prompt_token_ids), p.n) for s, p in zip(streams, ask.params, strict=True)]
+        self.is_disconnected = False
+        self._running = context.running
+        self._running[ask.request_id] = streams
+        self._num_completion = 0
+        self._num_cached = [0] * len(streams)
+        self._watch = asyncio.create_task(self._watch_client(request))
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def abort(self) -> None:
+        """End all requests now; their last deltas still come."""
+        for stream in self.streams:
+            stream.abort()
+
+    def close(self) -> None:
+        """End what still runs and forget it."""
+        self._watch.cancel()
+        self.abort()
+        self._running.pop(self.ask.request_id, None)
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
+        return Usage.of(prompt_tokens, self._num_completion, sum(self._num_cached))
+
+    def num_cached(self, prompt_index: int) -> int:
+        """Prompt tokens of one prompt that came from the prefix cache."""
+        return self._num_cached[prompt_index]
+
+    async def collect(self) -> list[GenerationOutput]:
+        """The whole output, one for each prompt. Raises the error of the first request that failed (the others are
+        ended), or `ClientDisconnect` when nobody waits for it any more."""
+        collectors = [
+            Collector(s.request_id, p if isinstance(p, str) else None, s.prompt_token_ids, params.n)
+            for s, p, params in zip(self.streams, self.ask.prompts, self.ask.params, strict=True)
+        ]
+        if len(collectors) == 1:
+            await self._collect_one(0, collectors[0])
+        else:
+            async with asyncio.TaskGroup() as group:
+                for index, collector in enumerate(collectors):
+                    group.create_task(self._collect_one(index, collector))
+        if self.is_disconnected:
+            raise ClientDisconnect
+        outputs = [c.output for c in collectors]
+        error = next(filter(None, map(first_error, outputs)), None)
+        if error is not None:
+            raise error
+        return outputs
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
+        """``(prompt index, delta)`` in the order they come. A slow reader gets fewer, merged deltas (the streams see
+        to it); at most one waits for each prompt here."""
+        if len(self.streams) == 1:
+            async with contextlib.aclosing(aiter(self.streams[0])) as source:
+                async for delta in source:
+                    self._count(0, delta)
+                    yield 0, delta
+            return
+        queue: asyncio.Queue[tuple[int, ChoiceDelta] | None] = asyncio.Queue()
+        room = asyncio.Semaphore(len(self.streams))  # bounds the queue; None, the end of a pump, always fits
+        pumps = [asyncio.create_task(self._pump(index, queue, room)) for index in range(len(self.streams))]
+        for pump in pumps:
+            pump.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            num_open = len(pumps)
+            while num_open:
+                item = await queue.get()
+                if item is None:
+                    num_open -= 1
+                    continue
+                room.release()
+                self._count(*item)
+                yield item
+            await asyncio.gather(*pumps)  # tells of an error in a pump
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, ChoiceDelta] | None], room: asyncio.Semaphore) -> None:
+        async for delta in self.streams[index]:
+            await room.acquire()
+            queue.put_nowait((index, delta))
+
+    async def _collect_one(self, index: int, collector: Collector) -> None:
+        async for delta in self.streams[index]:
+            self._count(index, delta)
+            collector.add(delta)
+            if delta.error is not None:
+                self.abort()
+
+    def _count(self, index: int, delta: ChoiceDelta) -> None:
+        self.timers[index].observe(delta)
+        self._num_completion += len(delta.token_ids)
+        self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
+
+    async def _watch_client(self, request: Request) -> None:
+        message: dict[str, Any] = {}
+        while message.get("type") != "http.disconnect":
+            message = dict(await request.receive())
+        self.is_disconnected = True
+        self.abort()
+
+
+async def open_generation(request: Request, ask: Ask) -> Generation:
+    """Validate and submit all prompts of ``ask``; when one is refused none runs. Raises typed errors."""
+    context = context_of(request)
+    context.check_available()
+    if ask.request_id in context.running:
+        raise RequestError(f"request_id {ask.request_id!r} is in use by a running request", param="request_id")
+    num_choices, limit = sum(p.n for p in ask.params), context.server.max_batch_prompts
+    if num_choices > limit:
+        raise RequestError(f"prompts times n must be at most {limit}, got {num_choices}", param="n")
+    prompts = await _encode_long(context, ask)
+    context.check_available()
+    streams: list[RequestStream] = []
+    with contextlib.ExitStack() as undo:
+        for request_id, prompt, params in zip(ask.ids(), prompts, ask.params, strict=True):
+            stream = context.client.submit(
+                prompt, params, request_id=request_id, namespace=ask.namespace, priority=ask.priority, add_special_tokens=ask.add_special_tokens,
+            )
+            undo.callback(stream.abort)
+            streams.append(stream)
+        undo.pop_all()
+    return Generation(context, ask, streams, request)
+
+
+async def _encode_long(context: AppContext, ask: Ask) -> list[Prompt]:
+    """The prompts; token ids instead of text when there is much of it."""
+    if sum(len(p) for p in ask.prompts if isinstance(p, str)) <= LONG_TEXT:
+        return ask.prompts
+    tokenizer = context.tokenizer()
+
+    def encode() -> list[Prompt]:
+        return [tokenizer.encode(p, add_special_tokens=ask.add_special_tokens) if isinstance(p, str) else p for p in ask.prompts]
+
+    return await asyncio.to_thread(encode)
+
+
+async def collect_generation(request: Request, ask: Ask) -> tuple[Generation, list[GenerationOutput]]:
+    """Run ``ask`` to its end; the closed generation still tells usage and timing."""
+    async with await open_generation(request, ask) as generation:
+        return generation, await generation.collect()
+
+
+def delta_error(delta: ChoiceDelta) -> HeadraceError | None:
+    """The typed error that ended a choice."""
+    return delta.error.to_error() if delta.error is not None else None

@@ -1,0 +1,108 @@
+"""Log probabilities in the shapes of the chat, completions and native routes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.base.step import TokenLogprobs
+from headrace.serving.http.protocol.answers import PromptLogprob, PromptLogprobsJson
+from headrace.serving.http.protocol.chat import ChatLogprobs, ContentLogprob, TopLogprob
+from headrace.serving.http.protocol.completions import CompletionLogprobs
+from headrace.serving.http.protocol.native import LogprobTriple
+
+if TYPE_CHECKING:
+    from headrace.service.tokenization import Tokenizer
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot hold; OpenAI's own value."""
+
+
+class TokenNames:
+    """Text and bytes of single tokens; without a tokenizer ``token_id:7`` stands for token 7."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+
+    def text(self, token_id: int) -> str:
+        """The token's text; broken UTF-8 shows as replacement characters."""
+        return self._tokenizer.token_text(token_id) if self._tokenizer else f"token_id:{token_id}"
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        """The token's exact bytes."""
+        return list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def chat_logprobs(entries: list[TokenLogprobs], names: TokenNames) -> ChatLogprobs:
+    """OpenAI's chat shape."""
+    return ChatLogprobs([
+        ContentLogprob(
+            names.text(e.token_id), _finite(e.logprob), names.bytes(e.token_id),
+            [TopLogprob(names.text(t), _finite(p), names.bytes(t)) for t, p in zip(e.top_ids, e.top_logprobs, strict=True)],
+        )
+        for e in entries
+    ])
+
+
+class CompletionLogprobsWriter:
+    """OpenAI's completions shape for one choice, in as many pieces as it is streamed in."""
+
+    def __init__(self, names: TokenNames, *, num_top: int, offset: int = 0):
+        self._names = names
+        self._num_top = num_top
+        self._offset = offset
+
+    def write(self, entries: list[TokenLogprobs], *, into: CompletionLogprobs | None = None) -> CompletionLogprobs:
+        """Append the entries to ``into``, or to a new record."""
+        record = into or CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            self._append(record, entry.token_id, entry)
+        return record
+
+    def write_prompt(self, token_ids: list[int], entries: list[TokenLogprobs | None]) -> CompletionLogprobs:
+        """The echoed prompt; its first token has no logprob."""
+        record = CompletionLogprobs([], [], [], [])
+        padded = [None] * (len(token_ids) - len(entries)) + list(entries)
+        for token_id, entry in zip(token_ids, padded, strict=True):
+            self._append(record, token_id, entry)
+        return record
+
+    def _append(self, record: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
+        text = self._names.text(token_id)
+        record.tokens.append(text)
+        record.text_offset.append(self._offset)
+        self._offset += len(text)
+        record.token_logprobs.append(None if entry is None else _finite(entry.logprob))
+        record.top_logprobs.append(None if entry is None or not self._num_top else self._top(entry, text))
+
+    def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
+            top.setdefault(self._names.text(token_id), _finite(logprob))  # two ids may share a text: the likelier wins
+        top.setdefault(text, _finite(entry.logprob))
+        return top
+
+
+def prompt_logprobs_json(entries: list[TokenLogprobs | None], names: TokenNames) -> list[PromptLogprobsJson | None]:
+    """vLLM's shape: for each prompt position its token and the best, by id."""
+    return [None if e is None else _candidates(e, names) for e in entries]
+
+
+def _candidates(entry: TokenLogprobs, names: TokenNames) -> PromptLogprobsJson:
+    best = enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1)
+    found = {str(t): PromptLogprob(_finite(p), rank, names.text(t)) for rank, (t, p) in best}
+    found.setdefault(str(entry.token_id), PromptLogprob(_finite(entry.logprob), entry.rank, names.text(entry.token_id)))
+    return found
+
+
+def native_triples(entries: list[TokenLogprobs], names: TokenNames | None) -> list[LogprobTriple]:
+    """SGLang's ``[logprob, id, text]``; the text is null without ``names``."""
+    return [(_finite(e.logprob), e.token_id, names.text(e.token_id) if names else None) for e in entries]
+
+
+def native_top(entry: TokenLogprobs, names: TokenNames | None) -> list[LogprobTriple]:
+    """The best tokens of one position as triples."""
+    return [(_finite(p), t, names.text(t) if names else None) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]

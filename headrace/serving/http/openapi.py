@@ -1,0 +1,71 @@
+"""The OpenAPI document, made from the endpoint table and the record types: it cannot drift from what is decoded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from msgspec.json import schema_components
+
+from headrace import __version__
+from headrace.serving.http.endpoint import Endpoint
+from headrace.serving.http.protocol.answers import ErrorAnswer
+
+ABOUT = "OpenAI-compatible and native routes. Unknown fields are refused by name; null is the same as leaving a field out."
+BODY_ERRORS = (400, 413, 415)
+
+
+def describe_api(endpoints: Sequence[Endpoint], *, root_path: str, has_key: bool, open_paths: frozenset[str]) -> dict[str, Any]:
+    """The document. ``open_paths`` need no key."""
+    types: dict[Any, None] = {ErrorAnswer: None}
+    for endpoint in endpoints:
+        types |= dict.fromkeys(t for t in (endpoint.body and endpoint.body.record, endpoint.answer, endpoint.event) if t is not None)
+    schemas, components = schema_components(list(types), ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(types, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for endpoint in endpoints:
+        is_guarded = has_key and endpoint.path not in open_paths
+        for method in endpoint.methods:
+            operation = _describe_operation(endpoint, method, schema_of, is_guarded=is_guarded)
+            paths.setdefault(endpoint.path.replace(":path}", "}"), {})[method.lower()] = operation
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Headrace", "version": __version__, "description": ABOUT},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if root_path:
+        document["servers"] = [{"url": root_path}]
+    if has_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _describe_operation(endpoint: Endpoint, method: str, schema_of: dict[Any, Any], *, is_guarded: bool) -> dict[str, Any]:
+    statuses = {500, *endpoint.errors, *(BODY_ERRORS if endpoint.body else ()), *((401,) if is_guarded else ())}
+    error = {"application/json": {"schema": schema_of[ErrorAnswer]}}
+    responses: dict[str, Any] = {"200": {"description": "OK", "content": _describe_answer(endpoint, schema_of)}}
+    responses |= {str(s): {"description": HTTPStatus(s).phrase, "content": error} for s in sorted(statuses)}
+    name = re.sub(r"\W+", "_", endpoint.path).strip("_") or "root"
+    operation: dict[str, Any] = {"summary": endpoint.doc, "tags": [endpoint.tag], "operationId": f"{name}_{method.lower()}", "responses": responses}
+    parameters = [
+        {"name": p, "in": "path", "required": True, "schema": {"type": "string"}} for p in re.findall(r"{(\w+)", endpoint.path)
+    ] + [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in (endpoint.query or {}).items()]
+    if parameters:
+        operation["parameters"] = parameters
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[endpoint.body.record]}}}
+    if is_guarded:
+        operation["security"] = [{"key": []}]
+    return operation
+
+
+def _describe_answer(endpoint: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    if endpoint.answer is None:
+        return {"text/plain": {"schema": {"type": "string"}}}
+    content = {"application/json": {"schema": schema_of[endpoint.answer]}}
+    if endpoint.event is not None:
+        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": schema_of[endpoint.event]}
+    return content

@@ -1,0 +1,140 @@
+"""``/v1/chat/completions``: the request and its answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from headrace.serving.http.protocol.answers import PromptLogprobsJson, Usage
+from headrace.serving.http.protocol.fields import Count, NumTop, StopFields
+
+
+class TextPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A piece of a message's content; only text is served so far."""
+
+    text: str
+
+
+class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. The fields after ``reasoning_content`` may only be null or empty: clients send back the assistant
+    messages they got."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+    function_call: dict[str, Any] | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Only ``{"type": "text"}`` so far."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
+    """A conversation to continue. ``max_completion_tokens`` and ``max_tokens`` are the same limit; without one, output
+    may fill the context. The last message is continued, not answered, with ``continue_final_message``."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tool_choice: Literal["none"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TopLogprob(Struct):
+    """A token that could have stood here. ``bytes`` are its exact bytes; ``token`` may show replacement characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(Struct):
+    """The token that was drawn, and the most likely ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """One entry for every output token."""
+
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(Struct):
+    """The answer's text."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    """One of the ``n`` answers. ``stop_reason`` is the stop string or stop id that matched, if any."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct):
+    """The whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: list[PromptLogprobsJson | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    """News of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """News of one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """One server-sent event of a streamed answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

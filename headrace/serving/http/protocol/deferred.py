@@ -1,0 +1,50 @@
+"""Fields that other servers know and this one does not serve yet: refused by name with what to do instead."""
+
+from __future__ import annotations
+
+TOOLS = "tool calls are not served yet"
+STRUCTURE = "structured output is not served yet"
+MEDIA = "only text is served so far"
+REASONING = "reasoning control is not served yet; a template's own switches go into chat_template_kwargs"
+ADAPTERS = "adapters are not served yet"
+INTERNALS = "model internals are not returned"
+PLACEMENT = "requests cannot be placed by hand"
+
+DEFERRED: dict[str, str] = {
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"), TOOLS),
+    **dict.fromkeys((
+        "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
+        "guided_whitespace_pattern", "structured_outputs", "structural_tag", "json_schema", "regex", "ebnf", "stop_regex",
+    ), STRUCTURE),
+    **dict.fromkeys((
+        "audio", "modalities", "image_data", "video_data", "audio_data", "mm_processor_kwargs", "media_io_kwargs", "mm_hashes",
+        "video_config", "use_audio_in_video",
+    ), MEDIA),
+    **dict.fromkeys((
+        "reasoning_effort", "reasoning", "thinking", "separate_reasoning", "stream_reasoning", "include_reasoning", "thinking_token_budget",
+        "max_thinking_tokens", "require_reasoning", "verbosity",
+    ), REASONING),
+    **dict.fromkeys(("lora_path", "lora_id", "lora_request"), ADAPTERS),
+    **dict.fromkeys((
+        "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_entropy", "return_meta_info", "return_sampling_mask",
+        "token_ids_logprob", "logprob_token_ids", "return_tokens_as_token_ids",
+    ), INTERNALS),
+    **dict.fromkeys((
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "routed_dp_rank", "data_parallel_rank", "routing_key",
+        "disagg_prefill_dp_rank", "decode_tp_size", "kv_transfer_params", "kv_hints",
+    ), PLACEMENT),
+    **dict.fromkeys(("input_embeds", "prompt_embeds"), "embeddings as input are not served; send text or token ids"),
+    **dict.fromkeys(("session_id", "session_params", "conversation_id"), "sessions are not served; the prefix cache makes them unnecessary"),
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "beam search is not served"),
+    **dict.fromkeys(("chat_template", "chat_template_content_format"), "the chat template is chosen when the server is started"),
+    **dict.fromkeys(("custom_logit_processor", "logits_processors", "custom_params", "vllm_xargs"), "code and parameters of other servers are not run"),
+    "suffix": "text after the gap (fill in the middle) is not served",
+    "documents": "retrieval templates are not served yet; put the documents into a message",
+    "prediction": "predicted output is not served yet",
+    "web_search_options": "the server cannot search the web",
+    "truncate_prompt_tokens": "prompts are never truncated; shorten the prompt",
+    "repetition_detection": "repetition detection is not served; use repetition_penalty or stop",
+    "typical_p": "typical sampling is not served; use top_p or min_p",
+    "stream_interval": "chunks are sent as they come",
+    "background": "requests cannot outlive their connection",
+}

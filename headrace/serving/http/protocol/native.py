@@ -1,0 +1,189 @@
+"""SGLang's native ``/generate`` and the control routes beside it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from headrace.serving.http.protocol.fields import (
+    AllowedIds,
+    BadWords,
+    Choices,
+    Count,
+    LogitBias,
+    MinP,
+    NumTop,
+    Penalty,
+    Priority,
+    Repetition,
+    RequestId,
+    Salt,
+    Seed,
+    Stop,
+    StopIds,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+)
+
+DEFAULT_MAX_NEW_TOKENS = 128
+PromptLen = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+
+
+class NativeDraw(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drawn."""
+
+    n: Choices | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Repetition | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    sampling_seed: Seed | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: BadWords | None = None
+    allowed_token_ids: AllowedIds | None = None
+
+
+class NativeSampling(NativeDraw, kw_only=True, forbid_unknown_fields=True):
+    """``sampling_params``. ``seed`` and ``sampling_seed`` are the same, as are ``no_stop_trim`` and
+    ``include_stop_str_in_output``."""
+
+    max_new_tokens: Count | None = None
+    min_new_tokens: Count | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One prompt or a batch, as ``text`` or ``input_ids``. ``sampling_params`` and ``rid`` may be one for all, or a
+    list with one for each prompt. ``logprob_start_len`` -1 gives logprobs of the output only."""
+
+    text: str | Annotated[list[str], Meta(min_length=1)] | None = None
+    input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    rid: RequestId | list[RequestId] | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: PromptLen | None = None
+    top_logprobs_num: NumTop | None = None
+    return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
+    log_metrics: bool | None = None
+    no_logs: bool | None = None
+
+
+class FinishReason(Struct):
+    """``type`` is ``stop``, ``length`` or ``abort``; ``matched`` the stop string or token id."""
+
+    type: str
+    matched: str | int | UnsetType = UNSET
+    length: int | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+
+
+LogprobTriple = tuple[float | None, int, str | None]
+
+
+class MetaInfo(Struct):
+    """Facts of one output. ``finish_reason`` is null while it still grows; ``e2e_latency`` is in seconds."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    input_token_logprobs: list[LogprobTriple] | UnsetType = UNSET
+    output_token_logprobs: list[LogprobTriple] | UnsetType = UNSET
+    input_top_logprobs: list[list[LogprobTriple] | None] | UnsetType = UNSET
+    output_top_logprobs: list[list[LogprobTriple]] | UnsetType = UNSET
+
+
+class Generated(Struct):
+    """One output; when streamed, all of it so far. ``index`` tells streams of a batch apart."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
+
+
+class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which request to end: ``rid``, or all with ``abort_all``."""
+
+    rid: Annotated[str, Meta(max_length=128)] | None = None
+    abort_all: bool | None = None
+    abort_message: Annotated[str, Meta(max_length=1024)] | None = None
+
+
+class AbortAnswer(Struct):
+    """How many running requests were told to end."""
+
+    aborted: int
+
+
+class FlushAnswer(Struct):
+    """Whether the prefix cache is empty now."""
+
+    success: bool
+    message: str
+
+
+class ServerInfo(Struct):
+    """Everything about this server: options, model, memory plan (bytes), counters."""
+
+    version: str
+    state: str
+    served_model_name: str
+    max_total_num_tokens: int | None
+    num_inflight: int
+    model: dict[str, Any] | None
+    memory: list[dict[str, Any]]
+    stats: dict[str, Any]
+    options: dict[str, Any]
+
+
+class ModelInfo(Struct):
+    """Static facts of the model, with SGLang's names first."""
+
+    model_path: str
+    served_model_name: str
+    tokenizer_path: str
+    is_generation: bool
+    architectures: list[str]
+    model_type: str
+    max_model_len: int
+    dtype: str
+    device: str
+    num_parameters: int
+    preferred_sampling_params: dict[str, float]
+
+
+class State(Struct):
+    """Health and readiness."""
+
+    status: str
+    engine: str
+    stage: str | None = None
+    progress: float | None = None
+
+
+class Version(Struct):
+    """The version of Headrace."""
+
+    version: str

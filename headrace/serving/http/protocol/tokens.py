@@ -1,0 +1,48 @@
+"""``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from headrace.serving.http.protocol.chat import ChatMessage
+from headrace.serving.http.protocol.fields import TokenId
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Text (``prompt`` or ``text``) or a conversation (``messages``) to turn into token ids."""
+
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    prompt: str | None = None
+    text: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Tokenized(Struct):
+    """The ids and how many; ``token_strs`` when asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids to turn into text."""
+
+    tokens: list[TokenId]
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Detokenized(Struct):
+    """The text, under vLLM's name (``prompt``) and SGLang's (``text``)."""
+
+    prompt: str
+    text: str

@@ -1,0 +1,206 @@
+"""A fake engine client: real streams, deterministic tokens, a tokenizer whose ids are bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import zlib
+from dataclasses import dataclass, field
+
+from headrace.base.config import EngineConfig
+from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, RequestError
+from headrace.base.messages import Abort, EngineRequest, EngineStats, ErrorInfo, Finish, MemoryLine, ModelFacts, RequestOutput
+from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
+from headrace.base.step import TokenLogprobs
+from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.stream import RequestStream
+
+BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
+
+
+class ByteTokenizer:
+    """Ids are bytes; 256 begins a text."""
+
+    vocab_size = VOCAB
+    bos_id = BOS
+    eos_ids = (EOS,)
+    has_chat_template = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        text = b"".join(bytes([i]) if i < 256 else b"" if skip_special_tokens else self.token_text(i).encode() for i in ids)
+        return text.decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return bytes([token_id]).decode(errors="replace") if token_id < 256 else f"<{token_id}>"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def render_chat(self, messages, *, add_generation_prompt=True, continue_final_message=False, tools=None, template=None, **options) -> str:
+        if options.get("fail"):
+            raise RequestError("the chat template refused the messages", param="messages")
+        lines = [f"{m['role']}: {m['content']}" for m in messages]
+        return "\n".join(lines) + ("\nassistant:" if add_generation_prompt else "" if continue_final_message else "\n")
+
+
+def draw_token(prompt_ids: list[int], seed: int, index: int) -> int:
+    """The token the fake model draws: a letter or a space."""
+    return b"abcdefghij klmnopqrs tuvwxyz"[zlib.crc32(repr((prompt_ids, seed, index)).encode()) % 28]
+
+
+def expected_text(prompt: str, num_tokens: int, *, seed: int = 0, bos: bool = True) -> str:
+    """What the fake model answers."""
+    ids = ByteTokenizer().encode(prompt, add_special_tokens=bos)
+    return bytes(draw_token(ids, seed, i) for i in range(num_tokens)).decode()
+
+
+def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """Made-up logprobs; the first candidate is the token, one is impossible."""
+    top = [(token_id, -0.5), (BOS, float("-inf")), *((200 + i, -1.0 - i) for i in range(50))][:num_top]
+    return TokenLogprobs(token_id, -0.5, 1, [t for t, _ in top], [p for _, p in top])
+
+
+class FakeAssembler:
+    """Text of several choices with stop strings, in the plainest way."""
+
+    def __init__(self, requests: list[EngineRequest], params: SamplingParams):
+        self._index = {r.request_id: i for i, r in enumerate(requests)}
+        self._ids: dict[int, list[int]] = {i: [] for i in range(len(requests))}
+        self._sent = dict.fromkeys(self._ids, 0)
+        self._done: set[int] = set()
+        self._aborts: list[Abort] = []
+        self._params = params
+        self._hold = max((len(s) - 1 for s in params.stop_strings()), default=0)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self._done) == len(self._ids)
+
+    def to_abort(self) -> list[Abort]:
+        aborts, self._aborts = self._aborts, []
+        return aborts
+
+    def feed(self, output: RequestOutput) -> ChoiceDelta | None:
+        index = self._index[output.request_id]
+        if index in self._done:
+            return None
+        self._ids[index] += output.token_ids
+        delta = ChoiceDelta(index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs)
+        text = bytes(i for i in self._ids[index] if i < 256).decode(errors="replace")
+        end = len(text) - self._hold
+        for stop in self._params.stop_strings():
+            if stop in text:
+                end = text.index(stop) + len(stop) * self._params.include_stop_str_in_output
+                delta.finish_reason, delta.stop_reason = "stop", stop
+                self._aborts.append(Abort(output.request_id, "stop"))
+        if output.finish is not None and delta.finish_reason is None:
+            delta.finish_reason, delta.stop_reason, delta.error = output.finish.reason, output.finish.stop_id, output.finish.error
+            end = len(text)
+        if delta.finish_reason is not None:
+            self._done.add(index)
+        delta.text, self._sent[index] = text[self._sent[index] : max(end, 0)], max(end, self._sent[index])
+        return delta
+
+
+@dataclass
+class FakeClient:
+    """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, one with ``BREAK3`` fails
+    after three tokens, one with ``HOLD`` yields nothing until aborted. ``delay_s`` passes before each token."""
+
+    delay_s: float = 0.0
+    state: str = "ready"
+    tokenizer: ByteTokenizer | None = field(default_factory=ByteTokenizer)
+    config: EngineConfig = field(default_factory=EngineConfig)
+    progress: tuple[str, float] = ("loading weights", 0.5)
+    aborted: list[str] = field(default_factory=list)
+    submitted: list[tuple[str, SamplingParams, str, int]] = field(default_factory=list)
+    last_stats: EngineStats = field(default_factory=EngineStats)
+    default_sampling: dict[str, float] = field(default_factory=dict)
+    is_flushable: bool = True
+    num_tokens: int = 0
+    tasks: set[asyncio.Task] = field(default_factory=set)
+    children: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.memory = [MemoryLine("weights", 2**20), MemoryLine("KV cache", 2**21, "8192 tokens")]
+        self.facts = ModelFacts("fake-model", "FakeForCausalLM", "fake", "float32", "cpu", MAX_LEN, VOCAB, [EOS], 1000, 16, 8192, self.default_sampling)
+
+    @property
+    def num_inflight(self) -> int:
+        return len({name.partition("/")[0] for name in self.children})
+
+    def submit(self, prompt, params, *, request_id=None, namespace="", priority=0, deadline_s=None, add_special_tokens=True) -> RequestStream:
+        if self.state != "ready":
+            raise EngineUnavailable(f"the engine is {self.state}", retry_after=3)
+        params.validate()
+        ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError("prompt must not be empty", param="prompt")
+        if any(i >= VOCAB for i in ids):
+            raise RequestError(f"prompt holds an id that is not in the vocabulary of {VOCAB}", param="prompt")
+        limit = MAX_LEN - len(ids)
+        if limit < 1 or (params.max_tokens or 0) > limit:
+            raise ContextLengthExceeded(f"at most {MAX_LEN} tokens fit", param="prompt")
+        self.submitted.append((request_id, params, namespace, priority))
+        names = [request_id] if params.n == 1 else [f"{request_id}/{i}" for i in range(params.n)]
+        requests = [EngineRequest(name, ids, SamplingSpec(), StopSpec(params.max_tokens or limit)) for name in names]
+        stream = RequestStream(request_id, requests, FakeAssembler(requests, params), self._abort)
+        for index, request in enumerate(requests):
+            self.children[request.request_id] = asyncio.Event()
+            task = asyncio.get_running_loop().create_task(self._run(stream, request, params, (params.seed or 0) + index))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        return stream
+
+    def _abort(self, aborts) -> None:
+        for abort in aborts:
+            self.aborted.append(abort.request_id)
+            if abort.request_id in self.children:
+                self.children[abort.request_id].set()
+
+    async def _run(self, stream: RequestStream, request: EngineRequest, params: SamplingParams, seed: int) -> None:
+        text = bytes(i for i in request.prompt_token_ids if i < 256).decode(errors="replace")
+        ended = self.children[request.request_id]
+        if "HOLD" in text:
+            await ended.wait()
+        broken = re.search(r"BREAK(\d+)", text)
+        facts = {"num_cached_tokens": len(request.prompt_token_ids) // 2}
+        if params.prompt_logprobs is not None:
+            facts["prompt_logprobs"] = [None, *(token_logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:])]
+        finish = Finish("error", error=ErrorInfo("queue_full", "the queue is full", None, 7)) if "FULL" in text else None
+        tokens: list[int] = []
+        while finish is None:
+            await asyncio.sleep(self.delay_s)
+            if ended.is_set():
+                finish = Finish("abort")
+            elif broken is not None and len(tokens) == int(broken[1]):
+                finish = Finish("error", error=ErrorInfo("step_failed", "the step failed"))
+            else:
+                token = draw_token(request.prompt_token_ids, seed, len(tokens))
+                tokens.append(token)
+                self.num_tokens += 1
+                finish = Finish("length") if len(tokens) == request.stop.max_tokens else None
+                logprobs = None if params.logprobs is None else [token_logprobs(token, params.logprobs)]
+                stream.feed(RequestOutput(request.request_id, [token], finish, logprobs=logprobs, **facts))
+                facts = {}
+                if finish is not None:
+                    break
+        else:
+            stream.feed(RequestOutput(request.request_id, [], finish, **facts))
+        del self.children[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        self._abort([Abort(name) for name in list(self.children) if name.partition("/")[0] == request_id])
+
+    async def stats(self) -> EngineStats:
+        self.last_stats = EngineStats(num_running=len(self.children), num_pages=100, num_used_pages=40, num_evictable_pages=15, generation_tokens_total=self.num_tokens)
+        return self.last_stats
+
+    async def reset_prefix_cache(self) -> bool:
+        return self.is_flushable
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        self.state = "stopped"
