@@ -1,17 +1,31 @@
-"""`ModelSource`: where a model's files are, found from what the user typed. Torch-free: the HTTP process reads it too."""
+"""`ModelSource`: where a model's files are, found from what the user typed. Torch-free: the HTTP process reads it too.
+
+Tried in order: a path, an installed model package, a Hugging Face name. Refuses: opening weights.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from headrace.base.config import ModelConfig
+from headrace.base.errors import ConfigError, ModelError
+from headrace.models.catalog import find_gguf_family
+from headrace.models.finding import Found, find_model
+from headrace.models.weights.gguf_file import CONSTANT_TENSORS, read_floats, read_gguf_header
+
+MAX_JSON_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ModelSource:
     """A resolved model. ``kind`` is ``folder`` (config.json and perhaps safetensors) or ``gguf`` (one file, or the
     first of a split one). ``config`` is the config.json dict (made from metadata for GGUF), ``generation_config`` that
-    of generation_config.json or {}. ``architecture`` is ``config["architectures"][0]``."""
+    of generation_config.json or {}. ``architecture`` is ``config["architectures"][0]``. ``name`` is what to call the
+    model: the name typed, or the folder's or file's own. ``weight_files`` is empty when there are none and random
+    weights were asked for. ``gguf_metadata`` has the file's constant tensors too, as float32 arrays under their names."""
 
     name: str
     kind: str
@@ -24,3 +38,95 @@ class ModelSource:
     @property
     def architecture(self) -> str:
         return self.config["architectures"][0]
+
+    @property
+    def folder(self) -> Path:
+        """Where files beside the weights lie."""
+        return self.path if self.kind == "folder" else self.path.parent
+
+
+def resolve_source(config: ModelConfig) -> ModelSource:
+    """Find and read everything about a model but its weights.
+
+    Raises `ModelError` saying what was looked for, where, and what is nearest; `ConfigError` for ``config_overrides``
+    that are no JSON object or a ``load_format`` the files are not in; `UnknownArchitecture` for a GGUF file no family
+    serves.
+    """
+    overrides = _parse_overrides(config.config_overrides)
+    found = find_model(config.model, config.load_format, config.revision)
+    source = _read_gguf(found) if found.kind == "gguf" else _read_folder(found)
+    source = replace(source, config=merge_config(source.config, overrides))
+    architectures = source.config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise ModelError(
+            f"the configuration of {source.name} ({source.path}) names no architectures; add them with "
+            '--config-overrides \'{"architectures": ["..."]}\''
+        )
+    return source
+
+
+def merge_config(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with ``overrides`` laid over it; objects are merged key by key, anything else is replaced."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        known = merged.get(key)
+        merged[key] = merge_config(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _parse_overrides(text: str | None) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        overrides = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"config_overrides is no JSON: {error}", param="config_overrides") from error
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"config_overrides must be a JSON object, got {text[:80]}", param="config_overrides")
+    return overrides
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises `ModelError` when it is none."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _read_folder(found: Found) -> ModelSource:
+    config = read_json(found.path / "config.json")
+    return ModelSource(found.name, "folder", found.path, config, _generation_config(found.path), found.weight_files)
+
+
+def _read_gguf(found: Found) -> ModelSource:
+    headers = [read_gguf_header(path) for path in found.weight_files]
+    metadata = headers[0].metadata
+    expected = metadata.get("split.tensors.count")
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    if expected is not None and expected != len(tensors):
+        raise ModelError(f"{found.path} and its {len(headers) - 1} further parts hold {len(tensors)} tensors, not {expected}; fetch them again")
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ModelError(f"{found.path} has no general.architecture; it is no model")
+    metadata.update({tensor.name: read_floats(tensor) for tensor in tensors if tensor.name in CONSTANT_TENSORS})
+    family = find_gguf_family(architecture)
+    if family.gguf_config is None:
+        raise ModelError(f"model family {family.name} does not read GGUF files; {found.path} needs a family that does")
+    config = family.gguf_config(metadata)
+    if "tie_word_embeddings" not in config:
+        config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in tensors)
+    generation = _generation_config(found.path.parent)
+    return ModelSource(found.name, "gguf", found.path, config, generation, found.weight_files, metadata)

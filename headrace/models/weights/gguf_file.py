@@ -6,6 +6,7 @@ size before use. Refuses big-endian files and GGUF version 1; dequantising is do
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ VERSIONS = (2, 3)
 MAX_DIMS = 4
 MAX_KEY_BYTES = 65535
 MAX_ARRAY_DEPTH = 4
+MAX_CONSTANT_SIZE = 65536
 DEFAULT_ALIGNMENT = 32
+
+CONSTANT_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are configuration (divisors of the rotary frequencies), not weights."""
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
@@ -71,6 +76,20 @@ def read_gguf_header(path: Path | str) -> GgufHeader:
                 return _Reader(path, data).read()
     except OSError as error:
         raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def read_floats(tensor: GgufTensor) -> np.ndarray:
+    """The values of a small unquantised tensor as float32 [size]; raises `WeightError` for any other type."""
+    dtype = {0: np.dtype("<f4"), 1: np.dtype("<f2")}.get(tensor.type_id)
+    count = math.prod(tensor.shape)
+    if dtype is None or count > MAX_CONSTANT_SIZE:
+        raise WeightError(f"{tensor.path}: {tensor.name} should be a small float tensor; it has type {tensor.type_id}, shape {tensor.shape}")
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        data = file.read(count * dtype.itemsize)
+    if len(data) < count * dtype.itemsize:
+        raise WeightError(f"{tensor.path} is truncated inside {tensor.name}; fetch the file again")
+    return np.frombuffer(data, dtype).astype(np.float32)
 
 
 class _Reader:

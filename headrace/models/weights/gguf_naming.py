@@ -1,0 +1,135 @@
+"""How a GGUF file's tensors become a checkpoint's: names, row order, offsets. Torch-free.
+
+`GgufNaming` holds what differs between families; a family names a function that returns one in ``gguf_weights``.
+Names follow gguf's tensor table; what the converter does to values is said at each field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.base.errors import WeightError
+from headrace.models.weights.gguf_file import CONSTANT_TENSORS, GgufTensor
+
+GLOBAL_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
+
+
+@dataclass(frozen=True)
+class GgufNaming:
+    """What is special to a family's GGUF files.
+
+    ``parts`` replaces entries of `BLOCK_PARTS`. ``is_rotary_interleaved``: the converter reordered the rows of each q
+    and k head from two halves to pairs (``permute`` in its llama class); they are put back. ``norm_offset``: the
+    converter added this to every norm weight; it is taken off."""
+
+    parts: Mapping[str, str] = field(default_factory=dict)
+    is_rotary_interleaved: bool = False
+    norm_offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A GGUF tensor under its checkpoint name. ``row_order`` [rows], if any, picks the stored row for each row;
+    ``offset`` is subtracted from every value."""
+
+    name: str
+    stored: GgufTensor
+    row_order: np.ndarray | None = None
+    offset: float = 0.0
+
+
+def plain_naming(spec: Any) -> GgufNaming:
+    """Nothing special (also when a family names no function)."""
+    return GgufNaming()
+
+
+def interleaved_rotary_naming(spec: Any) -> GgufNaming:
+    """For families whose q and k rows the converter interleaves."""
+    return GgufNaming(is_rotary_interleaved=True)
+
+
+def unit_norm_offset_naming(spec: Any) -> GgufNaming:
+    """For families that multiply by ``1 + weight`` in their norms: the file holds ``1 + weight``."""
+    return GgufNaming(norm_offset=1.0)
+
+
+def name_tensors(tensors: Iterable[GgufTensor], metadata: Mapping[str, Any], naming: GgufNaming) -> list[NamedTensor]:
+    """Rename every weight to its checkpoint name; a name without counterpart is kept, for the model to
+    refuse. Constants are left out.
+
+    Raises `WeightError` when q or k rows cannot be put back for lack of a sound head count.
+    """
+    stored = [tensor for tensor in tensors if tensor.name not in CONSTANT_TENSORS]
+    present = {tensor.name for tensor in stored}
+    return [_name_tensor(tensor, present, metadata, naming) for tensor in stored]
+
+
+def _name_tensor(tensor: GgufTensor, present: set[str], metadata: Mapping[str, Any], naming: GgufNaming) -> NamedTensor:
+    match = _BLOCK.fullmatch(tensor.name)
+    if match is None:
+        part, _, suffix = tensor.name.rpartition(".")
+        name = f"{GLOBAL_PARTS[part]}.{suffix}" if part in GLOBAL_PARTS else tensor.name
+        return NamedTensor(name, tensor, offset=_norm_offset(part, suffix, naming))
+    block, part, suffix = match.groups()
+    home = naming.parts.get(part) or _structural_part(f"blk.{block}.", part, present) or BLOCK_PARTS.get(part)
+    name = f"model.layers.{block}.{home}.{suffix}" if home else tensor.name
+    order = None
+    if naming.is_rotary_interleaved and part in ("attn_q", "attn_k"):
+        order = _deinterleaved_rows(tensor, _head_count(metadata, part, int(block)))
+    return NamedTensor(name, tensor, order, _norm_offset(part, suffix, naming))
+
+
+def _structural_part(prefix: str, part: str, present: set[str]) -> str | None:
+    """Names that depend on what else the block holds: a norm before the MLP is called after attention unless another
+    norm has that place; an up projection without gate holds both."""
+    if part == "ffn_norm" and f"{prefix}post_attention_norm.weight" in present:
+        return "pre_feedforward_layernorm"
+    if part == "ffn_up" and f"{prefix}ffn_gate.weight" not in present:
+        return "mlp.gate_up_proj"
+    return None
+
+
+def _norm_offset(part: str, suffix: str, naming: GgufNaming) -> float:
+    return naming.norm_offset if part.endswith("norm") and suffix == "weight" else 0.0
+
+
+def _head_count(metadata: Mapping[str, Any], part: str, block: int) -> int:
+    prefix = f"{metadata.get('general.architecture')}.attention."
+    count = metadata.get(prefix + "head_count")
+    if part == "attn_k":
+        count = metadata.get(prefix + "head_count_kv", count)
+    if isinstance(count, np.ndarray):
+        count = int(count[block]) if block < len(count) else None
+    if not isinstance(count, int) or count <= 0:
+        raise WeightError(f"GGUF metadata {prefix}head_count is {count!r}, which is no number of heads")
+    return count
+
+
+def _deinterleaved_rows(tensor: GgufTensor, num_heads: int) -> np.ndarray:
+    """Stored row of each row [rows]: a stored head is (e, 2), its checkpoint order (2, e)."""
+    rows = tensor.shape[0]
+    if rows % (2 * num_heads):
+        raise WeightError(f"GGUF tensor {tensor.name} has {rows} rows, which {num_heads} heads cannot share in pairs")
+    return np.arange(rows).reshape(num_heads, rows // num_heads // 2, 2).swapaxes(1, 2).ravel()

@@ -1,0 +1,106 @@
+"""Turns GGUF tensors into torch tensors: types torch knows are mapped without a copy, quantised ones are dequantised.
+
+Numerics of the quantised types are the gguf package's. Refuses: keeping weights quantised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.base.errors import WeightError
+from headrace.models.weights.ahead import map_ahead
+from headrace.models.weights.gguf_file import GgufTensor
+from headrace.models.weights.gguf_naming import NamedTensor
+from headrace.models.weights.mapping import map_file, view_bytes
+
+CHUNK_ELEMENTS = 1 << 17
+"""Values dequantised at once: numpy's temporaries stay in the cache."""
+
+AHEAD_BYTES = 64 << 20
+
+_NATIVE = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+}
+
+
+def read_tensors(tensors: Sequence[NamedTensor], *, dtype: torch.dtype | None, threads: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` on the CPU, matrices dequantised to ``dtype`` (None: float32), vectors to float32.
+
+    Every tensor's bounds are checked before the first is read; raises `WeightError`.
+    """
+    files = {path: map_file(path) for path in {tensor.stored.path for tensor in tensors}}
+    ends = {path: data.numel() for path, data in files.items()}
+    sizes = [_check_bounds(tensor.stored, ends[tensor.stored.path]) for tensor in tensors]
+    dtype = dtype or torch.float32
+
+    def read(item: tuple[NamedTensor, int]) -> tuple[str, torch.Tensor]:
+        tensor, num_bytes = item
+        raw = view_bytes(files[tensor.stored.path], tensor.stored.offset, num_bytes)
+        return tensor.name, _read_one(tensor, raw, dtype)
+
+    def cost(item: tuple[NamedTensor, int]) -> int:
+        return math.prod(item[0].stored.shape) * dtype.itemsize
+
+    yield from map_ahead(read, zip(tensors, sizes, strict=True), cost=cost, budget=AHEAD_BYTES, threads=threads)
+
+
+def _ggml_type(tensor: GgufTensor) -> Any:
+    from gguf.constants import GGMLQuantizationType  # costs 0.1 s, and only quantised models need it
+
+    try:
+        return GGMLQuantizationType(tensor.type_id)
+    except ValueError as error:
+        raise WeightError(f"GGUF tensor {tensor.name} in {tensor.path} has type {tensor.type_id}, unknown to the gguf package; upgrade it") from error
+
+
+def _check_bounds(tensor: GgufTensor, file_bytes: int) -> int:
+    """Bytes the tensor takes; raises `WeightError` when they are not all in the file."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    kind = _ggml_type(tensor)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    width = tensor.shape[-1] if tensor.shape else 1
+    if width % block:
+        raise WeightError(f"GGUF tensor {tensor.name} in {tensor.path} has rows of {width}, not a multiple of {kind.name}'s {block}")
+    num_bytes = math.prod(tensor.shape) // block * block_bytes
+    if tensor.offset + num_bytes > file_bytes:
+        raise WeightError(
+            f"{tensor.path} is truncated: tensor {tensor.name} needs bytes {tensor.offset} to {tensor.offset + num_bytes}, "
+            f"the file has {file_bytes}; fetch it again"
+        )
+    return num_bytes
+
+
+def _read_one(tensor: NamedTensor, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    kind, shape = _ggml_type(tensor.stored), tensor.stored.shape
+    native = _NATIVE.get(kind.name)
+    if tensor.row_order is not None and raw.numel():
+        rows = raw.view(shape[0], -1)
+        raw = rows[torch.from_numpy(tensor.row_order)].flatten()
+    if native is not None:
+        values = raw.view(native).view(shape)
+        return values.float() - tensor.offset if tensor.offset else values
+    out = torch.empty(shape, dtype=dtype if len(shape) > 1 else torch.float32)
+    _dequantise(tensor.stored, kind, raw.numpy(), out.view(-1))
+    return out.sub_(tensor.offset) if tensor.offset else out
+
+
+def _dequantise(tensor: GgufTensor, kind: Any, raw: np.ndarray, out: torch.Tensor) -> None:
+    from gguf.constants import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    step = CHUNK_ELEMENTS // block
+    for first in range(0, out.numel() // block, step):
+        chunk = raw[first * block_bytes : (first + step) * block_bytes]
+        try:
+            values = dequantize(chunk[None], kind)[0]
+        except NotImplementedError as error:
+            raise WeightError(f"GGUF tensor {tensor.name} in {tensor.path} has type {kind.name}, which cannot be dequantised") from error
+        out[first * block : first * block + len(values)] = torch.from_numpy(values)

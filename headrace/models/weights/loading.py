@@ -1,0 +1,51 @@
+"""`open_weights`: a model's tensors under their checkpoint names, from whichever format holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from headrace.base.errors import ConfigError
+from headrace.base.registry import load_target
+from headrace.models.catalog import find_gguf_family
+from headrace.models.source import ModelSource
+from headrace.models.weights.device_copy import copy_ahead
+from headrace.models.weights.gguf_file import read_gguf_header
+from headrace.models.weights.gguf_naming import GgufNaming, name_tensors
+from headrace.models.weights.gguf_tensors import read_tensors
+from headrace.models.weights.safetensors_file import read_safetensors
+
+MAX_THREADS = 16
+
+
+def open_weights(
+    source: ModelSource, *, load_format: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield every ``(checkpoint name, tensor)`` of a model, each only until the next is asked for.
+
+    On a CPU tensors are views of mapped files in their stored dtype; quantised ones are dequantised to ``dtype``
+    (None: float32). On a CUDA device they arrive there, copied through pinned memory ahead of the consumer.
+    Raises `WeightError` for a file that is truncated or corrupt, `ConfigError` for a format the source is not in.
+    """
+    if load_format not in ("auto", "safetensors" if source.kind == "folder" else "gguf"):
+        raise ConfigError(f"load_format is {load_format}, but {source.path} is a {source.kind}; leave it at auto", param="load_format")
+    device = torch.device(device)
+    tensors = _open_gguf(source, dtype) if source.kind == "gguf" else read_safetensors(source.weight_files)
+    return copy_ahead(tensors, device, threads=_num_threads()) if device.type == "cuda" else tensors
+
+
+def _num_threads() -> int:
+    return max(1, min(MAX_THREADS, torch.get_num_threads()))
+
+
+def _open_gguf(source: ModelSource, dtype: torch.dtype | None) -> Iterable[tuple[str, torch.Tensor]]:
+    headers = [read_gguf_header(path) for path in source.weight_files]
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    metadata = headers[0].metadata
+    return read_tensors(name_tensors(tensors, metadata, _find_naming(source)), dtype=dtype, threads=_num_threads())
+
+
+def _find_naming(source: ModelSource) -> GgufNaming:
+    family = find_gguf_family(source.gguf_metadata["general.architecture"])
+    return load_target(family.gguf_weights)(family.read_config(source.config)) if family.gguf_weights else GgufNaming()

@@ -1,0 +1,108 @@
+"""Reads safetensors files without a copy. The header is checked before any tensor is made from it.
+
+Layout: https://huggingface.co/docs/safetensors: u64 header length, JSON header, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base.errors import WeightError
+from headrace.models.weights.mapping import map_file, view_bytes
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMS = 32
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
+}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: bytes ``[start, stop)`` of its file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """Every tensor of a safetensors file in file order; raises `WeightError` when the header is not sound."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else None
+            if length is None or length > min(size - 8, MAX_HEADER_BYTES):
+                raise WeightError(f"{path} is truncated or no safetensors file: {size} bytes, header of {length}")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise WeightError(f"{path} has a corrupt safetensors header: {error}") from error
+    if not isinstance(header, dict):
+        raise WeightError(f"{path} has a corrupt safetensors header: it is no JSON object")
+    entries = [_read_entry(path, name, entry, 8 + length, size) for name, entry in header.items() if name != "__metadata__"]
+    return sorted(entries, key=lambda entry: entry.start)
+
+
+def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> StoredTensor:
+    def corrupt(what: str) -> WeightError:
+        return WeightError(f"{path} is truncated or corrupt: tensor {name!r} {what}; fetch it again")
+
+    if not isinstance(entry, dict):
+        raise corrupt("has no description")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise corrupt(f"has dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMS or math.prod(filter(None, shape)) >= 1 << 62:
+        raise corrupt(f"has shape {str(shape)[:200]}")
+    if not _is_sizes(offsets) or len(offsets) != 2:
+        raise corrupt(f"has data_offsets {str(offsets)[:200]}")
+    start, stop = data_start + offsets[0], data_start + offsets[1]
+    if start > stop or stop > size:
+        raise corrupt(f"lies at bytes {start} to {stop} of a file of {size}")
+    if stop - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise corrupt(f"of {dtype} {shape} is said to have {stop - start} bytes")
+    return StoredTensor(name, _DTYPES[dtype], tuple(shape), start, stop)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def read_safetensors(paths: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` of all files, each a view of the mapped file in the stored dtype.
+
+    All headers are checked before the first tensor; a name seen in an earlier file is skipped.
+    """
+    seen: set[str] = set()
+    headers = [(path, read_header(path)) for path in paths]
+    for path, tensors in headers:
+        if not tensors:
+            continue
+        data = map_file(path)
+        for tensor in tensors:
+            if tensor.name in seen:
+                _log.warning("%s holds %s again; the first one is used", path.name, tensor.name)
+                continue
+            seen.add(tensor.name)
+            raw = view_bytes(data, tensor.start, tensor.stop - tensor.start)
+            yield tensor.name, raw.view(tensor.dtype).view(tensor.shape)
