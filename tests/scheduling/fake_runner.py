@@ -1,0 +1,250 @@
+"""A device made of dictionaries: runs plans, and proves at every step that what attention would read is really there.
+
+KV is modelled by a fingerprint of the whole prefix up to a position, kept at (group, page, offset). A page used after
+it was freed, a table entry never sent, a chunk computed twice or skipped: each shows as a wrong fingerprint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.base.cache import NULL_PAGE, CacheGroup, CacheLayout, CacheSpec
+from headrace.base.config import CacheConfig, SchedulerConfig
+from headrace.base.messages import EngineRequest, RequestOutput
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.base.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from headrace.scheduling.scheduler import Scheduler
+
+MODULUS = 2**61 - 1
+
+
+def extend_print(fingerprint: int, token: int) -> int:
+    """The fingerprint of a prefix and one token more."""
+    return (fingerprint * 1_000_003 + token + 17) % MODULUS
+
+
+def draw_token(fingerprint: int, seed: int, vocab: int) -> int:
+    """What the fake model says after a prefix: depends on every token of it and on the request's seed."""
+    return (fingerprint * 2_654_435_761 + seed * 40_503 + 11) % MODULUS % vocab
+
+
+def run_alone(ask: EngineRequest, vocab: int, max_model_len: int) -> tuple[list[int], str]:
+    """Output and finish reason of a request that runs with nothing else in the world: the oracle."""
+    fingerprint = start_print(ask.namespace)
+    for token in ask.prompt_token_ids:
+        fingerprint = extend_print(fingerprint, token)
+    output: list[int] = []
+    stops = {*ask.stop.eos_ids, *ask.stop.stop_ids}
+    limit = min(ask.stop.max_tokens, max_model_len - len(ask.prompt_token_ids))
+    while len(output) < limit:
+        token = draw_token(fingerprint, ask.sampling.seed, vocab)
+        output.append(token)
+        if token in stops and len(output) >= ask.stop.min_tokens:
+            return output, "stop"
+        fingerprint = extend_print(fingerprint, token)
+    return output, "length"
+
+
+def start_print(namespace: str) -> int:
+    return sum(ord(c) * 7919 for c in namespace) + 1
+
+
+@dataclass
+class Row:
+    """One row of the device-side request state."""
+
+    request_id: str
+    prints: list[int]  # fingerprint after each known token
+    seed: int
+    prompt_len: int
+    wants_prompt_logprobs: bool
+    tables: list[dict[int, int]] = field(default_factory=list)
+
+
+class FakeRunner:
+    """Executes at launch, as a device in plan order would; results are picked up later."""
+
+    def __init__(self, layout: CacheLayout, vocab: int):
+        self.layout = layout
+        self.vocab = vocab
+        self.rows: dict[int, Row] = {}
+        self.kv: list[dict[tuple[int, int], int]] = [{} for _ in layout.groups]
+        self.namespaces: dict[str, str] = {}
+        self.num_computed = 0
+        self.last_step = -1
+
+    def execute(self, plan: StepPlan, failed: set[str] = frozenset()) -> StepResult:
+        """Apply the plan in the documented order, check every read, and draw tokens."""
+        assert plan.step_id == self.last_step + 1
+        self.last_step = plan.step_id
+        self._apply_changes(plan)
+        assert len(set(plan.rows)) == len(plan.rows) == len(plan.begins) == len(plan.lengths) == len(plan.samples) > 0
+        written: set[tuple[int, int, int]] = set()
+        for row_id, begin, length in zip(plan.rows, plan.begins, plan.lengths, strict=True):
+            self._write(self.rows[row_id], begin, length, written)
+        tokens, prompts, broken = [], [], []
+        for index, (row_id, begin, length) in enumerate(zip(plan.rows, plan.begins, plan.lengths, strict=True)):
+            row = self.rows[row_id]
+            if index < plan.num_decodes:
+                assert length == 1 and plan.samples[index] == 1 and begin == len(row.prints) - 1
+            self._check_reads(row, begin, length)
+            self.num_computed += length
+            if row.wants_prompt_logprobs:
+                entries = [TokenLogprobs(p, -1.0, 1) for p in range(max(1, begin + 1), min(begin + length + 1, row.prompt_len))]
+                if entries:
+                    prompts.append(PromptLogprobs(row_id, max(1, begin + 1), entries))
+            if plan.samples[index]:
+                assert begin + length == len(row.prints), "sampled before the end of what is known"
+                tokens.append(draw_token(row.prints[-1], row.seed, self.vocab))
+                row.prints.append(extend_print(row.prints[-1], tokens[-1]))
+            if row.request_id in failed:
+                broken.append((row_id, "logits are not finite"))
+        return StepResult(plan.step_id, tokens, None, prompts, broken)
+
+    def reset(self) -> None:
+        """Forget all rows, as the executor does after a failed step."""
+        self.rows.clear()
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        for row_id in plan.releases:
+            del self.rows[row_id]
+        for start in plan.starts:
+            assert start.row not in self.rows and 0 <= start.row < self.layout.max_rows
+            prints, fingerprint = [], start_print(self.namespaces.get(start.request_id, ""))
+            for token in start.token_ids:
+                fingerprint = extend_print(fingerprint, token)
+                prints.append(fingerprint)
+            wants = start.sampling.num_prompt_logprobs >= 0
+            tables: list[dict[int, int]] = [{} for _ in self.layout.groups]
+            self.rows[start.row] = Row(start.request_id, prints, start.sampling.seed, start.prompt_len, wants, tables)
+        for append in plan.appends:
+            assert NULL_PAGE not in append.pages and max(append.pages) < self.layout.groups[append.group].num_pages
+            self.rows[append.row].tables[append.group].update(enumerate(append.pages, append.start))
+
+    def _slot(self, row: Row, group: int, position: int) -> tuple[int, int]:
+        size = self.layout.page_size
+        return row.tables[group][position // size], position % size
+
+    def _write(self, row: Row, begin: int, length: int, written: set[tuple[int, int, int]]) -> None:
+        for group in range(len(self.layout.groups)):
+            for position in range(begin, begin + length):
+                page, offset = self._slot(row, group, position)
+                assert (group, page, offset) not in written, "two rows write one slot"
+                written.add((group, page, offset))
+                self.kv[group][page, offset] = row.prints[position]
+
+    def _check_reads(self, row: Row, begin: int, length: int) -> None:
+        for group, spec in enumerate(g.spec for g in self.layout.groups):
+            low = max(0, begin - spec.window + 1) if spec.window else 0
+            for position in range(low, begin + length):
+                slot = self._slot(row, group, position)
+                assert self.kv[group].get(slot) == row.prints[position], f"{row.request_id}: position {position} is not in group {group}"
+
+
+class FakeEngine:
+    """Scheduler and fake device, in the engine's loop; collects outputs and checks how they end."""
+
+    def __init__(self, scheduler: Scheduler, layout: CacheLayout, *, vocab: int, depth: int):
+        self.scheduler = scheduler
+        self.runner = FakeRunner(layout, vocab)
+        self.layout, self.vocab, self.depth = layout, vocab, depth
+        self.flights: list[tuple[StepPlan, StepResult]] = []
+        self.asks: dict[str, EngineRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.prompt_positions: dict[str, list[int]] = {}
+        self.finishes: dict[str, RequestOutput] = {}
+        self.plans: list[StepPlan] = []
+
+    def add(self, ask: EngineRequest) -> None:
+        self.scheduler.add(ask)
+        self.asks[ask.request_id] = ask
+        self.tokens[ask.request_id] = []
+        self.prompt_positions[ask.request_id] = []
+        self.runner.namespaces[ask.request_id] = ask.namespace
+
+    def take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        assert len({output.request_id for output in outputs}) == len(outputs), "two outputs of one request in one batch"
+        for output in outputs:
+            assert output.request_id not in self.finishes, "output after the last"
+            assert output.token_ids or output.finish or output.prompt_logprobs, "an output without news"
+            self.tokens[output.request_id] += output.token_ids
+            self.prompt_positions[output.request_id] += [entry.token_id for entry in output.prompt_logprobs or []]
+            if output.finish is not None:
+                self.finishes[output.request_id] = output
+        return outputs
+
+    def abort(self, request_id: str, reason: str = "abort") -> RequestOutput | None:
+        output = self.scheduler.abort(request_id, reason)
+        if output is not None:
+            self.take([output])
+        return output
+
+    def launch(self, failed: set[str] = frozenset()) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.plans.append(plan)
+            self.flights.append((plan, self.runner.execute(plan, failed)))
+        return plan
+
+    def land(self) -> list[RequestOutput]:
+        plan, result = self.flights.pop(0)
+        return self.take(self.scheduler.commit(plan, result))
+
+    def crash(self, error: BaseException) -> list[RequestOutput]:
+        """The oldest step in flight raises."""
+        plan, _ = self.flights.pop(0)
+        outputs = self.take(self.scheduler.fail(plan, error))
+        self.runner.reset()
+        return outputs
+
+    def step(self) -> list[RequestOutput]:
+        """Fill the pipeline, then land one step."""
+        while len(self.flights) < self.depth and self.launch():
+            pass
+        return self.land() if self.flights else []
+
+    def drain(self, most: int = 20_000) -> None:
+        """Run until nothing is left to do."""
+        while self.scheduler.has_work:
+            assert most > 0, "no end in sight"
+            most -= 1
+            num_plans, num_flights = len(self.plans), len(self.flights)
+            self.step()
+            assert num_flights or len(self.plans) > num_plans or not self.scheduler.has_work, "stuck"
+
+    def check_outputs(self) -> None:
+        """Every request ended, and as if it had run alone."""
+        assert self.finishes.keys() == self.asks.keys()
+        for request_id, ask in self.asks.items():
+            want, reason = run_alone(ask, self.vocab, self.layout.max_model_len)
+            finish = self.finishes[request_id].finish
+            got = self.tokens[request_id]
+            if finish.reason in ("abort", "error"):
+                assert got == want[: len(got)]
+            else:
+                assert (got, finish.reason) == (want, reason)
+                if ask.sampling.num_prompt_logprobs >= 0:
+                    assert self.prompt_positions[request_id] == list(range(1, len(ask.prompt_token_ids)))
+
+
+def make_layout(num_pages: int, *, page_size: int = 4, max_rows: int = 4, max_model_len: int = 64, window: int = 0, window_pages: int = 0, full: bool = True) -> CacheLayout:
+    """A full group, a window group when ``window`` is given, or the latter alone."""
+    groups = [CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages)] if full else []
+    if window:
+        groups.append(CacheGroup(CacheSpec("sliding_window", 1, 8, 8, "float32", window=window), [1], window_pages or num_pages))
+    return CacheLayout(page_size, max_rows, max_model_len, groups)
+
+
+def make_engine(layout: CacheLayout, *, vocab: int = 50, prefix_cache: bool = True, clock=lambda: 0.0, **options) -> FakeEngine:
+    """A fake engine over the layout; ``options`` are the scheduler's."""
+    options = {"max_step_tokens": 16, "overlap_depth": 1, "max_running_requests": layout.max_rows} | options
+    config = SchedulerConfig(**options)
+    scheduler = Scheduler(config, CacheConfig(prefix_cache=prefix_cache), layout, clock=clock)
+    return FakeEngine(scheduler, layout, vocab=vocab, depth=config.overlap_depth)
+
+
+def make_ask(request_id: str, prompt: list[int], max_tokens: int = 4, *, seed: int = 0, prompt_logprobs: int = -1, **fields) -> EngineRequest:
+    """A request; ``stop`` fields and message fields by keyword."""
+    stop = {name: fields.pop(name) for name in ("min_tokens", "eos_ids", "stop_ids") if name in fields}
+    sampling = SamplingSpec(seed=seed, num_prompt_logprobs=prompt_logprobs)
+    return EngineRequest(request_id, prompt, sampling, StopSpec(max_tokens, **stop), **fields)
