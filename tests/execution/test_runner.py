@@ -6,13 +6,12 @@ import random
 
 import pytest
 import torch
+from driver import Driver
 from toy import VOCAB_SIZE, WINDOW, toy_logits, toy_runner
 
 from headrace.base.errors import HeadraceError
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec
-from headrace.base.step import PageAppend, PageCopy, RowStart, StepPlan
-
-PAGE = 4
+from headrace.base.step import PageAppend, PageCopy, StepPlan
 
 
 def expected_greedy(prompt: list[int], count: int) -> list[int]:
@@ -20,64 +19,6 @@ def expected_greedy(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(int(toy_logits(tokens, WINDOW.window).argmax()))
     return tokens[len(prompt):]
-
-
-class Driver:
-    """Hand-made planning: pages in shuffled order, prefill chunks mixed with decodes."""
-
-    def __init__(self, runner, seed: int = 0, num_pages: int = 40):
-        self.runner, self.random = runner, random.Random(seed)
-        self.free = [list(range(1, num_pages)) for _ in range(2)]
-        for pages in self.free:
-            self.random.shuffle(pages)
-        self.step_id = 0
-        self.computed, self.known, self.output, self.held = {}, {}, {}, {}
-        self.starts, self.releases, self.appends = [], [], []
-
-    def start(self, row: int, prompt: list[int], sampling: SamplingSpec, *, output: tuple[int, ...] = ()) -> None:
-        self.starts.append(RowStart(row, f"r{row}", [*prompt, *output], len(prompt), sampling))
-        self.computed[row], self.known[row], self.output[row] = 0, len(prompt) + len(output), list(output)
-        self.held[row] = [[], []]
-
-    def release(self, row: int) -> None:
-        self.releases.append(row)
-        for group, pages in enumerate(self.held.pop(row)):
-            self.free[group].extend(pages)
-        del self.computed[row], self.known[row]
-
-    def _reserve(self, row: int, end: int) -> None:
-        for group in range(2):
-            held = self.held[row][group]
-            missing = -(-end // PAGE) - len(held)
-            if missing > 0:
-                pages = [self.free[group].pop() for _ in range(missing)]
-                self.appends.append(PageAppend(group, row, len(held), pages))
-                held.extend(pages)
-
-    def plan(self, chunks: dict[int, int], copies=()) -> StepPlan:
-        """Compute ``chunks[row]`` tokens of prefilling rows, and a decode of every row that has its prompt computed."""
-        decodes = [row for row in self.computed if self.computed[row] >= self.known[row]]
-        spans = [(row, self.computed[row], 1, 1) for row in decodes]
-        for row, length in chunks.items():
-            length = min(length, self.known[row] - self.computed[row])
-            if row not in decodes and length > 0:
-                spans.append((row, self.computed[row], length, int(self.computed[row] + length == self.known[row])))
-        for row, begin, length, _ in spans:
-            self._reserve(row, begin + length)
-            self.computed[row] = begin + length
-        self.step_id += 1
-        columns = [list(column) for column in zip(*spans, strict=True)] or [[], [], [], []]
-        plan = StepPlan(self.step_id, len(decodes), *columns, releases=self.releases, starts=self.starts, appends=self.appends, copies=list(copies))
-        self.starts, self.releases, self.appends = [], [], []
-        return plan
-
-    def step(self, chunks: dict[int, int]):
-        plan = self.plan(chunks)
-        result = self.runner.execute(plan).result()
-        assert result.step_id == plan.step_id
-        for row, token in zip((r for r, s in zip(plan.rows, plan.samples, strict=True) if s), result.token_ids, strict=True):
-            self.output[row].append(token)
-        return result
 
 
 GREEDY = SamplingSpec()
@@ -158,7 +99,7 @@ def test_copied_page_serves_a_fork():
         driver.appends.append(PageAppend(group, 1, 0, [first, copy]))
         copies.append(PageCopy(group, second, copy))
     driver.computed[1] = 5  # the last prompt token is computed again, into the copy
-    plan = driver.plan({1: 1}, copies)
+    plan = driver.plan({1: 1}, tuple(copies))
     result = driver.runner.execute(plan).result()
     tokens = dict(zip(plan.rows, result.token_ids, strict=True))
     assert tokens[1] == expected_greedy(prompt, 1)[0]

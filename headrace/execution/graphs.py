@@ -1,0 +1,127 @@
+"""Decode steps captured as CUDA graphs, one per bucket of requests: one launch instead of hundreds.
+
+Refuses: prefill, and sampling beyond the likeliest token; the runner draws those from the logits a replay leaves.
+B bucket size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.base.cache import CacheLayout
+from headrace.execution.rows import Rows
+from headrace.execution.sampling import NOT_FINITE, OK
+from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
+from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.memory.page_tables import PageTables
+from headrace.models.family import ServedModel
+
+DENSE_BUCKETS = (1, 2, 4)
+"""Below 8 requests a padded row costs as much as a real one; from 8 on the step is 8 (later 16, 32) requests."""
+
+
+def bucket_sizes(max_requests: int) -> list[int]:
+    """Ascending; the last is ``max_requests``, so that every decode step has a bucket."""
+    sizes = [*DENSE_BUCKETS, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_requests + 1, 32)]
+    return sorted({*(size for size in sizes if size < max_requests), max_requests})
+
+
+@dataclass(slots=True)
+class DecodeState:
+    """What every graph reads and writes besides the model: the rows' last tokens and the page tables."""
+
+    rows: Rows
+    tables: PageTables
+    layout: CacheLayout
+    backends: list[AttentionBackend]
+
+
+class DecodeGraph:
+    """One bucket. ``requests`` [2, B] int64 is its input: rows, and lengths after the step; padding is the null row at
+    length 1. After `replay`: ``logits`` [B, V] float32, ``drawn`` [2, B] int64 (likeliest ids, states), and the rows'
+    last tokens are set. All are overwritten by the next replay of any bucket; stream order keeps readers safe."""
+
+    def __init__(self, size: int, model: ServedModel, state: DecodeState, device: torch.device):
+        self.size, self._model, self._state = size, model, state
+        self.requests = torch.empty((2, size), dtype=torch.int64, device=device)
+        self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.logits: torch.Tensor | None = None
+        self.drawn: torch.Tensor | None = None
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, pool: tuple[int, int]) -> None:
+        """Run once to compile and choose what must be, then capture into the shared memory pool."""
+        self.requests[0] = self._state.tables.null_row
+        self.requests[1] = 1
+        self._run()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self.logits, self.drawn = self._run()
+
+    def replay(self, requests: torch.Tensor) -> None:
+        """``requests`` [2 * B] as `pack` made it, on the device."""
+        self.requests.view(-1).copy_(requests)
+        self._graph.replay()
+
+    def pack(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[2 * B] int64 on the host: the requests and the padding."""
+        packed = np.ones(2 * self.size, dtype=np.int64)
+        packed[: len(rows)] = rows
+        packed[len(rows) : self.size] = self._state.tables.null_row
+        packed[self.size : self.size + len(rows)] = ends
+        return packed
+
+    def _run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        last_token, (rows, ends) = self._state.rows.last_token, self.requests.unbind()
+        positions = ends - 1
+        groups = [self._group_step(g, rows, ends, positions) for g in range(len(self._state.backends))]
+        hidden = self._model.forward(ForwardBatch(last_token.index_select(0, rows), positions, groups))
+        logits = self._model.compute_logits(hidden)
+        best, ids = logits.max(-1)
+        last_token.index_copy_(0, rows, ids)
+        return logits, torch.stack((ids, torch.where(best.isfinite(), OK, NOT_FINITE)))
+
+    def _group_step(self, group: int, rows: torch.Tensor, ends: torch.Tensor, positions: torch.Tensor) -> GroupStep:
+        layout, table = self._state.layout, self._state.tables.tensor[group]
+        page_table = table.index_select(0, rows)
+        page = page_table.gather(1, (positions // layout.page_size).unsqueeze(1)).squeeze(1)
+        inputs = AttentionInputs(
+            num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size, kv_lens_cpu=[layout.max_model_len] * self.size,
+            max_query_len=1, max_kv_len=layout.max_model_len, query_start=self._query_start, kv_lens=ends.to(torch.int32),
+            page_table=page_table, slots=page.long() * layout.page_size + positions % layout.page_size,
+        )
+        backend = self._state.backends[group]
+        backend.prepare(inputs)
+        return GroupStep(inputs, backend)
+
+
+class DecodeGraphs:
+    """All buckets of one runner, captured largest first so that the smaller ones fit into its memory."""
+
+    def __init__(self, model: ServedModel, state: DecodeState, device: torch.device):
+        self._model, self._state, self._device = model, state, device
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._sizes: list[int] = []
+
+    @torch.inference_mode()
+    def capture(self, sizes: list[int], progress: Callable[[int, int], None]) -> int:
+        """Capture buckets; returns the bytes they took. ``progress(done, total)`` is called after each."""
+        torch.cuda.synchronize(self._device)
+        free_before = torch.cuda.mem_get_info(self._device)[0]
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(sorted(sizes, reverse=True), 1):
+            graph = DecodeGraph(size, self._model, self._state, self._device)
+            graph.capture(pool)
+            self._graphs[size] = graph
+            progress(done, len(sizes))
+        self._sizes = sorted(self._graphs)
+        torch.cuda.synchronize(self._device)
+        return max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
+
+    def find(self, num_requests: int) -> DecodeGraph | None:
+        """The smallest bucket that holds so many requests."""
+        at = int(np.searchsorted(self._sizes, num_requests))
+        return self._graphs[self._sizes[at]] if at < len(self._sizes) else None
