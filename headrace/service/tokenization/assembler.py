@@ -1,0 +1,106 @@
+"""From engine outputs to what a user sees of each choice: text, stop strings, aligned logprobs, finish reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.base.messages import Abort, EngineRequest, Finish, RequestOutput
+from headrace.base.sampling import SamplingParams
+from headrace.base.step import TokenLogprobs
+from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.tokenization.detokenizer import Detokenizer
+from headrace.service.tokenization.requests import special_stops
+from headrace.service.tokenization.tokenizer import Tokenizer
+
+
+class OutputAssembler:
+    """All choices of one request, as `build_requests` made them. ``usage`` counts come from the deltas' ``token_ids``."""
+
+    def __init__(self, requests: Sequence[EngineRequest], params: SamplingParams, tokenizer: Tokenizer | None):
+        stop_texts = special_stops(params, tokenizer)
+        self._choices = {r.request_id: _Choice(i, r, params, tokenizer, stop_texts) for i, r in enumerate(requests)}
+        self._num_unfinished = len(self._choices)
+        self._aborts: list[Abort] = []
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has had its last delta."""
+        return self._num_unfinished == 0
+
+    def feed(self, output: RequestOutput) -> ChoiceDelta | None:
+        """News of one choice; None when there are none, or when it has finished already (the engine may have run on
+        past a stop string)."""
+        choice = self._choices.get(output.request_id)
+        if choice is None or choice.is_finished:
+            return None
+        delta = choice.feed(output)
+        if choice.is_finished:
+            self._num_unfinished -= 1
+            if output.finish is None:
+                self._aborts.append(Abort(output.request_id, "stop"))
+        return delta
+
+    def to_abort(self) -> list[Abort]:
+        """Requests that a stop string ended and the engine still runs; each is told once."""
+        aborts, self._aborts = self._aborts, []
+        return aborts
+
+
+class _Choice:
+    """One choice in the making."""
+
+    def __init__(self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None, stop_texts: dict[int, str]):
+        self.is_finished = False
+        self._index = index
+        self._params = params
+        self._stop_texts = stop_texts
+        self._num_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] if request.sampling.num_prompt_logprobs >= 0 else None
+        self._text = None
+        if tokenizer is not None and params.detokenize:
+            self._text = Detokenizer(
+                tokenizer, prompt_ids=request.prompt_token_ids, stop_strings=[s for s in params.stop_strings() if s not in stop_texts.values()],
+                include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
+            )
+
+    def feed(self, output: RequestOutput) -> ChoiceDelta | None:
+        if self._prompt_logprobs is not None and output.prompt_logprobs:
+            self._prompt_logprobs += output.prompt_logprobs
+        if not output.token_ids and output.finish is None:  # a prefill chunk: its logprobs wait for the first token
+            return None
+        delta = ChoiceDelta(self._index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens)
+        delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        self._add_text(delta, output.finish)
+        if self._text is not None and self._text.stopped is not None:
+            self._cut(delta, self._text.num_tokens_kept)
+            delta.finish_reason, delta.stop_reason = "stop", self._text.stopped
+        elif output.finish is not None:
+            delta.finish_reason, delta.error = output.finish.reason, output.finish.error
+            delta.stop_reason = self._stop_reason(output.finish)
+        self._num_tokens += len(delta.token_ids)
+        self.is_finished = delta.finish_reason is not None
+        return delta
+
+    def _add_text(self, delta: ChoiceDelta, finish: Finish | None) -> None:
+        if self._text is None:
+            return
+        ids = delta.token_ids
+        if finish is not None and finish.stop_id is not None and ids and ids[-1] == finish.stop_id and not self._params.include_stop_str_in_output:
+            ids = ids[:-1]  # the token that stopped is counted but not shown
+        delta.text = self._text.push(ids)
+        if finish is not None:
+            delta.text += self._text.finish()
+
+    def _cut(self, delta: ChoiceDelta, num_tokens_kept: int) -> None:
+        """Drop what came behind the token that completed a stop string."""
+        kept = num_tokens_kept - self._num_tokens
+        delta.token_ids = delta.token_ids[:kept]
+        if delta.logprobs is not None:
+            delta.logprobs = delta.logprobs[:kept]
+
+    def _stop_reason(self, finish: Finish) -> str | int | None:
+        """The stop string or id the user named; None for the model's own end of text."""
+        if finish.stop_id in self._stop_texts:
+            return self._stop_texts[finish.stop_id]
+        return finish.stop_id if finish.stop_id in (self._params.stop_token_ids or ()) else None

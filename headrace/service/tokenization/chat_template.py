@@ -1,0 +1,228 @@
+"""Chat templates: Jinja in a sandbox, with what model authors expect of Hugging Face's renderer, and with bounds.
+
+Refuses: choosing parsers and reading tool calls; images and other content that is not text.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headrace.base.errors import RequestError, UnsupportedFeature
+
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_RENDERED_CHARS = 32 << 20
+MAX_RENDER_SECONDS = 10.0
+MAX_REPEATED_CHARS = 1 << 20
+MAX_CACHED_TEMPLATES = 16
+
+_END_MARK = "\ue0c7end-of-last-message\ue0c7"
+_PROBE = "probe-of-content"
+_DEADLINE = "headrace_deadline"
+_TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks assistant text for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox with bounds: every loop round looks at the clock, and strings cannot be multiplied without limit.
+    They guard against mistakes; a template from a client that is not trusted can still take memory."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def check_clock(self, context: Any) -> None:
+        """Called in every loop round and macro; the deadline is where a template cannot set it."""
+        if time.monotonic() > context.parent[_DEADLINE]:
+            raise jinja2.TemplateRuntimeError(f"it ran for more than {MAX_RENDER_SECONDS:g} seconds")
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all((nodes.For, nodes.Macro))):
+            call = nodes.Call(nodes.EnvironmentAttribute("check_clock"), [nodes.ContextReference()], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(call).set_lineno(loop.lineno))
+        return tree
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*" and any(_is_long(value, count) for value, count in ((left, right), (right, left))):
+            raise jinja2.TemplateRuntimeError("a repetition is too long")
+        if operator == "**" and (abs(right) > 64 or abs(left) > 1 << 32):
+            raise jinja2.TemplateRuntimeError("a power is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _is_long(value: Any, count: Any) -> bool:
+    return isinstance(value, str | list | tuple) and isinstance(count, int) and len(value) * count > MAX_REPEATED_CHARS
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _new_environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A template and which forms of message content it understands."""
+
+    template: jinja2.Template
+    takes_strings: bool
+    takes_parts: bool
+
+
+class ChatTemplates:
+    """The templates of one model by name (``default``, ``tool_use`` …) and the texts of its special tokens."""
+
+    def __init__(self, templates: dict[str, str], special_tokens: dict[str, str]):
+        self._templates = templates
+        self._special_tokens = special_tokens
+        self._environment: _Environment | None = None
+        self._compiled: dict[str, _Compiled] = {}
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None, template: str | None = None, variables: dict[str, Any] | None = None,
+    ) -> str:
+        """See `Tokenizer.render_chat`."""
+        if not messages:
+            raise RequestError("messages must hold at least one message", param="messages")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message needs add_generation_prompt=false: a message cannot be both continued and begun", param="continue_final_message")
+        compiled = self._compile(self._choose(template, bool(tools)))
+        shaped = [_shape(m, compiled) for m in messages]
+        if continue_final_message:
+            return self._render_open(compiled, shaped, tools, variables or {})
+        return self._run(compiled.template, shaped, add_generation_prompt, tools, variables or {})
+
+    def _choose(self, template: str | None, has_tools: bool) -> str:
+        """The template's text: a named one, one given in full, or the model's own."""
+        if template is not None:
+            text = self._templates.get(template, template)
+            if text is template and "{" not in template:
+                raise RequestError(f"chat_template {template!r} is neither a template nor one of the model's: {', '.join(self._templates) or 'none'}", param="chat_template")
+            return text
+        if not self._templates:
+            raise RequestError("the model has no chat template; use completions with a plain prompt, or start the server with --chat-template FILE", param="messages")
+        if has_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        return self._templates.get("default") or next(iter(self._templates.values()))
+
+    def _compile(self, text: str) -> _Compiled:
+        found = self._compiled.get(text)
+        if found is not None:
+            return found
+        if len(text) > MAX_TEMPLATE_CHARS:
+            raise RequestError(f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters", param="chat_template")
+        self._environment = self._environment or _new_environment()
+        try:
+            template = self._environment.from_string(text)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise RequestError(f"the chat template is not valid Jinja: {_describe(error)}", param="chat_template") from error
+        compiled = _Compiled(
+            template, takes_strings=self._understands(template, _PROBE), takes_parts=self._understands(template, [{"type": "text", "text": _PROBE}]),
+        )
+        if len(self._compiled) >= MAX_CACHED_TEMPLATES:
+            self._compiled.pop(next(iter(self._compiled)))
+        self._compiled[text] = compiled
+        return compiled
+
+    def _understands(self, template: jinja2.Template, content: Any) -> bool:
+        """Whether a user message with such content comes out as its text alone."""
+        try:
+            rendered = self._run(template, [{"role": "user", "content": content}], False, None, {})
+        except RequestError:
+            return False
+        return _PROBE in rendered and not any(repr_mark in rendered for repr_mark in (f"'{_PROBE}'", f'"{_PROBE}"', "'text'"))
+
+    def _run(self, template: jinja2.Template, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any, variables: dict[str, Any]) -> str:
+        values = {**self._special_tokens, "documents": None, **variables}
+        values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        values[_DEADLINE] = time.monotonic() + MAX_RENDER_SECONDS
+        parts, length = [], 0
+        try:
+            for part in template.generate(values):
+                parts.append(part)
+                length += len(part)
+                if length > MAX_RENDERED_CHARS:
+                    raise jinja2.TemplateRuntimeError(f"its output is longer than {MAX_RENDERED_CHARS} characters")
+        except _TEMPLATE_FAILURES as error:
+            raise RequestError(f"the chat template cannot render these messages: {_describe(error)}", param="messages") from error
+        return "".join(parts)
+
+    def _render_open(self, compiled: _Compiled, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
+        """Render with a mark at the end of the last message's text, and cut there: the message stays open."""
+        last = dict(messages[-1])
+        if isinstance(last.get("content"), list):
+            last["content"] = [*last["content"][:-1], {**last["content"][-1], "text": last["content"][-1]["text"] + _END_MARK + " "}]
+        else:
+            last["content"] = (last.get("content") or "") + _END_MARK + " "
+        rendered = self._run(compiled.template, [*messages[:-1], last], False, tools, variables)
+        at = rendered.rfind(_END_MARK)
+        if at < 0:
+            raise RequestError("continue_final_message: the chat template does not show the last message's text", param="continue_final_message")
+        keeps_space = rendered.startswith(" ", at + len(_END_MARK))
+        return rendered[:at] if keeps_space else rendered[:at].rstrip()
+
+
+def _shape(message: dict[str, Any], compiled: _Compiled) -> dict[str, Any]:
+    """The message with its content in a form that the template understands."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError("each message must be an object with a role", param="messages")
+    content = message.get("content")
+    if content is None:
+        return {**message, "content": ""}
+    if isinstance(content, str):
+        return message if compiled.takes_strings or not compiled.takes_parts else {**message, "content": [{"type": "text", "text": content}]}
+    if not isinstance(content, list):
+        raise RequestError("a message's content must be a string or a list of parts", param="messages")
+    texts = [_part_text(part) for part in content]
+    if compiled.takes_parts and texts:
+        return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+    return {**message, "content": "\n".join(texts)}
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise UnsupportedFeature(f"content parts of type {kind!r} are not supported; only text is", param="messages")
+    if not isinstance(part.get("text"), str):
+        raise RequestError("a text part must have a string in its field text", param="messages")
+    return part["text"]
+
+
+def _describe(error: BaseException) -> str:
+    line = getattr(error, "lineno", None)
+    where = f" (line {line})" if line else ""
+    return f"{error}{where}" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,140 @@
+"""From a user's prompt ids and `SamplingParams` to engine requests: everything checked, every string made ids.
+
+Refuses: queueing and page limits, which the engine knows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+from headrace.base.errors import ContextLengthExceeded, RequestError
+from headrace.base.messages import EngineRequest, ModelFacts
+from headrace.base.sampling import LogitRules, Penalties, SamplingParams, SamplingSpec, StopSpec
+from headrace.service.tokenization.tokenizer import Tokenizer
+
+SEED_BITS = 63
+
+
+def build_requests(
+    request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, facts: ModelFacts, tokenizer: Tokenizer | None,
+    namespace: str = "", priority: int = 0, deadline_s: float | None = None,
+) -> list[EngineRequest]:
+    """One request per choice, with ids ``request_id/0`` … or ``request_id`` itself when ``n`` is 1.
+
+    Choice i draws with the seed plus i. Raises `RequestError` naming the field that is wrong, and
+    `ContextLengthExceeded` when prompt plus ``max_tokens`` do not fit ``facts.max_model_len``.
+    """
+    params.validate()
+    _check_prompt(prompt_token_ids, facts)
+    _check_strings(params, tokenizer)
+    if deadline_s is not None and deadline_s <= 0:
+        raise RequestError(f"deadline_s must be positive, got {deadline_s!r}", param="deadline_s")
+    prompt = list(prompt_token_ids)
+    stop = _stop_spec(params, len(prompt), facts, tokenizer)
+    rules = _logit_rules(params, stop, facts, tokenizer)
+    seed = random.getrandbits(SEED_BITS) if params.seed is None else params.seed
+    return [
+        EngineRequest(
+            request_id=request_id if params.n == 1 else f"{request_id}/{i}", prompt_token_ids=prompt,
+            sampling=_sampling_spec(params, rules, seed, i), stop=stop, namespace=namespace, priority=priority, deadline_s=deadline_s,
+        )
+        for i in range(params.n)
+    ]
+
+
+def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[int, str]:
+    """Stop strings that are a special token, by its id. Special tokens are left out of the text, where such a stop
+    string would never be found: the token itself stops."""
+    if tokenizer is None or not params.skip_special_tokens:
+        return {}
+    found = {tokenizer.special_id(text): text for text in params.stop_strings()}
+    return {token_id: text for token_id, text in found.items() if token_id is not None}
+
+
+def _check_prompt(ids: Sequence[int], facts: ModelFacts) -> None:
+    if not ids:
+        raise RequestError("the prompt must hold at least one token", param="prompt")
+    _check_ids(ids, "prompt", facts.vocab_size)
+    if len(ids) >= facts.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(ids)} tokens; the model takes at most {facts.max_model_len - 1} and one of output (max_model_len {facts.max_model_len})",
+            param="prompt",
+        )
+
+
+def _check_ids(ids: Iterable[int], param: str, vocab_size: int) -> None:
+    """Types and range, at the speed of C: prompts may have 10^5 ids."""
+    wrong = next((kind for kind in set(map(type, ids)) if kind is not int), None)
+    if wrong is not None:
+        raise RequestError(f"{param} must hold token ids (integers), got a {wrong.__name__}", param=param)
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise RequestError(f"{param} holds token id {low if low < 0 else high}; ids are from 0 to {vocab_size - 1}", param=param)
+
+
+def _check_strings(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is not None and params.detokenize:
+        return
+    reason = "the model is served without a tokenizer" if tokenizer is None else "detokenize is false"
+    if params.stop_strings():
+        raise RequestError(f"stop strings cannot be found: {reason}; use stop_token_ids", param="stop")
+    if params.bad_words and tokenizer is None:
+        raise RequestError(f"bad_words cannot be made tokens: {reason}; use logit_bias", param="bad_words")
+
+
+def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, tokenizer: Tokenizer | None) -> StopSpec:
+    room = facts.max_model_len - prompt_len
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if max_tokens > room:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}; together they may be at most {facts.max_model_len} (max_model_len)",
+            param="max_tokens",
+        )
+    if params.min_tokens > max_tokens:
+        raise RequestError(f"min_tokens must be at most {max_tokens}, the tokens there is room for; got {params.min_tokens}", param="min_tokens")
+    _check_ids(params.stop_token_ids or (), "stop_token_ids", facts.vocab_size)
+    stop_ids = dict.fromkeys([*(params.stop_token_ids or ()), *special_stops(params, tokenizer)])
+    return StopSpec(max_tokens=max_tokens, min_tokens=params.min_tokens, eos_ids=[] if params.ignore_eos else list(facts.eos_ids), stop_ids=list(stop_ids))
+
+
+def _logit_rules(params: SamplingParams, stop: StopSpec, facts: ModelFacts, tokenizer: Tokenizer | None) -> LogitRules | None:
+    _check_ids(params.logit_bias or (), "logit_bias", facts.vocab_size)
+    _check_ids(params.allowed_token_ids or (), "allowed_token_ids", facts.vocab_size)
+    held = [*stop.eos_ids, *stop.stop_ids] if params.min_tokens else []
+    bad_words = _bad_word_ids(params.bad_words, tokenizer, facts.vocab_size) if params.bad_words and tokenizer is not None else []
+    if not (params.logit_bias or params.allowed_token_ids or bad_words or held):
+        return None
+    return LogitRules(
+        bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()}, allowed_ids=list(params.allowed_token_ids or ()),
+        bad_words=bad_words, min_tokens=params.min_tokens if held else 0, held_ids=list(dict.fromkeys(held)),
+    )
+
+
+def _bad_word_ids(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
+    """Each word as it is spelled at the start of a text and after a space."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        if not bare:
+            raise RequestError(f"bad_words must not hold empty words, got {word!r}", param="bad_words")
+        for spelled in (bare, " " + bare):
+            ids = tokenizer.encode(spelled, add_special_tokens=False)
+            if ids and max(ids) < vocab_size:
+                sequences[tuple(ids)] = None
+    return [list(ids) for ids in sequences]
+
+
+def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, choice: int) -> SamplingSpec:
+    penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return SamplingSpec(
+        temperature=params.temperature, top_k=max(params.top_k, 0), top_p=params.top_p, min_p=params.min_p,
+        seed=_wrap_64(seed + choice), num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None or choice else params.prompt_logprobs,
+        penalties=None if penalties == Penalties() else penalties, rules=rules,
+    )
+
+
+def _wrap_64(value: int) -> int:
+    """Into the signed 64-bit range, around its ends."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,133 @@
+"""Builds a tokenizer from a SentencePiece vocabulary: pieces with scores and types, as GGUF files and ``.model`` files
+carry them. Refuses: reading files, and the ``word`` and ``char`` model types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Piece types; SentencePiece and GGUF number them alike."""
+
+SPACE = "\u2581"
+
+
+@dataclass(frozen=True)
+class PieceVocabulary:
+    """Parallel lists over token ids. ``merges`` is None when it has to be derived from the pieces.
+
+    ``algorithm`` is ``bpe`` or ``unigram``. ``charsmap`` is a compiled normalization map, empty for none.
+    """
+
+    pieces: Sequence[str]
+    scores: Sequence[float]
+    types: Sequence[int]
+    add_space_prefix: bool
+    algorithm: str = "bpe"
+    merges: Sequence[tuple[str, str]] | None = None
+    unk_id: int | None = None
+    charsmap: bytes = b""
+    collapse_spaces: bool = False
+
+
+def build_sentencepiece(vocabulary: PieceVocabulary) -> Tokenizer:
+    """The tokenizer with the vocabulary's ids, without a post-processor (no token is added around a text)."""
+    pieces = [_respell(piece, kind) for piece, kind in zip(vocabulary.pieces, vocabulary.types, strict=True)]
+    build = _unigram if vocabulary.algorithm == "unigram" else _bpe
+    tokenizer = Tokenizer(build(vocabulary, pieces))
+    normalizer = _normalizer(vocabulary)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if vocabulary.algorithm == "unigram":
+        scheme = "always" if vocabulary.add_space_prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.add_space_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    _mark_added(tokenizer, vocabulary.pieces, pieces, vocabulary.types)
+    return tokenizer
+
+
+def _respell(piece: str, kind: int) -> str:
+    """User-defined runs of spaces may be stored as real spaces; inside the model a space is always U+2581."""
+    return SPACE * len(piece) if kind == USER_DEFINED and piece and not piece.strip(" ") else piece
+
+
+def _normalizer(vocabulary: PieceVocabulary) -> normalizers.Normalizer | None:
+    steps: list[normalizers.Normalizer] = []
+    if vocabulary.charsmap:
+        steps.append(normalizers.Precompiled(vocabulary.charsmap))
+    if vocabulary.collapse_spaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if vocabulary.algorithm == "bpe":
+        if vocabulary.add_space_prefix:
+            steps.append(normalizers.Prepend(SPACE))
+        steps.append(normalizers.Replace(" ", SPACE))
+    if not steps:
+        return None
+    return steps[0] if len(steps) == 1 else normalizers.Sequence(steps)
+
+
+def _unigram(vocabulary: PieceVocabulary, pieces: list[str]) -> models.Model:
+    # Control and unused pieces must never be found in plain text: their score is put out of reach.
+    out_of_reach = min(vocabulary.scores, default=0.0) - 1e4
+    reachable = (NORMAL, USER_DEFINED, UNKNOWN)
+    scored = [(p, float(s) if k in reachable else out_of_reach) for p, s, k in zip(pieces, vocabulary.scores, vocabulary.types, strict=True)]
+    return models.Unigram(scored, _unk_id(vocabulary), BYTE in set(vocabulary.types))
+
+
+def _bpe(vocabulary: PieceVocabulary, pieces: list[str]) -> models.Model:
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    merges = vocabulary.merges if vocabulary.merges is not None else derive_merges(pieces, vocabulary.scores, vocabulary.types, vocab)
+    unk = _unk_id(vocabulary)
+    return models.BPE(
+        vocab=vocab, merges=list(merges), unk_token=None if unk is None else pieces[unk], fuse_unk=True,
+        byte_fallback=BYTE in set(vocabulary.types),
+    )
+
+
+def _unk_id(vocabulary: PieceVocabulary) -> int | None:
+    if vocabulary.unk_id is not None:
+        return vocabulary.unk_id
+    return next((index for index, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
+
+
+def derive_merges(pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """All pairs of pieces that join to a piece, best piece first.
+
+    A BPE vocabulary is numbered in the order its merges were learned, which is also the order of falling scores.
+    Where the two disagree among normal pieces the score decides.
+    """
+    mergeable = [i for i, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED) and len(pieces[i]) > 1]
+    normal = [scores[i] for i in mergeable if types[i] == NORMAL]
+    if any(later > earlier for earlier, later in pairwise(normal)):
+        mergeable.sort(key=lambda i: -scores[i])
+    known, merges = vocab.get, []
+    for index in mergeable:
+        piece = pieces[index]
+        pairs = []
+        for cut in range(1, len(piece)):
+            left = known(piece[:cut])
+            if left is not None and (right := known(piece[cut:])) is not None:
+                pairs.append((left, right))
+        if len(pairs) > 1:
+            pairs.sort()
+        for left, right in pairs:
+            merges.append((pieces[left], pieces[right]))
+    return merges
+
+
+def _mark_added(tokenizer: Tokenizer, raw: Sequence[str], pieces: Sequence[str], types: Sequence[int]) -> None:
+    """Control pieces are special; user-defined ones are found whole in any text, but for runs of spaces, which merge."""
+    special = [AddedToken(p, normalized=False, special=True) for p, kind in zip(raw, types, strict=True) if kind == CONTROL and p]
+    whole = [
+        AddedToken(p, normalized=False, special=False)
+        for p, spelled, kind in zip(raw, pieces, types, strict=True) if kind == USER_DEFINED and p == spelled and p.strip(SPACE)
+    ]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(whole)

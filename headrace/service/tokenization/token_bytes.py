@@ -1,0 +1,144 @@
+"""What each token adds to the text, as bytes: the decoder of a tokenizer taken apart so that text can be made a token
+at a time. Refuses: holding back text and stop strings (``detokenizer.py``).
+
+Tokens are bytes because byte-level and byte-fallback vocabularies cut characters apart. Only a byte-fallback decoder
+replaces each wrong byte by its own U+FFFD (as SentencePiece does); otherwise a wrong sequence becomes one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from headrace.service.tokenization.byte_level import bytes_of_spelling
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PER_BYTE = "headrace-replace-each-byte"
+_CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" do not", " don't"),
+            (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+
+TextRule = Callable[[str, bool], str]
+"""``(token, is_first) -> text``; first means no token before it, those left out not counted."""
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_PER_BYTE, _replace_each_byte)
+
+
+class TokenBytes:
+    """The bytes of each token id of one tokenizer, computed on first use and kept.
+
+    ``strip_start`` is how many leading spaces of the whole text are dropped. ``errors`` is the codec error handler.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._rule, self._is_byte_level, self._has_byte_tokens, self.strip_start = _read_decoder(backend)
+        self.errors = _PER_BYTE if self._has_byte_tokens else "replace"
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._later: dict[int, bytes] = {}
+        self._first: dict[int, bytes] = {}
+
+    def later(self, token_id: int) -> bytes:
+        """Bytes of the token when others stand before it; empty for an id the tokenizer does not know."""
+        found = self._later.get(token_id)
+        if found is None:
+            found = self._later[token_id] = self._compute(token_id, is_first=False)
+        return found
+
+    def first(self, token_id: int) -> bytes:
+        """Bytes of the token when it is the first of a text."""
+        found = self._first.get(token_id)
+        if found is None:
+            found = self._first[token_id] = self._compute(token_id, is_first=True)
+        return found
+
+    def _compute(self, token_id: int, *, is_first: bool) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return bytes_of_spelling(token)
+        if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        return self._rule(token, is_first).encode("utf-8", "replace")
+
+
+def _read_decoder(backend: Backend) -> tuple[TextRule, bool, bool, int]:
+    """``(rule, is_byte_level, has_byte_tokens, strip_start)`` of the tokenizer's decoder."""
+    if backend.decoder is None:
+        return (lambda token, is_first: token if is_first else " " + token), False, False, 0
+    steps = _flatten(json.loads(backend.decoder.__getstate__()))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return (lambda token, _: token), True, False, 0
+    rules: list[TextRule] = []
+    strip_start, is_fused = 0, False
+    for step in steps:
+        if step["type"] == "Strip" and is_fused and step["content"] == " " and step["stop"] == 0:
+            strip_start += step["start"]
+        elif step["type"] == "Fuse":
+            is_fused = True
+        elif step["type"] != "ByteFallback":
+            rule = None if is_fused else _text_rule(step)
+            if rule is None:
+                return _ask_decoder(backend), False, "ByteFallback" in kinds, 0
+            rules.append(rule)
+
+    def apply(token: str, is_first: bool) -> str:
+        for rule in rules:
+            token = rule(token, is_first)
+        return token
+
+    return apply, False, "ByteFallback" in kinds, strip_start
+
+
+def _flatten(state: dict[str, Any]) -> list[dict[str, Any]]:
+    if state["type"] != "Sequence":
+        return [state]
+    return [step for inner in state["decoders"] for step in _flatten(inner)]
+
+
+def _text_rule(step: dict[str, Any]) -> TextRule | None:
+    if step["type"] == "Replace" and "String" in step["pattern"]:
+        old, new = step["pattern"]["String"], step["content"]
+        return lambda token, _: token.replace(old, new)
+    if step["type"] == "Metaspace":
+        mark, keeps_first = step["replacement"], step.get("prepend_scheme") == "never"
+        return lambda token, is_first: token.replace(mark, "" if is_first and not keeps_first else " ")
+    if step["type"] == "WordPiece":
+        return _word_piece(step["prefix"], step["cleanup"])
+    return None
+
+
+def _word_piece(prefix: str, has_cleanup: bool) -> TextRule:
+    def rule(token: str, is_first: bool) -> str:
+        if not is_first:
+            token = token[len(prefix):] if token.startswith(prefix) else " " + token
+        if has_cleanup:
+            for old, new in _CLEANUP:
+                token = token.replace(old, new)
+        return token
+
+    return rule
+
+
+def _ask_decoder(backend: Backend) -> TextRule:
+    """For rare decoders: what the decoder itself makes of the token after another one."""
+    decoder = backend.decoder
+    anchor = "a"
+    before = decoder.decode([anchor])
+
+    def rule(token: str, is_first: bool) -> str:
+        return decoder.decode([token]) if is_first else decoder.decode([anchor, token])[len(before):]
+
+    return rule

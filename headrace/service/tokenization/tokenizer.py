@@ -1,0 +1,105 @@
+"""`Tokenizer`: text to ids and back, and the chat template. Torch-free; made by ``loading.load_tokenizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from headrace.base.errors import RequestError
+from headrace.service.tokenization.chat_template import ChatTemplates
+from headrace.service.tokenization.text_decoder import TextDecoder
+from headrace.service.tokenization.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What stands beside a vocabulary. ``names`` maps ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token`` … to
+    the token's text. ``add_bos``/``add_eos`` say whether a text gets them; None leaves it to the vocabulary's own
+    post-processor. ``eos_ids`` end a generation."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    add_bos: bool | None = None
+    add_eos: bool | None = None
+    eos_ids: tuple[int, ...] = ()
+    chat_templates: dict[str, str] = field(default_factory=dict)
+
+
+class Tokenizer:
+    """Text to ids and back for one model. Safe to use from several threads."""
+
+    def __init__(self, backend: Backend, facts: TokenizerFacts):
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._facts = facts
+        self.bytes_table = TokenBytes(backend)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id: int | None = self._id_of("bos_token")
+        eos_id = self._id_of("eos_token")
+        self.eos_ids = tuple(dict.fromkeys(i for i in (eos_id, *facts.eos_ids) if i is not None and i >= 0))
+        self._before, self._after = self._surroundings(eos_id)
+        self._chat = ChatTemplates(facts.chat_templates, facts.names)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._facts.chat_templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of the text. Special tokens written out in it are recognised. ``add_special_tokens`` puts around it what
+        the model expects (begin of text …); not wanted after a chat template, which writes them itself."""
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"the text is not valid Unicode: {error}", param="prompt") from error
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids; wrong or incomplete characters become U+FFFD."""
+        decoder = TextDecoder(self.bytes_table, skip_special_tokens=skip_special_tokens)
+        return decoder.push(ids) + decoder.finish()
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token amid others, special or not; U+FFFD where it holds part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token amid others; empty for an id beyond the vocabulary."""
+        return self.bytes_table.later(token_id)
+
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token that is written so, if there is one."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.bytes_table.special_ids else None
+
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None, template: str | None = None, **variables: Any,
+    ) -> str:
+        """The prompt that the model's chat template makes of the messages; encode it without special tokens.
+
+        ``template`` is the name of one of the model's templates, or a template's text. ``variables`` are passed on to
+        it. Raises `RequestError` naming what is wrong with the messages or the template.
+        """
+        return self._chat.render(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, tools=tools,
+            template=template, variables=variables,
+        )
+
+    def _id_of(self, name: str) -> int | None:
+        text = self._facts.names.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _surroundings(self, eos_id: int | None) -> tuple[list[int], list[int]]:
+        """Ids before and after a text: the post-processor's, corrected by what the configuration says of bos and eos."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        full = self._backend.encode("a", add_special_tokens=True).ids
+        start = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
+        before, after = full[:start], full[start + len(bare):]
+        if self._facts.add_bos is not None and self.bos_id is not None:
+            before = [self.bos_id] * self._facts.add_bos + [i for i in before if i != self.bos_id]
+        if self._facts.add_eos is not None and eos_id is not None:
+            after = [i for i in after if i != eos_id] + [eos_id] * self._facts.add_eos
+        return before, after
