@@ -9,21 +9,23 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 from headrace.layers.decoder.spec import RopeScaling, RopeSpec
 
 TWO_PI = 2 * math.pi
 
 
-class RotaryTable:
+class RotaryTable(nn.Module):
     """``cos_sin`` [length, rotary_dim] float32: the first half of a row cosines, the second half sines, of
     ``position * frequency``. ``length`` is the longest context served, ``native_length`` what the checkpoint claims."""
 
     def __init__(self, spec: RopeSpec, *, length: int, native_length: int, device: torch.device):
+        super().__init__()
         factor = _attention_factor(spec.scaling)
         angles = torch.arange(length, dtype=torch.float32)[:, None] * _frequencies(spec, length, native_length)
         half = spec.rotary_dim // 2
-        self.cos_sin = torch.empty(length, spec.rotary_dim, dtype=torch.float32, device=device)
+        self.cos_sin = nn.Buffer(torch.empty(length, spec.rotary_dim, dtype=torch.float32, device=device), persistent=False)
         self.cos_sin[:, :half] = angles.cos().mul_(factor)
         self.cos_sin[:, half:] = angles.sin_().mul_(factor)
 

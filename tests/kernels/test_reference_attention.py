@@ -98,3 +98,11 @@ def test_window_never_reads_pages_it_has_left():
         gone = max(0, kv_len - query_len - 6 + 1) // 4
         case.page_table[row, :gone] = 0
     case.check()
+
+
+def test_pages_of_a_narrower_type():
+    case = Case([(1, 9), (4, 12)])
+    exact = [case.pages.k, case.pages.v]
+    case.keys, case.values = ([t.bfloat16().float() for t in ts] for ts in (case.keys, case.values))
+    case.pages.k, case.pages.v = (t.bfloat16() for t in exact)
+    case.check()

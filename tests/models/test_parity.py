@@ -161,3 +161,16 @@ def test_greedy_tokens_equal_generate(pair):
             tokens_drawn.append(int(piece[-1].argmax()))
         logits = harness.step(*((s, [d[-1]]) for s, d in zip(sequences, drawn, strict=True)))
     assert drawn == expected
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "granite", "olmo2"])
+def test_bfloat16_is_as_near_as_transformers_is(name: str):
+    """Both round in their own places; neither may be much further from float32 than the other."""
+    model = make_oracle(*CASES[name])
+    tokens = prompt(6)
+    exact = oracle_logits(model, tokens)
+    harness = build_harness(config_json(model), model.state_dict(), dtype=torch.bfloat16)
+    ours = harness.step((harness.start(), tokens))[0]
+    theirs = oracle_logits(model.bfloat16(), tokens).float()
+    assert ours.dtype == torch.float32
+    assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()

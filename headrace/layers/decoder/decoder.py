@@ -39,12 +39,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         vocabulary = spec.vocabulary
-        self._tables: dict[RopeSpec, RotaryTable] = {
+        tables: dict[RopeSpec, RotaryTable] = {
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, native_length=spec.max_model_len, device=build.device)
             for rope in dict.fromkeys(layer.rope for layer in spec.layers) if rope is not None
         }
         self.embedding = Embedding(build, vocabulary.size, spec.width, vocabulary.embedding_scale)
-        self.layers = nn.ModuleList(DecoderBlock(spec, layer, self._tables.get(layer.rope), build) for layer in spec.layers)
+        self.layers = nn.ModuleList(DecoderBlock(spec, layer, tables.get(layer.rope), build) for layer in spec.layers)
         self.norm = RmsNorm(build, spec.width, spec.norm.eps, spec.norm.offset)
         self.head = Head(
             build, vocabulary.size, spec.width, weight=self.embedding.weight if vocabulary.tied else None,
