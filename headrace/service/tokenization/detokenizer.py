@@ -42,14 +42,14 @@ class Detokenizer:
         if self._scanner is None:
             self.num_tokens_kept += len(ids)
             return self._text.push(ids)
-        certain = []
+        certain = ""
         for token_id in ids:
             self.num_tokens_kept += 1
             text = self._text.push((token_id,))
-            certain.append(self._scan(text) if self.num_tokens_kept > self._min_tokens else text)
+            certain += self._scan(text) if self.num_tokens_kept > self._min_tokens else text
             if self.stopped is not None:
                 break
-        return "".join(certain)
+        return certain
 
     def finish(self) -> str:
         """No more tokens: the text held back. A character still incomplete becomes U+FFFD."""
@@ -70,7 +70,9 @@ class Detokenizer:
         held = self._scanner.tail
         found = self._scanner.scan(text)
         if found is None:
+            if self._include_stop or not (held or self._scanner.tail):
+                return text
             window = held + text
-            return text if self._include_stop else window[: len(window) - len(self._scanner.tail)]
+            return window[: len(window) - len(self._scanner.tail)]
         self.stopped, start, end = found
         return (held + text)[len(held):end] if self._include_stop else (held + text)[:start]

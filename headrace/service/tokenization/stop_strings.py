@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class StopScanner:
     """The match that is complete first wins (of two that end together, the longer), whatever the parts.
@@ -11,11 +13,14 @@ class StopScanner:
 
     def __init__(self, stops: list[str]):
         self._stops = stops
+        self._find_start = re.compile("[" + re.escape("".join({s[0] for s in stops})) + "]").search
         self.tail = ""
 
     def scan(self, text: str) -> tuple[str, int, int] | None:
         """Take the next part. Returns ``(stop string, start, end)`` of the first match, as offsets into the old
         ``tail`` plus ``text``, or None; ``tail`` is then the new one."""
+        if not self.tail and self._find_start(text) is None:  # nearly always
+            return None
         window = self.tail + text
         found: tuple[int, int, str] | None = None
         for stop in self._stops:

@@ -34,10 +34,24 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_PER_BYTE, _replace_each_byte)
 
 
-class TokenBytes:
-    """The bytes of each token id of one tokenizer, computed on first use and kept.
+class PieceTable(dict[int, bytes]):
+    """Bytes by token id, computed on first use and kept: a look-up costs what a dict's does."""
 
-    ``strip_start`` is how many leading spaces of the whole text are dropped. ``errors`` is the codec error handler.
+    def __init__(self, compute: Callable[[int], bytes]):
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._compute(token_id)
+        return found
+
+
+class TokenBytes:
+    """The bytes of each token of one tokenizer; empty for an id it does not know.
+
+    ``later`` are the bytes when other tokens stand before, ``first`` those of the first token of a text, ``plain`` is
+    ``later`` with special tokens empty. ``strip_start`` is how many leading spaces of the whole text are dropped,
+    ``errors`` the codec error handler for wrong bytes.
     """
 
     def __init__(self, backend: Backend):
@@ -45,22 +59,9 @@ class TokenBytes:
         self._rule, self._is_byte_level, self._has_byte_tokens, self.strip_start = _read_decoder(backend)
         self.errors = _PER_BYTE if self._has_byte_tokens else "replace"
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self._later: dict[int, bytes] = {}
-        self._first: dict[int, bytes] = {}
-
-    def later(self, token_id: int) -> bytes:
-        """Bytes of the token when others stand before it; empty for an id the tokenizer does not know."""
-        found = self._later.get(token_id)
-        if found is None:
-            found = self._later[token_id] = self._compute(token_id, is_first=False)
-        return found
-
-    def first(self, token_id: int) -> bytes:
-        """Bytes of the token when it is the first of a text."""
-        found = self._first.get(token_id)
-        if found is None:
-            found = self._first[token_id] = self._compute(token_id, is_first=True)
-        return found
+        self.later = PieceTable(lambda token_id: self._compute(token_id, is_first=False))
+        self.first = PieceTable(lambda token_id: self._compute(token_id, is_first=True))
+        self.plain = PieceTable(lambda token_id: b"" if token_id in self.special_ids else self.later[token_id])
 
     def _compute(self, token_id: int, *, is_first: bool) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -67,7 +67,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token amid others; empty for an id beyond the vocabulary."""
-        return self.bytes_table.later(token_id)
+        return self.bytes_table.later[token_id]
 
     def special_id(self, text: str) -> int | None:
         """Id of the special token that is written so, if there is one."""
