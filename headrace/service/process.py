@@ -166,7 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
         channel.send(Starting("starting", 0.0))
         _start(launch, builder, channel).run()
     except Exception as error:  # process main: tell the client why, then end
-        logger.exception("the engine ends")
+        is_plain = isinstance(error, HeadraceError) and error.__cause__ is None
+        logger.error("the engine ends: %s", error, exc_info=not is_plain)
         channel.send(Fatal(ErrorInfo.of(error)))
         return 1
     finally:

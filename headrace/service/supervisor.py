@@ -22,7 +22,7 @@ from typing import Protocol
 from headrace.base import env
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
-from headrace.base.messages import Fatal, FromEngine, Ready, ToEngine
+from headrace.base.messages import Call, Fatal, FromEngine, Ready, ToEngine
 from headrace.service.transport import ClientChannel, Launch
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ class EngineProcess:
 
     async def end(self, grace_s: float = TERMINATE_S) -> None:
         """Terminate, and kill after ``grace_s``; returns when the process is gone and the pipe and channel are closed."""
+        with contextlib.suppress(EngineUnavailable):  # not connected yet, or gone; the signal reaches it too
+            self.channel.send(Call(0, "shutdown"))
         self._process.terminate()
         try:
             await asyncio.wait_for(asyncio.shield(self.exit_code), grace_s)
@@ -125,6 +127,7 @@ class Supervisor:
         assert self._task is None, "a supervisor starts once"
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mkdtemp makes it 0700
         self._task = asyncio.create_task(self._run(), name="engine-supervisor")
+        self._task.add_done_callback(self._tell_own_failure)
 
     def send(self, message: ToEngine) -> None:
         """Pass a message on; raises `EngineUnavailable` when there is no engine to take it."""
@@ -153,6 +156,14 @@ class Supervisor:
             if pause is None:
                 return
             await asyncio.sleep(pause)
+
+    def _tell_own_failure(self, task: asyncio.Task[None]) -> None:
+        """The supervisor itself failed, say because no process can be spawned here; nobody would be told otherwise."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("the engine cannot be supervised", exc_info=error)
+            told = error if isinstance(error, HeadraceError) else EngineUnavailable(f"the engine cannot be started: {error}")
+            self._listener.on_exit(told, is_final=True)
 
     async def _live(self, life: int) -> int:
         """One life of the process, from spawning to its last message; returns the exit code."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -16,7 +17,7 @@ import pytest
 from fakes import FakeExecutor, continuation
 
 from headrace.base.config import engine_config
-from headrace.base.errors import EngineUnavailable, ModelError, RequestError
+from headrace.base.errors import ConfigError, EngineUnavailable, ModelError, RequestError
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.outputs import ChoiceDelta
@@ -213,6 +214,18 @@ async def test_an_engine_that_cannot_start_says_why(config_only: Path, builder: 
         await asyncio.wait_for(client.wait_ready(), 20)
     assert client.state == "stopped"
     await client.close()
+
+
+async def test_no_room_for_sockets_is_told(config_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    client = EngineClient(engine_config(model=str(config_only), skip_tokenizer=True))
+    await client.start()
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        await asyncio.wait_for(client.wait_ready(), 5)
+    await client.close()
+    assert not list(deep.iterdir())
 
 
 async def test_closing_drains(start_client: Callable):
