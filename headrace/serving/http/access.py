@@ -1,4 +1,4 @@
-"""What stands before the routes, as plain ASGI: the API key, and one count (and log line) for every request."""
+"""What stands before the routes, as plain ASGI: the proxy's prefix, the API key, one count (and log line) a request."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Served without a key; compared exactly."""
+
+
+class Prefix:
+    """Tells the routes the path prefix of the proxy in front; it works whether the proxy strips it or not."""
+
+    def __init__(self, app: ASGIApp, prefix: str):
+        self._app = app
+        self._prefix = prefix.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["root_path"] = self._prefix
+        await self._app(scope, receive, send)
 
 
 def _path_of(scope: Scope) -> str:

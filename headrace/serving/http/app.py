@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from headrace import __version__
 from headrace.base.config import ServerConfig
-from headrace.serving.http.access import OPEN_PATHS, KeyGate, RequestLedger
+from headrace.serving.http.access import OPEN_PATHS, KeyGate, Prefix, RequestLedger
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.errors import install_handlers
 from headrace.serving.http.metrics import Metrics
@@ -28,7 +28,7 @@ ENDPOINTS = (
 def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
     """The application. Starting and closing ``client`` is the caller's part; until it is ready, requests get 503.
     What routes share is at ``app.state.context``."""
-    app = FastAPI(title="Headrace", version=__version__, root_path=server.root_path, redoc_url=None)
+    app = FastAPI(title="Headrace", version=__version__, redoc_url=None)
     context = app.state.context = AppContext(client, server, Metrics())
     for endpoint in ENDPOINTS:
         app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods), include_in_schema=False)
@@ -48,4 +48,6 @@ def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestLedger, context=context)
+    if server.root_path:
+        app.add_middleware(Prefix, prefix=server.root_path)
     return app

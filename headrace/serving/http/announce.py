@@ -1,0 +1,45 @@
+"""What the user sees when the server is ready: where it is, how to try it, where the memory went."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.base.messages import MemoryLine, ModelFacts
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``1.50 GiB``."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+def memory_table(lines: list[MemoryLine], device: str) -> Table:
+    """The memory plan as a table."""
+    table = Table(title=f"Memory on {device}", title_justify="left", title_style="bold")
+    table.add_column("what")
+    table.add_column("size", justify="right")
+    table.add_column("note")
+    for line in lines:
+        table.add_row(line.name, format_bytes(line.num_bytes), line.note)
+    return table
+
+
+def curl_line(address: str, model: str, *, has_key: bool) -> str:
+    """A command to copy that asks the model something."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32})
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+def announce_ready(console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool) -> None:
+    """Print the memory plan, the address and a first command."""
+    console.print(memory_table(memory, facts.device))
+    about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}, room for {facts.num_kv_tokens:,} tokens"
+    console.print(f"[bold]{name}[/] is ready: {about}", highlight=False)
+    console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, routes at {address}/docs", highlight=False, soft_wrap=True)
+    console.print(curl_line(address, name, has_key=has_key), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,160 @@
+"""`serve`: the HTTP process. Owns the listening socket, the signals, start-up beside the engine and the orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+
+from headrace.base.config import ServeConfig, ServerConfig
+from headrace.base.errors import ConfigError, EngineUnavailable
+from headrace.service.client.client import EngineClient
+from headrace.serving.http.announce import announce_ready
+from headrace.serving.http.app import create_app
+from headrace.serving.http.connection import BoundedHttp
+from headrace.serving.http.context import AppContext
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+KEEP_ALIVE_S = 75  # longer than the usual load balancer's, so that it never sends into a closing connection
+LAST_WORDS_S = 5  # for sending the ends of streams once the drain is over
+POLL_S = 0.05
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve until SIGTERM or SIGINT; returns after an orderly end. Raises `HeadraceError` when the server cannot start
+    or the engine has crashed for good, `SystemExit` after a second signal."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(HttpServer(config).run())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # there is none for this platform; asyncio's own loop serves, slower
+        return None
+    return uvloop.new_event_loop
+
+
+def open_listener(server: ServerConfig) -> socket.socket:
+    """The listening socket; raises `ConfigError` when the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {error}; choose another with --host and --port", param="port") from error
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL a browser on this machine can use."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def read_template(path: str | None) -> str | None:
+    """The text of the Jinja file that replaces the model's chat template."""
+    try:
+        return Path(path).read_text(encoding="utf-8") if path is not None else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: cannot read {path}: {error}", param="chat_template") from error
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves the signals to `HttpServer`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """One server from start to end. ``client`` is made from the configuration unless given."""
+
+    def __init__(self, config: ServeConfig, *, client: EngineClient | None = None, console: Console | None = None):
+        self._config = config.server
+        template = read_template(config.server.chat_template)
+        self._client = client or EngineClient(config.engine, max_restarts=config.server.max_restarts, chat_template=template)
+        self._console = console or Console()
+        app = create_app(self._client, self._config)
+        self._context: AppContext = app.state.context
+        self._context.is_open = False
+        self._uvicorn = _Uvicorn(uvicorn.Config(
+            app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False, server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=LAST_WORDS_S,
+        ))
+        self._drain: asyncio.Task[None] | None = None
+        self._is_forced = False
+
+    async def run(self) -> None:
+        """Serve until told to stop. /health answers at once, everything else when the engine is ready."""
+        loop = asyncio.get_running_loop()
+        with open_listener(self._config) as listener:
+            address = address_of(listener)
+            for number in SIGNALS:
+                loop.add_signal_handler(number, self.stop)
+            serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+            starting = asyncio.create_task(self._start_client(address))
+            try:
+                await self._watch(serving, starting)
+            finally:
+                starting.cancel()
+                self._uvicorn.should_exit = True
+                await self._client.close()
+                await asyncio.gather(serving, starting, return_exceptions=True)  # what counts was raised by _watch
+                for number in SIGNALS:
+                    loop.remove_signal_handler(number)
+        if self._is_forced:
+            raise SystemExit(1)
+
+    def stop(self) -> None:
+        """The first call drains, the second ends everything at once."""
+        if self._drain is None:
+            self._context.is_draining = True
+            self._drain = asyncio.create_task(self._drain_requests())
+            return
+        self._is_forced = True
+        self._drain.cancel()
+        self._uvicorn.should_exit = self._uvicorn.force_exit = True
+
+    async def _drain_requests(self) -> None:
+        running, drain_s = self._context.running, self._config.drain_s
+        logger.info("shutting down: %d requests running, they get %g s to finish; signal again to end at once", len(running), drain_s)
+        with contextlib.suppress(TimeoutError):  # the deadline: closing the client ends what still runs with an error
+            async with asyncio.timeout(drain_s):
+                while running:
+                    await asyncio.sleep(POLL_S)
+        await self._client.close()
+        self._uvicorn.should_exit = True
+
+    async def _start_client(self, address: str) -> None:
+        logger.info("listening on %s; loading the model", address)
+        await self._client.start()
+        await self._client.wait_ready()
+        self._context.is_open = True
+        facts = self._context.facts()
+        announce_ready(
+            self._console, address=address + self._config.root_path, name=self._context.model_name, facts=facts, memory=self._client.memory,
+            has_key=self._config.api_key is not None,
+        )
+
+    async def _watch(self, serving: asyncio.Task[None], starting: asyncio.Task[None]) -> None:
+        """Return when serving has ended; raise what ended it otherwise than by `stop`."""
+        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        while not serving.done():
+            if self._drain is None:
+                if starting.done():
+                    starting.result()
+                if self._context.is_open and self._client.state == "stopped":
+                    raise EngineUnavailable("the engine crashed too often and was given up; its log tells why")
+            await asyncio.wait({serving}, timeout=POLL_S * 5)
+        serving.result()
