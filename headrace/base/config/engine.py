@@ -8,7 +8,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from headrace.base.config.option import OptionInfo, options_of
-from headrace.base.config.sections import SECTIONS, CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServerConfig
+from headrace.base.config.sections import (
+    SECTIONS,
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from headrace.base.errors import ConfigError
 
 
