@@ -126,11 +126,11 @@ async def test_two_thousand_requests_leak_nothing(tiny_server):
     await api.close()
     stats = idle_stats(tiny_server)
     await asyncio.sleep(1.0)
-    assert stats["num_used_pages"] == stats["num_evictable_pages"], "pages are held by nobody's request"
+    assert stats["num_used_pages"] == 0, "pages are held by no request"
     assert open_files(tiny_server.process.pid) <= files[0] + 4
     assert open_files(tiny_server.engine_pid()) <= files[1] + 2
     assert tiny_server.post("/flush_cache").status_code == 200
-    assert idle_stats(tiny_server)["num_used_pages"] == 0
+    assert idle_stats(tiny_server)["num_evictable_pages"] == 0
 
 
 async def test_killed_engine_is_noticed_and_replaced(tiny_model: Path, tmp_path: Path):
