@@ -1,0 +1,176 @@
+"""The server process: start-up, signals, exit codes, the bound on request heads."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import events_of, httpx
+from fakes import FakeClient
+from rich.console import Console
+
+from headrace.base.config import ServeConfig, ServerConfig
+from headrace.base.errors import ConfigError
+from headrace.serving.http.announce import announce_ready, format_bytes
+from headrace.serving.http.server import HttpServer, address_of, open_listener, read_template
+
+SCRIPT = Path(__file__).with_name("server_process.py")
+
+
+class Running:
+    """A server process and what it has printed so far."""
+
+    def __init__(self, process: subprocess.Popen):
+        self.process = process
+        self.output = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.output += line
+
+    def wait_for(self, pattern: str) -> str:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            found = re.search(pattern, self.output)
+            if found:
+                return found[0]
+            time.sleep(0.02)
+        raise AssertionError(f"no {pattern!r} in:\n{self.output}")
+
+    def finish(self) -> tuple[int, str]:
+        code = self.process.wait(20)
+        self._reader.join(5)
+        return code, self.output
+
+
+@contextmanager
+def running(*, delay_s: float = 0.0, drain_s: float = 10.0, mode: str = "fine") -> Iterator[Running]:
+    command = [sys.executable, str(SCRIPT), str(delay_s), str(drain_s), mode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield Running(process)
+        finally:
+            process.kill()
+
+
+def test_start_and_orderly_end():
+    with running() as server:
+        address = server.wait_for(r"http://127\.0\.0\.1:\d+")
+        server.wait_for("curl http")
+        assert httpx.get(address + "/ready").status_code == 200
+        assert "KV cache" in server.output and "2.00 MiB" in server.output and "chat page" in server.output
+        server.process.send_signal(signal.SIGTERM)
+        code, output = server.finish()
+        assert code == 0 and "Traceback" not in output and "never retrieved" not in output, output
+
+
+@contextmanager
+def one_stream(server: Running, max_tokens: int) -> Iterator[tuple[str, httpx.Response]]:
+    server.wait_for("curl http")
+    address = server.wait_for(r"http://127\.0\.0\.1:\d+")
+    body = {"prompt": "go", "max_tokens": max_tokens, "stream": True}
+    with httpx.stream("POST", address + "/v1/completions", json=body, timeout=20) as response:
+        assert response.status_code == 200
+        yield address, response
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones():
+    with running(delay_s=0.02) as server, one_stream(server, 60) as (address, response):
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("shutting down: 1 requests running")
+        refused = httpx.post(address + "/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert httpx.get(address + "/ready").status_code == 503
+        frames = events_of(response.read().decode())
+        assert frames[-1] == "[DONE]" and '"finish_reason":"length"' in frames[-2]
+        assert server.finish()[0] == 0
+
+
+def test_drain_has_a_deadline():
+    with running(delay_s=0.05, drain_s=0.3) as server, one_stream(server, 3000) as (_, response):
+        server.process.send_signal(signal.SIGINT)
+        frames = events_of(response.read().decode())
+        assert "shutting down" in frames[-2] and frames[-1] == "[DONE]"
+        assert server.finish()[0] == 0
+
+
+def test_second_signal_ends_at_once():
+    with running(delay_s=0.05, drain_s=100) as server, one_stream(server, 3000) as (_, response):
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("shutting down")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.finish()[0] == 1
+        assert "[DONE]" in response.read().decode()
+
+
+def test_an_engine_that_cannot_start_or_is_given_up_ends_the_server():
+    with running(mode="broken") as server:
+        assert server.finish() == (1, server.output) and "error: no such model" in server.output
+    with running(mode="crashing") as server:
+        code, output = server.finish()
+        assert code == 1 and "given up" in output and "Traceback" not in output
+
+
+def test_while_the_model_is_loading_health_answers_and_sigterm_ends():
+    with running(mode="slow") as server:
+        address = server.wait_for(r"http://127\.0\.0\.1:\d+")
+        assert (httpx.get(address + "/health").status_code, httpx.get(address + "/ready").status_code) == (200, 503)
+        server.process.send_signal(signal.SIGTERM)
+        code, output = server.finish()
+        assert code == 0 and "Traceback" not in output and "never retrieved" not in output, output
+
+
+def test_endless_request_heads_are_cut_off():
+    with running() as server:
+        address = server.wait_for(r"127\.0\.0\.1:\d+")
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+            answer = b""
+            try:
+                for _ in range(400):
+                    client.sendall(b"a" * 1000 + b": b\r\n")
+                answer = client.recv(4096)
+            except (BrokenPipeError, ConnectionResetError):
+                answer = b"HTTP/1.1 431 (or the connection was reset)"
+            assert answer.startswith(b"HTTP/1.1 431")
+        kept = httpx.Client(base_url=f"http://{address}")
+        assert all(kept.get("/health", headers={"x": "y" * 20_000}).status_code == 200 for _ in range(8)), "the bound is for each request"
+        kept.close()
+
+
+def test_addresses():
+    with open_listener(ServerConfig(port=0, host="0.0.0.0")) as listener:
+        port = listener.getsockname()[1]
+        assert address_of(listener) == f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=f"cannot listen on 0.0.0.0 port {port}"):
+            open_listener(ServerConfig(port=port, host="0.0.0.0"))
+    with pytest.raises(ConfigError, match="no-such-host"):
+        open_listener(ServerConfig(host="no-such-host.invalid"))
+
+
+def test_chat_template_file(tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ x }}")
+    assert read_template(str(tmp_path / "t.jinja")) == "{{ x }}" and read_template(None) is None
+    with pytest.raises(ConfigError, match="chat_template"):
+        HttpServer(ServeConfig(server=ServerConfig(chat_template=str(tmp_path / "none"))), client=FakeClient())
+
+
+def test_announcement():
+    console = Console(record=True, width=60, file=open("/dev/null", "w"))
+    client = FakeClient()
+    announce_ready(console, address="http://h:1", name="[red]m'", facts=client.facts, memory=client.memory, has_key=True)
+    text = console.export_text()
+    assert "curl http://h:1/v1/chat/completions -H 'Content-Type: application/json' -H 'Authorization: Bearer KEY'" in text
+    assert [format_bytes(n) for n in (5, 2048, 3 * 2**30)] == ["5 B", "2.00 KiB", "3.00 GiB"]
