@@ -18,12 +18,12 @@ TWO_PI = 2 * math.pi
 
 class RotaryTable(nn.Module):
     """``cos_sin`` [length, rotary_dim] float32: the first half of a row cosines, the second half sines, of
-    ``position * frequency``. ``length`` is the longest context served, ``native_length`` what the checkpoint claims."""
+    ``position * frequency``. ``length`` is the longest context served."""
 
-    def __init__(self, spec: RopeSpec, *, length: int, native_length: int, device: torch.device):
+    def __init__(self, spec: RopeSpec, *, length: int, device: torch.device):
         super().__init__()
         factor = _attention_factor(spec.scaling)
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * _frequencies(spec, length, native_length)
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * _frequencies(spec, length)
         half = spec.rotary_dim // 2
         self.cos_sin = nn.Buffer(torch.empty(length, spec.rotary_dim, dtype=torch.float32, device=device), persistent=False)
         self.cos_sin[:, :half] = angles.cos().mul_(factor)
@@ -35,7 +35,7 @@ def _plain_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
 
 
-def _frequencies(spec: RopeSpec, length: int, native_length: int) -> torch.Tensor:
+def _frequencies(spec: RopeSpec, length: int) -> torch.Tensor:
     scaling = spec.scaling
     plain = _plain_frequencies(spec.theta, spec.rotary_dim)
     if scaling is None or scaling.kind == "default":
@@ -43,7 +43,7 @@ def _frequencies(spec: RopeSpec, length: int, native_length: int) -> torch.Tenso
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "dynamic":
-        return _dynamic_frequencies(spec, scaling, length, native_length)
+        return _dynamic_frequencies(spec, scaling, length)
     if scaling.kind == "llama3":
         return _llama3_frequencies(plain, scaling)
     if scaling.kind == "yarn":
@@ -51,9 +51,9 @@ def _frequencies(spec: RopeSpec, length: int, native_length: int) -> torch.Tenso
     return _longrope_frequencies(plain, scaling, length)
 
 
-def _dynamic_frequencies(spec: RopeSpec, scaling: RopeScaling, length: int, native_length: int) -> torch.Tensor:
+def _dynamic_frequencies(spec: RopeSpec, scaling: RopeScaling, length: int) -> torch.Tensor:
     """NTK-aware base change for contexts beyond the trained length, taken at the longest context served."""
-    stretch = scaling.factor * max(length, native_length) / native_length - (scaling.factor - 1)
+    stretch = scaling.factor * max(1.0, length / scaling.original_max_position) - (scaling.factor - 1)
     theta = spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
     return _plain_frequencies(theta, spec.rotary_dim)
 

@@ -6,6 +6,7 @@ architecture. Torch-free.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -13,6 +14,8 @@ from importlib.metadata import entry_points
 from headrace.base.errors import PluginError, UnknownArchitecture
 from headrace.base.registry import Registry
 from headrace.models.family import PLUGIN_API, Family
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "headrace.families"
 
@@ -63,11 +66,17 @@ def load_family(name: str) -> Family:
 
 
 def add_out_of_tree_families() -> list[str]:
-    """Register the families of installed packages, without importing them; returns their names."""
-    found = entry_points(group=ENTRY_POINT_GROUP)
-    for point in found:
-        FAMILIES.add(point.name, point.value)
-    return [point.name for point in found]
+    """Register the families of installed packages, without importing them; returns their names. One that takes the
+    name of another family is left out with a warning."""
+    names = []
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            FAMILIES.add(point.name, point.value)
+        except PluginError as error:
+            logger.warning("left out: %s", error)
+            continue
+        names.append(point.name)
+    return names
 
 
 def _find(architecture: str, known: dict[str, str], serves: Callable[[Family], tuple[str, ...]]) -> Family:

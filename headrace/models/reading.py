@@ -86,8 +86,16 @@ def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...], **special: Any) 
         "norm": NormSpec(fields.number("rms_norm_eps", 1e-6)),
     }
     return DecoderSpec(
-        width=fields.integer("hidden_size"), max_model_len=fields.integer("max_position_embeddings", 2048), layers=layers, **{**usual, **special},
+        width=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers, **{**usual, **special},
     )
+
+
+def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
+    """``max_position_embeddings``; with YaRN, which is often added to a config that says the trained length there, at
+    least the length it stretches to."""
+    scalings = {layer.rope.scaling for layer in layers if layer.rope and layer.rope.scaling}
+    stretched = [int(s.original_max_position * s.factor) for s in scalings if s.kind == "yarn"]
+    return max([fields.integer("max_position_embeddings", 2048), *stretched])
 
 
 def read_layers(fields: Fields, rope: RopeSpec | None, *, window: int = 0) -> tuple[LayerSpec, ...]:

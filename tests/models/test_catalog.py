@@ -68,10 +68,10 @@ GOOD, OLD, WRONG = _family("good"), _family("old", PLUGIN_API - 1), object()
 
 @pytest.fixture
 def out_of_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three installed packages with families, one of them broken, and a catalog of their own."""
+    """Installed packages with families, most of them unfit, and a catalog of their own."""
     points = [
         EntryPoint(name, value, catalog.ENTRY_POINT_GROUP)
-        for name, value in {"broken": "no_such_module_at_all:FAMILY", "old": f"{__name__}:OLD", "wrong": f"{__name__}:WRONG", "good": f"{__name__}:GOOD"}.items()
+        for name, value in {"llama": "no_such_module_at_all:FAMILY", "broken": "no_such_module_at_all:FAMILY", "old": f"{__name__}:OLD", "wrong": f"{__name__}:WRONG", "good": f"{__name__}:GOOD"}.items()
     ]
     monkeypatch.setattr(catalog, "entry_points", lambda group: points)
     registry: Registry[Family] = Registry("model family")
@@ -79,9 +79,10 @@ def out_of_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "FAMILIES", registry)
 
 
-def test_out_of_tree_family_is_found_beside_broken_ones(out_of_tree):
+def test_out_of_tree_family_is_found_beside_broken_ones(out_of_tree, caplog: pytest.LogCaptureFixture):
     assert catalog.find_family("GoodForCausalLM") is GOOD
     assert catalog.find_gguf_family("good") is GOOD
+    assert "'llama' is already registered" in caplog.text
     assert catalog.find_family("LlamaForCausalLM").name == "llama"
 
 

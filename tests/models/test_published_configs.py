@@ -86,6 +86,7 @@ def test_read_as_transformers_reads_it(name: str):
     assert spec == family.read_config({**filled, "architectures": [architecture]})
     assert spec.attention.head_dim in (64, 96, 128, 256)
     assert spec.num_layers == published["num_hidden_layers"]
+    assert spec.max_model_len == (131072 if name == "qwen3-8b-yarn" else published.get("max_position_embeddings", 2048))
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])

@@ -42,7 +42,7 @@ def test_tables_match_transformers(name: str, length: int):
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     expected = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
     spec = read_rope(Fields(config.to_dict()))
-    table = RotaryTable(spec, length=length, native_length=NATIVE, device=CPU)
+    table = RotaryTable(spec, length=length, device=CPU)
     torch.testing.assert_close(table.cos_sin, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -59,11 +59,11 @@ def test_divisors_from_a_file_replace_the_formula():
     """GGUF stores the divisors of the frequencies instead of the parameters they came from."""
     heads = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 128}
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-    scaled = RotaryTable(read_rope(Fields({**heads, "rope_scaling": scaling})), length=50, native_length=128, device=CPU)
-    plain = RotaryTable(read_rope(Fields(heads)), length=50, native_length=128, device=CPU)
+    scaled = RotaryTable(read_rope(Fields({**heads, "rope_scaling": scaling})), length=50, device=CPU)
+    plain = RotaryTable(read_rope(Fields(heads)), length=50, device=CPU)
     frequencies = [torch.atan2(table.cos_sin[1, 16:], table.cos_sin[1, :16]) for table in (plain, scaled)]
     divided = divided_frequencies((frequencies[0] / frequencies[1]).tolist())
-    from_file = RotaryTable(read_rope(Fields({**heads, "rope_scaling": divided})), length=50, native_length=128, device=CPU)
+    from_file = RotaryTable(read_rope(Fields({**heads, "rope_scaling": divided})), length=50, device=CPU)
     torch.testing.assert_close(from_file.cos_sin, scaled.cos_sin, atol=1e-5, rtol=1e-4)
 
 

@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         self.spec = spec
         vocabulary = spec.vocabulary
         tables: dict[RopeSpec, RotaryTable] = {
-            rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, native_length=spec.max_model_len, device=build.device)
+            rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)
             for rope in dict.fromkeys(layer.rope for layer in spec.layers) if rope is not None
         }
         self.embedding = Embedding(build, vocabulary.size, spec.width, vocabulary.embedding_scale)
