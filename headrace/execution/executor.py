@@ -20,6 +20,7 @@ from headrace.base.step import StepPlan
 from headrace.execution.backends import ChosenBackends, choose_backends
 from headrace.execution.device import resolve_device, set_threads
 from headrace.execution.facts import read_facts
+from headrace.execution.graphs import bucket_sizes
 from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
@@ -29,6 +30,9 @@ from headrace.memory.capacity import free_bytes
 from headrace.memory.plan import CacheDemand, CachePlan, kv_budget, memory_lines, plan_cache
 
 logger = logging.getLogger(__name__)
+
+DRIVER_BYTES_PER_GRAPH = 8 * 2**20
+"""Launch parameters and node state of a captured step; more than was measured for 32 layers."""
 
 
 class LocalExecutor:
@@ -75,14 +79,16 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     progress("sizing the KV cache", 0.8)
     activations = _measure_activations(config, loaded, chosen, device)
     free = free_bytes(device)
-    plan = plan_cache(_demand(config, loaded), config.cache, kv_budget(device.type, free, config.cache.memory_fraction))
+    budget = kv_budget(device.type, free - _graph_reserve(config, loaded, device), config.cache.memory_fraction)
+    plan = plan_cache(_demand(config, loaded), config.cache, budget)
     layout = _layout(config, plan)
     runner = _build_runner(config, loaded, chosen, layout, device)
     progress("running a first step", 0.9)
     run_tiny_steps(runner.execute, layout)
+    graphs = _capture_graphs(config, runner, layout, device, progress)
     kv_bytes = sum(pool.num_bytes for pool in runner.pools)
     memory = memory_lines(
-        weights=loaded.num_bytes, activations=activations, graphs=0, plan=plan, page_size=layout.page_size, free=free - kv_bytes,
+        weights=loaded.num_bytes, activations=activations, graphs=graphs, plan=plan, page_size=layout.page_size, free=free - kv_bytes - graphs,
     )
     facts = read_facts(loaded, layout, str(device))
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
@@ -113,6 +119,21 @@ def _build_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBacke
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError("the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction") from error
+
+
+def _graph_reserve(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
+    """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): the logits
+    of the largest bucket in three forms, and what the driver takes for each graph."""
+    if device.type != "cuda" or not config.device.graphs:
+        return 0
+    sizes = bucket_sizes(config.scheduler.max_running_requests or 1)
+    return sizes[-1] * loaded.vocab_size * 10 + len(sizes) * DRIVER_BYTES_PER_GRAPH
+
+
+def _capture_graphs(config: EngineConfig, runner: Runner, layout: CacheLayout, device: torch.device, progress: Progress) -> int:
+    if device.type != "cuda" or not config.device.graphs:
+        return 0
+    return runner.capture_graphs(bucket_sizes(layout.max_rows), lambda done, total: progress("capturing decode steps", 0.9 + 0.1 * done / total))
 
 
 def _measure_activations(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:

@@ -5,16 +5,19 @@ Refuses: deciding anything, waiting for the device, and knowing which model or b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from headrace.base.cache import CacheLayout
 from headrace.base.step import StepPlan
+from headrace.execution.graphs import DecodeGraph, DecodeGraphs, DecodeState
 from headrace.execution.inputs import InputBuilder, StepShape
 from headrace.execution.logprobs import Logprobs, compute_prompt_logprobs
 from headrace.execution.result import PendingSample, PromptSpan
 from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
-from headrace.execution.sampling import SampleBatch, Sampler
+from headrace.execution.sampling import Drawn, SampleBatch, Sampler
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, KvPages
 from headrace.memory.page_tables import PageTables
@@ -33,6 +36,8 @@ class Runner:
         device: torch.device, check_finite: bool = True,
     ):
         self._model, self._device, self._check_finite = model, device, check_finite
+        self._layout, self._backends = layout, backends
+        self._graphs: DecodeGraphs | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
@@ -49,6 +54,15 @@ class Runner:
             self._apply_pages(plan, upload.send(self._device))
             return PendingSample(plan.step_id)
         shape = StepShape.of(plan)
+        graph = self._graphs.find(len(plan.rows)) if self._graphs and plan.num_decodes == len(plan.rows) else None
+        return self._compute(plan, shape, upload) if graph is None else self._replay(plan, shape, upload, graph)
+
+    def capture_graphs(self, sizes: list[int], progress: Callable[[int, int], None]) -> int:
+        """Capture decode steps of these numbers of requests; returns the bytes they take. On a GPU only."""
+        self._graphs = DecodeGraphs(self._model, DecodeState(self._rows, self._tables, self._layout, self._backends), self._device)
+        return self._graphs.capture(sizes, progress)
+
+    def _compute(self, plan: StepPlan, shape: StepShape, upload: Upload) -> PendingSample:
         self._inputs.pack(shape, upload)
         samples = np.flatnonzero(plan.samples)
         batch = SampleBatch.of(shape.rows[samples], shape.ends[samples], self._rows)
@@ -64,6 +78,22 @@ class Runner:
             logits = self._model.compute_logits(hidden.index_select(0, sent["sample_tokens"]))
             drawn = self._sampler.draw(logits, batch, sent)
         return PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite)
+
+    def _replay(self, plan: StepPlan, shape: StepShape, upload: Upload, graph: DecodeGraph) -> PendingSample:
+        """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked."""
+        batch = SampleBatch.of(shape.rows, shape.ends, self._rows)
+        upload.add("decodes", graph.pack(shape.rows, shape.ends))
+        if not batch.is_greedy:
+            self._sampler.pack(batch, upload)
+        sent = upload.send(self._device)
+        self._apply_pages(plan, sent)
+        graph.replay(sent["decodes"])
+        if batch.is_greedy:
+            ids, states = graph.drawn[:, : len(shape.rows)].unbind()
+            drawn = Drawn(ids, states, None)
+        else:
+            drawn = self._sampler.draw(graph.logits[: len(shape.rows)], batch, sent)
+        return PendingSample(plan.step_id, batch, drawn, check_finite=self._check_finite)
 
     def _apply_rows(self, plan: StepPlan, upload: Upload) -> None:
         for row in plan.releases:

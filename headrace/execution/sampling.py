@@ -54,6 +54,11 @@ class SampleBatch:
         return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, logged, top_counts)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest tokens are all that is asked."""
+        return not (len(self.random) or len(self.logged) or self.has_edits)
+
+    @property
     def has_edits(self) -> bool:
         return bool(len(self.penalised) or len(self.ruled))
 
