@@ -14,7 +14,8 @@ from headrace.base.errors import HeadraceError
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import RowStart
 
-IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS = 1, 2, 4, 8, 16
+IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS, IS_TAKEN = 1, 2, 4, 8, 16, 32
+"""Bits of a row's flags; 0 is a free row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,14 @@ class Rows:
 
     def __getitem__(self, row: int) -> RowTokens:
         known = self._rows[row]
-        if known is None:
-            raise HeadraceError(f"the plan computes row {row}, which was never started")
+        assert known is not None, f"row {row} is free"
         return known
+
+    def require(self, rows: np.ndarray) -> None:
+        """Raise when a plan computes a row that was never started."""
+        free = rows[self.flags_np[rows] == 0]
+        if len(free):
+            raise HeadraceError(f"the plan computes rows that were never started: {free}")
 
     def start(self, start: RowStart) -> RowTokens:
         """Take a row; whatever it held is forgotten."""
@@ -53,7 +59,7 @@ class Rows:
         self.draws_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
         self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
         self.flags_np[start.row] = (
-            IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None) | HAS_RULES * (spec.rules is not None)
+            IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None) | HAS_RULES * (spec.rules is not None)
             | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0)
         )
         return known

@@ -6,15 +6,16 @@ import random
 
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import PageAppend, PageCopy, RowStart, StepPlan, StepResult
+from headrace.execution.executor import LocalExecutor
 from headrace.execution.runner import Runner
 
 
 class Driver:
     """Hand-made planning: pages in shuffled order, prefill chunks mixed with decodes."""
 
-    def __init__(self, runner: Runner, seed: int = 0, num_pages: int = 40, page_size: int = 4):
+    def __init__(self, runner: Runner | LocalExecutor, seed: int = 0, num_pages: int = 40, page_size: int = 4, num_groups: int | None = None):
         self.runner, self.random, self.page_size = runner, random.Random(seed), page_size
-        self.num_groups = len(runner.pools)
+        self.num_groups = num_groups or len(runner.pools)
         self.free = [list(range(1, num_pages)) for _ in range(self.num_groups)]
         for pages in self.free:
             self.random.shuffle(pages)

@@ -118,6 +118,24 @@ def test_large_vocabulary_draws_alone_as_in_a_batch():
     assert together.draw({r: x.clone() for r, x in rows.items()})[1].ids.tolist() == tokens
 
 
+def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPatch):
+    logits = torch.stack([random_logits(i, 3000, 0.2 + i % 4) for i in range(40)])
+    params = params_of(40, 3000, top_p=0.9)
+    params.top_k[::3], params.top_p[::5] = 40, 1.0
+    params.top_k[1] = 2000
+    drawn = []
+    for head in (64, 1024, 3000):
+        monkeypatch.setattr(sample_reference, "HEAD", head)
+        drawn.append([sample_reference.sample(logits.clone(), params).tolist()])
+        for i in range(40):
+            alone = DrawParams(
+                *(t[i : i + 1] for t in (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)),
+                has_min_p=False, has_top_p=True, num_ranked=int(params.top_k[i]) or 3000,
+            )
+            assert sample_reference.sample(logits[i : i + 1].clone(), alone).tolist() == [drawn[-1][0][i]]
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
 V = 13
 token = st.integers(0, V - 1)
 penalties = st.none() | st.builds(Penalties, st.floats(0.5, 2.0), st.floats(-2, 2), st.floats(-2, 2))

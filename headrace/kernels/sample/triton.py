@@ -1,0 +1,199 @@
+"""Drawing without sorting: cuts are found by searching for the threshold that a row's kept logits exceed.
+
+S sampled rows, V vocabulary. One program a row reads its logits (from the second-level cache) a few dozen times. The
+draw inverts the cumulative distribution in token order at the reference's own uniform number, so both draw alike.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.launch import ceil_div
+from headrace.kernels.sample import DrawParams
+
+BLOCK = 8192
+LOWEST = tl.constexpr(-104.0)  # exp of anything lower is 0 in float32: such a token is never drawn
+SEARCH_STEPS = tl.constexpr(16)  # 104 / 4**16 is below the spacing of float32 at the depths that matter
+NEGATIVE = tl.constexpr(-float("inf"))
+
+
+@triton.jit
+def _scaled(row_ptr, at, V, temperature, best, BLOCK: tl.constexpr):
+    """Logits over temperature, less the row's largest; -inf beyond the vocabulary."""
+    index = at + tl.arange(0, BLOCK)
+    x = tl.load(row_ptr + index, mask=index < V, other=NEGATIVE)
+    return tl.math.div_rn(x, temperature) - best
+
+
+@triton.jit
+def _above(row_ptr, V, temperature, best, low, a, b, c, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """For three thresholds, how many logits lie above each (and above ``low``), or their probability mass."""
+    above_a, above_b, above_c = 0.0, 0.0, 0.0
+    for at in range(0, V, BLOCK):
+        y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
+        weight = tl.where(y > low, tl.exp(y), 0.0) if MASS else tl.where(y > low, 1.0, 0.0)
+        above_a += tl.sum(tl.where(y > a, weight, 0.0), axis=0)
+        above_b += tl.sum(tl.where(y > b, weight, 0.0), axis=0)
+        above_c += tl.sum(tl.where(y > c, weight, 0.0), axis=0)
+    return above_a, above_b, above_c
+
+
+@triton.jit
+def _find_threshold(row_ptr, V, temperature, best, low, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest t such that every logit y > t is kept and none below is. A logit is kept while what lies above it (a
+    count, or MASS) is less than ``limit``; that falls as y grows, so [t, high] is cut in four until nothing is between."""
+    lowest_a, _, _ = _above(row_ptr, V, temperature, best, low, low, low, low, MASS, BLOCK)
+    t, high = low, tl.full((), 0.0, tl.float32)
+    step = tl.where(lowest_a < limit, SEARCH_STEPS, 0)
+    while step < SEARCH_STEPS:
+        quarter = (high - t) * 0.25
+        a, b, c = t + quarter, t + 2.0 * quarter, t + 3.0 * quarter
+        above_a, above_b, above_c = _above(row_ptr, V, temperature, best, low, a, b, c, MASS, BLOCK)
+        is_done = a == t  # no float left between
+        t = tl.where(above_c >= limit, c, tl.where(above_b >= limit, b, tl.where(above_a >= limit, a, t)))
+        high = tl.where(above_a < limit, a, tl.where(above_b < limit, b, tl.where(above_c < limit, c, high)))
+        step = tl.where(is_done, SEARCH_STEPS, step + 1)
+    return t
+
+
+@triton.jit
+def _kept_mass(row_ptr, V, temperature, best, low, top_k, BLOCK: tl.constexpr):
+    """Probability mass above ``low``, of ``top_k`` tokens when top_k > 0: of those tied for the last place only so many."""
+    mass, count, last = 0.0, 0.0, tl.full((), 0.0, tl.float32)
+    for at in range(0, V, BLOCK):
+        y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
+        kept = y > low
+        mass += tl.sum(tl.where(kept, tl.exp(y), 0.0), axis=0)
+        count += tl.sum(tl.where(kept, 1.0, 0.0), axis=0)
+        last = tl.minimum(last, tl.min(tl.where(kept, y, 0.0), axis=0))
+    if top_k > 0:
+        mass -= tl.maximum(count - top_k.to(tl.float32), 0.0) * tl.exp(last)
+    return mass
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """Float64 in [0, 1): the reference's SplitMix64 over seed and position."""
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    key = _mix(seed.to(tl.uint64, bitcast=True) + golden)
+    bits = _mix(key + (position.to(tl.uint64, bitcast=True) + 1) * golden)
+    return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _draw(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr):
+    """The first token whose cumulative weight among those above ``low`` exceeds ``uniform`` of the whole."""
+    total = tl.full((), 0.0, tl.float64)
+    for at in range(0, V, BLOCK):
+        y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
+        total += tl.sum(tl.where(y > low, tl.exp(y), 0.0), axis=0).to(tl.float64)
+    target = uniform * total
+    before = tl.full((), 0.0, tl.float64)
+    token = 0
+    is_found = total != total  # a row of NaN draws token 0
+    for at in range(0, V, BLOCK):
+        if not is_found:
+            y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
+            weight = tl.where(y > low, tl.exp(y), 0.0)
+            mass = tl.sum(weight, axis=0).to(tl.float64)
+            index = tl.arange(0, BLOCK)
+            last = tl.max(tl.where(weight > 0, index, 0), axis=0)
+            if mass > 0:
+                token = at + last  # stays if rounding leaves the target beyond the end
+            if before + mass > target:
+                reached = tl.cumsum(weight, axis=0).to(tl.float64) + before
+                token = at + tl.minimum(tl.sum((reached <= target).to(tl.int32), axis=0), last)
+                is_found = True
+            before += mass
+    return token
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr, ids_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, V,
+    HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    best = tl.full((), NEGATIVE, tl.float32)
+    for at in range(0, V, BLOCK):
+        best = tl.maximum(best, tl.max(_scaled(row_ptr, at, V, temperature, 0.0, BLOCK), axis=0))
+    low = tl.full((), LOWEST, tl.float32)
+    if HAS_MIN_P:
+        # kept are y >= log(min_p); the rest of the search keeps y > low, so low is the next float below
+        floor = tl.log(tl.load(min_p_ptr + row)).to(tl.float32)
+        low = tl.maximum(low, floor - tl.maximum(tl.abs(floor) * 1.2e-7, 1e-30))
+    if HAS_CUT:
+        top_k = tl.load(top_k_ptr + row)
+        if top_k > 0:
+            low = _find_threshold(row_ptr, V, temperature, best, low, top_k.to(tl.float32), False, BLOCK)
+        if HAS_TOP_P:
+            top_p = tl.load(top_p_ptr + row).to(tl.float32)
+            if top_p < 1.0:
+                mass = _kept_mass(row_ptr, V, temperature, best, low, top_k, BLOCK)
+                low = _find_threshold(row_ptr, V, temperature, best, low, top_p * mass, True, BLOCK)
+    uniform = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
+    token = _draw(row_ptr, V, temperature, best, low, uniform, BLOCK)
+    tl.store(ids_ptr + row, token.to(tl.int64))
+
+
+def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """See `headrace.kernels.sample.SAMPLE`."""
+    num_rows, vocab_size = logits.shape
+    ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        _sample_kernel[(num_rows,)](
+            logits, ids, params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position, logits.stride(0), vocab_size,
+            HAS_CUT=params.num_ranked > 0 or params.has_top_p, HAS_MIN_P=params.has_min_p, HAS_TOP_P=params.has_top_p,
+            BLOCK=BLOCK, num_warps=16,
+        )
+    return ids
+
+
+@triton.jit
+def _best_of_part(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0), tl.program_id(1)
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + index, mask=index < V, other=NEGATIVE).to(tl.float32)
+    best = tl.max(x, axis=0)
+    at = tl.min(tl.where(x == best, index, V - 1), axis=0)
+    best = tl.where(tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), best)
+    tl.store(values_ptr + row * PARTS + part, best)
+    tl.store(ids_ptr + row * PARTS + part, at)
+
+
+@triton.jit
+def _best_of_parts(part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.arange(0, BLOCK)
+    x = tl.load(part_values_ptr + row * PARTS + part, mask=part < PARTS, other=NEGATIVE)
+    ids = tl.load(part_ids_ptr + row * PARTS + part, mask=part < PARTS, other=0)
+    best = tl.max(x, axis=0)
+    first = tl.min(tl.where(x == best, part, PARTS - 1), axis=0)
+    token = tl.max(tl.where(part == first, ids, 0), axis=0)
+    best = tl.where(tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), best)
+    tl.store(values_ptr + row, best)
+    tl.store(ids_ptr + row, token.to(tl.int64))
+
+
+def find_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.sample.FIND_BEST`: parts of a row are searched side by side, then joined."""
+    num_rows, vocab_size = logits.shape
+    parts = ceil_div(vocab_size, BLOCK)
+    device = logits.device
+    part_values = torch.empty((num_rows, parts), dtype=torch.float32, device=device)
+    part_ids = torch.empty((num_rows, parts), dtype=torch.int32, device=device)
+    values = torch.empty(num_rows, dtype=torch.float32, device=device)
+    ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows:
+        _best_of_part[(num_rows, parts)](logits, part_values, part_ids, logits.stride(0), vocab_size, PARTS=parts, BLOCK=BLOCK, num_warps=8)
+        _best_of_parts[(num_rows,)](part_values, part_ids, values, ids, PARTS=parts, BLOCK=1 << (parts - 1).bit_length(), num_warps=1)
+    return values, ids

@@ -1,0 +1,151 @@
+"""`build_executor` on tiny dummy models, and the decisions it is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from driver import Driver
+
+from headrace.base.config import EngineConfig, engine_config
+from headrace.base.errors import ConfigError, HeadraceError, ModelError
+from headrace.base.sampling import SamplingSpec
+from headrace.base.step import StepPlan
+from headrace.execution import device as device_module
+from headrace.execution import warmup
+from headrace.execution.device import resolve_device, resolve_dtype, set_threads
+from headrace.execution.executor import build_executor
+from headrace.execution.facts import read_default_sampling
+from headrace.execution.result import PendingSample
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, 999], "temperature": 0.6, "top_k": 20, "do_sample": True}))
+    return tmp_path
+
+
+def config_of(folder: Path, **options: object) -> EngineConfig:
+    return engine_config(**{"model": str(folder), "load_format": "dummy", "device": "cpu", "kv_pages": 40, **options})
+
+
+def test_executor_of_a_dummy_model_runs_plans(folder: Path):
+    stages: list[tuple[str, float]] = []
+    executor = build_executor(config_of(folder), lambda stage, fraction: stages.append((stage, fraction)))
+    assert [f for _, f in stages] == sorted(f for _, f in stages) and stages[-1] == ("ready", 1.0)
+    assert executor.config.scheduler.max_running_requests == 64 and executor.config.cache.page_size == 16
+    assert (executor.layout.page_size, executor.layout.max_rows, executor.layout.max_model_len) == (16, 64, 256)
+    facts = executor.facts
+    assert (facts.family, facts.vocab_size, facts.num_kv_tokens, facts.eos_ids) == ("llama", 128, 39 * 16, [5, 2])
+    assert facts.default_sampling == {"temperature": 0.6, "top_k": 20.0}
+    assert facts.num_parameters == 128 * 32 + 2 * (32 * 64 + 32 * 32 + 32 * 96 + 48 * 32 + 2 * 32) + 32
+    lines = {line.name: line.num_bytes for line in executor.memory}
+    width = torch.float32.itemsize if facts.dtype == "float32" else 2
+    assert lines["KV full"] == 40 * 16 * 2 * 2 * 8 * width * 2
+    assert lines["weights"] >= facts.num_parameters * width
+    driver = Driver(executor, num_pages=40, page_size=16, num_groups=1)
+    driver.start(0, [1, 2, 3], SamplingSpec(temperature=1.0, seed=1))
+    for _ in range(4):
+        driver.step({0: 3})
+    assert len(driver.output[0]) == 4
+    executor.reset()
+    executor.close()
+    executor.close()
+
+
+def test_a_failed_step_leaves_other_rows_running(folder: Path):
+    executor = build_executor(config_of(folder))
+    outputs = []
+    for fails in (False, True):
+        driver = Driver(executor, num_pages=40, page_size=16, num_groups=1)
+        driver.start(0, [1, 2, 3], SamplingSpec())
+        driver.step({0: 3})
+        if fails:
+            with pytest.raises(HeadraceError):
+                executor.execute(StepPlan(7, 1, [1], [4], [1], [1])).result()
+            executor.reset()
+        driver.step({})
+        driver.step({})
+        outputs.append(driver.output[0])
+        driver.release(0)
+        executor.execute(driver.plan({})).result()
+    assert outputs[0] == outputs[1]
+
+
+def test_context_is_lowered_to_the_cache_or_refused(folder: Path):
+    assert build_executor(config_of(folder, kv_pages=5)).layout.max_model_len == 64
+    with pytest.raises(ConfigError, match="max_model_len 100 does not fit"):
+        build_executor(config_of(folder, kv_pages=5, max_model_len=100))
+    with pytest.raises(ConfigError, match="config_overrides"):
+        build_executor(config_of(folder, max_model_len=500))
+
+
+@pytest.mark.parametrize(("options", "param"), [({"page_size": 12}, "page_size"), ({"attention_backend": "nonesuch"}, "attention_backend"), ({"device": "tpu"}, "device"), ({"device": "cuda:77"}, "device")])
+def test_wrong_options_name_themselves(folder: Path, options: dict, param: str):
+    with pytest.raises(ConfigError) as caught:
+        build_executor(config_of(folder, **options))
+    assert caught.value.param == param
+
+
+def test_kv_dtype_and_model_dtype(folder: Path):
+    executor = build_executor(config_of(folder, dtype="bfloat16", kv_dtype="float32", page_size=4))
+    assert executor.facts.dtype == "bfloat16" and executor.layout.groups[0].spec.dtype == "float32"
+
+
+def test_dtype_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    for is_fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(device_module, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
+        assert resolve_dtype("auto", {"torch_dtype": "bfloat16"}, CPU) == expected
+        assert resolve_dtype("auto", {"dtype": "float16"}, CPU) == torch.float32
+        assert resolve_dtype("auto", {"dtype": "float32"}, CPU) == torch.float32
+    assert resolve_dtype("auto", {"dtype": "float16"}, CUDA) == torch.float16
+    assert resolve_dtype("auto", {"text_config": {"dtype": "float16"}}, CUDA) == torch.float16
+    assert resolve_dtype("auto", {}, CUDA) == torch.bfloat16
+    assert resolve_dtype("float16", {"dtype": "bfloat16"}, CPU) == torch.float16
+    assert isinstance(device_module.has_fast_bfloat16(), bool)
+
+
+def test_device_names():
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type in ("cpu", "cuda")
+    for wrong in ("cpu:0", "cuda:x", "gpu"):
+        with pytest.raises(ConfigError):
+            resolve_device(wrong)
+
+
+def test_threads_follow_option_then_environment(monkeypatch: pytest.MonkeyPatch):
+    before = torch.get_num_threads()
+    try:
+        assert set_threads(2) == 2 == torch.get_num_threads()
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert set_threads(None) == 1 == torch.get_num_threads()
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        assert set_threads(None) >= 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_default_sampling_takes_numbers_only():
+    assert read_default_sampling({"top_p": 0.9, "temperature": None, "min_p": True, "repetition_penalty": 1.1, "max_length": 20}) == {"top_p": 0.9, "repetition_penalty": 1.1}
+
+
+def test_model_without_numbers_is_refused_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    executor = build_executor(config_of(folder))
+    for parameter in executor._runner._model.parameters():
+        parameter.fill_(torch.nan)
+    with pytest.raises(ModelError, match="not finite"):
+        warmup.run_tiny_steps(executor.execute, executor.layout)
+
+
+def test_result_without_tokens_has_the_step_id():
+    assert PendingSample(12).result().step_id == 12
