@@ -134,19 +134,17 @@ class Scheduler:
         every other running request goes back to the queue and resumes from its committed tokens; later steps in
         flight are void."""
         flight = self._take_flight(plan)
-        if flight is None:
-            return []
         if not isinstance(error, HeadraceError):
             error = StepFailed(f"the step this request was part of failed: {type(error).__name__}: {error}")
-        info = ErrorInfo.of(error)
-        finish = self._exits.finish
-        outputs = [finish(request, Finish("error", error=info), [], keep_pages=False) for request in flight.live_requests()]
+        finish = Finish("error", error=ErrorInfo.of(error))
+        doomed = flight.live_requests() if flight is not None else []
+        outputs = [self._exits.finish(request, finish, [], keep_pages=False) for request in doomed]
         for request in list(self._roster.running()):
             self._exits.retract(request)
         self._roster.forget_device()
         self._flights.clear()
         self._first_valid_step = self._planner.next_step_id
-        self._counters.failed_steps += 1
+        self._counters.failed_steps += flight is not None
         return outputs
 
     def _take_flight(self, plan: StepPlan) -> Flight | None:
