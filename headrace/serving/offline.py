@@ -244,8 +244,9 @@ def _raise_first_error(outputs: list[GenerationOutput]) -> None:
 
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
+    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("generating", total=total)
         yield lambda: bar.advance(task)
