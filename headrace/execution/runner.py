@@ -54,6 +54,7 @@ class Runner:
             self._apply_pages(plan, upload.send(self._device))
             return PendingSample(plan.step_id)
         shape = StepShape.of(plan)
+        self._rows.require(shape.rows)
         graph = self._graphs.find(len(plan.rows)) if self._graphs and plan.num_decodes == len(plan.rows) else None
         return self._compute(plan, shape, upload) if graph is None else self._replay(plan, shape, upload, graph)
 
