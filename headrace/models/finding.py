@@ -32,8 +32,7 @@ def find_model(typed: str, load_format: str, revision: str | None = None) -> Fou
         raise ModelError("no model was named; give a folder, a GGUF file, an installed model package or a Hugging Face name")
     path = Path(typed).expanduser()
     if path.exists():
-        found = _open_path(path, load_format)
-        return Found(_own_name(found.path), found.kind, found.path, found.weight_files)
+        return _open_path(path, load_format)
     if _looks_like_path(typed):
         raise ModelError(f"no model at {path.absolute()}: {_missing_path(path)}")
     place = find_package(typed)
@@ -54,11 +53,6 @@ def _find_in_hub(typed: str, revision: str | None, load_format: str) -> Path:
         return True
 
     return find_in_hub(typed, revision, wants_weights=load_format != "dummy", can_open=can_open, near=lambda: _near(typed))
-
-
-def _own_name(path: Path) -> str:
-    path = path.resolve()
-    return path.stem if path.is_file() else path.name
 
 
 def _looks_like_path(typed: str) -> bool:
@@ -98,7 +92,7 @@ def _open_folder(folder: Path, load_format: str) -> Found:
             raise ConfigError(f"load_format is gguf, but {folder} holds safetensors; name a .gguf file or leave load_format at auto", param="load_format")
         if not tensors and load_format != "dummy":
             raise ModelError(f"{folder} has config.json but no weights: {_no_weights(folder)}")
-        return Found(folder.name, "folder", folder, tensors)
+        return Found(folder.resolve().name, "folder", folder, tensors)
     if len(starts) == 1:
         return _open_gguf(starts[0], load_format)
     if starts:

@@ -115,6 +115,10 @@ def _ask(question: Callable[[], T], name: str, near: Callable[[], str]) -> T:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, errors.HFValidationError, OSError) as error:
         raise ModelError(
             f"no model {name!r}: no such file, folder or installed package, it is not (fully) in the Hugging Face cache "
-            f"{_cache_root()}, and the hub cannot be reached: {str(error).splitlines()[0]}. Go online, copy the model here, "
+            f"{_cache_root()}, and the hub cannot be reached: {_first_line(error)}. Go online, copy the model here, "
             f"or name a local one{near()}"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -22,6 +22,7 @@ CHUNK_ELEMENTS = 1 << 17
 """Values dequantised at once: numpy's temporaries stay in the cache."""
 
 AHEAD_BYTES = 64 << 20
+MAX_ITEM_BYTES = 8
 
 _NATIVE = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
@@ -41,7 +42,7 @@ def read_tensors(tensors: Sequence[NamedTensor], *, dtype: torch.dtype | None, t
 
     def read(item: tuple[NamedTensor, int]) -> tuple[str, torch.Tensor]:
         tensor, num_bytes = item
-        raw = view_bytes(files[tensor.stored.path], tensor.stored.offset, num_bytes)
+        raw = view_bytes(files[tensor.stored.path], tensor.stored.offset, num_bytes, MAX_ITEM_BYTES)
         return tensor.name, _read_one(tensor, raw, dtype)
 
     def cost(item: tuple[NamedTensor, int]) -> int:

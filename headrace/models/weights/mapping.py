@@ -23,7 +23,7 @@ def map_file(path: Path) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def view_bytes(data: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
-    """Bytes ``[start, start + num_bytes)`` of a mapped file, copied only when they are not aligned for every dtype."""
+def view_bytes(data: torch.Tensor, start: int, num_bytes: int, alignment: int) -> torch.Tensor:
+    """Bytes ``[start, start + num_bytes)`` of a mapped file, copied only when their address is not so aligned."""
     part = data[start : start + num_bytes]
-    return part if part.data_ptr() % 8 == 0 else part.clone()
+    return part if part.data_ptr() % alignment == 0 else part.clone()

@@ -104,5 +104,5 @@ def read_safetensors(paths: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]
                 _log.warning("%s holds %s again; the first one is used", path.name, tensor.name)
                 continue
             seen.add(tensor.name)
-            raw = view_bytes(data, tensor.start, tensor.stop - tensor.start)
+            raw = view_bytes(data, tensor.start, tensor.stop - tensor.start, tensor.dtype.itemsize)
             yield tensor.name, raw.view(tensor.dtype).view(tensor.shape)
