@@ -33,7 +33,7 @@ def prefill_tile(block_dim: int, element_size: int) -> Tile:
         return Tile(64, 32, 4, 1) if block_dim <= 128 else Tile(32, 16, 4, 1)
     if block_dim <= 64:
         return Tile(128, 64, 4, 4)
-    return Tile(128, 64, 8, 3) if block_dim <= 128 else Tile(128, 64, 8, 2)
+    return Tile(128, 64, 8, 5) if block_dim <= 128 else Tile(128, 64, 8, 2)
 
 
 def decode_tile(group: int, block_dim: int, element_size: int) -> Tile:
@@ -41,7 +41,7 @@ def decode_tile(group: int, block_dim: int, element_size: int) -> Tile:
     rows = max(16, next_power_of_2(group))
     if element_size > 2:
         return Tile(rows, 32 if block_dim <= 128 else 16, 4, 1)
-    return Tile(rows, 64 if block_dim <= 128 else 32, 4, 3)
+    return Tile(rows, 64 if block_dim <= 128 else 32, 4, 5)
 
 
 def split_count(num_requests: int, num_kv_heads: int, max_kv_len: int, *, programs: int, min_keys: int = 128) -> int:

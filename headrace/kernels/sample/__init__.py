@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.operation import Operation
+from headrace.kernels.operation import Operation, requires
 
 
 @dataclass(slots=True)
@@ -43,3 +43,11 @@ every batch on the same device. A row whose logits hold NaN, or nothing but -inf
 """
 
 SAMPLE.add("reference", "headrace.kernels.sample.reference:sample", doc="plain torch, inverse CDF in float64")
+SAMPLE.add("triton", "headrace.kernels.sample.triton:sample", supports=requires(device="cuda"), priority=10, doc="threshold search, no sort")
+
+FIND_BEST = Operation("find_best kernel")
+"""``find_best(logits [S, V] float32) -> (values [S], ids [S] int64)``: each row's largest logit and the token that has it;
+the value is NaN when the row holds one, and the id is then some id in [0, V)."""
+
+FIND_BEST.add("reference", "headrace.kernels.sample.reference:find_best", doc="plain torch")
+FIND_BEST.add("triton", "headrace.kernels.sample.triton:find_best", supports=requires(device="cuda"), priority=10, doc="parts of a row side by side")

@@ -29,6 +29,12 @@ def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     return torch.cat(ids)
 
 
+def find_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.sample.FIND_BEST`."""
+    values, ids = logits.max(-1)
+    return values, ids
+
+
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Float64 in [0, 1) from two int64: SplitMix64's finaliser over the seed, then over seed and counter.
 

@@ -1,0 +1,68 @@
+"""Triton norms, activations and rope-and-write against the plain-torch ones in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from devices import DEVICES, relative_error
+
+pytest.importorskip("triton")
+
+from headrace.kernels.activation import triton as activation
+from headrace.kernels.rms_norm import triton as rms_norm
+from headrace.kernels.rope_write import reference as rope_reference
+from headrace.kernels.rope_write import triton as rope
+
+
+def _draw(device, dtype, *shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device, dtype)
+
+
+def _norm(x, weight, eps, offset):
+    return F.rms_norm(x.double(), weight.shape, weight.double() + offset, eps)
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("rows,width,offset", [(1, 64, 0.0), (3, 80, 1.0), (2, 1536, 0.0)])
+def test_rms_norm(rows, width, offset, device, dtype, tolerance):
+    wide, weight = _draw(device, dtype, rows, width + 16), _draw(device, dtype, width)
+    x = wide[:, :width]  # rows further apart than they are long
+    assert relative_error(rms_norm.rms_norm(x, weight, 1e-6, offset), _norm(x, weight, 1e-6, offset)) < tolerance
+    residual = _draw(device, dtype, rows, width, seed=1)
+    total = x + residual
+    normed, new_residual = rms_norm.add_rms_norm(x, residual.clone(), weight, 1e-6, offset)
+    assert torch.equal(new_residual, total)
+    assert relative_error(normed, _norm(total, weight, 1e-6, offset)) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("rows,width", [(1, 24), (3, 1100)])
+def test_gated_activations(rows, width, device, dtype, tolerance):
+    x = 3 * _draw(device, dtype, rows, 2 * width)
+    gate, up = x.double().chunk(2, dim=-1)
+    assert relative_error(activation.silu_mul(x), F.silu(gate) * up) < tolerance
+    assert relative_error(activation.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh") * up) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("rotary_dim,is_interleaved", [(24, False), (24, True), (16, False), (16, True), (0, False)])
+def test_rope_write(rotary_dim, is_interleaved, has_norm, device, dtype, tolerance):
+    heads, kv_heads, dim, page_size, num_pages = 5, 2, 24, 4, 5
+    qkv = _draw(device, dtype, 4, (heads + 2 * kv_heads) * dim)
+    positions, slots = torch.tensor([3, 1, 9, 0], device=device), torch.tensor([5, 0, 17, 9], device=device)
+    cos_sin = _draw(device, torch.float32, 12, rotary_dim) if rotary_dim else None
+    shape = dict(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotary_dim=rotary_dim, interleaved=is_interleaved, norm_eps=1e-6, norm_offset=0.5
+    )
+    norms = {name: _draw(device, dtype, dim, seed=i) if has_norm else None for i, name in enumerate(("q_norm", "k_norm"))}
+
+    def run(function, kind):
+        k, v = (torch.zeros(num_pages, page_size, kv_heads, dim, dtype=kind, device=device) for _ in range(2))
+        weights = {name: None if w is None else w.to(kind) for name, w in norms.items()}
+        return function(qkv.to(kind, copy=True), positions, cos_sin, slots, k, v, **weights, **shape), k, v
+
+    for out, expected in zip(run(rope.rope_write, dtype), run(rope_reference.rope_write, torch.float64), strict=True):
+        assert relative_error(out, expected) < tolerance
+        assert torch.equal(out == 0, expected == 0)  # slots nobody wrote stay as they were
