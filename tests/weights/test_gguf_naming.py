@@ -13,7 +13,12 @@ from headrace.base.errors import WeightError
 from headrace.base.registry import load_target
 from headrace.models.catalog import find_gguf_family
 from headrace.models.weights.gguf_file import GgufTensor
-from headrace.models.weights.gguf_naming import GgufNaming, interleaved_rotary_naming, name_tensors, unit_norm_offset_naming
+from headrace.models.weights.gguf_naming import (
+    GgufNaming,
+    interleaved_rotary_naming,
+    name_tensors,
+    unit_norm_offset_naming,
+)
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3": "Gemma3ForCausalLM",

@@ -114,7 +114,7 @@ def test_unsound_indices(tmp_path, index, message):
 def test_a_folder_without_weights_serves_random_ones_only(tmp_path):
     folder = make_folder(tmp_path / "m", weights=())
     assert resolve(folder, load_format="dummy").weight_files == ()
-    with pytest.raises(ModelError, match="no weights.*--load-format dummy"):
+    with pytest.raises(ModelError, match=r"no weights.*--load-format dummy"):
         resolve(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pickle"):
@@ -163,7 +163,7 @@ def test_load_format_must_fit(tmp_path):
 
 
 def test_an_unknown_gguf_architecture(tmp_path):
-    with pytest.raises(UnknownArchitecture, match="'llamb'.*llama"):
+    with pytest.raises(UnknownArchitecture, match=r"'llamb'.*llama"):
         resolve(make_gguf(tmp_path / "m.gguf", architecture="llamb"))
 
 
@@ -210,7 +210,7 @@ def test_overrides_are_merged_deeply(tmp_path):
 
 def test_a_config_without_architectures_says_how_to_name_them(tmp_path):
     folder = make_folder(tmp_path / "m", config={"hidden_size": 8})
-    with pytest.raises(ModelError, match="names no architectures.*--config-overrides"):
+    with pytest.raises(ModelError, match=r"names no architectures.*--config-overrides"):
         resolve(folder)
     assert resolve(folder, config_overrides='{"architectures": ["X"]}').architecture == "X"
 
