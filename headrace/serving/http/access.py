@@ -59,8 +59,9 @@ class KeyGate:
 class RequestLedger:
     """Counts requests by method, route and status; logs a line for each when asked to."""
 
-    def __init__(self, app: ASGIApp, context: AppContext):
+    def __init__(self, app: ASGIApp, context: AppContext, routes: frozenset[str]):
         self._app = app
+        self._routes = routes
         self._metrics = context.metrics
         self._has_log = context.server.log_requests
 
@@ -81,13 +82,19 @@ class RequestLedger:
             await self._app(scope, receive, note_status)
         finally:
             self._metrics.http_active.dec()
-            route = getattr(scope.get("route"), "path", "unmatched")
-            self._metrics.http_requests.labels(self._method(scope), route, str(status)).inc()
+            self._metrics.http_requests.labels(_method_of(scope), self._route_of(scope), str(status)).inc()
             if self._has_log:
                 client = scope.get("client") or ("-", 0)
                 logger.info("%s %s %s -> %d in %.3f s", client[0], scope["method"], scope["path"], status, time.perf_counter() - begin)
 
-    def _method(self, scope: Scope) -> str:
-        """The method, or ``other``: clients may invent any number of them, a metric's labels must stay few."""
-        known = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
-        return scope["method"] if scope["method"] in known else "other"
+    def _route_of(self, scope: Scope) -> str:
+        path = _path_of(scope)
+        if path in self._routes:
+            return path
+        return next((r for r in self._routes if "{" in r and path.startswith(r.partition("{")[0])), "unmatched")
+
+
+def _method_of(scope: Scope) -> str:
+    """The method, or ``other``: clients may invent any number of them, a metric's labels must stay few."""
+    known = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+    return scope["method"] if scope["method"] in known else "other"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headrace.base.messages import MemoryLine, ModelFacts
@@ -33,13 +35,13 @@ def curl_line(address: str, model: str, *, has_key: bool) -> str:
     """A command to copy that asks the model something."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32})
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
 def announce_ready(console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool) -> None:
     """Print the memory plan, the address and a first command."""
     console.print(memory_table(memory, facts.device))
     about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}, room for {facts.num_kv_tokens:,} tokens"
-    console.print(f"[bold]{name}[/] is ready: {about}", highlight=False)
+    console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False)
     console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, routes at {address}/docs", highlight=False, soft_wrap=True)
     console.print(curl_line(address, name, has_key=has_key), highlight=False, markup=False, soft_wrap=True)

@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, RequestError
-from headrace.base.messages import Abort, EngineRequest, EngineStats, ErrorInfo, Finish, MemoryLine, ModelFacts, RequestOutput
+from headrace.base.messages import (
+    Abort,
+    EngineRequest,
+    EngineStats,
+    ErrorInfo,
+    Finish,
+    MemoryLine,
+    ModelFacts,
+    RequestOutput,
+)
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta
@@ -120,13 +129,14 @@ class FakeClient:
     last_stats: EngineStats = field(default_factory=EngineStats)
     default_sampling: dict[str, float] = field(default_factory=dict)
     is_flushable: bool = True
+    max_len: int = MAX_LEN
     num_tokens: int = 0
     tasks: set[asyncio.Task] = field(default_factory=set)
     children: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.memory = [MemoryLine("weights", 2**20), MemoryLine("KV cache", 2**21, "8192 tokens")]
-        self.facts = ModelFacts("fake-model", "FakeForCausalLM", "fake", "float32", "cpu", MAX_LEN, VOCAB, [EOS], 1000, 16, 8192, self.default_sampling)
+        self.facts = ModelFacts("fake-model", "FakeForCausalLM", "fake", "float32", "cpu", self.max_len, VOCAB, [EOS], 1000, 16, 8192, self.default_sampling)
 
     @property
     def num_inflight(self) -> int:
@@ -141,9 +151,9 @@ class FakeClient:
             raise RequestError("prompt must not be empty", param="prompt")
         if any(i >= VOCAB for i in ids):
             raise RequestError(f"prompt holds an id that is not in the vocabulary of {VOCAB}", param="prompt")
-        limit = MAX_LEN - len(ids)
+        limit = self.max_len - len(ids)
         if limit < 1 or (params.max_tokens or 0) > limit:
-            raise ContextLengthExceeded(f"at most {MAX_LEN} tokens fit", param="prompt")
+            raise ContextLengthExceeded(f"at most {self.max_len} tokens fit", param="prompt")
         self.submitted.append((request_id, params, namespace, priority))
         names = [request_id] if params.n == 1 else [f"{request_id}/{i}" for i in range(params.n)]
         requests = [EngineRequest(name, ids, SamplingSpec(), StopSpec(params.max_tokens or limit)) for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 import socket
@@ -168,9 +169,10 @@ def test_chat_template_file(tmp_path):
 
 
 def test_announcement():
-    console = Console(record=True, width=60, file=open("/dev/null", "w"))
+    console = Console(record=True, width=60, file=io.StringIO())
     client = FakeClient()
     announce_ready(console, address="http://h:1", name="[red]m'", facts=client.facts, memory=client.memory, has_key=True)
     text = console.export_text()
     assert "curl http://h:1/v1/chat/completions -H 'Content-Type: application/json' -H 'Authorization: Bearer KEY'" in text
+    assert "[red]m' is ready" in text
     assert [format_bytes(n) for n in (5, 2048, 3 * 2**30)] == ["5 B", "2.00 KiB", "3.00 GiB"]

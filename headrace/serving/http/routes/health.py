@@ -24,7 +24,7 @@ from headrace.serving.http.sampling import draw_request_id
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 20.0
-MAX_TIMEOUT_S = 600.0
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.05, 600.0
 STATS_TIMEOUT_S = 1.0
 
 
@@ -53,8 +53,8 @@ def _read_timeout(request: Request) -> float:
         seconds = TIMEOUT_S if given is None else float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise RequestError(f"timeout must be above 0 and at most {MAX_TIMEOUT_S:g} seconds", param="timeout")
+    if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:
+        raise RequestError(f"timeout must be from {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds", param="timeout")
     return seconds
 
 
@@ -100,7 +100,7 @@ ENDPOINTS = (
     Endpoint(path="/ready", handler=tell_ready, tag="health", doc="Whether requests are taken.", answer=State, errors=(503,)),
     Endpoint(
         path="/health_generate", handler=generate_health, tag="health", doc="Whether a token can be produced now.", answer=State,
-        query={"timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S}}, errors=(400, 429, 503, 504),
+        query={"timeout": {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}}, errors=(400, 429, 503, 504),
     ),
     Endpoint(path="/metrics", handler=tell_metrics, tag="health", doc="Prometheus metrics."),
     Endpoint(path="/version", handler=tell_version, tag="health", doc="The version of the server.", answer=Version),

@@ -1,0 +1,63 @@
+"""``/metrics``: every series is documented, and counts what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.serving.http.metrics import Metrics
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+
+
+async def series(http) -> dict[tuple[str, tuple[str, ...]], float]:
+    text = (await http.get("/metrics")).text
+    return {(s.name, tuple(sorted(s.labels.values()))): s.value for f in text_string_to_metric_families(text) for s in f.samples}
+
+
+def test_names_are_documented():
+    documented = re.findall(r"^\| `(headrace_\w+)`", DOCUMENT.read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted(Metrics().names())
+
+
+async def test_requests_are_counted(http, client):
+    await http.post("/v1/completions", json={"prompt": ["abc", "d"], "max_tokens": 5, "n": 2, "seed": 1})
+    await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True})
+    await http.post("/v1/completions", json={"prompt": "BREAK1"})
+    await http.post("/v1/completions", json={"prompt": "x", "n": 0})
+    await http.get("/nope/xyz")
+    await http.request("BREW", "/health")
+    await http.get("/v1/models/fake-model")
+    found = await series(http)
+    assert found["headrace_requests_finished_total", ("length",)] == 5 and found["headrace_requests_finished_total", ("error",)] == 1
+    assert found["headrace_time_to_first_token_seconds_count", ()] == 4
+    assert found["headrace_inter_token_latency_seconds_count", ()] == 4 * 4 + 2
+    assert found["headrace_e2e_request_latency_seconds_count", ()] == 4
+    assert found["headrace_request_generation_tokens_sum", ()] == 20 + 3 + 1
+    assert found["headrace_request_prompt_tokens_sum", ()] == 4 + 2 + len("user: x\nassistant:") + 7
+    assert found["headrace_http_requests_total", ("/v1/completions", "200", "POST")] == 1
+    assert found["headrace_http_requests_total", ("/v1/completions", "400", "POST")] == 1
+    assert found["headrace_http_requests_total", ("/v1/completions", "500", "POST")] == 1
+    assert found["headrace_http_requests_total", ("404", "GET", "unmatched")] == 1
+    assert found["headrace_http_requests_total", ("/health", "405", "other")] == 1
+    assert found["headrace_http_requests_total", ("/v1/models/{model:path}", "200", "GET")] == 1
+    assert found["headrace_http_requests_active", ()] == 1 and found["headrace_ready", ()] == 1
+
+
+async def test_engine_figures(http, client):
+    found = await series(http)
+    assert found["headrace_kv_cache_usage_ratio", ()] == 0.25 and found["headrace_kv_pages", ()] == 100
+    client.state = "restarting"
+    found = await series(http)
+    assert found["headrace_ready", ()] == 0 and found["headrace_kv_pages", ()] == 100, "the last known figures"
+
+
+async def test_applications_do_not_share_metrics(http):
+    from conftest import http_for
+    from fakes import FakeClient
+
+    await http.get("/health")
+    async with http_for(FakeClient()) as other:
+        assert ("headrace_http_requests_total", ("/health", "200", "GET")) not in await series(other)
