@@ -1,0 +1,164 @@
+"""Matrix products with few rows, bound by reading the weight once: a GEMV for up to 4 rows, a skinny GEMM for up to 8.
+
+M rows of x, N outputs, K inputs, S splits. Sums are float32 in a fixed order: the same input gives the same output.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+
+GEMV_ROWS = 4
+SKINNY_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``outputs`` and ``inputs`` of the weight that a program reads at a time; ``splits`` programs share the inputs."""
+
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int = 1
+    splits: int = 1
+
+
+def gemv_tile(num_outputs: int, num_inputs: int) -> Tile:
+    """About 16 to 32 KiB of weight in flight in a program, and at least two programs a multiprocessor where N allows."""
+    inputs = min(4096 if num_inputs <= 4096 else 2048, next_power_of_2(num_inputs))
+    outputs = max(1, 16384 // inputs)
+    while outputs > 1 and ceil_div(num_outputs, outputs) < 512:
+        outputs //= 2
+    return Tile(outputs, inputs, 4 if outputs * inputs <= 8192 else 8)
+
+
+def skinny_tile(num_outputs: int, num_inputs: int) -> Tile:
+    """Enough programs to fill the device, by splitting the inputs where there are few outputs."""
+    programs = ceil_div(num_outputs, 32)
+    splits = 1
+    while programs * splits < 256 and num_inputs // (2 * splits) >= 512:
+        splits *= 2
+    return Tile(32, 256, 4, num_stages=4, splits=splits)
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, N: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    weight_row = weight_ptr + n.to(tl.int64)[:, None] * K
+    sums = ()
+    for _ in tl.static_range(M):
+        sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005 (no starred tuples in Triton)
+    if K <= BLOCK_K:
+        # the whole row fits: the weight, which no kernel writes, is asked for before the previous kernel has ended
+        weight = tl.load(weight_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        wait_for_previous(PDL)
+        for m in tl.static_range(M):
+            x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+            total = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+            _store_sum(total, bias_ptr, out_ptr, m, n, N, HAS_BIAS)
+    else:
+        wait_for_previous(PDL)
+        for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            inside = at + k < K
+            mask = (n < N)[:, None] & inside[None, :]
+            weight = tl.load(weight_row + (at + k)[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            new_sums = ()
+            for m in tl.static_range(M):
+                x = tl.load(x_ptr + m * x_stride + at + k, mask=inside, other=0.0).to(tl.float32)
+                new_sums = new_sums + (sums[m] + tl.sum(weight * x[None, :], axis=1),)  # noqa: RUF005
+            sums = new_sums
+        for m in tl.static_range(M):
+            _store_sum(sums[m], bias_ptr, out_ptr, m, n, N, HAS_BIAS)
+
+
+@triton.jit
+def _store_sum(total, bias_ptr, out_ptr, m, n, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + m * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, x_stride, M, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):
+    split = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    weight_row = weight_ptr + n.to(tl.int64)[None, :] * K
+    each = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    wait_for_previous(PDL)
+    for at in tl.range(split * each, tl.minimum((split + 1) * each, K), BLOCK_K):
+        inside = at + k < K
+        x = tl.load(x_ptr + m[:, None] * x_stride + (at + k)[None, :], mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_row + (at + k)[:, None], mask=inside[:, None] & (n < N)[None, :], other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(x, weight, acc, input_precision=PRECISION)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    if SPLITS == 1:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + m[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(partial_ptr + (split * M + m)[:, None] * N + n[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _join_kernel(partial_ptr, bias_ptr, out_ptr, M, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
+    m = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial_ptr + (split * M + m) * N + n, mask=n < N, other=0.0)
+    _store_sum(total, bias_ptr, out_ptr, m, n, N, HAS_BIAS)
+
+
+def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False) -> torch.Tensor:
+    """`LINEAR` for up to `GEMV_ROWS` rows."""
+    (rows, width), outputs = x.shape, weight.shape[0]
+    tile = tile or gemv_tile(outputs, width)
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    _gemv_kernel[(ceil_div(outputs, tile.outputs),)](
+        x, weight, x if bias is None else bias, out, x.stride(0), N=outputs, K=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
+        STAGES=tile.num_stages, HAS_BIAS=bias is not None, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+    )
+    return out
+
+
+def skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False) -> torch.Tensor:
+    """`LINEAR` for up to 16 rows."""
+    (rows, width), outputs = x.shape, weight.shape[0]
+    tile = tile or skinny_tile(outputs, width)
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    partial_sums = torch.empty((tile.splits, rows, outputs), dtype=torch.float32, device=x.device) if tile.splits > 1 else out
+    extra = dict(HAS_BIAS=bias is not None, PDL=pdl, launch_pdl=pdl)
+    _skinny_kernel[(ceil_div(outputs, tile.outputs), tile.splits)](
+        x, weight, x if bias is None else bias, out, partial_sums, x.stride(0), rows, N=outputs, K=width, BLOCK_M=16, BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs, SPLITS=tile.splits, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **extra,
+    )
+    if tile.splits > 1:
+        _join_kernel[(rows, ceil_div(outputs, 512))](partial_sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=tile.splits, BLOCK=512, **extra)
+    return out
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, pdl: bool = False) -> torch.Tensor:
+    """See `LINEAR`; more rows than these kernels are for go to torch."""
+    rows = x.shape[0]
+    if rows > SKINNY_ROWS or rows == 0 or not weight.is_contiguous() or x.stride(1) != 1:
+        return F.linear(x, weight, bias)
+    return (gemv if rows <= GEMV_ROWS else skinny)(x, weight, bias, pdl=pdl)
+
+
+linear_pdl = partial(linear, pdl=True)

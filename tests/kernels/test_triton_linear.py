@@ -1,0 +1,61 @@
+"""Triton's products with few rows against float64: odd sizes, strided rows, biases, splits, and repeatability."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import DEVICES, relative_error
+
+pytest.importorskip("triton")
+
+from headrace.kernels.linear import LINEAR
+from headrace.kernels.linear import triton as linear
+from headrace.kernels.operation import KernelQuery
+
+
+def _problem(device, dtype, rows, outputs, inputs):
+    rng = torch.Generator().manual_seed(rows * outputs + inputs)
+    wide, weight, bias = torch.randn(rows, inputs + 8, generator=rng), torch.randn(outputs, inputs, generator=rng), torch.randn(outputs, generator=rng)
+    return wide.to(device, dtype)[:, :inputs], weight.to(device, dtype), bias.to(device, dtype)
+
+
+def _expected(x, weight, bias):
+    out = x.double() @ weight.double().T
+    return out if bias is None else out + bias.double()
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("rows,outputs,inputs", [(1, 40, 96), (1, 7, 5000), (3, 33, 4104), (4, 64, 256)])
+def test_gemv(rows, outputs, inputs, device, dtype, tolerance):
+    x, weight, bias = _problem(device, dtype, rows, outputs, inputs)
+    assert relative_error(linear.gemv(x, weight, None), _expected(x, weight, None)) < tolerance
+    out = linear.gemv(x, weight, bias)
+    assert relative_error(out, _expected(x, weight, bias)) < tolerance
+    assert torch.equal(out[:1], linear.gemv(x[:1], weight, bias)), "a row's sum does not depend on the rows beside it"
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("rows,outputs,inputs", [(5, 40, 96), (8, 33, 700)])
+def test_skinny(rows, outputs, inputs, splits, device, dtype, tolerance):
+    x, weight, bias = _problem(device, dtype, rows, outputs, inputs)
+    tile = linear.Tile(32, 64, 4, num_stages=3, splits=splits)
+    for b in (None, bias):
+        out = linear.skinny(x, weight, b, tile)
+        assert relative_error(out, _expected(x, weight, b)) < tolerance
+        assert torch.equal(out, linear.skinny(x, weight, b, tile))
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("rows", [1, 6, 20])
+def test_linear_takes_any_number_of_rows(rows, device, dtype, tolerance):
+    x, weight, bias = _problem(device, dtype, rows, 256, 264)
+    assert relative_error(linear.linear(x, weight, bias), _expected(x, weight, bias)) < tolerance
+
+
+def test_chosen_by_shape():
+    def reason(in_width, out_width, device="cuda", dtype="bfloat16"):
+        return LINEAR.reason_against("triton", KernelQuery(device, dtype, (9, 0), {"in_width": in_width, "out_width": out_width}))
+
+    assert reason(4096, 6144) is None
+    assert reason(1024, 151936) and reason(100, 4096) and reason(4096, 6144, dtype="float32") and reason(4096, 6144, device="cpu")
