@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-import shutil
 
 import pytest
-from conftest import httpx, live_server
+from browser import CHROMIUM, open_page
+from conftest import live_server
 from fakes import FakeClient, expected_text
 
 from headrace.base.config import ServerConfig
 from headrace.serving.http.app import create_app
 from headrace.serving.http.page import page_policy
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-# Appended to the page for the browser test: asks once, then leaves what the user sees in the title.
-SCRIPT = """
-<script>
-addEventListener("load", async () => {
-  document.getElementById("prompt").value = "hello <b>there</b>";
-  document.getElementById("max_tokens").value = 24;
-  document.getElementById("ask").requestSubmit();
-  for (let i = 0; i < 400 && (!document.getElementById("stop").hidden || !document.querySelector(".note")?.textContent); i++)
-    await new Promise((done) => setTimeout(done, 25));
-  document.title = JSON.stringify({
-    user: document.querySelector(".turn.user").textContent, bold: document.querySelectorAll(".turn b").length,
-    answer: document.querySelector(".turn.assistant div").textContent, note: document.querySelector(".note").textContent,
-    error: document.querySelector(".error")?.textContent ?? "",
-  });
-  document.body.append(Object.assign(document.createElement("pre"), { id: "result", textContent: document.title }));
-});
-</script>
-"""
-
 
 async def test_page_is_one_file_that_calls_nobody_else(http):
     answer = await http.get("/")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     html = answer.text
-    assert not re.search(r"""(?:src|href|action)\s*=|https?://|@import|url\(""", html)
+    assert not re.search(r"""(?:src|href|action)\s*=(?!"data:,")|https?://|@import|url\(""", html)
     for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "onclick=", "style="):
         assert danger not in html, danger
     policy = answer.headers["content-security-policy"]
@@ -58,30 +38,93 @@ async def test_page_sends_only_known_fields(http):
     assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
-async def test_page_in_a_browser(monkeypatch, tmp_path):
-    app = create_app(FakeClient(delay_s=0.005), ServerConfig())
-    html = httpx.Response(200, text=await _page_text(app)).text.replace("</body>", SCRIPT + "</body>")
-    app.router.routes = [r for r in app.router.routes if r.path != "/"]
-
-    async def show(_request):
-        from starlette.responses import HTMLResponse
-
-        return HTMLResponse(html, headers={"Content-Security-Policy": page_policy(html)})
-
-    app.add_route("/", show)
-    async with live_server(app) as address:
-        process = await asyncio.create_subprocess_exec(
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom", address + "/",
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        )
-        out, _ = await asyncio.wait_for(process.communicate(), 90)
-    result = re.search(r'<pre id="result">(.*?)</pre>', out.decode(), re.DOTALL)
-    assert result, out.decode()[-2000:]
-    answer = expected_text("user: hello <b>there</b>\nassistant:", 24, bos=False)
-    assert answer.strip() in result[1] and "tokens/s" in result[1] and '"bold":0' in result[1] and '"error":""' in result[1]
+@pytest.fixture
+async def client() -> FakeClient:
+    return FakeClient(delay_s=0.005)
 
 
-async def _page_text(app) -> str:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as http:
-        return (await http.get("/")).text
+@pytest.fixture
+async def page(client, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here")
+    async with live_server(create_app(client, ServerConfig())) as address, open_page(address + "/", tmp_path) as page:
+        yield page
+
+
+IDLE = "running === null && document.querySelector('.note')?.textContent.includes('tokens/s')"
+
+
+async def say(page, text: str) -> None:
+    await page.run(f"$('prompt').value = {json.dumps(text)}; $('ask').requestSubmit()")
+
+
+async def test_a_conversation(page, client):
+    await page.until("$('model').textContent === 'fake-model'")
+    await page.run("$('system').value = 'Be kind.'; $('max_tokens').value = 24; $('temperature').value = 0.5; $('top_p').value = 0.5")
+    await say(page, "hello <b>there</b>")
+    await page.until(IDLE)
+    first = expected_text("system: Be kind.\nuser: hello <b>there</b>\nassistant:", 24, bos=False)
+    assert await page.run("document.querySelector('.turn.assistant div').textContent") == first
+    assert await page.run("document.querySelector('.turn.user').textContent") == "hello <b>there</b>"
+    assert await page.run("document.querySelectorAll('.turn b').length") == 0
+    assert re.match(r"24 tokens · [\d.]+ tokens/s · stopped", await page.run("document.querySelector('.note').textContent"))
+    params = client.submitted[0][1]
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.5, 24)
+    await say(page, "and?")
+    await page.until("turns.length === 4 && running === null")
+    second = expected_text(f"system: Be kind.\nuser: hello <b>there</b>\nassistant: {first}\nuser: and?\nassistant:", 24, bos=False)
+    assert await page.run("turns[3].content") == second
+    await page.run("$('fresh').click()")
+    assert await page.run("turns.length") == 0 and await page.run("document.querySelectorAll('.turn').length") == 0
+    assert not page.complaints
+
+
+async def test_stop_keeps_what_has_come(page, client):
+    await page.run("$('max_tokens').value = 3000")
+    await say(page, "go")
+    await page.until("!$('stop').hidden && turns[1]?.content.length > 10")
+    await page.run("$('stop').click()")
+    await page.until("running === null")
+    assert (await page.run("document.querySelector('.note').textContent")).endswith("stopped")
+    assert await page.run("turns.length") == 2
+    async with asyncio.timeout(5):
+        while client.children:
+            await asyncio.sleep(0.01)
+    assert client.aborted
+
+
+async def test_errors_are_shown(page, client):
+    await say(page, "FULL")
+    await page.until("document.querySelector('.error')?.textContent === 'the queue is full'")
+    await say(page, "BREAK5")
+    await page.until("document.querySelectorAll('.error').length === 2")
+    assert await page.run("document.querySelectorAll('.error')[1].textContent") == "the step failed"
+    await page.until("running === null")
+    client.state = "restarting"
+    await say(page, "x")
+    await page.until("document.querySelectorAll('.error').length === 3 && running === null")
+    assert await page.run("turns.length") == 2, "unanswered turns are taken back"
+
+
+async def test_answers_cannot_become_markup(page):
+    answer = """# Title <script>alert(1)</script>
+A **bold** and *slanted* `code <b>` & <img src=x onerror="window.hacked = 1">
+
+- one
+- two [x](javascript:alert(1))
+
+3. three
+
+```python
+<b>print</b>("**not bold**")
+```
+tail"""
+    await page.run(f"window.box = document.createElement('div'); log.append(box); writeBlocks(box, {json.dumps(answer)})")
+    html = await page.run("box.innerHTML")
+    assert html == (
+        "<h4>Title &lt;script&gt;alert(1)&lt;/script&gt;</h4>"
+        '<p>A <strong>bold</strong> and <em>slanted</em> <code>code &lt;b&gt;</code> &amp; &lt;img src=x onerror="window.hacked = 1"&gt;</p>'
+        "<ul><li>one</li><li>two [x](javascript:alert(1))</li></ul><ol start=\"3\"><li>three</li></ol>"
+        '<pre><code>&lt;b&gt;print&lt;/b&gt;("**not bold**")</code></pre><p>tail</p>'
+    )
+    assert await page.run("window.hacked") is None and not page.complaints
