@@ -182,16 +182,17 @@ class ChatTemplates:
     def _render_open(self, compiled: _Compiled, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
         """Render with a mark at the end of the last message's text, and cut there: the message stays open."""
         last = dict(messages[-1])
-        if isinstance(last.get("content"), list):
-            last["content"] = [*last["content"][:-1], {**last["content"][-1], "text": last["content"][-1]["text"] + _END_MARK + " "}]
+        if isinstance(last["content"], list):
+            *others, part = last["content"]
+            content, last["content"] = part["text"], [*others, {**part, "text": part["text"] + _END_MARK + " "}]
         else:
-            last["content"] = (last.get("content") or "") + _END_MARK + " "
+            content, last["content"] = last["content"], last["content"] + _END_MARK + " "
         rendered = self._run(compiled.template, [*messages[:-1], last], False, tools, variables)
         at = rendered.rfind(_END_MARK)
         if at < 0:
             raise RequestError("continue_final_message: the chat template does not show the last message's text", param="continue_final_message")
-        keeps_space = rendered.startswith(" ", at + len(_END_MARK))
-        return rendered[:at] if keeps_space else rendered[:at].rstrip()
+        is_trimmed = not rendered.startswith(" ", at + len(_END_MARK))
+        return rendered[:at].removesuffix(content[len(content.rstrip()):]) if is_trimmed else rendered[:at]
 
 
 def _shape(message: dict[str, Any], compiled: _Compiled) -> dict[str, Any]:
