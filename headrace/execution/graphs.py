@@ -15,6 +15,9 @@ import torch
 from headrace.base.cache import CacheLayout
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import NOT_FINITE, OK
+from headrace.kernels.decode_inputs import DECODE_INPUTS, DecodeInputs
+from headrace.kernels.operation import KernelQuery
+from headrace.kernels.sample import FIND_BEST
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.memory.page_tables import PageTables
@@ -48,6 +51,9 @@ class DecodeGraph:
     def __init__(self, size: int, model: ServedModel, state: DecodeState, device: torch.device):
         self.size, self._model, self._state = size, model, state
         self.requests = torch.empty((2, size), dtype=torch.int64, device=device)
+        query = KernelQuery(device.type, "float32", torch.cuda.get_device_capability(device))
+        self._decode_inputs, self._find_best = DECODE_INPUTS.choose(query), FIND_BEST.choose(query)
+        self._inputs = DecodeInputs.allocate(size, state.tables.tensor)
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.logits: torch.Tensor | None = None
         self.drawn: torch.Tensor | None = None
@@ -75,27 +81,22 @@ class DecodeGraph:
         return packed
 
     def _run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        last_token, (rows, ends) = self._state.rows.last_token, self.requests.unbind()
-        positions = ends - 1
-        groups = [self._group_step(g, rows, ends, positions) for g in range(len(self._state.backends))]
-        hidden = self._model.forward(ForwardBatch(last_token.index_select(0, rows), positions, groups))
-        logits = self._model.compute_logits(hidden)
-        best, ids = logits.max(-1)
-        last_token.index_copy_(0, rows, ids)
+        state, inputs = self._state, self._inputs
+        self._decode_inputs(self.requests, state.rows.last_token, state.tables.tensor, state.layout.page_size, inputs)
+        groups = [self._group_step(g) for g in range(len(state.backends))]
+        logits = self._model.compute_logits(self._model.forward(ForwardBatch(inputs.token_ids, inputs.positions, groups)))
+        best, ids = self._find_best(logits)
+        state.rows.last_token.index_copy_(0, self.requests[0], ids)
         return logits, torch.stack((ids, torch.where(best.isfinite(), OK, NOT_FINITE)))
 
-    def _group_step(self, group: int, rows: torch.Tensor, ends: torch.Tensor, positions: torch.Tensor) -> GroupStep:
-        layout, table = self._state.layout, self._state.tables.tensor[group]
-        page_table = table.index_select(0, rows)
-        page = page_table.gather(1, (positions // layout.page_size).unsqueeze(1)).squeeze(1)
-        inputs = AttentionInputs(
-            num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size, kv_lens_cpu=[layout.max_model_len] * self.size,
-            max_query_len=1, max_kv_len=layout.max_model_len, query_start=self._query_start, kv_lens=ends.to(torch.int32),
-            page_table=page_table, slots=page.long() * layout.page_size + positions % layout.page_size,
+    def _group_step(self, group: int) -> GroupStep:
+        inputs, longest, backend = self._inputs, self._state.layout.max_model_len, self._state.backends[group]
+        step = AttentionInputs(
+            num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size, kv_lens_cpu=[longest] * self.size, max_query_len=1,
+            max_kv_len=longest, query_start=self._query_start, kv_lens=inputs.kv_lens, page_table=inputs.page_tables[group], slots=inputs.slots[group],
         )
-        backend = self._state.backends[group]
-        backend.prepare(inputs)
-        return GroupStep(inputs, backend)
+        backend.prepare(step)
+        return GroupStep(step, backend)
 
 
 class DecodeGraphs:
