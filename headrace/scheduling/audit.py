@@ -39,7 +39,6 @@ def audit_pages(ledger: CacheLedger, roster: Roster) -> None:
         pins: Counter[int] = Counter()
         for request in running:
             holding = request.holding
-            assert holding is not None
             table, first, stored = holding.tables[group], holding.firsts[group], holding.stored
             assert not any(table[:first]), f"{request} still lists freed pages"
             assert holding.capacity == len(table) * ledger.page_size >= request.planned_len, request
@@ -52,12 +51,12 @@ def audit_pages(ledger: CacheLedger, roster: Roster) -> None:
         refs = ledger.tree.refs[group]
         assert all(refs[page] == pins[page] for page in in_tree), f"group {group}: wrong pins"
         assert ledger.tree.num_evictable[group] == sum(1 for page in in_tree if not refs[page]), f"group {group}: wrong evictable count"
-        assert ledger.promised[group] == sum(r.holding.num_promised(group) for r in running if r.holding), f"group {group}: wrong promises"
+        assert ledger.promised[group] == sum(r.holding.num_promised(group) for r in running), f"group {group}: wrong promises"
 
 
 def _audit_nodes(ledger: CacheLedger, nodes: list[Node], running: list[Request]) -> None:
     page_bytes = 4 * ledger.page_size
-    holders = Counter(id(request.holding.node) for request in running if request.holding)
+    holders = Counter(id(request.holding.node) for request in running)
     for node in nodes:
         assert node.holders == holders[id(node)], f"node [{node.start}, {node.end}) counts {node.holders} holders"
         assert len(node.key) == (node.end - node.start) * page_bytes

@@ -60,7 +60,6 @@ class Exits:
     def store_computed(self, request: Request) -> None:
         """Put the whole pages computed so far into the prefix tree."""
         holding, page_size = request.holding, self._ledger.page_size
-        assert holding is not None
         end = request.computed_len // page_size
         if end > holding.stored and self._ledger.use_prefixes:
             run = request.token_bytes(holding.stored * page_size, end * page_size)
@@ -68,9 +67,9 @@ class Exits:
                 self._roster.rewired[request] = None
 
     def _give_up_pages(self, request: Request, *, keep_pages: bool) -> None:
-        if request.holding is not None:
+        if request.is_running:
             if keep_pages:
                 self.store_computed(request)
             self._ledger.close(request.holding)
-            request.holding = None
+            request.holding = None  # type: ignore[assignment]
         self._sharing.leave(request)

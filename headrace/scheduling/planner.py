@@ -87,16 +87,16 @@ class Planner:
         """One token for every decoding request whose output may still grow, counting tokens in flight."""
         ledger, make_room, decoding = self._ledger, self._retraction.make_room, self._roster.decoding
         ready = [request for request in decoding if request.planned_len < request.limit_len]
-        growing = [request for request in ready if request.planned_len == request.holding.capacity]  # type: ignore[union-attr]
+        growing = [request for request in ready if request.planned_len == request.holding.capacity]
         if growing:
             for request in growing:
-                ledger.trim(request.holding, request.planned_len)  # type: ignore[arg-type]
+                ledger.trim(request.holding, request.planned_len)
             while make_room(len(growing)):
                 ready = [request for request in ready if request.state == State.DECODING]
                 growing = [request for request in growing if request.state == State.DECODING]
             for request in growing:
-                ledger.grow(request.holding, request.planned_len + 1)  # type: ignore[arg-type]
-                ledger.take_appends(request.holding, request.row, draft.appends)  # type: ignore[arg-type]
+                ledger.grow(request.holding, request.planned_len + 1)
+                ledger.take_appends(request.holding, request.row, draft.appends)
         draft.requests = ready
         draft.num_decodes = len(ready)
         draft.begins = [request.planned_len for request in ready]
@@ -108,7 +108,6 @@ class Planner:
     def _add_chunk(self, draft: Draft, request: Request, budget: int) -> int:
         """As much of the request's prefill as tokens and pages allow; returns the number of tokens, 0 for no pages."""
         ledger, holding, begin = self._ledger, request.holding, request.planned_len
-        assert holding is not None
         ledger.trim(holding, begin)
         end = min(request.goal_len, begin + budget)
         if end > holding.capacity:
@@ -140,14 +139,16 @@ class Planner:
             if verdict is Verdict.BLOCKED:
                 break
             if verdict is Verdict.ADMITTED:
-                budget -= self._add_chunk(draft, request, budget)
+                length = self._add_chunk(draft, request, budget)
+                assert length > 0, f"{request} was admitted without a page to start with"
+                budget -= length
         queue.end_step()
 
     def _seal(self, draft: Draft) -> Flight:
         roster = self._roster
         if roster.rewired:
             for request in roster.rewired:
-                self._ledger.take_appends(request.holding, request.row, draft.appends)  # type: ignore[arg-type]
+                self._ledger.take_appends(request.holding, request.row, draft.appends)
             roster.rewired = {}
         releases, starts = roster.take_changes()
         plan = StepPlan(

@@ -67,7 +67,7 @@ class Request:
         self.state = State.QUEUED
         self.epoch = 0
         self.row = -1
-        self.holding: Holding | None = None
+        self.holding: Holding = None  # type: ignore[assignment]  # its pages, only while it runs
         self.cached_len = self.computed_len = self.planned_len = 0
         self.goal_len = self.prompt_len
 

@@ -21,7 +21,7 @@ class Roster:
         self.decoding: dict[Request, None] = {}
         self.rewired: dict[Request, None] = {}  # their page tables changed behind the device's back
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._newcomers: dict[Request, None] = {}
+        self._newcomers: list[Request] = []
         self._released: list[int] = []
 
     @property
@@ -42,7 +42,7 @@ class Roster:
         request.row = self._free_rows.pop()
         request.state = State.PREFILLING
         self.prefilling[request] = None
-        self._newcomers[request] = None
+        self._newcomers.append(request)
 
     def start_decoding(self, request: Request) -> None:
         """All of the known tokens are planned."""
@@ -56,10 +56,7 @@ class Roster:
             del (self.prefilling if request.state == State.PREFILLING else self.decoding)[request]
             self.rewired.pop(request, None)
             self._free_rows.append(request.row)
-            if request in self._newcomers:
-                del self._newcomers[request]  # the device never heard of it
-            else:
-                self._released.append(request.row)
+            self._released.append(request.row)
         request.row = -1
         request.epoch += 1
         request.state = state
@@ -73,7 +70,7 @@ class Roster:
             for request in self._newcomers
         ]
         released = self._released
-        self._newcomers, self._released = {}, []
+        self._newcomers, self._released = [], []
         return released, starts
 
     def free_rows(self) -> list[int]:

@@ -56,7 +56,6 @@ class SharedPrefills:
             return
         self._drop_claim(request)
         holding = request.holding
-        assert holding is not None
         if request.computed_len < request.goal_len:
             begin = holding.stored * self._page_size
             end = begin + self._page_size

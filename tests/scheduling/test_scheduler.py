@@ -303,6 +303,21 @@ def test_the_youngest_or_least_important_gives_way(policy: str, victim: str) -> 
     engine.check_outputs()
 
 
+def test_the_oldest_running_request_never_gives_way() -> None:
+    engine = make_engine(make_layout(16, max_rows=3), policy="priority", max_step_tokens=24)
+    engine.scheduler._admission.forecast.expect_len = lambda request: request.known_len
+    engine.add(make_ask("meek", [1] * 8, 30, priority=-9))
+    engine.step()
+    for index in range(4):
+        engine.add(make_ask(f"proud{index}", [2, index] * 4, 30, priority=9))
+    while "meek" not in engine.finishes:
+        assert engine.scheduler._roster.requests["meek"].is_running
+        engine.step()
+    assert engine.scheduler.stats().retracted_total > 0
+    engine.drain()
+    engine.check_outputs()
+
+
 def test_output_is_promised_so_that_nobody_is_retracted() -> None:
     """Requests that use all of max_tokens: after the first few are seen, the rest are admitted only as they fit."""
     engine = make_engine(make_layout(1 + 40, max_rows=16, max_model_len=64), max_step_tokens=64)

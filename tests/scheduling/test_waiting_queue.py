@@ -80,6 +80,20 @@ def test_nobody_is_overtaken_more_often_than_the_bound() -> None:
     assert admitted[:7] == [1, 2, 3, 4, 5, 0, 6]
 
 
+def test_waiting_counts_anew_after_a_retraction() -> None:
+    queue = make_queue("priority", starvation_steps=2)
+    meek = make_request(0, priority=-1)
+    queue.push(meek)
+    for seq in (1, 2, 3):
+        queue.push(make_request(seq, priority=1))
+        queue.admit(queue.peek())
+        queue.end_step()
+    assert meek not in queue and drain(queue) == [3]
+    queue.push(meek)
+    queue.push(make_request(4, priority=1))
+    assert queue.peek().seq == 4
+
+
 def test_starvation_bound_holds_in_the_whole_scheduler() -> None:
     """One row, an endless stream of urgent requests, one that is not urgent."""
     engine = make_engine(make_layout(40, max_rows=1), policy="priority", starvation_steps=3)
