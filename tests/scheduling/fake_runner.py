@@ -117,6 +117,8 @@ class FakeRunner:
             wants = start.sampling.num_prompt_logprobs >= 0
             tables: list[dict[int, int]] = [{} for _ in self.layout.groups]
             self.rows[start.row] = Row(start.request_id, prints, start.sampling.seed, start.prompt_len, wants, tables)
+        entries = [(append.group, append.row, entry) for append in plan.appends for entry in range(append.start, append.start + len(append.pages))]
+        assert len(set(entries)) == len(entries), "a page-table entry is written twice in one plan"
         for append in plan.appends:
             assert NULL_PAGE not in append.pages and max(append.pages) < self.layout.groups[append.group].num_pages
             self.rows[append.row].tables[append.group].update(enumerate(append.pages, append.start))
