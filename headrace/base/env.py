@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 VARIABLES = {
+    "HEADRACE_API_KEY": "the same as --api-key, which other users of the machine can see",
     "HEADRACE_CACHE": "folder for compiled kernels and converted files (default: ~/.cache/headrace)",
     "HEADRACE_DISABLE_PLUGINS": "comma-separated plug-in names (families, backends, kernels) never to be loaded",
     "HEADRACE_LOG_LEVEL": "debug, info, warning or error (default: info)",
@@ -28,6 +29,16 @@ def disabled_plugins() -> frozenset[str]:
 def log_level() -> str:
     """Name of the logging level, lower case."""
     return os.environ.get("HEADRACE_LOG_LEVEL", "info").lower()
+
+
+def set_log_level(level: str) -> None:
+    """Let this process and those it starts log from this level on."""
+    os.environ["HEADRACE_LOG_LEVEL"] = level
+
+
+def api_key() -> str | None:
+    """The key clients must send, when it is not given as a flag."""
+    return os.environ.get("HEADRACE_API_KEY") or None
 
 
 def hub_offline() -> bool:

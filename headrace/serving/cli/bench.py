@@ -1,0 +1,31 @@
+"""``headrace bench serve`` and ``headrace bench offline``: flags to the benchmarks' options."""
+
+from __future__ import annotations
+
+from headrace.serving.cli.commands import ENGINE
+from headrace.serving.cli.flags import Invocation
+
+
+def run_serve(invocation: Invocation) -> int:
+    """Load a server; 1 when any request failed."""
+    from rich.console import Console
+
+    from headrace.serving.bench.options import ServeBenchOptions
+    from headrace.serving.bench.serve import run_serve_bench
+
+    options = ServeBenchOptions(**{name: invocation.section(name) for name in ("target", "load", "traffic")})
+    report = run_serve_bench(options, Console())
+    return 1 if report.errors else 0
+
+
+def run_offline(invocation: Invocation) -> int:
+    """Run the workloads in this process."""
+    from rich.console import Console
+
+    from headrace.serving.bench.offline import run_offline_bench
+
+    engine = invocation.given_in(ENGINE)
+    engine.pop("skip_tokenizer", None)  # these workloads are token ids
+    engine.setdefault("model", invocation.section("model").model)
+    run_offline_bench(invocation.section("workloads"), Console(), **engine)
+    return 0

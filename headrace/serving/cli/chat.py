@@ -1,0 +1,129 @@
+"""``headrace chat``: a conversation in the terminal. Answers stream; Ctrl-C stops one, a second time leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from headrace.base.errors import HeadraceError
+from headrace.serving.cli.commands import ENGINE
+from headrace.serving.cli.flags import Invocation
+from headrace.serving.cli.options import SamplingOptions
+from headrace.serving.offline import AsyncLLM
+
+HELP = """/reset          forget the conversation
+/system TEXT    set the system message and start over
+/help           show this
+/exit           leave (or Ctrl-D)
+Ctrl-C          stop the answer; at the prompt: leave"""
+
+
+@dataclass
+class Conversation:
+    """The messages so far, in OpenAI's form."""
+
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def messages(self) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def add(self, role: str, content: str) -> None:
+        self.turns.append({"role": role, "content": content})
+
+
+class Terminal:
+    """Reads lines, runs their commands, streams answers. ``read_line`` raises `EOFError` at the end."""
+
+    def __init__(self, llm: AsyncLLM, sampling: SamplingOptions, conversation: Conversation, console: Console, read_line: Callable[[], str]):
+        self._llm = llm
+        self._sampling = sampling
+        self._conversation = conversation
+        self._console = console
+        self._read_line = read_line
+
+    def run(self, runner: asyncio.Runner) -> None:
+        """Talk until the user leaves. Each answer runs the event loop; the prompt waits outside it."""
+        while True:
+            try:
+                line = self._read_line().strip()
+            except (EOFError, KeyboardInterrupt):
+                self._console.print()
+                return
+            if line in ("/exit", "/quit"):
+                return
+            if line.startswith("/"):
+                self._run_command(line)
+            elif line:
+                self._conversation.add("user", line)
+                try:
+                    runner.run(self._answer())
+                except HeadraceError as error:
+                    self._conversation.turns.pop()
+                    self._console.print(f"error: {error}", style="red", markup=False)
+
+    def _run_command(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "/reset":
+            self._conversation.turns.clear()
+            self._console.print("The conversation is forgotten.", style="dim")
+        elif word == "/system":
+            self._conversation.system = rest.strip() or None
+            self._conversation.turns.clear()
+            self._console.print("System message set." if rest.strip() else "System message removed.", style="dim")
+        else:
+            self._console.print(HELP, style="dim", markup=False, highlight=False)
+
+    async def _answer(self) -> None:
+        """Stream one answer. What came before Ctrl-C is kept."""
+        llm = self._llm
+        assert llm.tokenizer is not None and llm.facts is not None
+        prompt = llm.tokenizer.encode(llm.tokenizer.render_chat(self._conversation.messages()), add_special_tokens=False)
+        room = llm.facts.max_model_len - len(prompt)
+        params = self._sampling.to_params(llm.facts.default_sampling, max_tokens=max(1, min(self._sampling.max_tokens, room)))
+        text, num_tokens, began, note = "", 0, time.perf_counter(), ""
+        try:
+            async for output in llm.generate(prompt, params):
+                choice = output.outputs[0]
+                self._console.print(choice.text[len(text):], end="", markup=False, highlight=False, soft_wrap=True)
+                text, num_tokens = choice.text, len(choice.token_ids)
+                note = ", cut at --max-tokens" if choice.finish_reason == "length" else ""
+        except asyncio.CancelledError:
+            note = ", stopped"
+        seconds = time.perf_counter() - began
+        self._console.print(f"\n{num_tokens} tokens, {num_tokens / seconds:.1f} a second{note}", style="dim", highlight=False)
+        self._conversation.add("assistant", text)
+
+
+def run(invocation: Invocation) -> int:
+    """Start the engine, talk, end it."""
+    console = Console()
+    engine = invocation.given_in(ENGINE)
+    model = engine.pop("model", None) or invocation.section("model").model
+    conversation = Conversation(invocation.section("chat").system)
+    with asyncio.Runner() as runner:
+        llm = runner.run(_start(model, engine, console))
+        try:
+            console.print(f"Talking to {model}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
+            Terminal(llm, invocation.section("sampling"), conversation, console, lambda: console.input("[bold cyan]> [/]")).run(runner)
+        finally:
+            runner.run(llm.close())
+    return 0
+
+
+async def _start(model: str, engine: dict[str, object], console: Console) -> AsyncLLM:
+    llm = AsyncLLM(model, **engine)
+    with console.status(f"loading {model} ..."):
+        try:
+            await llm.start()
+        except BaseException:
+            await llm.close()
+            raise
+    if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        await llm.close()
+        raise HeadraceError(f"{model} has no chat template to talk with; use headrace generate for plain prompts")
+    return llm

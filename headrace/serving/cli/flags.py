@@ -1,0 +1,229 @@
+"""Flags made from documented options, and the values they take: flag, environment, file, default, in this order.
+
+Refuses: what a command does with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from headrace.base import env
+from headrace.base.config import OptionInfo, options_of
+from headrace.base.errors import ConfigError
+from headrace.serving.cli.commands import Command
+
+MAX_FILE_BYTES = 1 << 20
+_ENVIRONMENT = {
+    "threads": ("OMP_NUM_THREADS", env.omp_num_threads), "api_key": ("HEADRACE_API_KEY", env.api_key), "log_level": ("HEADRACE_LOG_LEVEL", env.log_level),
+}
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A command as the user gave it. ``given`` has every option set otherwise than by default, ``sources`` where each
+    came from: ``flag``, ``environment NAME`` or ``file PATH``; ``words`` what stood without a flag."""
+
+    command: Command
+    given: dict[str, Any]
+    sources: dict[str, str] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+
+    def section(self, name: str) -> Any:
+        """One section with its values; raises `ConfigError` for one that is wrong."""
+        kind = self.command.section_types()[name]
+        return kind(**{info.name: self.given[info.name] for info in options_of(kind, name) if info.name in self.given})
+
+    def given_in(self, sections: tuple[str, ...]) -> dict[str, Any]:
+        """The options given, of some sections only."""
+        names = {info.name for name in sections for info in options_of(self.command.section_types()[name], name)}
+        return {name: value for name, value in self.given.items() if name in names}
+
+
+def command_options(command: Command) -> list[OptionInfo]:
+    """Every option a command takes."""
+    return [info for name, kind in command.section_types().items() for info in options_of(kind, name)]
+
+
+def parse_command(command: Command, argv: list[str]) -> Invocation:
+    """Read a command's arguments; raises `ConfigError` for what is wrong, naming the nearest flag. ``--help`` prints
+    and raises `SystemExit`."""
+    infos = {info.name: info for info in command_options(command)}
+    parsed, rest = build_parser(command).parse_known_args(argv)
+    if rest:
+        raise _unknown(rest[0], infos)
+    values = vars(parsed)
+    words = values.pop("words", None) or []
+    words = [words] if isinstance(words, str) else words
+    flags = {name: _read_value(infos[name], value) for name, value in values.items()}
+    if command.words == "model" and words:
+        if flags.setdefault("model", words[0]) != words[0]:
+            raise ConfigError(f"the model is given twice: {words[0]} and --model {flags['model']}", param="model")
+        words = []
+    given, sources = _merge(infos, flags)
+    for name, value in given.items():
+        infos[name].check(value)
+    return Invocation(command, given, sources, words)
+
+
+def _merge(infos: dict[str, OptionInfo], flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """File, then environment, then flags: the later wins."""
+    given: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    path = flags.get("config")
+    layers = [(f"file {path}", read_options_file(Path(path), infos))] if path else []
+    for name, (variable, read) in _ENVIRONMENT.items():
+        value = read() if name in infos else None
+        if value is not None and value != infos[name].default:
+            layers.append((f"environment {variable}", {name: value}))
+    layers.append(("flag", flags))
+    for source, values in layers:
+        given.update(values)
+        sources.update(dict.fromkeys(values, source))
+    return given, sources
+
+
+def read_options_file(path: Path, infos: dict[str, OptionInfo]) -> dict[str, Any]:
+    """Options from a TOML or JSON file: flat, or in tables named as the sections. Options of other commands are left
+    out, so that one file serves several; unknown ones raise `ConfigError`."""
+    content = _read_file(path)
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat.update(value if isinstance(value, dict) else {key: value})
+    found = {}
+    for key, value in flat.items():
+        name = key.replace("-", "_")
+        if name not in infos:
+            if name in _names_of_all_commands():
+                continue
+            near = get_close_matches(name, infos, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{path}: unknown option {key!r}{hint}", param=name)
+        found[name] = value
+    found.pop("config", None)
+    return found
+
+
+def _names_of_all_commands() -> set[str]:
+    from headrace.serving.cli.commands import COMMANDS
+
+    return {info.name for command in COMMANDS.values() for info in command_options(command)}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", param="config")
+        content = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from error
+    except ValueError as error:  # ConfigError is one too: it passes as it is
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}", param="config") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold an object of options", param="config")
+    return content
+
+
+def _read_value(info: OptionInfo, text: Any) -> Any:
+    """A flag's text as the option's type."""
+    if not isinstance(text, str) or info.type is str:
+        return text
+    if info.optional and text.lower() == "none":
+        return None
+    try:
+        return info.type(text)
+    except ValueError as error:
+        kind = {"int": "a whole number", "float": "a number"}.get(info.type.__name__, info.type.__name__)
+        raise ConfigError(f"{info.flag} takes {kind}, got {text!r}", param=info.name) from error
+
+
+def _unknown(word: str, infos: dict[str, OptionInfo]) -> ConfigError:
+    name = word.split("=")[0]
+    if not name.startswith("-"):
+        return ConfigError(f"unexpected argument {word!r}", param=name)
+    flags = [info.flag for info in infos.values()] + [no_flag(info) for info in infos.values() if info.type is bool]
+    near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.5)
+    return ConfigError(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags"), param=name)
+
+
+def no_flag(info: OptionInfo) -> str:
+    """``--no-prefix-cache`` for ``prefix_cache``."""
+    return "--no-" + info.flag.removeprefix("--")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def build_parser(command: Command) -> argparse.ArgumentParser:
+    """The parser of one command: a group of flags for each section. Values stay text; nothing has a default, so that
+    what the user gave can be told from what they did not."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    parser = _Parser(
+        prog=f"headrace {command.name}", description=command.summary[0].upper() + command.summary[1:] + ".", allow_abbrev=False, add_help=False,
+        argument_default=argparse.SUPPRESS, epilog=_epilog(command),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width),
+        usage=f"headrace {command.name} {_usage_of_words(command.words)}[flags]",
+    )
+    if command.words == "model":
+        parser.add_argument("words", nargs="?", metavar="MODEL", help="the same as --model")
+    elif command.words == "prompts":
+        parser.add_argument("words", nargs="*", metavar="PROMPT", help="prompts to complete")
+    for name, kind in command.section_types().items():
+        group = parser.add_argument_group(name, (kind.__doc__ or "").strip())
+        for info in options_of(kind, name):
+            _add_flag(group, info)
+        if name == "general":
+            group.add_argument("-h", "--help", action="help", help="show this and exit")
+    return parser
+
+
+def _usage_of_words(words: str) -> str:
+    return {"model": "[MODEL] ", "prompts": "[PROMPT ...] "}.get(words, "")
+
+
+def _epilog(command: Command) -> str | None:
+    lines = ["examples:"]
+    for comment, example in command.examples:
+        lines += [f"  # {comment}", f"  {example}"]
+    return "\n".join(lines) if command.examples else None
+
+
+def _add_flag(group: Any, info: OptionInfo) -> None:
+    help_text = describe(info).replace("%", "%%")
+    if info.type is bool:
+        group.add_argument(info.flag, dest=info.name, action=argparse.BooleanOptionalAction, help=help_text)
+    else:
+        action = "append" if info.type is list else "store"
+        group.add_argument(info.flag, dest=info.name, action=action, metavar=value_name(info), help=help_text)
+
+
+def value_name(info: OptionInfo) -> str:
+    """What stands for the value in the help text."""
+    if info.choices:
+        return "{" + ",".join(map(str, info.choices)) + "}"
+    return info.metavar or {"int": "N", "float": "X"}.get(info.type.__name__, "TEXT")
+
+
+def describe(info: OptionInfo) -> str:
+    """An option's help text with its default."""
+    if info.default is None or info.default == "":
+        return info.doc
+    shown = ("on" if info.default else "off") if info.type is bool else info.default
+    return f"{info.doc} (default: {shown})"
+
+
+def print_error(message: str) -> None:
+    """One clear line on stderr."""
+    print(f"headrace: error: {message}", file=sys.stderr)

@@ -1,0 +1,88 @@
+"""The command ``headrace``: finds the command, parses its flags, runs it, and turns errors into one line and exit code 2.
+
+Refuses: torch, and importing what the command does not need: ``--help`` is printed at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from difflib import get_close_matches
+
+import headrace
+from headrace.base import env
+from headrace.base.errors import HeadraceError
+from headrace.serving.cli.commands import COMMANDS
+from headrace.serving.cli.flags import parse_command, print_error
+
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 when something the command was to do failed, 2 for errors."""
+    argv = sys.argv[1:] if argv is None else argv
+    is_debugging = False
+    try:
+        name, rest = _find_command(argv)
+        if name is None:
+            print(overview())
+            return 0
+        invocation = parse_command(COMMANDS[name], rest)
+        level = invocation.given.get("log_level", "warning" if invocation.command.quiet else "info")
+        is_debugging = level == "debug"
+        _start_logging(level)
+        return invocation.command.load()(invocation)
+    except HeadraceError as error:
+        if is_debugging:
+            raise
+        print_error(str(error))
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; what is buffered must not be written again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _find_command(argv: list[str]) -> tuple[str | None, list[str]]:
+    """The command's name, of one or two words, and what follows; None when help is wanted."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        return None, []
+    if argv[0] in ("-V", "--version"):
+        print(f"headrace {headrace.__version__}")
+        raise SystemExit(0)
+    for count in (2, 1):
+        name = " ".join(argv[:count])
+        if name in COMMANDS:
+            return name, argv[count:]
+    family = [name for name in COMMANDS if name.startswith(argv[0] + " ")]
+    if family and argv[1:] in ([], ["-h"], ["--help"]):
+        print(overview(argv[0]))
+        raise SystemExit(0 if argv[1:] else USER_ERROR)
+    wanted = " ".join(argv[:2]) if family else argv[0]
+    near = get_close_matches(wanted, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(family or COMMANDS)}"
+    raise HeadraceError(f"unknown command {wanted!r}; {hint}")
+
+
+def overview(first_word: str = "") -> str:
+    """The list of commands."""
+    chosen = [c for c in COMMANDS.values() if c.name.startswith(first_word)]
+    lines = [f"usage: headrace {first_word or 'COMMAND'} [flags]", "", "Serve large language models.", "", "commands:"]
+    lines += [f"  {c.name:14} {c.summary}" for c in chosen]
+    lines += ["", "headrace COMMAND --help documents every flag; headrace --version tells the version.", "", "start here:"]
+    lines += [f"  {c.examples[0][1]:68} # {c.examples[0][0]}" for c in chosen[:3] if c.examples]
+    lines += ["", "environment:"] if not first_word else []
+    lines += [f"  {name:26} {doc}" for name, doc in sorted(env.VARIABLES.items())] if not first_word else []
+    return "\n".join(lines)
+
+
+def _start_logging(level: str) -> None:
+    env.set_log_level(level)
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""``headrace serve``: from flags to the server's configuration."""
+
+from __future__ import annotations
+
+from headrace.base.config import EngineConfig, ServeConfig
+from headrace.serving.cli.commands import ENGINE
+from headrace.serving.cli.flags import Invocation
+
+
+def serve_config(invocation: Invocation) -> ServeConfig:
+    """Everything the server takes, and where each value came from."""
+    sections = {name: invocation.section(name) for name in (*ENGINE, "server")}
+    server = sections.pop("server")
+    names = invocation.given_in((*ENGINE, "server"))
+    return ServeConfig(engine=EngineConfig(**sections), server=server, sources={n: s for n, s in invocation.sources.items() if n in names})
+
+
+def run(invocation: Invocation) -> int:
+    """Serve until told to stop."""
+    config = serve_config(invocation)
+    from headrace.serving.http.server import serve
+
+    serve(config)
+    return 0
