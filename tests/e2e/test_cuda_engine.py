@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from weights import write_checkpoint
 
 from headrace import LLM, SamplingParams
 
 pytestmark = pytest.mark.cuda
 
 SHAPES = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128},
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128},
     "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"], "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 32,
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 32,
         "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "hidden_activation": "gelu_pytorch_tanh",
     },
@@ -34,7 +34,7 @@ VARIANTS = {
 
 
 def write_model(folder: Path, name: str) -> str:
-    (folder / "config.json").write_text(json.dumps({**BASE, "model_type": name, **SHAPES[name]}))
+    write_checkpoint(folder, {**BASE, **SHAPES[name]})
     return str(folder)
 
 
@@ -45,7 +45,7 @@ def prompts() -> list[list[int]]:
 
 
 def tokens(model: str, params: SamplingParams | list[SamplingParams], **options: object) -> list[list[int]]:
-    defaults = {"load_format": "dummy", "dtype": "float32", "max_model_len": 512, "max_running_requests": 16, "kv_pages": 600, "page_size": 64, "device": "cuda"}
+    defaults = {"dtype": "float32", "max_model_len": 512, "max_running_requests": 16, "kv_pages": 600, "page_size": 64, "device": "cuda"}
     with LLM(model, **{**defaults, **options}) as llm:
         outs = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
     return [o.outputs[0].token_ids for o in outs]
