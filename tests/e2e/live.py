@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import pytest
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128,
@@ -57,6 +59,12 @@ class LiveServer:
             if b"headrace.service.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return int(pid)
         raise AssertionError("no engine process")
+
+
+def require_package(module: str) -> None:
+    """Skip when a model package is not installed; its code is never imported (its own dependencies are not installed)."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"the package {module.replace('_', '-')} is not installed")
 
 
 def free_port() -> int:

