@@ -1,0 +1,193 @@
+"""Sends one streaming request to an OpenAI-compatible server and notes when what came back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from headrace.base.errors import ConfigError
+from headrace.serving.bench.options import TargetOptions, TrafficOptions
+from headrace.serving.bench.traffic import Ask
+
+MAX_EVENT_BYTES = 64 << 20
+
+
+@dataclass
+class Timing:
+    """What one request took. Times are `time.perf_counter` seconds; ``arrivals`` are those of pieces of output.
+
+    ``error`` is the kind of failure, None for a request that ended well; ``detail`` what was said about it.
+    """
+
+    started: float
+    ended: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+    detail: str = ""
+
+    @property
+    def latency(self) -> float:
+        return self.ended - self.started
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first piece of output; of a request that has one."""
+        return self.arrivals[0] - self.started
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first; None for shorter outputs."""
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+class ServerConnection:
+    """One server under load. Used as ``async with``; raises `ConfigError` when it cannot be reached at all."""
+
+    def __init__(self, target: TargetOptions, traffic: TrafficOptions):
+        self._root = target.base_url.rstrip("/").removesuffix("/v1")
+        self._target, self._traffic = target, traffic
+        self._model = target.model or ""
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def model(self) -> str:
+        """The name sent, once entered."""
+        return self._model
+
+    async def __aenter__(self) -> ServerConnection:
+        headers = {"Authorization": f"Bearer {self._target.api_key}"} if self._target.api_key else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=self._target.timeout_s), read_bufsize=1 << 20,
+        )
+        async with contextlib.AsyncExitStack() as opened:
+            await opened.enter_async_context(self._session)
+            self._model = self._target.model or await self._first_model()
+            opened.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open_session.close()
+
+    @property
+    def _open_session(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "enter the connection first"
+        return self._session
+
+    async def _first_model(self) -> str:
+        url = f"{self._root}/v1/models"
+        try:
+            async with self._open_session.get(url) as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise ConfigError(f"{url} answers {response.status}: {_shorten(body)}; give --model or --api-key", param="base_url")
+                return str(msgspec.json.decode(body)["data"][0]["id"])
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise ConfigError(f"no server answers at {url}: {error or type(error).__name__}", param="base_url") from error
+        except (msgspec.DecodeError, LookupError, TypeError) as error:
+            raise ConfigError(f"{url} lists no models; give --model", param="model") from error
+
+    async def flush_cache(self) -> None:
+        """Ask the server to forget cached prefixes; raises `ConfigError` when it cannot."""
+        async with self._open_session.post(f"{self._root}/flush_cache") as response:
+            if response.status != 200:
+                raise ConfigError(f"the server answers {response.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache")
+
+    def body_of(self, ask: Ask) -> dict[str, Any]:
+        """The JSON body of a request."""
+        body: dict[str, Any] = {
+            "model": self._model, "max_tokens": ask.max_tokens, "temperature": self._traffic.temperature,
+            "stream": True, "stream_options": {"include_usage": True},
+        }
+        if self._traffic.ignore_eos:
+            body["ignore_eos"] = True
+        if self._target.endpoint == "completions":
+            return {**body, "prompt": ask.prompt}
+        return {**body, "messages": [{"role": "user", "content": ask.prompt}] if isinstance(ask.prompt, str) else ask.prompt}
+
+    async def send(self, ask: Ask) -> Timing:
+        """Send one request and read its stream to the end. Failures are noted in the result, never raised."""
+        route = "/v1/completions" if self._target.endpoint == "completions" else "/v1/chat/completions"
+        body = msgspec.json.encode(self.body_of(ask))
+        timing = Timing(time.perf_counter(), prompt_tokens=len(ask.prompt) if _is_ids(ask.prompt) else 0)
+        try:
+            async with self._open_session.post(self._root + route, data=body, headers={"Content-Type": "application/json"}) as response:
+                if response.status != 200:
+                    timing.error, timing.detail = f"http {response.status}", _shorten(await response.read())
+                else:
+                    await self._read_stream(response, timing)
+        except TimeoutError:
+            timing.error, timing.detail = "timeout", f"no end after {self._target.timeout_s:g} s"
+        except (aiohttp.ClientError, ConnectionError) as error:
+            timing.error, timing.detail = "connection", f"{type(error).__name__}: {error}"
+        except (msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
+            timing.error, timing.detail = "bad stream", f"{type(error).__name__}: {error}"
+        timing.ended = time.perf_counter()
+        return timing
+
+    async def _read_stream(self, response: aiohttp.ClientResponse, timing: Timing) -> None:
+        is_finished, usage = False, None
+        async for arrived, data in read_events(response.content):
+            if data == b"[DONE]":
+                break
+            event = msgspec.json.decode(data)
+            if event.get("error"):
+                timing.error, timing.detail = "server error", str(event["error"])[:200]
+                return
+            usage = event.get("usage") or usage
+            for choice in event.get("choices") or ():
+                is_finished = is_finished or choice.get("finish_reason") is not None
+                if has_output(choice):
+                    timing.arrivals.append(arrived)
+        if not is_finished:
+            timing.error, timing.detail = "cut short", "the stream ended without a finish_reason"
+            return
+        _count_tokens(timing, usage)
+
+
+def has_output(choice: dict[str, Any]) -> bool:
+    """Whether a streamed choice carries output. An empty text counts while the choice goes on (a token that makes no
+    whole character yet); a chat's opening chunk, which has a role and nothing else, does not."""
+    if "text" in choice:
+        return bool(choice["text"]) or choice.get("finish_reason") is None
+    delta = choice.get("delta") or {}
+    return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+def _count_tokens(timing: Timing, usage: dict[str, Any] | None) -> None:
+    """Counts of the server where it gives them, else what was sent and the number of pieces that came."""
+    usage = usage or {}
+    timing.prompt_tokens = usage.get("prompt_tokens") or timing.prompt_tokens
+    timing.output_tokens = usage.get("completion_tokens") or len(timing.arrivals)
+    timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if not timing.arrivals:
+        timing.error, timing.detail = "empty", "the stream ended well but carried no output"
+
+
+async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[float, bytes]]:
+    """``(arrival time, data)`` of each server-sent event, however the network cuts them; comments are skipped."""
+    pending = b""
+    async for chunk in content.iter_any():
+        arrived = time.perf_counter()
+        *lines, pending = (pending + chunk).split(b"\n")
+        if len(pending) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield arrived, line[5:].strip()
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+
+
+def _shorten(body: bytes) -> str:
+    return body[:300].decode("utf-8", "replace").replace("\n", " ")

@@ -1,0 +1,99 @@
+"""``headrace bench offline``: the fixed workloads through `headrace.LLM`, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.base.errors import ConfigError
+from headrace.base.sampling import SamplingParams
+from headrace.serving.bench.options import OfflineBenchOptions
+from headrace.serving.bench.report import write_json
+from headrace.serving.bench.workloads import ALL
+
+COLUMNS = ("workload", "seconds", "prompt tokens", "output tokens", "cached", "output tok/s", "total tok/s")
+
+
+@dataclass(frozen=True)
+class WorkloadRow:
+    """One workload's best run. ``note`` tells why it was not run, or that it was cut."""
+
+    workload: str
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    note: str = ""
+
+    @property
+    def output_throughput(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def total_throughput(self) -> float:
+        return (self.prompt_tokens + self.output_tokens) / self.seconds if self.seconds else 0.0
+
+
+def run_offline_bench(options: OfflineBenchOptions, console: Console | None = None, **engine_options: Any) -> list[WorkloadRow]:
+    """Load a model (``engine_options`` are those of `headrace.LLM`, ``model`` among them), run the workloads, print a
+    table to ``console`` and write the file if one is wanted. Raises `ConfigError` for an unknown workload."""
+    names = [name.strip() for name in options.workloads.split(",") if name.strip()]
+    unknown = [name for name in names if name not in ALL]
+    if unknown or not names:
+        raise ConfigError(f"workloads must be of {', '.join(ALL)}; got {options.workloads!r}", param="workloads")
+    from headrace import LLM
+
+    model = engine_options.pop("model")
+    with LLM(model, skip_tokenizer=True, **engine_options) as llm:
+        rows = [run_workload(llm, name, options) for name in names]
+        if console:
+            print_rows(rows, f"{model} on {llm.facts.device}, {llm.facts.dtype}", console)
+    if options.output_file:
+        write_json(options.output_file, {"model": model, "options": engine_options, "rows": [to_dict(row) for row in rows]})
+    return rows
+
+
+def run_workload(llm: Any, name: str, options: OfflineBenchOptions) -> WorkloadRow:
+    """One workload, greedily and to full length, each repeat with an empty prefix cache; the fastest counts."""
+    prompts, output_lens = ALL[name](llm.facts.vocab_size)
+    prompts, output_lens = prompts[: options.max_prompts], output_lens[: options.max_prompts]
+    longest = max(map(len, prompts)) + max(output_lens)
+    if longest > llm.facts.max_model_len:
+        return WorkloadRow(name, note=f"not run: needs {longest} tokens of context, the model has {llm.facts.max_model_len}")
+    _generate(llm, [prompts[0][:64]], [2])
+    runs = []
+    for _ in range(options.repeats):
+        llm.reset_prefix_cache()
+        began = time.perf_counter()
+        outs = _generate(llm, prompts, output_lens)
+        seconds = time.perf_counter() - began
+        counts = sum(map(len, prompts)), sum(len(out.outputs[0].token_ids) for out in outs), sum(out.num_cached_tokens for out in outs)
+        runs.append(WorkloadRow(name, seconds, *counts, note=f"first {len(prompts)} prompts only" if options.max_prompts else ""))
+    return min(runs, key=lambda row: row.seconds)
+
+
+def _generate(llm: Any, prompts: list[list[int]], output_lens: list[int]) -> list[Any]:
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in output_lens]
+    return llm.generate(prompt_token_ids=prompts, sampling_params=params)
+
+
+def to_dict(row: WorkloadRow) -> dict[str, Any]:
+    """A row in plain types, throughputs included."""
+    return {**dataclasses.asdict(row), "output_throughput": row.output_throughput, "total_throughput": row.total_throughput}
+
+
+def print_rows(rows: list[WorkloadRow], title: str, console: Console) -> None:
+    """The rows as a table."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate((*COLUMNS, "note") if any(row.note for row in rows) else COLUMNS):
+        table.add_column(column, justify="right" if 0 < i < len(COLUMNS) else "left")
+    for row in rows:
+        cells = [f"{row.seconds:.2f}", *(f"{n:,}" for n in (row.prompt_tokens, row.output_tokens, row.cached_tokens))]
+        cells += [f"{row.output_throughput:,.1f}", f"{row.total_throughput:,.1f}"]
+        table.add_row(row.workload, *(cells if row.seconds else ["-"] * len(cells)), *([row.note] if row.note else []))
+    console.print(table)
