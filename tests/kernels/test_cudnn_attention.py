@@ -1,0 +1,137 @@
+"""The cuDNN backend: what it hands to cuDNN, against a stand-in that reads it as cuDNN would; values on a GPU."""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.util import find_spec
+
+import pytest
+import torch
+from attention_cases import Case, make_problem
+
+pytest.importorskip("triton")
+
+from headrace.kernels.attention.reference import attend_densely
+
+MIXED = ((1, 1), (1, 75), (7, 7), (20, 75), (3, 64))
+SHAPE = dict(num_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
+
+
+class FakeGraph:
+    """Computes what a graph of these bounds means, from the same tensors."""
+
+    def __init__(self, bounds, handle, device):
+        self.bounds = bounds
+
+    def run(self, tensors):
+        from headrace.kernels.attention import cudnn as names
+
+        b = self.bounds
+        assert tensors[names.TABLE].stride(0) == b.table_stride and tensors[names.K].shape[0] == b.num_pages
+        assert tensors[names.TABLE].shape[1] * b.page_size >= b.keys or tensors[names.TABLE].stride(0) * b.page_size >= b.keys
+        q, out = tensors[names.Q].flatten(), tensors[names.OUT].view(-1)
+        for request in range(b.requests):
+            count, length = int(tensors[names.QUERY_LENS][request]), int(tensors[names.KV_LENS][request])
+            assert count <= b.queries and length <= b.keys
+            if not count:
+                continue
+            row, out_row = b.num_heads * b.head_dim, b.num_heads * b.value_dim
+            start, out_start = (int(tensors[name][request]) if b.is_ragged else request * size
+                                for name, size in ((names.Q_OFFSETS, row), (names.OUT_OFFSETS, out_row)))  # fmt: skip
+            ids = tensors[names.TABLE][request, : -(-length // b.page_size)].long()
+            k, v = (tensors[name][ids].flatten(0, 1)[:length].nan_to_num() for name in (names.K, names.V))
+            queries = q[start : start + count * row].view(count, b.num_heads, b.head_dim)
+            result = attend_densely(queries, k, v, scale=b.scale, window=b.window)
+            out[out_start : out_start + count * out_row] = result.flatten()
+
+
+@pytest.fixture
+def backend_class(monkeypatch):
+    fake = types.ModuleType("cudnn")
+    fake.create_handle = lambda: None
+    fake.cudnnGraphNotSupportedError = type("cudnnGraphNotSupportedError", (Exception,), {})
+    if not find_spec("cudnn"):
+        monkeypatch.setitem(sys.modules, "cudnn", fake)
+    from headrace.kernels.attention import cudnn as kernel
+    from headrace.layers.attention.cudnn import CudnnAttention
+
+    monkeypatch.setattr(kernel.cudnn, "create_handle", lambda: None)
+    monkeypatch.setattr(kernel, "SdpaGraph", FakeGraph)
+    yield CudnnAttention
+    if sys.modules.get("cudnn") is fake:
+        for name in ("headrace.kernels.attention.cudnn", "headrace.layers.attention.cudnn"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", [
+    Case(MIXED, **SHAPE), Case(MIXED[2:], **SHAPE), Case(MIXED[:2], **SHAPE), Case(MIXED, **SHAPE, window=9), Case(MIXED, **SHAPE | {"head_dim": 96}, value_dim=64),
+], ids=["mixed", "prefill", "decode", "window", "value-dim"])  # fmt: skip
+def test_hands_over_lengths_offsets_and_tables(case, backend_class):
+    problem = make_problem(case, "cpu", torch.float16)
+    backend = backend_class(problem.geometry, torch.device("cpu"))
+    assert problem.error(problem.run(backend)) < 2e-3
+
+
+@pytest.mark.interpreted
+def test_refused_graphs_fall_back(backend_class, monkeypatch):
+    from headrace.kernels.attention import cudnn as kernel
+
+    def refuse(*_):
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(kernel, "SdpaGraph", refuse)
+    problem = make_problem(Case(MIXED, **SHAPE), "cpu", torch.float16)
+    assert problem.error(problem.run(backend_class(problem.geometry, torch.device("cpu")))) < 2e-3
+
+
+GPU_CASES = {
+    "mixed": Case(MIXED, num_heads=8, num_kv_heads=2, head_dim=128, page_size=64),
+    "mixed-small-pages": Case(MIXED, **SHAPE),
+    "prefill": Case(((130, 130), (1, 1), (700, 3000), (64, 2112)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64, num_decodes=0),
+    "decode": Case(tuple((1, 1 + 97 * i) for i in range(33)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=64),
+    "decode-long": Case(((1, 131072), (1, 5)), num_heads=32, num_kv_heads=8, head_dim=128, page_size=64),
+    "dim-80": Case(((1, 200), (300, 500)), num_heads=4, num_kv_heads=4, head_dim=80, page_size=64),
+    "dim-256": Case(((1, 200), (300, 500)), num_heads=8, num_kv_heads=1, head_dim=256, page_size=64),
+    "window": Case(((1, 900), (300, 900)), num_heads=8, num_kv_heads=2, head_dim=128, page_size=64, window=256),
+    "window-decode": Case(((1, 900), (1, 100)), num_heads=8, num_kv_heads=2, head_dim=128, page_size=64, window=256),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not find_spec("cudnn"), reason="needs nvidia-cudnn-frontend")
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_values_on_a_gpu(name, dtype, tolerance):
+    from headrace.layers.attention.cudnn import CudnnAttention
+
+    problem = make_problem(GPU_CASES[name], "cuda", dtype)
+    backend = CudnnAttention(problem.geometry, torch.device("cuda"))
+    assert problem.error(problem.run(backend)) < tolerance
+    refused = [bounds for bounds, graph in backend._graphs._graphs.items() if graph is None]
+    assert not refused, "cuDNN refused what the backend claims"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not find_spec("cudnn"), reason="needs nvidia-cudnn-frontend")
+def test_decode_replays_in_a_graph_with_other_lengths():
+    from headrace.layers.attention.cudnn import CudnnAttention
+
+    shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64, max_kv_len=8192)
+    problem = make_problem(Case(((1, 12), (1, 8000), (1, 1)), **shape), "cuda", torch.bfloat16)
+    other = make_problem(Case(((1, 700), (1, 129), (1, 3000)), **shape), "cuda", torch.bfloat16)
+    backend = CudnnAttention(problem.geometry, torch.device("cuda"))
+    problem.run(backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(problem.q, problem.pages, problem.params)
+    graph.replay()
+    assert problem.error(out) < 1e-2
+    problem.q.copy_(other.q)
+    problem.inputs.kv_lens.copy_(other.inputs.kv_lens)
+    problem.inputs.page_table.copy_(other.inputs.page_table)
+    problem.pages.k[: other.pages.k.shape[0]] = other.pages.k
+    problem.pages.v[: other.pages.v.shape[0]] = other.pages.v
+    graph.replay()
+    assert other.error(out) < 1e-2
