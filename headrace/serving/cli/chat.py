@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import ConfigError, HeadraceError
 from headrace.serving.cli.commands import ENGINE
 from headrace.serving.cli.flags import Invocation
 from headrace.serving.cli.options import SamplingOptions
@@ -120,10 +120,10 @@ async def _start(model: str, engine: dict[str, object], console: Console) -> Asy
     with console.status(f"loading {model} ..."):
         try:
             await llm.start()
-        except BaseException:
+        except asyncio.CancelledError:
             await llm.close()
             raise
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         await llm.close()
-        raise HeadraceError(f"{model} has no chat template to talk with; use headrace generate for plain prompts")
+        raise ConfigError(f"{model} has no chat template to talk with; use headrace generate for plain prompts")
     return llm

@@ -181,7 +181,7 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     elif command.words == "prompts":
         parser.add_argument("words", nargs="*", metavar="PROMPT", help="prompts to complete")
     for name, kind in command.section_types().items():
-        group = parser.add_argument_group(name, (kind.__doc__ or "").strip())
+        group = parser.add_argument_group(name, (kind.__doc__ or "").strip().replace("``", ""))
         for info in options_of(kind, name):
             _add_flag(group, info)
         if name == "general":

@@ -1,0 +1,124 @@
+"""What of Headrace works on this machine: families, kernels, attention backends, each tried alone.
+
+Imports torch when called. Refuses: judging speed, and models' weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.errors import PluginError
+from headrace.base.registry import Registry
+from headrace.models.catalog import FAMILIES, add_out_of_tree_families, load_family
+
+OK, UNAVAILABLE, BROKEN = "ok", "unavailable", "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One plug-in. ``status`` is ``ok`` (loads and can serve on ``devices``), ``unavailable`` (this machine lacks what
+    it needs; ``detail`` says what) or ``broken`` (should work but does not load; ``detail`` is the error)."""
+
+    kind: str
+    name: str
+    status: str
+    devices: tuple[str, ...] = ()
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What plug-ins are asked about: ``(device type, usual dtype, compute capability)`` of each device, and for people."""
+
+    devices: tuple[tuple[str, str, tuple[int, int]], ...]
+    description: dict[str, str]
+
+
+def find_machine() -> Machine:
+    """Look at the machine through torch."""
+    import platform
+
+    import torch
+
+    devices: list[tuple[str, str, tuple[int, int]]] = [("cpu", "float32", (0, 0))]
+    description = {"python": platform.python_version(), "torch": torch.__version__, "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    if torch.cuda.is_available():
+        devices.append(("cuda", "bfloat16", torch.cuda.get_device_capability(0)))
+        description["cuda"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    else:
+        description["cuda"] = "no GPU that torch can use"
+    return Machine(tuple(devices), description)
+
+
+def take_inventory(machine: Machine) -> list[Finding]:
+    """Try everything; one that is broken hurts no other."""
+    return [*_families(machine), *_attention(machine), *_operations(machine)]
+
+
+def _families(machine: Machine) -> Iterator[Finding]:
+    add_out_of_tree_families()
+    devices = tuple(device for device, _, _ in machine.devices)
+    for entry in sorted(FAMILIES, key=lambda e: e.name):
+        try:
+            family = load_family(entry.name)
+            models: Registry[Any] = Registry("model")
+            models.add(entry.name, family.model)
+            models.load(entry.name)
+        except PluginError as error:
+            disabled = FAMILIES.reason_against(entry.name, None) if error.__cause__ is None else None
+            yield Finding("model family", entry.name, UNAVAILABLE if disabled else BROKEN, (), disabled or str(error))
+            continue
+        yield Finding("model family", entry.name, OK, devices, ", ".join(family.architectures))
+
+
+def _attention(machine: Machine) -> Iterator[Finding]:
+    from headrace.layers.attention import ATTENTION_BACKENDS
+    from headrace.layers.attention.contract import AttentionGeometry
+
+    queries = {
+        device: AttentionGeometry(
+            device=device, dtype=dtype, kv_dtype=dtype, capability=capability, num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128, page_size=16,
+        )
+        for device, dtype, capability in machine.devices
+    }
+    yield from _entries("attention backend", ATTENTION_BACKENDS, queries)
+
+
+def _operations(machine: Machine) -> Iterator[Finding]:
+    import headrace.kernels
+    from headrace.kernels.operation import KernelQuery, Operation
+
+    queries = {device: KernelQuery(device, dtype, capability) for device, dtype, capability in machine.devices}
+    packages: Registry[Any] = Registry("operation")
+    for info in pkgutil.iter_modules(headrace.kernels.__path__):
+        if not info.ispkg:
+            continue
+        packages.add(info.name, f"headrace.kernels.{info.name}")
+        try:
+            packages.load(info.name)
+        except PluginError as error:
+            yield Finding("operation", info.name, BROKEN, (), str(error))
+            continue
+        module = importlib.import_module(f"headrace.kernels.{info.name}")
+        for name, operation in list(vars(module).items()):  # loading a solution adds its module's name
+            if isinstance(operation, Operation) and not name.startswith("_"):
+                yield from _entries(operation.noun, operation, queries)
+
+
+def _entries(kind: str, registry: Registry[Any], queries: dict[str, Any]) -> Iterator[Finding]:
+    for entry in registry:
+        against = {device: registry.reason_against(entry.name, query) for device, query in queries.items()}
+        devices = tuple(device for device, reason in against.items() if reason is None)
+        if not devices:
+            yield Finding(kind, entry.name, UNAVAILABLE, (), "; ".join(dict.fromkeys(str(r) for r in against.values())))
+            continue
+        try:
+            registry.load(entry.name)
+        except PluginError as error:
+            yield Finding(kind, entry.name, BROKEN, (), str(error))
+            continue
+        yield Finding(kind, entry.name, OK, devices, entry.doc)
