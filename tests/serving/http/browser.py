@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import websockets
-from conftest import httpx
+from fake_apps import httpx
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-port=0", "--window-size=1000,720")

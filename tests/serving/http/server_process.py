@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 
-from fakes import FakeClient
+from fake_client import FakeClient
 
 from headrace.base.config import ServeConfig, ServerConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError, ModelError

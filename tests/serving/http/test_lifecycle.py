@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import events_of, httpx, live_server
+from fake_apps import events_of, httpx, live_server
 
 from headrace.base.config import ServerConfig
 from headrace.serving.http.app import create_app

@@ -55,8 +55,8 @@ async def test_engine_figures(http, client):
 
 
 async def test_applications_do_not_share_metrics(http):
-    from conftest import http_for
-    from fakes import FakeClient
+    from fake_apps import http_for
+    from fake_client import FakeClient
 
     await http.get("/health")
     async with http_for(FakeClient()) as other:

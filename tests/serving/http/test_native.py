@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import events_of, http_for
-from fakes import FakeClient, expected_text
+from fake_apps import events_of, http_for
+from fake_client import FakeClient, expected_text
 
 
 async def generate(http, **body):

@@ -8,8 +8,8 @@ import re
 
 import pytest
 from browser import CHROMIUM, open_page
-from conftest import live_server
-from fakes import FakeClient, expected_text
+from fake_apps import live_server
+from fake_client import FakeClient, expected_text
 
 from headrace.base.config import ServerConfig
 from headrace.serving.http.app import create_app

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import http_for
-from fakes import FakeClient
+from fake_apps import http_for
+from fake_client import FakeClient
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}

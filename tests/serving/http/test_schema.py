@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import schemathesis
-from fakes import FakeClient
+from fake_client import FakeClient
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (

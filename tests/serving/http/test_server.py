@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import events_of, httpx
-from fakes import FakeClient
+from fake_apps import events_of, httpx
+from fake_client import FakeClient
 from rich.console import Console
 
 from headrace.base.config import ServeConfig, ServerConfig

@@ -29,7 +29,7 @@ STATS_TIMEOUT_S = 1.0
 
 
 def _state(context: AppContext, status: str) -> State:
-    if context.client.state == "starting":
+    if context.client.state in ("starting", "restarting"):
         stage, fraction = context.client.progress
         return State(status, context.state, stage, fraction)
     return State(status, context.state)
