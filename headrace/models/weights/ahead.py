@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def map_ahead(function: Callable[[A], B], items: Iterable[A], *, cost: Callable[[A], int], budget: int, threads: int) -> Iterator[B]:
+def map_ahead(function: Callable[[A], B], items: Iterable[A], *, cost: Callable[[A], int], budget: int, threads: int) -> Generator[B, None, None]:
     """``map(function, items)`` with up to ``threads`` calls at work on items whose costs sum to at most ``budget``
     (one item always runs, whatever it costs). An error surfaces in its item's turn; closing the iterator stops it."""
     pending: deque[tuple[Future[B], int]] = deque()

@@ -32,8 +32,11 @@ def copy_ahead(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
     moved = map_ahead(copier.copy, tensors, cost=lambda item: item[1].nbytes, budget=AHEAD_BYTES, threads=threads)
     try:
         for name, tensor, arrived in moved:
-            torch.cuda.current_stream(device).wait_event(arrived)
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(arrived)
+            tensor.record_stream(stream)
             yield name, tensor
+            del tensor  # so that its memory is free for the next ones once the consumer's work is done
     finally:
         moved.close()
         copier.drain()
@@ -53,7 +56,7 @@ class _Copier:
         """Send one tensor; runs on a worker thread. The event marks its arrival."""
         name, tensor = item
         source = tensor.contiguous().view(-1).view(torch.uint8)
-        # Allocated on the copying stream: memory freed by the consumer's stream is never written before its last use.
+        # Allocated for the copying stream, which alone writes it; the consumer's stream is recorded when it is handed on.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             flat = target.view(-1).view(torch.uint8)
@@ -61,7 +64,6 @@ class _Copier:
                 self._send(source[start : start + BUFFER_BYTES], flat[start : start + BUFFER_BYTES])
             arrived = torch.cuda.Event()
             arrived.record(self._stream)
-        target.record_stream(torch.cuda.default_stream(self._device))
         return name, target, arrived
 
     def _send(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -76,5 +78,6 @@ class _Copier:
             self._free.put(buffer)
 
     def drain(self) -> None:
-        """Wait for the copies under way; only then may pinned memory be freed."""
+        """Wait for the copies under way, only then may pinned memory be freed; return this stream's memory to all."""
         self._stream.synchronize()
+        torch.cuda.empty_cache()
