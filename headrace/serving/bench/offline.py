@@ -16,7 +16,7 @@ from headrace.serving.bench.options import OfflineBenchOptions
 from headrace.serving.bench.report import write_json
 from headrace.serving.bench.workloads import ALL
 
-COLUMNS = ("workload", "seconds", "prompt tokens", "output tokens", "cached", "output tok/s", "total tok/s")
+COLUMNS = ("workload", "seconds", "tokens in", "out", "cached", "out/s", "total/s")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def run_offline_bench(options: OfflineBenchOptions, console: Console | None = No
 
 def run_workload(llm: Any, name: str, options: OfflineBenchOptions) -> WorkloadRow:
     """One workload, greedily and to full length, each repeat with an empty prefix cache; the fastest counts."""
-    prompts, output_lens = ALL[name](llm.facts.vocab_size)
-    prompts, output_lens = prompts[: options.max_prompts], output_lens[: options.max_prompts]
+    drawn, output_lens = ALL[name](llm.facts.vocab_size)
+    prompts, output_lens = drawn[: options.max_prompts], output_lens[: options.max_prompts]
+    note = f"only the first {len(prompts)} of {len(drawn)} prompts" if len(prompts) < len(drawn) else ""
     longest = max(map(len, prompts)) + max(output_lens)
     if longest > llm.facts.max_model_len:
         return WorkloadRow(name, note=f"not run: needs {longest} tokens of context, the model has {llm.facts.max_model_len}")
@@ -73,7 +74,7 @@ def run_workload(llm: Any, name: str, options: OfflineBenchOptions) -> WorkloadR
         outs = _generate(llm, prompts, output_lens)
         seconds = time.perf_counter() - began
         counts = sum(map(len, prompts)), sum(len(out.outputs[0].token_ids) for out in outs), sum(out.num_cached_tokens for out in outs)
-        runs.append(WorkloadRow(name, seconds, *counts, note=f"first {len(prompts)} prompts only" if options.max_prompts else ""))
+        runs.append(WorkloadRow(name, seconds, *counts, note))
     return min(runs, key=lambda row: row.seconds)
 
 
@@ -88,12 +89,15 @@ def to_dict(row: WorkloadRow) -> dict[str, Any]:
 
 
 def print_rows(rows: list[WorkloadRow], title: str, console: Console) -> None:
-    """The rows as a table."""
+    """The rows as a table, notes below."""
     table = Table(title=title, title_justify="left")
-    for i, column in enumerate((*COLUMNS, "note") if any(row.note for row in rows) else COLUMNS):
-        table.add_column(column, justify="right" if 0 < i < len(COLUMNS) else "left")
+    for i, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         cells = [f"{row.seconds:.2f}", *(f"{n:,}" for n in (row.prompt_tokens, row.output_tokens, row.cached_tokens))]
         cells += [f"{row.output_throughput:,.1f}", f"{row.total_throughput:,.1f}"]
-        table.add_row(row.workload, *(cells if row.seconds else ["-"] * len(cells)), *([row.note] if row.note else []))
+        table.add_row(row.workload, *(cells if row.seconds else ["-"] * len(cells)))
     console.print(table)
+    for row in rows:
+        if row.note:
+            console.print(f"{row.workload}: {row.note}", highlight=False)
