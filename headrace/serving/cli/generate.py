@@ -105,6 +105,8 @@ def _read_json_item(line: str, where: str, options: GenerateOptions) -> Item:
         fields = {"prompt": content} if isinstance(content, str) else content
         if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
             raise RequestError("must be an object with either prompt or messages")
+        if not isinstance(fields.get("prompt", ""), str | list) or not isinstance(fields.get("messages", []), list):
+            raise RequestError("prompt must be text or a list of token ids, messages a list")
         unknown = set(fields) - SAMPLING_FIELDS - {"prompt", "messages", "id"}
         if unknown:
             raise RequestError(f"unknown field {min(unknown)!r}; it may have prompt or messages, id, and sampling parameters")
