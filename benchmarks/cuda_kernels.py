@@ -232,9 +232,8 @@ def triton_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n: int
     bound = options.pop("bound", length)
 
     def call(table: torch.Tensor) -> torch.Tensor | None:
-        attention.decode(
-            q, *pool.pages(page_size), out, workspace, head, (lens, table), num_requests=q.shape[0], max_kv_len=bound, **options,
-        )
+        step = attention.DecodeStep(lens, table, q.shape[0], bound)
+        attention.decode(q, pool.pages(page_size), out, workspace, head, step, attention.DecodeLaunch(**options))
         return out[:4] if page_size == PAGE else None  # another page size means another table: not the one checked against
 
     return [partial(call, table) for table in pool.tables(n, q.shape[0], length, page_size)]
@@ -405,7 +404,7 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
     multiply = partial(linear.linear, pdl=pdl) if gemv else F.linear
     add_norm = partial(norm.add_rms_norm, pdl=pdl) if fused else norm_reference.add_rms_norm
     activate = partial(activation.silu_mul, pdl=pdl) if fused else activation_reference.silu_mul
-    write = partial(rope.rope_write, pdl=pdl) if fused else rope_reference.rope_write
+    write = (rope.rope_write_pdl if pdl else rope.rope_write) if fused else rope_reference.rope_write
     q_norm = draw(model.dim) if model.has_qk_norm else None
     write = partial(
         write, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim, interleaved=False, norm_eps=1e-6,
@@ -423,7 +422,7 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
         hidden, _ = add_norm(x, residual, norm_weight, 1e-6)
         q = write(multiply(hidden, w["qkv"], None), position, table_of_angles, position, *pages)
         out = torch.empty_like(q)
-        attention.decode(q, *pages, out, workspace, head, (lens, table), num_requests=1, max_kv_len=1024, pdl=pdl)
+        attention.decode(q, pages, out, workspace, head, attention.DecodeStep(lens, table, 1, 1024), attention.DecodeLaunch(pdl=pdl))
         hidden, _ = add_norm(multiply(out.flatten(1), w["out"], None), residual, norm_weight, 1e-6)
         multiply(activate(multiply(hidden, w["gate_up"], None)), w["down"], None)
 

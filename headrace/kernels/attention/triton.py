@@ -351,12 +351,12 @@ def plan_prefill(
 
 
 def prefill(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, plan: PrefillPlan, head: Head,
+    q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, plan: PrefillPlan, head: Head,
     step: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *, pdl: bool = False,
 ) -> None:
     """Causal attention of the planned requests, written into ``out`` [T, H, EV]. q [T, H, E] and out contiguous;
-    ``step`` is (query_start, kv_lens, page_table) of all requests."""
-    query_start, kv_lens, page_table = step
+    ``pages`` are k's and v's; ``step`` is (query_start, kv_lens, page_table) of all requests."""
+    (k_pages, v_pages), (query_start, kv_lens, page_table) = pages, step
     if not plan.blocks.shape[0]:
         return
     _prefill_kernel[(k_pages.shape[2], plan.blocks.shape[0])](
@@ -385,30 +385,49 @@ class DecodeWorkspace:
         return cls(partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), programs)
 
 
-def decode(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace, head: Head,
-    step: tuple[torch.Tensor, torch.Tensor], *, num_requests: int, max_kv_len: int, fused: bool = True, pdl: bool = False,
-    tile: Tile | None = None,
-) -> None:
-    """Attention of the first ``num_requests`` rows of q [T, H, E], one token each, written into ``out`` [T, H, EV].
+@dataclass(frozen=True)
+class DecodeStep:
+    """The first ``num_requests`` rows of ``kv_lens`` and ``page_table`` have one token each; no length is above
+    ``max_kv_len``."""
 
-    ``step`` is (kv_lens, page_table). The launch depends only on ``num_requests`` and ``max_kv_len``: it may be captured.
-    ``fused``: the last split joins the parts, else a second kernel does.
+    kv_lens: torch.Tensor
+    page_table: torch.Tensor
+    num_requests: int
+    max_kv_len: int
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """How to launch. ``fused``: the last split joins the parts, else a second kernel does."""
+
+    fused: bool = True
+    pdl: bool = False
+    tile: Tile | None = None
+
+
+def decode(
+    q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, workspace: DecodeWorkspace, head: Head, step: DecodeStep,
+    launch: DecodeLaunch,
+) -> None:
+    """Attention of the step's decodes: rows of q [T, H, E] to rows of ``out`` [T, H, EV], ``pages`` being k's and v's.
+
+    What is launched depends only on ``step.num_requests`` and ``step.max_kv_len``: it may be captured.
     """
-    kv_lens, page_table = step
+    k_pages, v_pages = pages
     geometry, constants = _geometry(q, k_pages, v_pages), head.constants()
-    tile = tile or decode_tile(geometry["G"], geometry["BLOCK_E"], q.element_size())
-    reach = min(max_kv_len, head.window) if head.window else max_kv_len
-    splits = split_count(num_requests, k_pages.shape[2], reach, programs=workspace.programs)
+    tile = launch.tile or decode_tile(geometry["G"], geometry["BLOCK_E"], q.element_size())
+    reach = min(step.max_kv_len, head.window) if head.window else step.max_kv_len
+    splits = split_count(step.num_requests, k_pages.shape[2], reach, programs=workspace.programs)
     sinks = head.sinks if head.sinks is not None else q
-    _decode_kernel[(num_requests, k_pages.shape[2], splits)](
-        q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, kv_lens, page_table, sinks,
-        page_table.stride(0), splits=splits, **geometry, **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=splits > 1, FUSED=fused, PDL=pdl,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
+    dependent = dict(PDL=launch.pdl, launch_pdl=launch.pdl)
+    _decode_kernel[(step.num_requests, k_pages.shape[2], splits)](
+        q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, step.kv_lens, step.page_table, sinks,
+        step.page_table.stride(0), splits=splits, **geometry, **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=splits > 1,
+        FUSED=launch.fused, num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent,
     )
-    if splits > 1 and not fused:
-        _combine_kernel[(num_requests, k_pages.shape[2])](
-            workspace.partial, workspace.stats, out, kv_lens, sinks, splits, K=geometry["K"], G=geometry["G"], EV=geometry["EV"],
+    if splits > 1 and not launch.fused:
+        _combine_kernel[(step.num_requests, k_pages.shape[2])](
+            workspace.partial, workspace.stats, out, step.kv_lens, sinks, splits, K=geometry["K"], G=geometry["G"], EV=geometry["EV"],
             WINDOW=constants["WINDOW"], SINKS=constants["SINKS"], BLOCK_M=tile.rows, BLOCK_EV=geometry["BLOCK_EV"], BLOCK_N=tile.keys,
-            PDL=pdl, num_warps=4, launch_pdl=pdl,
+            num_warps=4, **dependent,
         )

@@ -4,7 +4,6 @@ T tokens, H heads, K kv heads, E head dim. A program takes one token and a few o
 dims that come first in their rotated pairs, those that come second, and the rest that is not rotated.
 """
 
-from functools import partial
 from typing import Unpack
 
 import torch
@@ -90,11 +89,11 @@ def _rope_write_kernel(
         _store_tile(n3, rest, in_rest, q_row, k_row, v_row, is_q, is_k, is_v)
 
 
-def rope_write(
-    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-    *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, pdl: bool = False, **shape: Unpack[HeadShape],
+def _launch(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], pages: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor | None, torch.Tensor | None], shape: HeadShape, *, pdl: bool,
 ) -> torch.Tensor:
-    """See `ROPE_WRITE`."""
+    (qkv, positions, cos_sin, slots), (k_pages, v_pages), (q_norm, k_norm) = inputs, pages, norms
     num_heads, num_kv_heads, head_dim = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
     q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     rotary_dim = 0 if cos_sin is None else shape["rotary_dim"]
@@ -111,4 +110,17 @@ def rope_write(
     return q
 
 
-rope_write_pdl = partial(rope_write, pdl=True)
+def rope_write(
+    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+    *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, **shape: Unpack[HeadShape],
+) -> torch.Tensor:
+    """See `ROPE_WRITE`."""
+    return _launch((qkv, positions, cos_sin, slots), (k_pages, v_pages), (q_norm, k_norm), shape, pdl=False)
+
+
+def rope_write_pdl(
+    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+    *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, **shape: Unpack[HeadShape],
+) -> torch.Tensor:
+    """See `ROPE_WRITE`; with programmatic dependent launch."""
+    return _launch((qkv, positions, cos_sin, slots), (k_pages, v_pages), (q_norm, k_norm), shape, pdl=True)

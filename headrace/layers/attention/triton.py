@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.attention.triton import DecodeWorkspace, Head, PrefillPlan, decode, plan_prefill, prefill
+from headrace.kernels.attention.triton import (
+    DecodeLaunch,
+    DecodeStep,
+    DecodeWorkspace,
+    Head,
+    PrefillPlan,
+    decode,
+    plan_prefill,
+    prefill,
+)
 from headrace.kernels.launch import next_power_of_2
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
 
@@ -43,16 +52,14 @@ class TritonAttention:
         self.attend_decodes(q, pages, params, inputs, out)
         if self._plan is not None:
             step = (inputs.query_start, inputs.kv_lens, inputs.page_table)
-            prefill(q, pages.k, pages.v, out, self._plan, _head(params), step, pdl=self.pdl)
+            prefill(q, (pages.k, pages.v), out, self._plan, _head(params), step, pdl=self.pdl)
         return out
 
     def attend_decodes(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor) -> None:
         """Write the decodes' rows of ``out``; needs no `prepare`."""
         if inputs.num_decodes:
-            decode(
-                q, pages.k, pages.v, out, self._workspace, _head(params), (inputs.kv_lens, inputs.page_table),
-                num_requests=inputs.num_decodes, max_kv_len=inputs.max_kv_len, fused=self.fused, pdl=self.pdl,
-            )
+            step = DecodeStep(inputs.kv_lens, inputs.page_table, inputs.num_decodes, inputs.max_kv_len)
+            decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, DecodeLaunch(self.fused, self.pdl))
 
 
 def _head(params: AttentionParams) -> Head:
