@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,11 +12,13 @@ from headrace.kernels.operation import KernelQuery
 @dataclass(frozen=True)
 class Build:
     """Passed to every layer's constructor. ``dtype`` is that of weights and activations. ``max_model_len`` is the
-    longest context to be served, in tokens (0: what the checkpoint claims); position tables are that long."""
+    longest context to be served, in tokens (0: what the checkpoint claims); position tables are that long. ``moe_experts``
+    names the implementation of mixtures of experts (``auto``: the best that can serve the model here)."""
 
     device: torch.device
     dtype: torch.dtype
     max_model_len: int = 0
+    moe_experts: str = "auto"
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -30,3 +32,7 @@ class Build:
     def parameter(self, *shape: int) -> torch.nn.Parameter:
         """An empty parameter of that shape."""
         return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    def in_float32(self) -> Build:
+        """The same for a layer that computes in float32 whatever the model's type."""
+        return replace(self, dtype=torch.float32)

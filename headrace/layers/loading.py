@@ -1,7 +1,8 @@
 """Checkpoint tensors into a model's parameters, by a table of names and nothing else.
 
 A table maps templates of checkpoint module names to own module names, ``{i}`` standing for the layer number in both:
-``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. After ``#`` comes the part of a stacked parameter.
+``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. After ``#`` comes the part of a stacked parameter;
+``{x}`` in both stands for each of the modules stacked in one. A row may also name a lone parameter.
 Rows whose module this model does not have (no such norm, no such bias) are skipped.
 """
 
@@ -19,17 +20,30 @@ NUM_NAMED = 6
 
 def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) -> dict[str, torch.Tensor]:
     """``{checkpoint tensor name: parameter, or the part of one, that it fills}``; together they fill every parameter."""
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets: dict[str, torch.Tensor] = {}
     for theirs, ours in names.items():
         for i in range(num_layers if "{i}" in theirs else 1):
-            path, _, part = ours.replace("{i}", str(i)).partition("#")
-            module = modules.get(path)
-            for name, parameter in module.named_parameters(recurse=False) if module is not None else ():
-                targets[f"{theirs.replace('{i}', str(i))}.{name}"] = module.part(parameter, part) if part else parameter
+            name, path = theirs.replace("{i}", str(i)), ours.replace("{i}", str(i))
+            if path in parameters:
+                targets[name] = parameters[path]
+            else:
+                targets.update(_module_targets(name, path, modules))
     num_filled, num_needed = (sum(t.numel() for t in tensors) for tensors in (targets.values(), model.parameters()))
     assert num_filled == num_needed, f"the table of names fills {num_filled} of {num_needed} parameter elements"
     return targets
+
+
+def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    path, _, part = path.partition("#")
+    module = modules.get(path)
+    if module is None:
+        return {}
+    numbers = [str(x) for x in range(module.num_stacked)] if "{x}" in name else [""]
+    return {
+        f"{name.replace('{x}', x)}.{kind}": module.part(parameter, part.replace("{x}", x)) if part else parameter
+        for kind, parameter in module.named_parameters(recurse=False) for x in numbers
+    }
 
 
 def fill_targets(targets: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]], *, harmless: tuple[str, ...] = ()) -> None:

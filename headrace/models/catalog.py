@@ -23,17 +23,24 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Glm4ForCausalLM": "glm4",
     "GlmForCausalLM": "glm4",
+    "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Hugging Face class name: family."""
 
-GGUF_ARCHITECTURES = {name: name for name in ("gemma3", "glm4", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3")}
+GGUF_ARCHITECTURES = {
+    **{name: name for name in ("gemma3", "glm4", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3")},
+    "gpt-oss": "gpt_oss",
+    "qwen3moe": "qwen3_moe",
+}
 """``general.architecture``: family."""
 
 FAMILIES: Registry[Family] = Registry("model family")

@@ -22,6 +22,13 @@ SHARED_KEYS = {
 }
 """GGUF key after the architecture's prefix: config.json field."""
 
+EXPERT_KEYS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+"""For families with a mixture of experts, which may call the fields otherwise."""
+
 SPECIAL_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 

@@ -14,9 +14,12 @@ from headrace.layers.decoder.spec import (
     DecoderSpec,
     LayerSpec,
     MlpSpec,
+    MoeSpec,
     NormSpec,
     RopeScaling,
     RopeSpec,
+    RoutingSpec,
+    SwigluClamp,
     VocabularySpec,
 )
 
@@ -88,6 +91,18 @@ def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...], **special: Any) 
     return DecoderSpec(
         width=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers, **{**usual, **special},
     )
+
+
+def read_moe(
+    fields: Fields, num_experts: str, *, width: str, bias: bool = False, clamp: SwigluClamp | None = None, shared: MlpSpec | None = None, **routing: Any
+) -> MoeSpec:
+    """Experts counted by the field ``num_experts`` and as wide as the field ``width`` says; ``bias`` is for the router and
+    the experts, ``routing`` replaces other fields of the `RoutingSpec`."""
+    count, top_k = fields.integer(num_experts), fields.integer("num_experts_per_tok")
+    if top_k > count:
+        raise ConfigError(f"config.json: num_experts_per_tok ({top_k}) must be at most {num_experts} ({count})", param="num_experts_per_tok")
+    expert = MlpSpec(fields.integer(width), fields.choice("hidden_act", ACTIVATIONS, "silu"), bias, clamp)
+    return MoeSpec(RoutingSpec(count, top_k, bias=bias, **routing), expert, shared)
 
 
 def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:

@@ -110,7 +110,7 @@ def build_harness(
         AttentionGeometry(
             device="cpu", dtype=kv_dtype, kv_dtype=kv_dtype, capability=(0, 0), num_heads=spec.attention.num_heads,
             num_kv_heads=g.spec.num_kv_heads, head_dim=g.spec.head_dim, value_dim=g.spec.value_dim, page_size=page_size,
-            window=g.spec.window, has_softcap=spec.attention.softcap > 0,
+            window=g.spec.window, has_softcap=spec.attention.softcap > 0, has_sinks=spec.attention.sinks,
         )
         for g in groups
     ]

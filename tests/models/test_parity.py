@@ -70,6 +70,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-unbiased-head64": ("Glm4", {"head_dim": 64, "attention_bias": False, "num_key_value_heads": 4, "partial_rotary_factor": 0.25}),
     "glm": ("Glm", {"head_dim": 24, "partial_rotary_factor": 1.0}),
 }
+CASES |= {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7, "head_dim": 32}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}),
+    "qwen3-moe-some-dense": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
+            "mlp_only_layers": [3], "attention_bias": True, "use_sliding_window": True, "sliding_window": 6,
+        },
+    ),
+    "gpt-oss": ("GptOss", {"num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6}),
+    "gpt-oss-plain-rope": (
+        "GptOss",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 32, "num_key_value_heads": 1, "layer_types": TYPES[:2], "swiglu_limit": 0.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "attention_bias": False,
+        },
+    ),
+}
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 MAX_MODEL_LEN = {"phi3-short-partial": 64}
 
@@ -81,7 +101,7 @@ def make_oracle(kind: str, options: dict[str, Any]) -> transformers.PreTrainedMo
     model = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 

@@ -32,7 +32,8 @@ class Attention(nn.Module):
             is_full = spec.qk_norm == "full"
             self.q_norm = RmsNorm(build, heads_width if is_full else spec.head_dim, norm.eps, norm.offset)
             self.k_norm = RmsNorm(build, kv_width if is_full else spec.head_dim, norm.eps, norm.offset)
-        self.params = AttentionParams(spec.scale, layer.window, spec.softcap)
+        self.sinks = build.parameter(spec.num_heads) if spec.sinks else None
+        self.params = AttentionParams(spec.scale, layer.window, spec.softcap, self.sinks)
         self.rotary = rotary
         self._rope_write = self._choose_rope_write(norm, layer, build)
         self.group = -1

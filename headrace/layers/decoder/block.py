@@ -8,8 +8,9 @@ from torch import nn
 from headrace.layers.attention.layer import Attention
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import DecoderSpec, LayerSpec
+from headrace.layers.decoder.spec import DecoderSpec, LayerSpec, MoeSpec
 from headrace.layers.mlp import GatedMlp
+from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.norm import NoNorm, RmsNorm
 from headrace.layers.rotary import RotaryTable
 
@@ -27,7 +28,8 @@ class DecoderBlock(nn.Module):
         self.attention = Attention(spec.attention, layer, width=spec.width, norm=spec.norm, rotary=rotary, build=build)
         self.attention_post_norm = norm(spec.norm.after)
         self.mlp_norm = norm(spec.norm.before)
-        self.mlp = GatedMlp(spec.mlp, spec.width, build)
+        mlp = layer.mlp or spec.mlp
+        self.mlp = MoeMlp(mlp, spec.width, build) if isinstance(mlp, MoeSpec) else GatedMlp(mlp, spec.width, build)
         self.mlp_post_norm = norm(spec.norm.after)
         self.residual_scale = spec.residual_scale
 

@@ -57,7 +57,11 @@ class Decoder(nn.Module):
         if self.spec.vocabulary.tied:
             names = {theirs: ours for theirs, ours in names.items() if ours != "head"}
             harmless += tuple(f"{theirs}.weight" for theirs, ours in self.names.items() if ours == "head")
-        fill_targets(find_targets(self, names, self.spec.num_layers), tensors, harmless=harmless)
+        fill_targets(find_targets(self, names, self.spec.num_layers), self.translate(tensors), harmless=harmless)
+
+    def translate(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Checkpoint tensors in the form that ``names`` speaks of; a family whose checkpoints have others replaces this."""
+        return tensors
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach each layer's pages and cache group."""

@@ -18,6 +18,17 @@ SPLIT_NAMES = {
 }
 """q, k, v and gate, up are separate tensors; norms stand before the branches."""
 
+EXPERT_NAMES = {
+    "model.layers.{i}.mlp.experts.{x}.gate_proj": "layers.{i}.mlp.experts.gate_up#{x}/gate",
+    "model.layers.{i}.mlp.experts.{x}.up_proj": "layers.{i}.mlp.experts.gate_up#{x}/up",
+    "model.layers.{i}.mlp.experts.{x}.down_proj": "layers.{i}.mlp.experts.down#{x}/down",
+}
+"""To be added to a table: a tensor per expert and matrix (see `headrace.layers.moe.checkpoint`)."""
+
+ROUTER = "layers.{i}.mlp.router.logits"
+"""Our name of what chooses experts; checkpoints have several."""
+
+
 def with_stacked_mlp(names: dict[str, str]) -> dict[str, str]:
     """The table for a checkpoint that stores gate and up as one tensor, gate first."""
     kept = {theirs: ours for theirs, ours in names.items() if "gate_up" not in ours}

@@ -46,18 +46,10 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """What may differ from layer to layer: the attention window in tokens (0: all) and the rotary embedding (None: no
-    rotation)."""
-
-    window: int
-    rope: RopeSpec | None
-
-
-@dataclass(frozen=True)
 class AttentionSpec:
     """Heads of every layer. ``scale`` multiplies q.k. ``qk_norm`` normalises queries and keys per head, or over the full
-    width of all heads (``full``), before rotation."""
+    width of all heads (``full``), before rotation. ``sinks``: each head has a learned logit that takes part in its
+    softmax and brings no value."""
 
     num_heads: int
     num_kv_heads: int
@@ -67,15 +59,69 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class SwigluClamp:
+    """SwiGLU with bounded inputs: ``g * sigmoid(alpha * g) * (u + up_offset)``, where g is the gate's output, at most
+    ``limit``, and u the up projection's, between ``-limit`` and ``limit``."""
+
+    limit: float
+    alpha: float = 1.0
+    up_offset: float = 0.0
 
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """Gated MLP: ``down(activation(gate(x)) * up(x))``, ``width`` wide inside."""
+    """Gated MLP: ``down(activation(gate(x)) * up(x))``, ``width`` wide inside. ``clamp`` replaces the activation."""
 
     width: int
     activation: Literal["silu", "gelu_tanh"] = "silu"
     bias: bool = False
+    clamp: SwigluClamp | None = None
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How each token chooses ``top_k`` of ``num_experts``.
+
+    ``score`` makes scores of logits; the highest are chosen, after ``choice_bias`` (a learned bias that counts for the
+    choice alone) is added, and only within the best ``top_groups`` of ``num_groups`` groups of experts, a group being as
+    good as the sum of its best ``group_best``. The chosen scores are the weights: ``renormalise`` divides them by their
+    sum, ``scale`` multiplies them. ``bias``: the logits have one. ``in_float32``: the logits are computed so.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    bias: bool = False
+    choice_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    in_float32: bool = False
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Mixture of experts: each token goes through the experts it chose and, if there is one, the ``shared`` MLP."""
+
+    routing: RoutingSpec
+    expert: MlpSpec
+    shared: MlpSpec | None = None
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What may differ from layer to layer: the attention window in tokens (0: all), the rotary embedding (None: no
+    rotation), and the MLP (None: the decoder's)."""
+
+    window: int
+    rope: RopeSpec | None
+    mlp: MlpSpec | MoeSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -103,14 +149,14 @@ class VocabularySpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer. ``max_model_len`` is the longest context the checkpoint claims, in tokens.
-    ``residual_scale`` multiplies each branch before it is added to the residual."""
+    """A decoder-only transformer. ``max_model_len`` is the longest context the checkpoint claims, in tokens. ``mlp`` is
+    that of every layer which names no other. ``residual_scale`` multiplies each branch before it is added to the residual."""
 
     width: int
     max_model_len: int
     vocabulary: VocabularySpec
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
     norm: NormSpec
     layers: tuple[LayerSpec, ...]
     residual_scale: float = 1.0

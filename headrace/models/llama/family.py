@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.layers.decoder.spec import DecoderSpec, decoder_cache_specs
 from headrace.models.family import Family
-from headrace.models.gguf_config import read_shared
+from headrace.models.gguf_config import EXPERT_KEYS, read_shared
 from headrace.models.reading import Fields, read_decoder, read_layers, read_rope, read_window
 
 
@@ -18,7 +18,9 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Mistral files call themselves llama too, and have no window by then."""
+    """Mistral files call themselves llama too, and have no window by then; so do Mixtral's, which have experts."""
+    if metadata.get("llama.expert_count"):
+        return read_shared(metadata, "MixtralForCausalLM", keys=EXPERT_KEYS)
     return read_shared(metadata, "LlamaForCausalLM")
 
 

@@ -26,11 +26,16 @@ BLOCK_PARTS = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")

@@ -1,0 +1,61 @@
+"""Routing and grouped products in plain torch: the oracle and the fallback. T tokens, X experts, k experts a token."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels.moe import RouteShape
+
+LEAST_SUM = 1e-20
+"""Added to what weights are divided by; matters only where every chosen score is 0."""
+
+
+def route(logits: torch.Tensor, choice_bias: torch.Tensor | None, **shape: Unpack[RouteShape]) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ROUTE`. Groups as in DeepSeek-V2 and V3, arXiv:2405.04434 section 2.2 and arXiv:2412.19437 section 2.1."""
+    logits = logits.float()
+    if shape["score"] == "softmax" and shape["renormalise"] and choice_bias is None and shape["num_groups"] == 1:
+        # The softmax over all experts, renormalised over some, is the softmax over those.
+        chosen, ids = logits.topk(shape["top_k"], dim=-1)
+        return ids, chosen.softmax(-1).mul_(shape["scale"])
+    scores = make_scores(logits, shape["score"])
+    choice = scores if choice_bias is None else scores + choice_bias
+    if shape["num_groups"] > 1:
+        choice = _keep_best_groups(choice, shape)
+    ids = choice.topk(shape["top_k"], dim=-1).indices
+    weights = scores.gather(1, ids)
+    if shape["renormalise"]:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+    return ids, weights.mul_(shape["scale"])
+
+
+def make_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
+    """[T, X] float32 to scores of the same shape."""
+    if score == "softmax":
+        return logits.softmax(-1)
+    if score == "sigmoid":
+        return logits.sigmoid()
+    assert score == "sqrt_softplus", score
+    return F.softplus(logits).sqrt_()
+
+
+def _keep_best_groups(choice: torch.Tensor, shape: RouteShape) -> torch.Tensor:
+    """-inf wherever the group is not among the best."""
+    grouped = choice.unflatten(1, (shape["num_groups"], -1))
+    worth = grouped.topk(shape["group_best"], dim=-1).values.sum(-1)
+    best = worth.topk(shape["top_groups"], dim=-1).indices
+    is_out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """See `GROUPED_LINEAR`. Reads the weights of experts that have rows and no others; on a GPU it waits for ``ends``."""
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            out[start:end] = F.linear(x[start:end], weight[expert], None if bias is None else bias[expert])
+        start = end
+    return out

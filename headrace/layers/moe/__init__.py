@@ -1,0 +1,12 @@
+"""Mixtures of experts: the contract, and the dispatchers, experts and adapters, registered here by what they can serve."""
+
+from headrace.layers.moe import support
+from headrace.layers.moe.contract import ADAPTERS, CHOICES, DISPATCHERS, EXPERTS, GROUPED, adapter_name
+
+DISPATCHERS.add(
+    "none", "headrace.layers.moe.local:LocalDispatcher", speaks=CHOICES, supports=support.reason_against_many_ranks,
+    doc="every expert is on this device",
+)
+EXPERTS.add("reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES, doc="plain torch, an expert at a time")
+EXPERTS.add("grouped", "headrace.layers.moe.grouped:GroupedExperts", speaks=GROUPED, priority=10, doc="all experts in one product")
+ADAPTERS.add(adapter_name(CHOICES, GROUPED), "headrace.layers.moe.adapters:group_choices", doc="sort pairs of token and expert by expert")

@@ -1,0 +1,87 @@
+"""Expert weights as checkpoints store them, to one tensor per expert and matrix, the form that tables of names speak of:
+``<prefix>.experts.<number>.gate_proj.weight`` and so on. X experts, F expert width, D model width.
+
+Works on a stream of ``(name, tensor)`` in any order, and makes views where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+
+from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
+from headrace.kernels.operation import KernelQuery
+
+Named = tuple[str, torch.Tensor]
+Split = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""A stacked tensor [X, ...] to the stacked tensors [X, ...] that are an expert's own, by their names."""
+
+
+def _split_halves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    gate, up = tensor.tensor_split(2, dim=1)
+    return {"gate_proj.weight": gate, "up_proj.weight": up}
+
+
+def _split_columns(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows = tensor.transpose(1, 2)
+    return {"gate_proj.weight": rows[:, ::2], "up_proj.weight": rows[:, 1::2]}
+
+
+GATE_FIRST: dict[str, Split] = {"gate_up_proj": _split_halves, "down_proj": lambda tensor: {"down_proj.weight": tensor}}
+"""``gate_up_proj`` [X, 2F, D] with the gate's rows first; ``down_proj`` [X, D, F]."""
+
+GATE_EVERY_OTHER: dict[str, Split] = {
+    "gate_up_proj": _split_columns,
+    "gate_up_proj_bias": lambda tensor: {"gate_proj.bias": tensor[:, ::2], "up_proj.bias": tensor[:, 1::2]},
+    "down_proj": lambda tensor: {"down_proj.weight": tensor.transpose(1, 2)},
+    "down_proj_bias": lambda tensor: {"down_proj.bias": tensor},
+}
+"""``gate_up_proj`` [X, D, 2F] with gate and up columns by turns; ``down_proj`` [X, F, D]; biases likewise."""
+
+MATRICES_APART: dict[str, Split] = {
+    own: lambda tensor, own=own: {own: tensor} for own in (f"{matrix}_proj.{kind}" for matrix in ("gate", "up", "down") for kind in ("weight", "bias"))
+}
+"""``gate_proj.weight`` [X, F, D] and so on, as in GGUF files."""
+
+
+def unstack_experts(tensors: Iterable[Named], splits: Mapping[str, Split]) -> Iterator[Named]:
+    """Take stacked expert tensors apart by ``splits``, which has their names after ``.experts.``; others pass."""
+    for name, tensor in tensors:
+        prefix, _, last = name.rpartition(".experts.")
+        if last in splits:
+            yield from _number(prefix, splits[last](tensor), first=0)
+        else:
+            yield name, tensor
+
+
+def unstack_mxfp4_experts(tensors: Iterable[Named], splits: Mapping[str, Split]) -> Iterator[Named]:
+    """The same where a stacked tensor may come as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O, I / 32]
+    of MXFP4, standing for [X, I, O]. They are dequantised to bfloat16, which holds them exactly, an expert at a time."""
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        stem, _, kind = name.rpartition("_")
+        prefix, _, last = stem.rpartition(".experts.")
+        if kind not in ("blocks", "scales") or last not in splits:
+            yield from unstack_experts([(name, tensor)], splits)
+            continue
+        halves = waiting.setdefault(stem, {})
+        if not halves:
+            halves[kind] = tensor.clone()  # a tensor is ours until the next one is asked for
+            continue
+        halves = {kind: tensor, **waiting.pop(stem)}
+        for expert, (blocks, scales) in enumerate(zip(halves["blocks"], halves["scales"], strict=True)):
+            yield from _number(prefix, splits[last](_dequantise(blocks, scales)), first=expert)
+    yield from ((f"{stem}_{kind}", tensor) for stem, halves in waiting.items() for kind, tensor in halves.items())
+
+
+def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterator[Named]:
+    for name, stacked in own.items():
+        for expert, tensor in enumerate(stacked.unbind(), first):
+            yield f"{prefix}.experts.{expert}.{name}", tensor
+
+
+def _dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """One expert's [O, I / 32, 16] and [O, I / 32] to [1, I, O]."""
+    dequantise = DEQUANTISE_MXFP4.choose(KernelQuery(blocks.device.type, "bfloat16"))
+    return dequantise(blocks.flatten(-2), scales, torch.bfloat16).T.unsqueeze(0)

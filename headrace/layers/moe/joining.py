@@ -1,0 +1,90 @@
+"""Which dispatcher meets which experts: the best pair that can serve a layer here and whose formats can be joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.base.errors import ConfigError, PluginError
+from headrace.base.registry import Registry
+from headrace.kernels.operation import KernelQuery
+from headrace.layers.build import Build
+from headrace.layers.decoder.spec import MlpSpec
+from headrace.layers.moe.contract import ADAPTERS, DISPATCHERS, EXPERTS, Adapter, ChosenTokens, adapter_name
+from headrace.layers.moe.weights import ExpertWeights
+
+Pair = tuple[str, str]
+
+
+def join_experts(weights: ExpertWeights, spec: MlpSpec, build: Build, query: KernelQuery) -> Callable[[ChosenTokens], torch.Tensor]:
+    """Dispatcher, adapter and experts as one function from chosen tokens to weighted sums [T, D].
+
+    Raises `ConfigError` listing the pairs that can be joined when the wanted one cannot.
+    """
+    dispatcher_name, experts_name = choose_pair(query, experts=None if build.moe_experts == "auto" else build.moe_experts)
+    dispatcher = DISPATCHERS.load(dispatcher_name)(build)
+    experts = EXPERTS.load(experts_name)(weights, spec, build)
+    adapt = find_adapter(DISPATCHERS.format_of(dispatcher_name), EXPERTS.format_of(experts_name))
+    return partial(_exchange, dispatcher, adapt, experts.run)
+
+
+def _exchange(dispatcher: Any, adapt: Adapter, run: Callable[[Any], Any], tokens: ChosenTokens) -> torch.Tensor:
+    return dispatcher.combine(adapt(dispatcher.dispatch(tokens), run))
+
+
+def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: str | None = None) -> Pair:
+    """Names of a dispatcher and experts, those given or the best that serve the query, load, and can be joined."""
+    faults: list[str] = []
+    dispatchers = _find_able(DISPATCHERS, query, dispatcher, faults)
+    able = _find_able(EXPERTS, query, experts, faults)
+    for pair in [(d, e) for d in dispatchers for e in able]:
+        outer, inner = DISPATCHERS.format_of(pair[0]), EXPERTS.format_of(pair[1])
+        if not can_join(outer, inner):
+            faults.append(f"dispatcher {pair[0]!r} speaks {outer}, experts {pair[1]!r} speak {inner}, and no adapter joins the two")
+            continue
+        try:
+            DISPATCHERS.load(pair[0]), EXPERTS.load(pair[1]), find_adapter(outer, inner)
+        except PluginError as error:
+            faults.append(str(error))
+            continue
+        return pair
+    pairs = ", ".join(f"{d} + {e}" for d, e in joinable_pairs(query)) or "none"
+    raise ConfigError(f"no way to compute the experts of this model: {'; '.join(faults)}. Dispatcher + experts that can be joined here: {pairs}", param="moe_experts")
+
+
+def joinable_pairs(query: KernelQuery) -> list[Pair]:
+    """All pairs that serve the query and speak formats that can be joined, best first; nothing is loaded."""
+    return [
+        (d, e) for d in _find_able(DISPATCHERS, query, None, []) for e in _find_able(EXPERTS, query, None, [])
+        if can_join(DISPATCHERS.format_of(d), EXPERTS.format_of(e))
+    ]
+
+
+def _find_able(registry: Registry[Any], query: KernelQuery, wanted: str | None, faults: list[str]) -> list[str]:
+    """Those that serve the query, best first; why others do not goes to ``faults``."""
+    if wanted is not None and wanted not in registry:
+        faults.append(f"there is no {registry.noun} {wanted!r}, only {', '.join(registry.names())}")
+    able = []
+    for name in registry.names() if wanted is None else [wanted] if wanted in registry else []:
+        reason = registry.reason_against(name, query)
+        able += [name] if reason is None else []
+        faults += [f"{registry.noun} {name!r}: {reason}"] if reason else []
+    return able
+
+
+def can_join(outer: str, inner: str) -> bool:
+    """Whether a dispatcher's format and that of experts can meet."""
+    return outer == inner or adapter_name(outer, inner) in ADAPTERS
+
+
+def find_adapter(outer: str, inner: str) -> Adapter:
+    """What joins the two formats; nothing needs to between equal ones."""
+    return pass_through if outer == inner else ADAPTERS.load(adapter_name(outer, inner))
+
+
+def pass_through(tokens: Any, run: Callable[[Any], Any]) -> Any:
+    """The adapter between equal formats."""
+    return run(tokens)

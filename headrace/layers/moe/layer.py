@@ -1,0 +1,33 @@
+"""`MoeMlp`: router, experts and shared MLP. Knows neither how tokens travel nor how experts compute. T tokens, D width."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headrace.layers.build import Build
+from headrace.layers.decoder.spec import MoeSpec
+from headrace.layers.mlp import GatedMlp
+from headrace.layers.moe.contract import ChosenTokens
+from headrace.layers.moe.joining import join_experts
+from headrace.layers.moe.router import Router
+from headrace.layers.moe.weights import ExpertWeights
+
+
+class MoeMlp(nn.Module):
+    """``x [T, D] -> [T, D]``: the weighted sum of each token's experts, and the shared MLP's output if there is one."""
+
+    def __init__(self, spec: MoeSpec, width: int, build: Build):
+        super().__init__()
+        routing = spec.routing
+        self.num_experts = routing.num_experts
+        self.router = Router(routing, width, build)
+        self.experts = ExpertWeights(routing.num_experts, spec.expert, width, build)
+        self.shared = None if spec.shared is None else GatedMlp(spec.shared, width, build)
+        query = build.query(width=width, expert_width=spec.expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1)
+        self._run_experts = join_experts(self.experts, spec.expert, build, query)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids, weights = self.router(x)
+        out = self._run_experts(ChosenTokens(x, ids, weights, self.num_experts))
+        return out if self.shared is None else out.add_(self.shared(x))

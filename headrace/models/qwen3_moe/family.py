@@ -1,0 +1,47 @@
+"""Qwen3 MoE: Qwen3 with a mixture of experts in most layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from headrace.layers.decoder.spec import DecoderSpec, LayerSpec, decoder_cache_specs
+from headrace.models.family import Family
+from headrace.models.gguf_config import EXPERT_KEYS, read_shared
+from headrace.models.reading import Fields, read_attention, read_decoder, read_layers, read_moe, read_rope, read_window
+
+DEFAULTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
+
+
+def read_config(config: dict[str, Any]) -> DecoderSpec:
+    """Newer files call ``num_experts`` ``num_local_experts``. ``head_dim`` is a head's share of the width unless given."""
+    fields = Fields({"num_experts": config.get("num_local_experts") or 128, **DEFAULTS, **config})
+    window = read_window(fields, 4096) if fields.flag("use_sliding_window", False) else 0
+    return read_decoder(fields, _read_layers(fields, window), attention=read_attention(fields, qk_norm="head"))
+
+
+def _read_layers(fields: Fields, window: int) -> tuple[LayerSpec, ...]:
+    """Every ``decoder_sparse_step``-th layer has experts, but not those of ``mlp_only_layers``."""
+    moe = read_moe(fields, "num_experts", width="moe_intermediate_size", renormalise=fields.flag("norm_topk_prob", False))
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or ()
+    layers = read_layers(fields, read_rope(fields), window=window)
+    return tuple(layer if i in dense or (i + 1) % step else replace(layer, mlp=moe) for i, layer in enumerate(layers))
+
+
+def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """All layers have experts and weights are renormalised: the files do not say so, every such model is."""
+    config = read_shared(metadata, "Qwen3MoeForCausalLM", keys={**EXPERT_KEYS, "expert_count": "num_experts"})
+    return {"norm_topk_prob": True, "intermediate_size": config.get("moe_intermediate_size"), **config}
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    read_config=read_config,
+    cache_specs=decoder_cache_specs,
+    model="headrace.models.qwen3_moe.model:Qwen3MoeModel",
+    gguf_architectures=("qwen3moe",),
+    gguf_config=gguf_config,
+    tool_parser="hermes",
+    reasoning_parser="qwen3",
+)
