@@ -61,7 +61,8 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
     max_model_len = _limit_context(config.model.max_model_len, spec.max_model_len)
     try:
-        model = load_target(family.model)(spec, Build(device=device, dtype=dtype, max_model_len=max_model_len))
+        build = Build(device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts)
+        model = load_target(family.model)(spec, build)
         _fill(model, source, config, dtype, device, progress)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit the memory of {device}: choose a smaller model or dtype, or free the device", param="model") from error

@@ -56,7 +56,7 @@ def find_machine() -> Machine:
 
 def take_inventory(machine: Machine) -> list[Finding]:
     """Try everything; one that is broken hurts no other."""
-    return [*_families(machine), *_attention(machine), *_operations(machine)]
+    return [*_families(machine), *_attention(machine), *_experts(machine), *_operations(machine)]
 
 
 def _families(machine: Machine) -> Iterator[Finding]:
@@ -86,6 +86,15 @@ def _attention(machine: Machine) -> Iterator[Finding]:
         for device, dtype, capability in machine.devices
     }
     yield from _entries("attention backend", ATTENTION_BACKENDS, queries)
+
+
+def _experts(machine: Machine) -> Iterator[Finding]:
+    from headrace.kernels.operation import KernelQuery
+    from headrace.layers.moe import DISPATCHERS, EXPERTS
+
+    queries = {device: KernelQuery(device, dtype, capability) for device, dtype, capability in machine.devices}
+    for registry in (DISPATCHERS, EXPERTS):
+        yield from _entries(registry.noun, registry, queries)
 
 
 def _operations(machine: Machine) -> Iterator[Finding]:
