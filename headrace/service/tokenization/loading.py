@@ -6,7 +6,7 @@ Refuses: guessing. A form that would have to be converted by rules outside its f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from headrace.base.config import ModelConfig
-from headrace.base.errors import ConfigError, ModelError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.gguf_file import read_gguf_metadata
 from headrace.service.tokenization.gguf_vocabulary import adds_bos, build_gguf
@@ -81,11 +81,17 @@ def _load_folder(folder: Path) -> tuple[Backend, TokenizerFacts]:
     )
 
 
-def _load_json(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
+def _build(what: str, build: Callable[[], Backend]) -> Backend:
     try:
-        backend = Backend.from_file(str(path))
+        return build()
+    except HeadraceError:
+        raise
     except Exception as error:  # the tokenizers library raises plain Exception for everything
-        raise ModelError(f"{path} cannot be read as a tokenizer: {error}") from error
+        raise ModelError(f"{what} cannot be read as a tokenizer: {error}") from error
+
+
+def _load_json(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
+    backend = _build(str(path), lambda: Backend.from_file(str(path)))
     config = _read_config(folder)
     _add_declared(backend, config)
     names = _names(config)
@@ -98,7 +104,7 @@ def _load_json(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
 
 def _load_pieces(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
     model = read_sentencepiece(path)
-    backend = build_sentencepiece(model.vocabulary)
+    backend = _build(str(path), lambda: build_sentencepiece(model.vocabulary))
     config = _read_config(folder)
     _add_declared(backend, config)
     pieces = model.vocabulary.pieces
@@ -114,7 +120,7 @@ def _load_pieces(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
 
 
 def _load_gguf(metadata: dict[str, Any]) -> tuple[Backend, TokenizerFacts]:
-    backend = build_gguf(metadata)
+    backend = _build("the GGUF file's metadata", lambda: build_gguf(metadata))
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _GGUF_IDS.items()}
     names = {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
