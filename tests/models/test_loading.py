@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.base.errors import WeightError
+from headrace.base.registry import load_target
 from headrace.layers.build import Build
 from headrace.layers.loading import find_targets
+from headrace.models.catalog import find_family
 from headrace.models.llama.family import read_config
 from headrace.models.llama.model import LlamaModel
 
@@ -82,3 +86,104 @@ def test_a_tensor_given_twice_and_many_missing():
     with pytest.raises(WeightError, match=r"given twice \(1\): model.norm.weight") as caught:
         model.load_weights(pairs)
     assert "missing (20): " in str(caught.value) and "and 14 more" in str(caught.value)
+
+
+MOE_CONFIG = {**CONFIG, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+
+
+def build_moe(architecture: str) -> Any:
+    family = find_family(architecture)
+    return load_target(family.model)(family.read_config({**MOE_CONFIG, "architectures": [architecture]}), Build(torch.device("cpu"), torch.float32))
+
+
+def moe_checkpoint(model: Any) -> dict[str, torch.Tensor]:
+    """A tensor per expert and matrix."""
+    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names, 2).items()}
+
+
+def stack(tensors: dict[str, torch.Tensor], prefix: str, matrix: str, kind: str = "weight") -> torch.Tensor:
+    return torch.stack([tensors.pop(f"{prefix}.experts.{x}.{matrix}_proj.{kind}") for x in range(3)])
+
+
+def fuse_gate_first(tensors: dict[str, torch.Tensor], prefix: str) -> None:
+    gate, up = (stack(tensors, prefix, matrix) for matrix in ("gate", "up"))
+    tensors[f"{prefix}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+    tensors[f"{prefix}.experts.down_proj"] = stack(tensors, prefix, "down")
+
+
+def keep_matrices_apart(tensors: dict[str, torch.Tensor], prefix: str) -> None:
+    for matrix in ("gate", "up", "down"):
+        tensors[f"{prefix}.experts.{matrix}_proj.weight"] = stack(tensors, prefix, matrix)
+
+
+def use_first_names(tensors: dict[str, torch.Tensor], prefix: str) -> None:
+    words = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        tensor, renamed = tensors.pop(name), name
+        for ours, theirs in words.items():
+            renamed = renamed.replace(ours, theirs)
+        tensors[renamed] = tensor
+
+
+def leave_alone(tensors: dict[str, torch.Tensor], prefix: str) -> None:
+    assert f"{prefix}.experts.2.down_proj.weight" in tensors
+
+
+@pytest.mark.parametrize("layout", [leave_alone, fuse_gate_first, keep_matrices_apart, use_first_names])
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_experts_in_every_layout(architecture: str, layout: Any):
+    if layout is use_first_names and architecture != "MixtralForCausalLM":
+        pytest.skip("Mixtral's own")
+    model = build_moe(architecture)
+    tensors = moe_checkpoint(model)
+    expected = {
+        f"layers.{i}.mlp.experts.{ours}.weight": torch.stack(
+            [torch.cat([tensors[f"model.layers.{i}.mlp.experts.{x}.{matrix}_proj.weight"] for matrix in matrices]) for x in range(3)]
+        )
+        for i in range(2) for ours, matrices in {"gate_up": ("gate", "up"), "down": ("down",)}.items()
+    }
+    router = tensors["model.layers.1.mlp.gate.weight"]
+    for i in range(2):
+        layout(tensors, f"model.layers.{i}.mlp")
+    model.load_weights(reversed(tensors.items()))
+    parameters = dict(model.named_parameters())
+    for name, tensor in expected.items():
+        assert torch.equal(parameters[name], tensor), name
+    assert torch.equal(model.layers[1].mlp.router.logits.weight, router)
+
+
+def test_a_missing_expert_is_named():
+    model = build_moe("MixtralForCausalLM")
+    tensors = moe_checkpoint(model)
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    with pytest.raises(WeightError, match=r"missing \(1\): model.layers.1.mlp.experts.2.up_proj.weight"):
+        model.load_weights(tensors.items())
+
+
+@pytest.mark.parametrize("scales_first", [False, True])
+def test_experts_in_mxfp4(scales_first: bool):
+    """Blocks and scales in either order become what transformers makes of them; other layers may be plain."""
+    config = {**MOE_CONFIG, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "architectures": ["GptOssForCausalLM"]}
+    family = find_family("GptOssForCausalLM")
+    model = load_target(family.model)(family.read_config(config), Build(torch.device("cpu"), torch.float32))
+    oracle = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{k: v for k, v in config.items() if k != "architectures"}))
+    tensors = {name: torch.randn(t.shape) for name, t in oracle.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    expected = {}
+    for matrix, (outputs, blocks) in {"gate_up_proj": (64, 2), "down_proj": (64, 1)}.items():
+        name = f"model.layers.1.mlp.experts.{matrix}"
+        packed = torch.randint(0, 256, (3, outputs, blocks, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 130, (3, outputs, blocks), dtype=torch.uint8, generator=generator)
+        expected[matrix] = convert_moe_packed_tensors(packed, scales).float()
+        del tensors[name]
+        pair = {f"{name}_blocks": packed, f"{name}_scales": scales}
+        tensors |= dict(reversed(pair.items())) if scales_first else pair
+    model.load_weights(tensors.items())
+    experts = model.layers[1].mlp.experts
+    assert torch.equal(experts.gate_up.weight[:, :32], expected["gate_up_proj"].transpose(1, 2)[:, 0::2])
+    assert torch.equal(experts.gate_up.weight[:, 32:], expected["gate_up_proj"].transpose(1, 2)[:, 1::2])
+    assert torch.equal(experts.down.weight, expected["down_proj"].transpose(1, 2))
+    assert torch.equal(model.layers[0].mlp.experts.down.weight, tensors["model.layers.0.mlp.experts.down_proj"].transpose(1, 2))
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    with pytest.raises(WeightError, match=r"not expected \(1\): model.layers.1.mlp.experts.down_proj_blocks"):
+        model.load_weights(tensors.items())

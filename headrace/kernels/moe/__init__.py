@@ -50,6 +50,10 @@ def _reason_against_widths(query: KernelQuery) -> str | None:
 
 
 GROUPED_LINEAR.add(
+    "triton", "headrace.kernels.moe.triton:grouped_linear", supports=requires(device="cuda", dtypes=("float32", "float16", "bfloat16")), priority=5,
+    doc="own grouped GEMM; row counts stay on the device",
+)
+GROUPED_LINEAR.add(
     "cutlass", "headrace.kernels.moe.grouped_mm:grouped_linear", supports=lambda q: _on_hopper(q) or _reason_against_widths(q), priority=10,
     doc="torch's grouped GEMM; row counts stay on the device",
 )

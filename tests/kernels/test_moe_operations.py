@@ -1,0 +1,163 @@
+"""Routing against a dense oracle token by token, grouped products against one product per row, MXFP4 by arithmetic."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from devices import DEVICES, relative_error
+from hypothesis import given, settings
+
+from headrace.kernels.activation import CLAMPED_SWIGLU
+from headrace.kernels.moe import GROUPED_LINEAR, ROUTE
+from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
+from headrace.kernels.operation import KernelQuery
+
+route, dequantise = ROUTE.load("reference"), DEQUANTISE_MXFP4.load("reference")
+SHAPE = dict(top_k=2, score="softmax", renormalise=False, scale=1.0, num_groups=1, top_groups=1, group_best=1)
+
+
+def score_densely(logits: list[float], kind: str) -> list[float]:
+    if kind == "softmax":
+        total = sum(math.exp(x - max(logits)) for x in logits)
+        return [math.exp(x - max(logits)) / total for x in logits]
+    if kind == "sigmoid":
+        return [1 / (1 + math.exp(-x)) for x in logits]
+    return [math.sqrt(math.log1p(math.exp(x))) for x in logits]
+
+
+def route_densely(logits: list[float], bias: list[float] | None, shape: dict[str, Any]) -> dict[int, float]:
+    """Expert: weight, of one token, in plain Python."""
+    scores = score_densely(logits, shape["score"])
+    choice = {x: s + (bias[x] if bias else 0.0) for x, s in enumerate(scores)}
+    if shape["num_groups"] > 1:
+        size = len(scores) // shape["num_groups"]
+        worth = {g: sum(sorted((choice[x] for x in range(g * size, g * size + size)), reverse=True)[: shape["group_best"]]) for g in range(shape["num_groups"])}
+        best = sorted(worth, key=worth.__getitem__, reverse=True)[: shape["top_groups"]]
+        choice = {x: c for x, c in choice.items() if x // size in best}
+    chosen = sorted(choice, key=choice.__getitem__, reverse=True)[: shape["top_k"]]
+    total = sum(scores[x] for x in chosen) if shape["renormalise"] else 1.0
+    return {x: scores[x] / total * shape["scale"] for x in chosen}
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+    num_groups, size = draw(st.sampled_from([(1, 5), (1, 16), (2, 4), (4, 2), (3, 5)]))
+    top_groups = draw(st.integers(1, num_groups))
+    shape = dict(
+        top_k=draw(st.integers(1, top_groups * size)), score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])),
+        renormalise=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5])), num_groups=num_groups, top_groups=top_groups,
+        group_best=draw(st.integers(1, min(2, size))),
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    logits = torch.randn(draw(st.integers(1, 4)), num_groups * size, generator=generator) * 2
+    bias = torch.randn(num_groups * size, generator=generator) if draw(st.booleans()) else None
+    return logits, bias, shape
+
+
+@settings(max_examples=120, deadline=None)
+@given(routings())
+def test_routing_is_what_the_words_say(case: tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]):
+    logits, bias, shape = case
+    ids, weights = route(logits, bias, **shape)
+    assert ids.dtype == torch.int64 and weights.dtype == torch.float32
+    for row, (row_ids, row_weights) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
+        expected = route_densely(logits[row].tolist(), None if bias is None else bias.tolist(), shape)
+        assert dict(zip(row_ids, row_weights, strict=True)) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_weights_sum_to_the_scale_even_where_scores_vanish():
+    logits = torch.tensor([[-300.0, -310.0, 300.0, 0.0], [5e4, 0.0, 0.0, -5e4]]).bfloat16()
+    for score in ("softmax", "sigmoid"):
+        _, weights = route(logits, None, **{**SHAPE, "score": score, "renormalise": True, "scale": 2.0})
+        torch.testing.assert_close(weights.sum(-1), torch.tensor([2.0, 2.0]))
+
+
+def grouped_case(counts: list[int], inputs: int, outputs: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(sum(counts) + inputs)
+    x, weight, bias = (torch.randn(*s, generator=generator).to(device, dtype) for s in ((sum(counts), inputs), (len(counts), outputs, inputs), (len(counts), outputs)))
+    counts = torch.tensor(counts, device=device)
+    return x, weight, bias, counts.cumsum(0).int(), torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+
+
+def multiply_row_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
+    out = torch.einsum("ni,noi->no", x.double(), weight.double()[experts])
+    return out if bias is None else out + bias.double()[experts]
+
+
+COUNTS = [[1, 0, 3], [0, 0, 0, 5], [40, 1, 0, 0, 17], [0, 1]]
+
+
+@pytest.mark.parametrize("counts", [*COUNTS, [0, 0]])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_reference_grouped_linear(counts: list[int], has_bias: bool):
+    x, weight, bias, ends, experts = grouped_case(counts, 12, 10, torch.float32, "cpu")
+    out = GROUPED_LINEAR.load("reference")(x, weight, bias if has_bias else None, ends, experts)
+    torch.testing.assert_close(out.double(), multiply_row_by_row(x, weight, bias if has_bias else None, experts), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("counts,inputs,outputs", [(COUNTS[0], 24, 40), (COUNTS[1], 100, 136), (COUNTS[2], 72, 24), (COUNTS[3], 8, 8)])
+def test_triton_grouped_linear(counts: list[int], inputs: int, outputs: int, device: str, dtype: torch.dtype, tolerance: float):
+    pytest.importorskip("triton")
+    from headrace.kernels.moe.triton import grouped_linear
+
+    x, weight, bias, ends, experts = grouped_case(counts, inputs, outputs, dtype, device)
+    for b in (None, bias):
+        assert relative_error(grouped_linear(x, weight, b, ends, experts), multiply_row_by_row(x, weight, b, experts)) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("solution,dtype", [("cutlass", torch.bfloat16), ("triton", torch.bfloat16), ("triton", torch.float32)])
+@pytest.mark.parametrize("num_rows", [1, 8, 200, 4096])
+def test_grouped_linear_at_size(solution: str, dtype: torch.dtype, num_rows: int):
+    counts = torch.bincount(torch.randint(0, 64, (num_rows,), generator=torch.Generator().manual_seed(1)), minlength=64).tolist()
+    query = KernelQuery("cuda", str(dtype).removeprefix("torch."), torch.cuda.get_device_capability(), {"in_width": 512, "out_width": 384})
+    if GROUPED_LINEAR.reason_against(solution, query):
+        pytest.skip("not on this GPU")
+    x, weight, bias, ends, experts = grouped_case(counts, 512, 384, dtype, "cuda")
+    expected = torch.cat([x[a:b].double() @ weight[e].double().T + bias[e].double() for e, (a, b) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False))])
+    assert relative_error(GROUPED_LINEAR.load(solution)(x, weight, bias, ends, experts), expected) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+def test_triton_clamped_swiglu(device: str, dtype: torch.dtype, tolerance: float):
+    pytest.importorskip("triton")
+    from headrace.kernels.activation.triton import clamped_swiglu
+
+    x = (3 * torch.randn(3, 2 * 1100, generator=torch.Generator().manual_seed(1))).to(device, dtype)
+    expected = CLAMPED_SWIGLU.load("reference")(x.double().float(), limit=2.0, alpha=1.702, up_offset=1.0)
+    assert relative_error(clamped_swiglu(x, limit=2.0, alpha=1.702, up_offset=1.0), expected) < tolerance
+
+
+def test_clamped_swiglu_bounds():
+    """Far outside the limits only the bounds are left; far below them the gate is shut."""
+    x = torch.tensor([[100.0, 100.0, -100.0, 100.0, -100.0, 3.0]])
+    out = CLAMPED_SWIGLU.load("reference")(x, limit=7.0, alpha=1.702, up_offset=1.0)
+    torch.testing.assert_close(out, torch.tensor([[7.0 * 8.0, -7.0 * 6.0, 0.0]]), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_mxfp4_code_under_every_scale(dtype: torch.dtype):
+    """By the format's arithmetic: sign, two exponent bits of bias 1, one mantissa bit; subnormal where the exponent is 0."""
+    scales = torch.arange(1, 252, dtype=torch.uint8)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2)
+    packed = (codes[0::2] | codes[1::2] << 4).expand(len(scales), 16)
+    out = dequantise(packed, scales[:, None], dtype).tolist()
+    for scale, row in zip(scales.tolist(), out, strict=True):
+        for code, value in zip(codes.tolist(), row, strict=True):
+            exponent, mantissa = (code >> 1) & 3, code & 1
+            magnitude = mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+            assert value == (-1 if code & 8 else 1) * magnitude * 2.0 ** (scale - 127)
+
+
+def test_mxfp4_as_transformers_has_it():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 140, (3, 6, 2), dtype=torch.uint8, generator=generator)
+    assert torch.equal(dequantise(blocks.flatten(-2), scales, torch.bfloat16).transpose(1, 2), convert_moe_packed_tensors(blocks, scales))

@@ -1,0 +1,158 @@
+"""Dispatchers, experts and adapters: every pair computes the same, and a pair that cannot be joined is explained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace.base.errors import ConfigError
+from headrace.kernels.operation import KernelQuery
+from headrace.layers.build import Build
+from headrace.layers.decoder.spec import MlpSpec, MoeSpec, RoutingSpec, SwigluClamp
+from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS
+from headrace.layers.moe.contract import ChosenTokens
+from headrace.layers.moe.joining import choose_pair, find_adapter, joinable_pairs
+from headrace.layers.moe.layer import MoeMlp
+
+CPU = torch.device("cpu")
+QUERY = KernelQuery("cpu", "float32", shape={"ranks": 1})
+WIDTH, NUM_EXPERTS, TOP_K = 16, 5, 2
+
+
+def build_layer(experts: str = "auto", dtype: torch.dtype = torch.float32, **options: Any) -> MoeMlp:
+    routing = RoutingSpec(NUM_EXPERTS, TOP_K, renormalise=True, bias=True)
+    expert = MlpSpec(24, **options)
+    layer = MoeMlp(MoeSpec(routing, expert, MlpSpec(8)), WIDTH, Build(CPU, dtype, moe_experts=experts))
+    generator = torch.Generator().manual_seed(4)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return layer
+
+
+def compute_densely(layer: MoeMlp, x: torch.Tensor, clamp: SwigluClamp | None) -> torch.Tensor:
+    """Every expert on every token, in float64."""
+    x, w = x.double(), {name: p.double() for name, p in layer.named_parameters()}
+    logits = x @ w["router.logits.weight"].T + w["router.logits.bias"]
+    chosen = torch.zeros_like(logits).scatter_(1, logits.topk(TOP_K).indices, 1).bool()
+    weights = logits.masked_fill(~chosen, float("-inf")).softmax(-1)
+    gate, up = (torch.einsum("td,xfd->txf", x, w["experts.gate_up.weight"]) + w.get("experts.gate_up.bias", 0)).chunk(2, -1)
+    if clamp:
+        gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit) + clamp.up_offset
+    hidden = gate * torch.sigmoid(gate * (clamp.alpha if clamp else 1.0)) * up
+    out = torch.einsum("txf,xdf->txd", hidden, w["experts.down.weight"]) + w.get("experts.down.bias", 0)
+    gate, up = (x @ w["shared.gate_up.weight"].T).chunk(2, -1)
+    return (out * weights[..., None]).sum(1) + (F.silu(gate) * up) @ w["shared.down.weight"].T
+
+
+@pytest.mark.parametrize("experts", ["reference", "grouped", "auto"])
+@pytest.mark.parametrize("clamp", [None, SwigluClamp(0.7, 1.702, 1.0)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_layer_equals_all_experts_on_all_tokens(experts: str, clamp: SwigluClamp | None, num_tokens: int):
+    layer = build_layer(experts, bias=clamp is not None, clamp=clamp)
+    x = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(num_tokens))
+    torch.testing.assert_close(layer(x).double(), compute_densely(layer, x, clamp), atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_does_not_depend_on_the_others():
+    layer = build_layer()
+    x = torch.randn(9, WIDTH)
+    torch.testing.assert_close(layer(x)[3:5], layer(x[3:5]))
+
+
+def test_choices_cross_the_adapter_in_order():
+    """Each row goes to its own expert, and comes back to its own token with its own weight."""
+    adapt = find_adapter("choices", "grouped")
+    ids = torch.tensor([[3, 0], [1, 3], [0, 4], [3, 1]])
+    weights = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
+    seen = {}
+
+    def run(tokens: Any) -> torch.Tensor:
+        seen["ends"], seen["experts"] = tokens.ends.tolist(), tokens.experts.tolist()
+        return tokens.hidden * 100 + tokens.experts[:, None]
+
+    out = adapt(ChosenTokens(torch.arange(4.0)[:, None], ids, weights, 6), run)
+    assert seen == {"ends": [2, 4, 4, 7, 8, 8], "experts": [0, 0, 1, 1, 3, 3, 3, 4]}
+    expected = [sum(float(w) * (100 * t + int(x)) for w, x in zip(weights[t], ids[t], strict=True)) for t in range(4)]
+    assert out.flatten().tolist() == expected
+
+
+def test_the_best_pair_is_chosen_and_a_name_overrules():
+    assert choose_pair(QUERY) == ("none", "grouped")
+    assert choose_pair(QUERY, experts="reference") == ("none", "reference")
+    assert joinable_pairs(QUERY) == [("none", "grouped"), ("none", "reference")]
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plug-ins from elsewhere: experts nobody can talk to, experts that fail to load, and ones that serve nothing here."""
+    for registry in (DISPATCHERS, EXPERTS):
+        for name in ("_entries", "_formats", "_loaded", "_failures"):
+            monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    EXPERTS.add("alien", "nowhere:Alien", speaks="packed", priority=99)
+    EXPERTS.add("broken", "nowhere:Broken", priority=50)
+    EXPERTS.add("picky", "nowhere:Picky", priority=40, supports=lambda query: "needs a moon")
+
+
+def test_a_pair_that_cannot_be_joined_lists_those_that_can(strangers: None):
+    with pytest.raises(ConfigError) as caught:
+        choose_pair(QUERY, experts="alien")
+    assert caught.value.param == "moe_experts"
+    assert "dispatcher 'none' speaks choices, experts 'alien' speak packed" in str(caught.value)
+    assert "none + broken, none + grouped, none + reference" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("picky", "needs a moon"), ("broken", "failed to load"), ("nobody", "there is no MoE experts 'nobody', only alien, broken")],
+)
+def test_experts_that_cannot_serve_are_explained(strangers: None, name: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        choose_pair(QUERY, experts=name)
+
+
+def test_automatic_choice_passes_over_what_cannot_serve(strangers: None):
+    assert choose_pair(QUERY) == ("none", "grouped")
+
+
+def test_experts_on_several_devices_need_a_dispatcher_that_moves_tokens():
+    with pytest.raises(ConfigError, match=r"the experts are on 4.*can be joined here: none$"):
+        choose_pair(KernelQuery("cpu", "float32", shape={"ranks": 4}))
+
+
+def test_start_up_error_names_the_option():
+    with pytest.raises(ConfigError, match="there is no MoE experts 'no-such'"):
+        build_layer("no-such")
+
+
+def test_every_adapter_joins_formats_that_someone_speaks():
+    spoken = [{registry.format_of(entry.name) for entry in registry} for registry in (DISPATCHERS, EXPERTS)]
+    for entry in ADAPTERS:
+        outer, _, inner = entry.name.partition("->")
+        assert outer in spoken[0] and inner in spoken[1]
+        assert callable(ADAPTERS.load(entry.name))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nothing_waits_on_a_gpu_and_the_layer_can_be_captured(dtype: torch.dtype):
+    device = torch.device("cuda")
+    spec = MoeSpec(RoutingSpec(8, 2, renormalise=True), MlpSpec(64))
+    layer = MoeMlp(spec, 64, Build(device, dtype))
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.2)
+    x = torch.randn(5, 64, device=device, dtype=dtype)
+    expected = layer(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    out.zero_()
+    graph.replay()
+    torch.testing.assert_close(out, expected)
