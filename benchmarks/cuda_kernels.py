@@ -239,32 +239,6 @@ def triton_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n: int
     return [partial(call, table) for table in pool.tables(n, q.shape[0], length, page_size)]
 
 
-def cudnn_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n: int, *, bound: int = 0) -> list[Call]:
-    from headrace.kernels.attention import cudnn as sdpa
-
-    pages, requests = pool.pages(PAGE), q.shape[0]
-    tables = pool.tables(n, requests, length, PAGE)
-    if bound > length:
-        tables = [F.pad(t, (0, -(-bound // PAGE) - t.shape[1])) for t in tables]
-    graphs = sdpa.SdpaGraphs(q.device)
-    graph = graphs.find(sdpa.Bounds(
-        requests, 1, max(bound, length), model.heads, model.kv_heads, model.dim, model.dim, PAGE, pages[0].shape[0], tables[0].stride(0),
-        False, model.dim**-0.5, 0, BF16,
-    ))
-    if graph is None:
-        raise RuntimeError("refused")
-    lens = torch.full((requests,), length, dtype=torch.int32, device="cuda")
-    ones, out = torch.ones_like(lens), torch.empty_like(q)
-
-    def call(table: torch.Tensor) -> torch.Tensor:
-        graph.run({
-            sdpa.Q: q, sdpa.K: pages[0], sdpa.V: pages[1], sdpa.OUT: out, sdpa.QUERY_LENS: ones, sdpa.KV_LENS: lens, sdpa.TABLE: table,
-        })
-        return out[:4]
-
-    return [partial(call, table) for table in tables]
-
-
 def decode_items(pool: Pool) -> Iterator[Item]:
     for model in MODELS:
         for requests in (1, 8, 64, 256):
@@ -275,10 +249,10 @@ def decode_items(pool: Pool) -> Iterator[Item]:
                 long = {"bound": 32768}
                 solutions = {
                     "triton": partial(triton_decode, *given), "two-kernel": partial(triton_decode, *given, fused=False),
-                    "page16": partial(triton_decode, *given, page_size=16), "cudnn": partial(cudnn_decode, *given),
+                    "page16": partial(triton_decode, *given, page_size=16),
                 }
                 if length == 512 and requests <= 64:
-                    solutions |= {"triton-32k-bound": partial(triton_decode, *given, **long), "cudnn-32k-bound": partial(cudnn_decode, *given, **long)}
+                    solutions |= {"triton-32k-bound": partial(triton_decode, *given, **long)}
                 yield Item(
                     f"decode {model.name} R{requests} L{length}", moved / BANDWIDTH, {name: partial(_seeded, f) for name, f in solutions.items()},
                     moved, partial(_first_expected, pool, q, length),

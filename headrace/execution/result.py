@@ -25,13 +25,14 @@ class PromptSpan:
 
 
 class PendingSample:
-    """A `PendingStep`. The copies to the host are launched here; `result` waits for them."""
+    """A `PendingStep`. The copies to the host are launched here; `result` waits for them. ``places``: where the plan's
+    sampling spans are in the batch, when it has another order."""
 
     def __init__(
         self, step_id: int, batch: SampleBatch | None = None, drawn: Drawn | None = None,
-        prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True,
+        prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True, places: list[int] | None = None,
     ):
-        self._step_id, self._batch, self._check_finite = step_id, batch, check_finite
+        self._step_id, self._batch, self._check_finite, self._places = step_id, batch, check_finite, places
         self._prompts = [(span, logprobs.copy_to_host()) for span, logprobs in prompts or []]
         self._tokens = self._logprobs = None
         if drawn is not None:
@@ -50,7 +51,11 @@ class PendingSample:
         if self._tokens is None or self._batch is None:
             return StepResult(self._step_id, [], prompt_logprobs=prompts)
         ids, states = self._tokens.tolist()
-        return StepResult(self._step_id, ids, self._spread_logprobs(len(ids)), prompts, self._failed_rows(states))
+        logprobs = self._spread_logprobs(len(ids))
+        if self._places is not None:
+            ids = [ids[place] for place in self._places]
+            logprobs = logprobs and [logprobs[place] for place in self._places]
+        return StepResult(self._step_id, ids, logprobs, prompts, self._failed_rows(states))
 
     def _spread_logprobs(self, num_rows: int) -> list | None:
         if self._logprobs is None or self._batch is None:

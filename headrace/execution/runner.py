@@ -81,9 +81,15 @@ class Runner:
         return PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite)
 
     def _replay(self, plan: StepPlan, shape: StepShape, upload: Upload, graph: DecodeGraph) -> PendingSample:
-        """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked."""
-        batch = SampleBatch.of(shape.rows, shape.ends, self._rows)
-        upload.add("decodes", graph.pack(shape.rows, shape.ends))
+        """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked.
+
+        Longest first: the device's last programs are then short ones, and none of its processors waits long for them.
+        """
+        order = np.argsort(-shape.ends, kind="stable")
+        places = np.argsort(order).tolist()
+        rows, ends = shape.rows[order], shape.ends[order]
+        batch = SampleBatch.of(rows, ends, self._rows)
+        upload.add("decodes", graph.pack(rows, ends))
         if not batch.is_greedy:
             self._sampler.pack(batch, upload)
         sent = upload.send(self._device)
@@ -94,7 +100,7 @@ class Runner:
             drawn = Drawn(ids, states, None)
         else:
             drawn = self._sampler.draw(graph.logits[: len(shape.rows)], batch, sent)
-        return PendingSample(plan.step_id, batch, drawn, check_finite=self._check_finite)
+        return PendingSample(plan.step_id, batch, drawn, check_finite=self._check_finite, places=places)
 
     def _apply_rows(self, plan: StepPlan, upload: Upload) -> None:
         for row in plan.releases:

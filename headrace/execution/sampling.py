@@ -19,7 +19,7 @@ from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import RuleState
 from headrace.execution.upload import Upload
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.sample import SAMPLE, DrawParams
+from headrace.kernels.sample import FIND_BEST, SAMPLE, DrawParams
 
 OK, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
 """State of a drawn row."""
@@ -81,7 +81,8 @@ class Sampler:
         self._penalties = PenaltyState(vocab_size, device)
         self._rules = RuleState(max_rows, vocab_size, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        self._sample = SAMPLE.choose(KernelQuery(device.type, "float32", capability, {"vocab_size": vocab_size}))
+        query = KernelQuery(device.type, "float32", capability, {"vocab_size": vocab_size})
+        self._sample, self._find_best = SAMPLE.choose(query), FIND_BEST.choose(query)
 
     def start(self, row: int, known: RowTokens) -> None:
         """A row was taken."""
@@ -117,11 +118,11 @@ class Sampler:
     def draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> Drawn:
         """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token."""
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
-        best, ids = logits.max(-1)
+        best, ids = self._find_best(logits)
         states = torch.where(best.isfinite(), OK, NOT_FINITE)
         if batch.has_edits:
             logits = self._edit(logits, batch, sent)
-            best, ids = logits.max(-1)
+            best, ids = self._find_best(logits)
             states = torch.where((states == OK) & ~best.isfinite(), NOTHING_ALLOWED, states)
         if len(batch.random):
             ids = self._draw_random(logits, ids, batch, sent)

@@ -37,8 +37,7 @@ class FakeGraph:
             if not count:
                 continue
             row, out_row = b.num_heads * b.head_dim, b.num_heads * b.value_dim
-            start, out_start = (int(tensors[name][request]) if b.is_ragged else request * size
-                                for name, size in ((names.Q_OFFSETS, row), (names.OUT_OFFSETS, out_row)))  # fmt: skip
+            start, out_start = (int(tensors[name][request]) for name in (names.Q_OFFSETS, names.OUT_OFFSETS))
             ids = tensors[names.TABLE][request, : -(-length // b.page_size)].long()
             k, v = (tensors[name][ids].flatten(0, 1)[:length].nan_to_num() for name in (names.K, names.V))
             queries = q[start : start + count * row].view(count, b.num_heads, b.head_dim)
@@ -54,8 +53,11 @@ def backend_class(monkeypatch):
     if not find_spec("cudnn"):
         monkeypatch.setitem(sys.modules, "cudnn", fake)
     from headrace.kernels.attention import cudnn as kernel
+    from headrace.layers.attention import cudnn as backend
     from headrace.layers.attention.cudnn import CudnnAttention
 
+    monkeypatch.setattr(backend, "LEAST_QUERIES", 16)  # or the interpreter would need minutes
+    monkeypatch.setattr(backend.DependentLaunchTritonAttention, "pdl", False)  # the interpreter has no such launches
     monkeypatch.setattr(kernel.cudnn, "create_handle", lambda: None)
     monkeypatch.setattr(kernel, "SdpaGraph", FakeGraph)
     yield CudnnAttention

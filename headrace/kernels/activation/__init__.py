@@ -20,4 +20,4 @@ _on_gpu = requires(device="cuda")
 _on_hopper = requires(device="cuda", capability=(9, 0))
 for _operation, _name in ((SILU_MUL, "silu_mul"), (GELU_TANH_MUL, "gelu_tanh_mul"), (CLAMPED_SWIGLU, "clamped_swiglu")):
     _operation.add("triton", f"headrace.kernels.activation.triton:{_name}", supports=_on_gpu, priority=10, doc="one pass, fused")
-    _operation.add("triton_pdl", f"headrace.kernels.activation.triton:{_name}_pdl", supports=_on_hopper, priority=5, doc="with dependent launch")
+    _operation.add("triton_pdl", f"headrace.kernels.activation.triton:{_name}_pdl", supports=_on_hopper, priority=15, doc="with dependent launch")

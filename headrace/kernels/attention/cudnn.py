@@ -23,8 +23,7 @@ Q, K, V, OUT, QUERY_LENS, KV_LENS, TABLE, Q_OFFSETS, OUT_OFFSETS = range(1, 10)
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a graph is built for. ``is_ragged``: q [T, H, E] holds chunks of up to ``queries`` tokens back to back;
-    else one token a request. ``table_stride`` is the page table's row length in entries, ``num_pages`` the pool's."""
+    """What a graph is built for: q [T, H, E] holds chunks of up to ``queries`` tokens back to back. ``table_stride`` is the page table's row length in entries, ``num_pages`` the pool's."""
 
     requests: int
     queries: int
@@ -36,7 +35,6 @@ class Bounds:
     page_size: int
     num_pages: int
     table_stride: int
-    is_ragged: bool
     scale: float
     window: int
     dtype: torch.dtype
@@ -93,16 +91,14 @@ def _build(b: Bounds, handle: Any) -> Any:
 
     q = heads(Q, b.head_dim)
     table = integers(TABLE, b.requests, 1, -(-b.keys // b.page_size), stride=b.table_stride)
-    if b.is_ragged:
-        q.set_ragged_offset(integers(Q_OFFSETS, b.requests + 1, 1, 1))
+    q.set_ragged_offset(integers(Q_OFFSETS, b.requests + 1, 1, 1))
     out, _ = graph.sdpa(
         name="attention", q=q, k=pages(K, b.head_dim), v=pages(V, b.value_dim), generate_stats=False, attn_scale=b.scale,
         use_padding_mask=True, seq_len_q=integers(QUERY_LENS, b.requests, 1, 1), seq_len_kv=integers(KV_LENS, b.requests, 1, 1),
         paged_attention_k_table=table, paged_attention_v_table=table, paged_attention_max_seq_len_kv=b.keys, **_mask(b),
     )
     out.set_output(True).set_uid(OUT).set_dim((b.requests, b.num_heads, b.queries, b.value_dim)).set_stride(_query_stride(b, b.value_dim))
-    if b.is_ragged:
-        out.set_ragged_offset(integers(OUT_OFFSETS, b.requests + 1, 1, 1))
+    out.set_ragged_offset(integers(OUT_OFFSETS, b.requests + 1, 1, 1))
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -117,8 +113,5 @@ def _query_stride(b: Bounds, dim: int) -> tuple[int, int, int, int]:
 
 
 def _mask(b: Bounds) -> dict[str, Any]:
-    """A lone query at the end sees everything, so decode needs a mask only for its window."""
-    if not b.is_ragged and not b.window:
-        return {}
     mask = {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
     return {**mask, "diagonal_band_left_bound": b.window} if b.window else mask

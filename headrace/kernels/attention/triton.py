@@ -240,7 +240,8 @@ def _decode_kernel(
     IS_SPLIT: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
-    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # heads fastest: the programs that run together then read whole pages, not stripes of them
+    head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens_ptr + request)
     start, end, num_used, begin = _key_range(kv_len, split, splits, WINDOW, BLOCK_N)
     if split < num_used:
@@ -420,7 +421,7 @@ def decode(
     splits = split_count(step.num_requests, k_pages.shape[2], reach, programs=workspace.programs)
     sinks = head.sinks if head.sinks is not None else q
     dependent = dict(PDL=launch.pdl, launch_pdl=launch.pdl)
-    _decode_kernel[(step.num_requests, k_pages.shape[2], splits)](
+    _decode_kernel[(k_pages.shape[2], splits, step.num_requests)](
         q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, step.kv_lens, step.page_table, sinks,
         step.page_table.stride(0), splits=splits, **geometry, **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=splits > 1,
         FUSED=launch.fused, num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent,

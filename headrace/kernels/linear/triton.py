@@ -16,6 +16,9 @@ from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 GEMV_ROWS = 4
 SKINNY_ROWS = 8
 
+MOST_SKINNY_WEIGHTS = 2**26
+"""Of a larger weight torch's own GEMM reads at the speed of memory already when there are more rows than a GEMV's."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -156,7 +159,8 @@ def skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, til
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, pdl: bool = False) -> torch.Tensor:
     """See `LINEAR`; more rows than these kernels are for go to torch."""
     rows = x.shape[0]
-    if rows > SKINNY_ROWS or rows == 0 or not weight.is_contiguous() or x.stride(1) != 1:
+    most = GEMV_ROWS if weight.numel() > MOST_SKINNY_WEIGHTS else SKINNY_ROWS
+    if rows > most or rows == 0 or not weight.is_contiguous() or x.stride(1) != 1:
         return F.linear(x, weight, bias)
     return (gemv if rows <= GEMV_ROWS else skinny)(x, weight, bias, pdl=pdl)
 

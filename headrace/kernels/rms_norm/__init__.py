@@ -17,4 +17,4 @@ _on_gpu = requires(device="cuda")
 _on_hopper = requires(device="cuda", capability=(9, 0))
 for _operation, _name in ((RMS_NORM, "rms_norm"), (ADD_RMS_NORM, "add_rms_norm")):
     _operation.add("triton", f"headrace.kernels.rms_norm.triton:{_name}", supports=_on_gpu, priority=10, doc="one pass, fused")
-    _operation.add("triton_pdl", f"headrace.kernels.rms_norm.triton:{_name}_pdl", supports=_on_hopper, priority=5, doc="with dependent launch")
+    _operation.add("triton_pdl", f"headrace.kernels.rms_norm.triton:{_name}_pdl", supports=_on_hopper, priority=15, doc="with dependent launch")

@@ -34,6 +34,6 @@ ROPE_WRITE.add("reference", "headrace.kernels.rope_write.reference:rope_write", 
 
 ROPE_WRITE.add("triton", "headrace.kernels.rope_write.triton:rope_write", supports=requires(device="cuda"), priority=10, doc="one pass, fused")
 ROPE_WRITE.add(
-    "triton_pdl", "headrace.kernels.rope_write.triton:rope_write_pdl", supports=requires(device="cuda", capability=(9, 0)), priority=5,
+    "triton_pdl", "headrace.kernels.rope_write.triton:rope_write_pdl", supports=requires(device="cuda", capability=(9, 0)), priority=15,
     doc="with dependent launch",
 )
