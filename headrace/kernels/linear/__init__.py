@@ -7,14 +7,17 @@ LINEAR = Operation("linear kernel")
 
 LINEAR.add("reference", "headrace.kernels.linear.reference:linear", doc="torch's own GEMM")
 
+MOST_OUTPUTS = 2**16
+"""A weight with more, such as a vocabulary's, torch's own GEMM reads at the speed of memory already."""
+
 _in_half = requires(device="cuda", dtypes=("float16", "bfloat16"))
 _on_hopper = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0))
 
 
 def _reason_against_shape(query: KernelQuery) -> str | None:
     width, outputs = query.shape.get("in_width", 0), query.shape.get("out_width", 0)
-    if width % 8 or width < 256 or outputs < 256:
-        return "takes weights from 256 x 256, inputs in steps of 8"
+    if width % 8 or width < 256 or not 256 <= outputs <= MOST_OUTPUTS:
+        return f"takes 256 or more inputs in steps of 8 and 256 to {MOST_OUTPUTS} outputs"
     return None
 
 
