@@ -1,0 +1,87 @@
+"""Which formats a model writes: asked for by name, recognised in its chat template, or declared by its family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from headrace.base.errors import ConfigError
+from headrace.base.registry import Registry
+from headrace.service.parsing.format import ReasoningFormat, ToolFormat, visible_texts
+from headrace.service.parsing.formats import ALIASES, REASONING_FORMATS, TOOL_FORMATS
+
+T = TypeVar("T", ToolFormat, ReasoningFormat)
+
+AUTO, NONE = "auto", "none"
+TOOL_GROUP, REASONING_GROUP = "headrace.tool_formats", "headrace.reasoning_formats"
+"""Entry points that name a format of another package."""
+TAIL = 256
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of a served model; None where it has none that is known, or parsing is switched off."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    def visible_texts(self, *, has_tools: bool) -> list[str]:
+        """Texts in which special tokens must stay visible (`SamplingParams.keep_special_tokens`)."""
+        return visible_texts(self.tools if has_tools else None, self.reasoning)
+
+    def begins_open(self, prompt: str, *, continued: str | None = None) -> bool:
+        """Whether the output goes on with reasoning that the prompt has begun. ``continued`` is the text of the
+        assistant's message that the output continues, if it does."""
+        if self.reasoning is None or self.reasoning.channels is not None:
+            return False
+        if continued is not None:
+            last_start, last_end = (max((continued.rfind(text) for text in texts), default=-1) for texts in (self.reasoning.starts, self.reasoning.ends))
+            return last_start > last_end
+        tail = prompt[-TAIL:].rstrip()
+        if tail.endswith(self.reasoning.starts):
+            return True
+        return self.reasoning.is_open and not tail.endswith(self.reasoning.ends)
+
+
+def check_names(tool_parser: str, reasoning_parser: str) -> None:
+    """Raise `ConfigError` for a name that no format has."""
+    _find(tool_parser, TOOL_FORMATS, TOOL_GROUP, "tool_parser")
+    _find(reasoning_parser, REASONING_FORMATS, REASONING_GROUP, "reasoning_parser")
+
+
+def choose_formats(
+    *, tool_parser: str = AUTO, reasoning_parser: str = AUTO, templates: Iterable[str] = (), family_tools: str | None = None,
+    family_reasoning: str | None = None,
+) -> Formats:
+    """The formats. By themselves, the chat template's signs win over the family's declaration: a fine-tuned model
+    keeps its architecture and brings its own template."""
+    texts = list(templates)
+    return Formats(
+        _choose(tool_parser, TOOL_FORMATS, TOOL_GROUP, texts, family_tools),
+        _choose(reasoning_parser, REASONING_FORMATS, REASONING_GROUP, texts, family_reasoning),
+    )
+
+
+def _choose(name: str, registry: Registry[T], group: str, templates: list[str], declared: str | None) -> T | None:
+    if name != AUTO:
+        return _find(name, registry, group, "tool_parser" if group == TOOL_GROUP else "reasoning_parser")
+    for entry in registry:
+        found = registry.load(entry.name)
+        if any(all(sign in text for sign in signs) for text in templates for signs in found.signs):
+            return found
+    return _find(declared or NONE, registry, group, "family")
+
+
+def _find(name: str, registry: Registry[T], group: str, param: str) -> T | None:
+    if name in (AUTO, NONE):
+        return None
+    plain = name.lower().replace("-", "_")
+    plain = plain if plain in registry else ALIASES.get(plain.replace("_", ""), ALIASES.get(plain, plain))
+    if plain in registry:
+        return registry.load(plain)
+    for entry in entry_points(group=group, name=name):
+        found: T = entry.load()
+        return found
+    raise ConfigError(f"{param} must be {AUTO}, {NONE}, or one of {', '.join(sorted(registry.names()))}; got {name!r}", param=param)

@@ -1,0 +1,23 @@
+"""Reasoning formats, one value each."""
+
+from __future__ import annotations
+
+from headrace.service.parsing.format import ReasoningFormat
+from headrace.service.parsing.formats.channels import HARMONY
+
+# The first reasoning models leave the start out when the template does.
+DEEPSEEK_R1 = ReasoningFormat(name="deepseek_r1", starts=("<think>",), ends=("</think>",), is_open=True, signs=(("<｜Assistant｜>", "</think>"),))
+DEEPSEEK_V3 = ReasoningFormat(name="deepseek_v3", starts=("<think>",), ends=("</think>",), signs=(("<｜Assistant｜>", "</think>", "thinking"),))
+DEEPSEEK_V4 = ReasoningFormat(name="deepseek_v4", starts=("<think>",), ends=("</think>",), signs=(("<｜Assistant｜>", "</think>", "DSML"),))
+QWEN3 = ReasoningFormat(name="qwen3", starts=("<think>",), ends=("</think>",), signs=(("</think>",),))
+GLM45 = ReasoningFormat(name="glm45", starts=("<think>",), ends=("</think>",), ends_at_calls=True, signs=(("</think>", "<arg_key>"),))
+KIMI_K2 = ReasoningFormat(name="kimi_k2", starts=("<think>",), ends=("</think>",), ends_at_calls=True, signs=(("</think>", "<|tool_calls_section_begin|>"),))
+KIMI = ReasoningFormat(name="kimi", starts=("◁think▷",), ends=("◁/think▷",), signs=(("◁think▷",),))
+MISTRAL = ReasoningFormat(name="mistral", starts=("[THINK]",), ends=("[/THINK]",), signs=(("[THINK]", "[/THINK]"),))
+GRANITE = ReasoningFormat(
+    name="granite",
+    starts=("Here is my thought process:", "Here's my thought process:"),
+    ends=("Here is my response:", "Here's my response:"),
+    signs=(("Here is my thought process:",), ("Here's my thought process:",)),
+)
+GPT_OSS = ReasoningFormat(name="gpt_oss", channels=HARMONY, signs=(("<|channel|>", "<|message|>", "analysis"),))

@@ -1,0 +1,140 @@
+"""Tool call formats, one value each. Sources: the models' chat templates and their makers' examples."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.service.parsing.format import (
+    Arguments,
+    Call,
+    CallId,
+    Either,
+    Flag,
+    Key,
+    Maybe,
+    Name,
+    Pairs,
+    Pattern,
+    PythonCall,
+    Repeat,
+    ToolFormat,
+    Value,
+)
+from headrace.service.parsing.formats.channels import HARMONY
+
+JSON_LIST = ("[", Repeat(Call(), between=(",",)), "]")
+PYTHON_LIST = ("[", Repeat(PythonCall(), between=(",",)), "]")
+
+# <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+HERMES = ToolFormat(name="hermes", patterns=(("<tool_call>", Call(), "</tool_call>"),), signs=(("<tool_call>",),))
+
+# {"name": "f", "parameters": {"a": 1}}; {...}
+LLAMA3_JSON = ToolFormat(
+    name="llama3_json",
+    patterns=(("<|python_tag|>", Repeat(Call(), between=(";", ""))),),
+    bare=(Repeat(Call(), between=(";", "")),),
+    signs=(("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
+)
+
+# [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "123456789"}], later [TOOL_CALLS]f{"a": 1}, with or without
+# [CALL_ID]123456789 and [ARGS] between
+MISTRAL = ToolFormat(
+    name="mistral",
+    patterns=(("[TOOL_CALLS]", Either((JSON_LIST, (Name(), Maybe(("[CALL_ID]", CallId())), Maybe("[ARGS]"), Arguments())))),),
+    id_length=9,
+    signs=(("[TOOL_CALLS]",),),
+)
+
+# [f(a=1), g(b="x")]
+PYTHONIC = ToolFormat(
+    name="pythonic",
+    patterns=(
+        ("<|python_start|>", PYTHON_LIST, "<|python_end|>"),
+        ("<|tool_call_start|>", PYTHON_LIST, "<|tool_call_end|>"),
+    ),
+    bare=(PYTHON_LIST,),
+    on_lines=True,
+    signs=(("<|python_start|>",), ("<|tool_call_start|>",)),
+)
+
+# <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, each tag on its own line
+_FUNCTION = (
+    "<function=", Name(), ">",
+    Pairs(("<parameter=", Key(), ">", Value("</parameter>", has_lines=True)), "</function>"),
+)
+QWEN3_CODER = ToolFormat(
+    name="qwen3_coder",
+    patterns=(("<tool_call>", Repeat(_FUNCTION), "</tool_call>"), (_FUNCTION, Maybe("</tool_call>"))),
+    signs=(("<function=", "<parameter="),),
+)
+
+
+def _deepseek_section(*call: Pattern) -> Pattern:
+    return ("<｜tool▁calls▁begin｜>", Repeat(("<｜tool▁call▁begin｜>", *call, "<｜tool▁call▁end｜>")), "<｜tool▁calls▁end｜>")
+
+
+# ...function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```...
+DEEPSEEK_V3 = ToolFormat(
+    name="deepseek_v3",
+    patterns=(_deepseek_section("function", "<｜tool▁sep｜>", Name(), "```json", Arguments(), "```"),),
+    signs=(("<｜tool▁calls▁begin｜>", "```json"),),
+)
+
+# ...f<｜tool▁sep｜>{"a": 1}...
+DEEPSEEK_V31 = ToolFormat(
+    name="deepseek_v31",
+    patterns=(_deepseek_section(Name(), "<｜tool▁sep｜>", Arguments()),),
+    signs=(("<｜tool▁calls▁begin｜>",),),
+)
+
+
+def _dsml_section(outer: str) -> Pattern:
+    """Elements of names that begin with a token of their own; a value says whether it is text."""
+    pair = ('<｜DSML｜parameter name="', Key(), '"', 'string="', Flag(), '">', Value("</｜DSML｜parameter>"))
+    invoke = ('<｜DSML｜invoke name="', Name(), '">', Pairs(pair, "</｜DSML｜invoke>"))
+    return (f"<｜DSML｜{outer}>", Repeat(invoke), f"</｜DSML｜{outer}>")
+
+
+DEEPSEEK_V32 = ToolFormat(name="deepseek_v32", patterns=(_dsml_section("function_calls"),), signs=(("DSML｜function_calls",), ("DSML", "function_calls>")))
+DEEPSEEK_V4 = ToolFormat(name="deepseek_v4", patterns=(_dsml_section("tool_calls"),), signs=(("DSML｜tool_calls",), ("DSML", "tool_calls>")))
+
+# <tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>
+GLM45 = ToolFormat(
+    name="glm45",
+    patterns=(("<tool_call>", Name(), Pairs(("<arg_key>", Key(), "</arg_key>", "<arg_value>", Value("</arg_value>")), "</tool_call>")),),
+    signs=(("<arg_key>", "<arg_value>"),),
+)
+
+# ...functions.f:0<|tool_call_argument_begin|>{"a": 1}...; its template shows the ids again, so they are kept
+KIMI_K2 = ToolFormat(
+    name="kimi_k2",
+    patterns=((
+        "<|tool_calls_section_begin|>",
+        Repeat((
+            "<|tool_call_begin|>", Name(re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?"), is_id=True),
+            "<|tool_call_argument_begin|>", Arguments(), "<|tool_call_end|>",
+        )),
+        "<|tool_calls_section_end|>",
+    ),),
+    signs=(("<|tool_calls_section_begin|>",),),
+)
+
+GPT_OSS = ToolFormat(name="gpt_oss", channels=HARMONY, signs=(("<|channel|>", "<|message|>"),))
+
+# ```tool_code\nf(a=1)\n```, or a JSON object {"name": "f", "parameters": {"a": 1}}, fenced or not
+_PYTHON = Either((PYTHON_LIST, Repeat(PythonCall(), between=("", ",", ";"))))
+_JSON = Either((JSON_LIST, Repeat(Call(), between=("", ",", ";"))))
+GEMMA = ToolFormat(
+    name="gemma",
+    patterns=(("```tool_code", _PYTHON, "```"), ("```tool_call", _JSON, "```"), ("```json", _JSON, "```")),
+    bare=(Repeat(Call(), between=(";", "")), PYTHON_LIST),
+    is_known_only=True,
+    signs=(("tool_code",),),
+)
+
+# <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]
+GRANITE = ToolFormat(
+    name="granite",
+    patterns=(("<|tool_call|>", JSON_LIST), ("<tool_call>", Either((JSON_LIST, Call())), Maybe("</tool_call>"))),
+    signs=(("<|tool_call|>",),),
+)

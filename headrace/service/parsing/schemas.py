@@ -1,0 +1,100 @@
+"""`ToolSchemas`: what the tools of a request say about their arguments, and values made to fit.
+
+Formats that write values as bare text (XML, positional Python) need it; it never rejects: a value that fits no declared
+type stays a string, so that nothing the model wrote is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from headrace.service.parsing.json_text import LITERALS, copy_json, quote
+from headrace.service.parsing.python_text import copy_python
+from headrace.service.parsing.reader import read_whole
+
+MAX_DEPTH = 8
+"""How far references and alternatives are followed."""
+STRING = frozenset({"string"})
+_TYPE_OF_FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+_TYPE_OF_PYTHON = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+
+
+class ToolSchemas:
+    """Names, argument names and argument types of tools given as ``(name, JSON schema of the arguments)``."""
+
+    def __init__(self, tools: Iterable[tuple[str, Mapping[str, Any] | None]] = ()):
+        self._schemas = {name: schema or {} for name, schema in tools}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._schemas
+
+    def keys_of(self, name: str) -> list[str]:
+        """Names of the tool's arguments in the order of its schema."""
+        properties = self._schemas.get(name, {}).get("properties")
+        return list(properties) if isinstance(properties, Mapping) else []
+
+    def types_of(self, name: str, key: str) -> frozenset[str]:
+        """JSON types that an argument may have; empty when the schema leaves it open."""
+        root = self._schemas.get(name, {})
+        properties = root.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return frozenset(_types(schema, root, MAX_DEPTH))
+
+    def to_json(self, name: str, key: str, text: str) -> str:
+        """A value written as bare text, as JSON of a declared type."""
+        return value_as_json(text, self.types_of(name, key))
+
+
+def value_as_json(text: str, types: frozenset[str]) -> str:
+    """The text as JSON of one of the types; a string when it fits none. No types: of the type it looks like."""
+    if types == STRING:
+        return quote(text)
+    bare = text.strip()
+    spelled = LITERALS.get(bare.lower(), bare)
+    for read in (copy_json, copy_python):
+        found = read_whole(read, spelled)
+        fitting = None if found is None else _fit(found, types)
+        if fitting is not None:
+            return fitting
+    return quote(text)
+
+
+def _fit(value: str, types: frozenset[str]) -> str | None:
+    """A JSON value other than a string if it is of one of the types (any, when there are none)."""
+    kind = _TYPE_OF_FIRST.get(value[0], "number")
+    if kind == "string":
+        return None
+    if kind != "number":
+        return value if not types or kind in types else None
+    is_integer = value.lstrip("-").isdigit()
+    if not types or "number" in types or ("integer" in types and is_integer):
+        return value
+    if "integer" in types and float(value).is_integer():
+        return str(int(float(value)))
+    return None
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return set()
+    declared = schema.get("type")
+    found = {t for t in (declared if isinstance(declared, list) else [declared]) if isinstance(t, str)}
+    if isinstance(schema.get("$ref"), str):
+        found |= _types(_resolve(schema["$ref"], root), root, depth - 1)
+    for word in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(word)
+        for option in options if isinstance(options, list) else ():
+            found |= _types(option, root, depth - 1)
+    if not found:
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        found = {_TYPE_OF_PYTHON[type(v)] for v in values if type(v) in _TYPE_OF_PYTHON} if isinstance(values, list) else set()
+    return found
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """What ``#/a/b`` points to; nothing for a reference that leaves the schema."""
+    target: Any = root
+    for step in reference.removeprefix("#/").split("/"):
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target
