@@ -1,16 +1,11 @@
-"""Triton kernels run on a GPU where there is one, else in Triton's interpreter (which must be chosen before the import)."""
+"""Triton kernels run on a GPU where there is one, else in Triton's interpreter (chosen in tests/conftest.py)."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _let_interpreter_loop_over_loaded_bounds() -> None:
@@ -38,7 +33,5 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("cuda") and not HAS_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        elif item.get_closest_marker("interpreted") and HAS_GPU:
+        if item.get_closest_marker("interpreted") and HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="the GPU runs the same test"))
