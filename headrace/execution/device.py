@@ -42,7 +42,8 @@ def resolve_dtype(name: str, config: dict[str, Any], device: torch.device) -> to
     bfloat16 when it does not say), but float32 on a CPU unless that multiplies bfloat16 in hardware."""
     if name != "auto":
         return getattr(torch, name)
-    stated = config.get("dtype") or config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
+    text = config.get("text_config") or {}
+    stated = next((part[name] for part in (config, text) for name in ("dtype", "torch_dtype") if part.get(name)), None)
     dtype = getattr(torch, str(stated).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         dtype = torch.bfloat16

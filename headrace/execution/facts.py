@@ -27,7 +27,7 @@ def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str) -> ModelFa
 def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:
     """End-of-text ids of generation_config.json and config.json, each once."""
     found: list[int] = []
-    for config in (source.generation_config, source.config, source.config.get("text_config", {})):
+    for config in (source.generation_config, source.config, source.config.get("text_config") or {}):
         stated = config.get("eos_token_id")
         found.extend(stated if isinstance(stated, list) else [] if stated is None else [stated])
     return [token for token in dict.fromkeys(found) if 0 <= token < vocab_size]

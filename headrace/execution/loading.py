@@ -5,6 +5,7 @@ Refuses: pools and page counts. Architectures are known to the catalog alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from headrace.models.catalog import find_family
 from headrace.models.family import Family
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights import draw_dummy_weights, open_weights
+from headrace.models.weights.dummy import DEFAULT_STD
 
 Progress = Callable[[str, float], None]
 
@@ -82,10 +84,20 @@ def _limit_context(wanted: int | None, native: int) -> int:
 def _fill(model: Any, source: ModelSource, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
     if config.model.load_format == "dummy":
         progress("drawing random weights", 0.1)
-        draw_dummy_weights(model, config.model.seed)
+        draw_dummy_weights(model, config.model.seed, std=_initializer_range(source.config))
         return
     tensors = open_weights(source, load_format=config.model.load_format, device=device, dtype=dtype)
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
+
+
+def _initializer_range(config: dict[str, Any]) -> float:
+    """``initializer_range`` of a config.json, which a file that describes more than text has in its text part."""
+    stated = {**config, **(config.get("text_config") or {})}.get("initializer_range")
+    if stated is None:
+        return DEFAULT_STD
+    if isinstance(stated, bool) or not isinstance(stated, (int, float)) or not 0.0 < stated < math.inf:
+        raise ConfigError(f"config.json: initializer_range must be a number above 0, got {stated!r}", param="initializer_range")
+    return float(stated)
 
 
 def _watch(tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:

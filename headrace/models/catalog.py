@@ -21,6 +21,7 @@ ENTRY_POINT_GROUP = "headrace.families"
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
     "Glm4ForCausalLM": "glm4",
     "GlmForCausalLM": "glm4",
     "GptOssForCausalLM": "gpt_oss",

@@ -63,6 +63,19 @@ def test_executor_of_a_dummy_model_runs_plans(folder: Path):
     executor.close()
 
 
+@pytest.mark.parametrize(("stated", "spread"), [
+    ({}, 0.02), ({"initializer_range": 0.3}, 0.3), ({"text_config": {"initializer_range": 0.3}, "initializer_range": 0.02}, 0.3), ({"initializer_range": 0}, None),
+])
+def test_random_weights_spread_as_the_config_says(folder: Path, stated: dict, spread: float | None):
+    config = config_of(folder, config_overrides=json.dumps(stated))
+    if spread is None:
+        with pytest.raises(ConfigError, match="initializer_range"):
+            build_executor(config)
+        return
+    weights = build_executor(config)._runner._model.embedding.weight
+    assert float(weights.float().std()) == pytest.approx(spread, rel=0.1)
+
+
 def test_a_failed_step_leaves_other_rows_running(folder: Path):
     executor = build_executor(config_of(folder))
     outputs = []

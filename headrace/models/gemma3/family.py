@@ -1,4 +1,4 @@
-"""Gemma 3 text models: windowed layers with one full layer in six, each kind with its own rotary base, norms on both
+"""Gemma 3, the text part: windowed layers with one full layer in six, each kind with its own rotary base, norms on both
 sides of every branch that multiply by ``1 + weight``, scaled embeddings."""
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ DEFAULTS = {
 }
 """Published configs leave out what equals these."""
 
+MULTIMODAL = "Gemma3ForConditionalGeneration"
+"""Text and images; the text part is served."""
+
 GGUF_KEYS = {
     "rope.freq_base_swa": "rope_local_base_freq", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -33,7 +36,7 @@ GGUF_KEYS = {
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """Raises `ConfigError` for the bidirectional variant, which is an encoder."""
-    fields = Fields({**DEFAULTS, **config})
+    fields = Fields({**DEFAULTS, **_text_part(config)})
     if fields.flag("use_bidirectional_attention", False):
         raise ConfigError("config.json: use_bidirectional_attention must be false; this family serves causal models", param="use_bidirectional_attention")
     width, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps", 1e-6)
@@ -50,6 +53,16 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
             softcap=softcaps["final_logit_softcapping"],
         ),
     )
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """A file that describes images too has all that concerns text in a part of its own."""
+    if config["architectures"][0] != MULTIMODAL:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError(f"config.json: {MULTIMODAL} needs text_config, an object; got {text!r}", param="text_config")
+    return {**config, **text}
 
 
 def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -84,7 +97,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="gemma3",
-    architectures=("Gemma3ForCausalLM",),
+    architectures=("Gemma3ForCausalLM", MULTIMODAL),
     read_config=read_config,
     cache_specs=decoder_cache_specs,
     model="headrace.models.gemma3.model:Gemma3Model",
