@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.base.errors import HeadraceError, error_from_kind
+from headrace.base.pooling import PoolingFacts, PoolingSpec
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
 
@@ -33,7 +34,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
-    """One sequence to generate, validated and tokenized. ``n > 1`` has become n of these before this point.
+    """One sequence to generate, validated and tokenized; with ``pooling``, one to read. ``n > 1`` has become n of these
+    before this point.
 
     ``namespace`` separates prefix caches (adapter, cache_salt). ``deadline_s`` is seconds from arrival, None for no
     limit. Higher ``priority`` runs first under the priority policy.
@@ -46,6 +48,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     namespace: str = ""
     priority: int = 0
     deadline_s: float | None = None
+    pooling: PoolingSpec | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -79,7 +82,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New output of one request since the last one; the last carries ``finish`` and there is exactly one such."""
+    """New output of one request since the last one; the last carries ``finish`` and there is exactly one such. ``pooled``
+    is the result of a request with ``pooling``, as in `StepResult`."""
 
     request_id: str
     token_ids: list[int]
@@ -87,6 +91,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    pooled: bytes | None = None
 
 
 class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +103,7 @@ class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What the edges may know of the served model once it is loaded."""
+    """What the edges may know of the served model once it is loaded. ``pooling`` is None for one that generates."""
 
     model: str
     architecture: str
@@ -112,6 +117,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     page_size: int
     num_kv_tokens: int
     default_sampling: dict[str, float] = {}
+    pooling: PoolingFacts | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True):

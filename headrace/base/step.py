@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 
 
@@ -14,7 +15,8 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     """A request enters (or, after a retraction, re-enters) a row of the device-side request state.
 
     ``token_ids`` are all tokens known so far: the prompt and, on re-entry, the output too; ``prompt_len`` says where
-    output begins (penalties, min_tokens and seeds count from there).
+    output begins (penalties, min_tokens and seeds count from there). With ``pooling`` the row draws no token: its result is
+    made of its hidden states, and due in the step that computes its last token.
     """
 
     row: int
@@ -22,6 +24,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     prompt_len: int
     sampling: SamplingSpec
+    pooling: PoolingSpec | None = None
 
 
 class PageAppend(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +52,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     The first ``num_decodes`` spans have length 1 and take their input token from device memory, where the previous
     step's sampler wrote it (with two plans in flight the host does not know it yet). The other spans take tokens from
     their row's `RowStart`. ``samples[i]`` is 1 when a token shall be drawn after the span's last position, 0 for a
-    prefill chunk that does not reach the end; decodes always sample.
+    prefill chunk that does not reach the end and for rows with ``pooling``; decodes always sample.
     """
 
     step_id: int
@@ -90,6 +93,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     ``logprobs`` is None unless a row asked; else aligned with ``token_ids`` with None for rows that did not.
     ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone.
+    ``pooled`` are ``(row, float32 values, little-endian)`` of the rows with ``pooling`` whose last token was computed.
     """
 
     step_id: int
@@ -97,3 +101,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: list[PromptLogprobs] = []
     failed_rows: list[tuple[int, str]] = []
+    pooled: list[tuple[int, bytes]] = []

@@ -100,7 +100,7 @@ class Admission:
         """Refuse what can never run, and everybody while the queue is full."""
         if request.prompt_len == 0:
             raise RequestError("the prompt is empty; send at least one token", param="prompt")
-        if request.prompt_len >= self._max_model_len:
+        if request.prompt_len > self._max_model_len - (request.pooling is None):
             raise ContextLengthExceeded(
                 f"the prompt has {request.prompt_len} tokens; max_model_len is {self._max_model_len}, output included", param="prompt"
             )
@@ -140,9 +140,9 @@ class Admission:
         return Verdict.ADMITTED
 
     def match(self, request: Request) -> PrefixMatch:
-        """The usable hit: at least one token must be computed, and prompt logprobs need all of them."""
+        """The usable hit: at least one token must be computed, and some requests need all of them."""
         ledger = self._ledger
-        if not ledger.use_prefixes or request.sampling.num_prompt_logprobs >= 0:
+        if not ledger.use_prefixes or request.needs_all_tokens:
             return PrefixMatch(request.namespace, None, 0)
         whole = (request.known_len - 1) // ledger.page_size * ledger.page_size
         return ledger.match(request.namespace, request.token_bytes(0, whole))

@@ -66,7 +66,7 @@ class Committer:
 
     def _commit_prefills(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
         plan = flight.plan
-        prompt_news = {news.row: news for news in result.prompt_logprobs}
+        prompt_news, pooled = {news.row: news for news in result.prompt_logprobs}, dict(result.pooled)
         drawn = plan.num_decodes  # index of the next drawn token
         for index in range(plan.num_decodes, len(plan.rows)):
             request, token, news = flight.requests[index], None, None
@@ -84,7 +84,9 @@ class Committer:
             if request.row in prompt_news:
                 chunk = prompt_news[request.row]
                 prompt = self._take_prompt_logprobs(request, chunk.start, chunk.entries)
-            if token is not None:
+            if request.row in pooled:
+                outputs.append(self._exits.finish(request, Finish("stop"), [], pooled=pooled[request.row]))
+            elif token is not None:
                 outputs.append(self._append_first(request, token, news, prompt))
             elif prompt:
                 outputs.append(RequestOutput(request.request_id, [], None, request.num_cached_tokens, None, prompt))

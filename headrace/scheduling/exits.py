@@ -35,6 +35,7 @@ class Exits:
         keep_pages: bool = True,
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
+        pooled: bytes | None = None,
     ) -> RequestOutput:
         """End a request in whatever state it is; the returned output is its last. ``keep_pages`` stores what it has
         computed in the prefix tree; a request that failed must not."""
@@ -47,7 +48,7 @@ class Exits:
         elif finish.reason == "abort":
             self._counters.aborted += 1
         num_cached = max(0, request.num_cached_tokens)
-        return RequestOutput(request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs)
+        return RequestOutput(request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs, pooled)
 
     def retract(self, request: Request) -> None:
         """Back to the queue, to resume later from the tokens known now. What it has computed stays in the prefix tree

@@ -124,16 +124,17 @@ class Planner:
         draft.requests.append(request)
         draft.begins.append(begin)
         draft.lengths.append(end - begin)
-        draft.samples.append(int(is_last))
+        draft.samples.append(int(is_last and request.pooling is None))
         return end - begin
 
     def _admit(self, draft: Draft, budget: int) -> None:
         """Let waiting requests in while there are tokens, rows and pages. Who is next and does not fit blocks the
-        rest: otherwise a large request would wait for ever behind small ones."""
-        queue, roster = self._queue, self._roster
+        rest: otherwise a large request would wait for ever behind small ones. Where nothing is kept between steps, a
+        request is computed whole."""
+        queue, roster, is_whole = self._queue, self._roster, self._ledger.keeps_nothing
         while budget > 0 and roster.has_free_row and roster.num_running < self._max_running:
             request = queue.peek()
-            if request is None:
+            if request is None or (is_whole and request.known_len > budget):
                 break
             verdict = self._admission.admit_next(request)
             if verdict is Verdict.BLOCKED:

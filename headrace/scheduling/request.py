@@ -43,7 +43,7 @@ class Request:
     __slots__ = (
         "cached_len", "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version",
         "holding", "leader", "limit_len", "max_len", "max_output_len", "min_tokens", "namespace", "num_cached_tokens",
-        "num_shared_waits", "planned_len", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids",
+        "num_shared_waits", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids",
         "request_id", "row", "sampling", "seq", "shared_pages", "state", "stop_ids", "tokens", "wait_mark",
     )  # fmt: skip
 
@@ -53,12 +53,14 @@ class Request:
         self.prompt_token_ids = ask.prompt_token_ids
         self.tokens = array("i", ask.prompt_token_ids)
         self.sampling = ask.sampling
+        self.pooling = ask.pooling
         self.namespace = ask.namespace
         self.priority = ask.priority
         self.deadline = deadline
 
         self.prompt_len = len(self.tokens)
-        self.max_output_len = max(0, min(ask.stop.max_tokens, max_model_len - self.prompt_len))
+        most = 0 if ask.pooling is not None else ask.stop.max_tokens
+        self.max_output_len = max(0, min(most, max_model_len - self.prompt_len))
         self.max_len = self.prompt_len + max(1, self.max_output_len)
         self.limit_len = self.max_len - 1
         self.min_tokens = ask.stop.min_tokens
@@ -89,6 +91,11 @@ class Request:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether every position must be computed for it, prefix cache or not."""
+        return self.sampling.num_prompt_logprobs >= 0 or (self.pooling is not None and self.pooling.needs_all_tokens)
 
     @property
     def is_running(self) -> bool:

@@ -66,7 +66,7 @@ class Roster:
     def take_changes(self) -> tuple[list[int], list[RowStart]]:
         """Rows released and started since the last plan."""
         starts = [
-            RowStart(request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling)
+            RowStart(request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling, request.pooling)
             for request in self._newcomers
         ]
         released = self._released

@@ -53,7 +53,7 @@ class Scheduler:
         self._roster = Roster(layout.max_rows)
         self._queue = WaitingQueue(POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r))
         self._sharing = SharedPrefills(
-            self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and cache.prefix_cache
+            self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and self._ledger.use_prefixes
         )
         parts = {"ledger": self._ledger, "roster": self._roster}
         self._admission = Admission(

@@ -33,7 +33,7 @@ class SharedPrefills:
         """The running request worth waiting for, if any."""
         if not self._leaders or match.node is None or match.node.end != match.num_pages:
             return None
-        if request.num_shared_waits >= MAX_WAITS or request.sampling.num_prompt_logprobs >= 0:
+        if request.num_shared_waits >= MAX_WAITS or request.needs_all_tokens:
             return None
         begin = match.num_pages * self._page_size
         end = begin + self._page_size

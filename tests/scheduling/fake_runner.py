@@ -45,6 +45,11 @@ def run_alone(ask: EngineRequest, vocab: int, max_model_len: int) -> tuple[list[
     return output, "length"
 
 
+def pooled_bytes(fingerprint: int) -> bytes:
+    """What the fake model makes of a whole text."""
+    return (fingerprint % 2**32).to_bytes(4, "little")
+
+
 def start_print(namespace: str) -> int:
     return sum(ord(c) * 7919 for c in namespace) + 1
 
@@ -58,6 +63,7 @@ class Row:
     seed: int
     prompt_len: int
     wants_prompt_logprobs: bool
+    is_pooled: bool = False
     tables: list[dict[int, int]] = field(default_factory=list)
 
 
@@ -82,7 +88,7 @@ class FakeRunner:
         written: set[tuple[int, int, int]] = set()
         for row_id, begin, length in zip(plan.rows, plan.begins, plan.lengths, strict=True):
             self._write(self.rows[row_id], begin, length, written)
-        tokens, prompts, broken = [], [], []
+        tokens, prompts, broken, pooled = [], [], [], []
         for index, (row_id, begin, length) in enumerate(zip(plan.rows, plan.begins, plan.lengths, strict=True)):
             row = self.rows[row_id]
             if index < plan.num_decodes:
@@ -97,9 +103,11 @@ class FakeRunner:
                 assert begin + length == len(row.prints), "sampled before the end of what is known"
                 tokens.append(draw_token(row.prints[-1], row.seed, self.vocab))
                 row.prints.append(extend_print(row.prints[-1], tokens[-1]))
+            if row.is_pooled and begin + length == len(row.prints):
+                pooled.append((row_id, pooled_bytes(row.prints[-1])))
             if row.request_id in failed:
                 broken.append((row_id, "logits are not finite"))
-        return StepResult(plan.step_id, tokens, None, prompts, broken)
+        return StepResult(plan.step_id, tokens, None, prompts, broken, pooled)
 
     def reset(self) -> None:
         """Forget all rows, as the executor does after a failed step."""
@@ -116,7 +124,8 @@ class FakeRunner:
                 prints.append(fingerprint)
             wants = start.sampling.num_prompt_logprobs >= 0
             tables: list[dict[int, int]] = [{} for _ in self.layout.groups]
-            self.rows[start.row] = Row(start.request_id, prints, start.sampling.seed, start.prompt_len, wants, tables)
+            is_pooled = start.pooling is not None
+            self.rows[start.row] = Row(start.request_id, prints, start.sampling.seed, start.prompt_len, wants, is_pooled, tables)
         entries = [(append.group, append.row, entry) for append in plan.appends for entry in range(append.start, append.start + len(append.pages))]
         assert len(set(entries)) == len(entries), "a page-table entry is written twice in one plan"
         for append in plan.appends:

@@ -13,6 +13,8 @@ from headrace.scheduling.cache.node import Node
 from headrace.scheduling.cache.pages import PageAccounts
 from headrace.scheduling.cache.prefix_tree import PrefixMatch, PrefixTree
 
+NO_LIMIT = 2**31
+
 
 class Holding:
     """The pages of one running request. Per group g, entry i of ``tables[g]`` is positions ``[i * page_size, ...)``:
@@ -46,13 +48,18 @@ class CacheLedger:
 
     def __init__(self, layout: CacheLayout, *, use_prefixes: bool):
         self.page_size = layout.page_size
-        self.use_prefixes = use_prefixes
+        self.use_prefixes = use_prefixes and bool(layout.groups)
         self.policies: list[GroupPolicy] = [
             GROUP_POLICIES.load(group.spec.kind)(group.spec, layout.page_size) for group in layout.groups
         ]
         self.accounts = [PageAccounts(group.num_pages) for group in layout.groups]
         self.tree = PrefixTree(self.policies, layout.page_size, self.accounts)
         self.promised = [0] * len(self.policies)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether no step leaves anything for the next: there are no cache groups."""
+        return not self.accounts
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -74,7 +81,7 @@ class CacheLedger:
         for group, account in enumerate(self.accounts):
             others = self.promised[group] - holding.num_promised(group)
             rooms.append(account.num_free + self.tree.num_evictable[group] - others)
-        return max(0, min(rooms))
+        return max(0, min(rooms, default=NO_LIMIT))
 
     def reserve(self, count: int) -> bool:
         """Make ``count`` pages free in every group, evicting from the tree; False if even that is not enough."""
@@ -111,7 +118,7 @@ class CacheLedger:
 
     def grow(self, holding: Holding, length: int) -> None:
         """Give pages for positions up to ``length``; they were reserved before."""
-        count = -(-length // self.page_size) - len(holding.tables[0])
+        count = -(-length // self.page_size) - holding.capacity // self.page_size
         if count <= 0:
             return
         for group, table in enumerate(holding.tables):
