@@ -6,6 +6,7 @@ type stays a string, so that nothing the model wrote is lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -68,6 +69,8 @@ def _fit(value: str, types: frozenset[str]) -> str | None:
     if kind != "number":
         return value if not types or kind in types else None
     is_integer = value.lstrip("-").isdigit()
+    if not is_integer and not math.isfinite(float(value)):
+        return None
     if not types or "number" in types or ("integer" in types and is_integer):
         return value
     if "integer" in types and float(value).is_integer():
