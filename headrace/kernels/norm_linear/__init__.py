@@ -1,0 +1,42 @@
+"""Residual addition, RMS norm, matrix product and gated activation in one launch, for the few rows of a small decode."""
+
+from headrace.kernels.operation import KernelQuery, Operation, requires
+
+NORM_LINEAR = Operation("norm_linear kernel")
+"""``norm_linear(x, residual [M, D], norm_weight [D], eps, offset, weight [O, D], bias [O] | None, activation="") ->
+(out, total)``: ``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS
+norm of ``total`` (times ``norm_weight + offset``) times ``weight``, plus ``bias``. With an ``activation``, "silu" or
+"gelu_tanh", ``weight`` stacks gate and up and ``out`` [M, O / 2] is ``activation(gate) * up``. M and D satisfy `fits`.
+
+Each value is rounded to x's dtype where separate kernels would have stored it."""
+
+MOST_ROWS = 4
+MOST_WIDTH = 8192
+MOST_INPUTS = 16384
+"""Values of the normalised rows, all of which a program keeps in registers."""
+
+
+def fits(rows: int, width: int) -> bool:
+    """Whether so many rows are few enough to be worth it."""
+    return rows <= MOST_ROWS and rows * width <= MOST_INPUTS
+
+
+NORM_LINEAR.add("reference", "headrace.kernels.norm_linear.reference:norm_linear", doc="the separate kernels' references in turn")
+
+_on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
+_on_hopper = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0))
+
+
+def _reason_against_shape(query: KernelQuery) -> str | None:
+    width = query.shape.get("in_width", 0)
+    return None if width % 8 == 0 and 256 <= width <= MOST_WIDTH else f"takes 256 to {MOST_WIDTH} inputs in steps of 8"
+
+
+NORM_LINEAR.add(
+    "triton", "headrace.kernels.norm_linear.triton:norm_linear", supports=lambda q: _on_gpu(q) or _reason_against_shape(q), priority=10,
+    doc="a GEMV whose programs normalise the row themselves",
+)
+NORM_LINEAR.add(
+    "triton_pdl", "headrace.kernels.norm_linear.triton:norm_linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
+    doc="with dependent launch",
+)

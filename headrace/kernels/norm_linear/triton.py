@@ -1,0 +1,131 @@
+"""A GEMV that normalises its own input: every program adds the residual and takes the norm, which costs less than the
+launch of a kernel that does it once. M rows, D inputs, N outputs (gated ones once).
+
+Programs are as many as the device holds at a time; each goes through every so many-th block of outputs. The first block
+of the weight, which no kernel writes, is asked for before the previous kernel has ended.
+"""
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+
+PROGRAMS_PER_PROCESSOR = 4
+GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``outputs`` of the weight per program and round."""
+
+    outputs: int
+    num_warps: int
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def choose_tile(num_outputs: int, width: int, *, gated: bool, programs: int) -> Tile:
+    """16 KiB or more of weight in flight in a program, in one round where that leaves no more than 64 KiB a program."""
+    block = next_power_of_2(width)
+    matrices = 2 if gated else 1
+    outputs = max(1, 8192 // (block * matrices))
+    while ceil_div(num_outputs, outputs) > programs and outputs * block * matrices < 16384:
+        outputs *= 2
+    return Tile(outputs, 8 if outputs * block * matrices > 8192 else 4)
+
+
+@triton.jit
+def _load_weight(weight_ptr, n, k, N, D: tl.constexpr, EVEN: tl.constexpr):
+    pointers = weight_ptr + n.to(tl.int64)[:, None] * D + k[None, :]
+    if EVEN:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=(n < N)[:, None] & (k < D)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _product(weight, normed, bias_ptr, n, last, HAS_BIAS: tl.constexpr):
+    """[BLOCK_N], rounded to the weight's dtype as if stored."""
+    total = tl.sum(weight.to(tl.float32) * normed[None, :], axis=1)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < last, other=0.0).to(tl.float32)
+    return total.to(weight.dtype).to(tl.float32)
+
+
+@triton.jit
+def _gate(gate, up, GATED: tl.constexpr):
+    if GATED == 2:
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0)) * up
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _store_block(weight, up_weight, normed, bias_ptr, out_ptr, n, N, M: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    for m in tl.static_range(M):
+        value = _product(weight, normed[m], bias_ptr, n, N, HAS_BIAS)
+        if GATED > 0:
+            value = _gate(value, _product(up_weight, normed[m], bias_ptr, N + n, 2 * N, HAS_BIAS), GATED)
+        tl.store(out_ptr + m * N + n, value.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _norm_linear_kernel(
+    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, x_stride, residual_stride, eps, offset,
+    N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):
+    first = tl.program_id(0)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < D
+    n = first * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight = _load_weight(weight_ptr, n, k, N, D, EVEN)
+    up_weight = _load_weight(weight_ptr, N + n, k, 2 * N, D, EVEN) if GATED > 0 else weight
+    norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_for_previous(PDL)
+    normed = ()
+    for m in tl.static_range(M):
+        x = tl.load(x_ptr + m * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + m * residual_stride + k, mask=inside, other=0.0).to(tl.float32)
+        total = (x + residual).to(total_ptr.dtype.element_ty)
+        if first == 0:
+            tl.store(total_ptr + m * D + k, total, mask=inside)
+        total = total.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(total * total, axis=0) / D + eps)
+        normed = normed + ((total * rstd * norm).to(out_ptr.dtype.element_ty).to(tl.float32),)  # noqa: RUF005 (no starred tuples in Triton)
+    _store_block(weight, up_weight, normed, bias_ptr, out_ptr, n, N, M, GATED, HAS_BIAS)
+    for block in tl.range(first + tl.num_programs(0), (N + BLOCK_N - 1) // BLOCK_N, tl.num_programs(0)):
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        weight = _load_weight(weight_ptr, n, k, N, D, EVEN)
+        up_weight = _load_weight(weight_ptr, N + n, k, 2 * N, D, EVEN) if GATED > 0 else weight
+        _store_block(weight, up_weight, normed, bias_ptr, out_ptr, n, N, M, GATED, HAS_BIAS)
+
+
+def norm_linear(
+    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, offset: float, weight: torch.Tensor,
+    bias: torch.Tensor | None, activation: str = "", *, tile: Tile | None = None, pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `NORM_LINEAR`."""
+    (rows, width), gated = x.shape, bool(activation)
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    programs = _num_processors(x.device) * PROGRAMS_PER_PROCESSOR
+    tile = tile or choose_tile(outputs, width, gated=gated, programs=programs)
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    total = torch.empty((rows, width), dtype=residual.dtype, device=x.device)
+    block = next_power_of_2(width)
+    _norm_linear_kernel[(min(programs, ceil_div(outputs, tile.outputs)),)](
+        x, residual, norm_weight, weight, x if bias is None else bias, out, total, x.stride(0), residual.stride(0), eps, offset,
+        N=outputs, D=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=block, GATED=GATES[activation], HAS_BIAS=bias is not None,
+        EVEN=width == block and outputs % tile.outputs == 0, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
+    )
+    return out, total
+
+
+norm_linear_pdl = partial(norm_linear, pdl=True)
