@@ -6,9 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Grammar", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
+    from headrace.base.grammar import Grammar
     from headrace.base.sampling import SamplingParams
     from headrace.serving.offline import LLM, AsyncLLM
 
@@ -16,6 +17,7 @@ _HOMES = {
     "LLM": "headrace.serving.offline",
     "AsyncLLM": "headrace.serving.offline",
     "SamplingParams": "headrace.base.sampling",
+    "Grammar": "headrace.base.grammar",
 }
 
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import RequestError
+from headrace.base.grammar import Grammar
 
 MAX_TOP_LOGPROBS = 50
 MAX_STOPS = 32
@@ -29,6 +30,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens. ``logprobs=k`` returns the drawn token's logprob and
     the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes draws reproducible whatever else runs.
+    ``keep_special_tokens`` are texts: special tokens that occur in them are not skipped.
+    ``grammar`` confines the output; it ends where the grammar leaves nothing to write, whatever ``min_tokens`` and
+    ``ignore_eos`` say.
     """
 
     n: int = 1
@@ -52,8 +56,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    keep_special_tokens: list[str] | None = None
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
+    grammar: Grammar | None = None
 
     def stop_strings(self) -> list[str]:
         """``stop`` as a list."""
@@ -63,6 +69,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Check every bound; raises `RequestError` naming the field. Returns self."""
         _check_ranges(self)
         _check_amounts(self)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            _fail("grammar", "a Grammar, such as Grammar.json_schema({...})", self.grammar)
         return self
 
 
@@ -129,7 +137,8 @@ class Penalties(msgspec.Struct, frozen=True, array_like=True):
 class LogitRules(msgspec.Struct, frozen=True, array_like=True):
     """Hard and soft edits of the logits, by token id, in this order: bias, allowed, bad words, minimum length.
 
-    ``min_tokens``: while fewer tokens have been output, every id in ``held_ids`` (end-of-text and stop ids) is masked.
+    ``min_tokens``: while fewer tokens have been output, every id in ``held_ids`` (end-of-text and stop ids) is masked;
+    with a grammar only where it allows something else.
     ``bad_words``: sequences; the last id of one is masked when the ids before it are the latest context.
     """
 
@@ -144,7 +153,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     """What the device needs to draw a row's tokens. ``seed`` is always set: the client draws one if the user did not.
 
     ``num_logprobs`` and ``num_prompt_logprobs``: -1 none, 0 the token itself, k the k best besides.
-    ``needs_*`` sections are None in the common case so that the sampler can skip them.
+    ``penalties``, ``rules`` and ``grammar`` are None in the common case so that the sampler can skip them.
     """
 
     temperature: float = 0.0
@@ -156,6 +165,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_logprobs: int = -1
     penalties: Penalties | None = None
     rules: LogitRules | None = None
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizer_samples import byte_level, model_facts, pieces
 
 from headrace.base.errors import ContextLengthExceeded, RequestError
+from headrace.base.grammar import Grammar
 from headrace.base.messages import EngineRequest, decode_to_engine, encode
 from headrace.base.sampling import LogitRules, Penalties, SamplingParams
 from headrace.service.tokenization.requests import build_requests, special_stops
@@ -105,3 +106,12 @@ def test_a_special_token_as_stop_string_stops_by_its_id():
 def test_requests_cross_the_wire(prompt: list[int], n: int, seed: int):
     for request in build_requests("r", prompt, SamplingParams(n=n, seed=seed, min_tokens=2, logit_bias={1: -3.5}), facts=FACTS, tokenizer=None):
         assert decode_to_engine(encode(request)) == request
+
+
+def test_a_grammar_ends_the_output_itself():
+    grammar = Grammar.regex("a*")
+    plain, longer, endless = (build(grammar=grammar, max_tokens=20, **more)[0] for more in ({}, {"min_tokens": 3, "stop_token_ids": [9]}, {"ignore_eos": True}))
+    assert plain.sampling.grammar == grammar and plain.sampling.rules is None
+    assert [(r.stop.eos_ids, r.stop.min_tokens) for r in (plain, longer, endless)] == [([2], 0)] * 3
+    assert longer.sampling.rules == LogitRules(min_tokens=3, held_ids=[2, 9])
+    assert endless.sampling.rules == LogitRules(min_tokens=20, held_ids=[2])

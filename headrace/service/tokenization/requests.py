@@ -95,19 +95,24 @@ def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, token
         raise RequestError(f"min_tokens must be at most {max_tokens}, the tokens there is room for; got {params.min_tokens}", param="min_tokens")
     _check_ids(params.stop_token_ids or (), "stop_token_ids", facts.vocab_size)
     stop_ids = dict.fromkeys([*(params.stop_token_ids or ()), *special_stops(params, tokenizer)])
-    return StopSpec(max_tokens=max_tokens, min_tokens=params.min_tokens, eos_ids=[] if params.ignore_eos else list(facts.eos_ids), stop_ids=list(stop_ids))
+    ends_anyway = params.grammar is not None  # where it allows nothing more; until then `LogitRules` holds the end back
+    return StopSpec(
+        max_tokens=max_tokens, min_tokens=0 if ends_anyway else params.min_tokens,
+        eos_ids=[] if params.ignore_eos and not ends_anyway else list(facts.eos_ids), stop_ids=list(stop_ids),
+    )
 
 
 def _logit_rules(params: SamplingParams, stop: StopSpec, facts: ModelFacts, tokenizer: Tokenizer | None) -> LogitRules | None:
     _check_ids(params.logit_bias or (), "logit_bias", facts.vocab_size)
     _check_ids(params.allowed_token_ids or (), "allowed_token_ids", facts.vocab_size)
-    held = [*stop.eos_ids, *stop.stop_ids] if params.min_tokens else []
+    min_tokens = stop.max_tokens if params.ignore_eos and params.grammar is not None else params.min_tokens
+    held = [*stop.eos_ids, *(stop.stop_ids if params.min_tokens else ())] if min_tokens else []
     bad_words = _bad_word_ids(params.bad_words, tokenizer, facts.vocab_size) if params.bad_words and tokenizer is not None else []
     if not (params.logit_bias or params.allowed_token_ids or bad_words or held):
         return None
     return LogitRules(
         bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()}, allowed_ids=list(params.allowed_token_ids or ()),
-        bad_words=bad_words, min_tokens=params.min_tokens if held else 0, held_ids=list(dict.fromkeys(held)),
+        bad_words=bad_words, min_tokens=min_tokens if held else 0, held_ids=list(dict.fromkeys(held)),
     )
 
 
@@ -132,6 +137,7 @@ def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, 
         seed=_wrap_64(seed + choice), num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None or choice else params.prompt_logprobs,
         penalties=None if penalties == Penalties() else penalties, rules=rules,
+        grammar=params.grammar,
     )
 
 
