@@ -22,7 +22,7 @@ def _case(vocab_size: int, num_rows: int, rows: list[int]):
     return torch.from_numpy(logits), torch.from_numpy(masks), torch.tensor(rows, dtype=torch.int64), torch.from_numpy(expected)
 
 
-CASES = [(97, 3, [0, 1, 2]), (64, 4, [3, 1]), (1, 1, [0]), (4100, 2, [1]), (33, 2, [])]
+CASES = [(97, 3, [0, 1, 2]), (64, 4, [3, 1]), (1, 1, [0]), (4100, 2, [1])]
 
 
 @pytest.mark.parametrize(("vocab_size", "num_rows", "rows"), CASES)
@@ -33,7 +33,7 @@ def test_reference_forbids_what_the_bits_say(vocab_size, num_rows, rows):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("vocab_size", "num_rows", "rows"), CASES[:4])
+@pytest.mark.parametrize(("vocab_size", "num_rows", "rows"), CASES)
 def test_triton_forbids_what_the_bits_say(vocab_size, num_rows, rows, device):
     pytest.importorskip("triton")
     from headrace.kernels.token_mask import triton as kernel
