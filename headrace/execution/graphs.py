@@ -14,10 +14,9 @@ import torch
 
 from headrace.base.cache import CacheLayout
 from headrace.execution.rows import Rows
-from headrace.execution.sampling import NOT_FINITE, OK
 from headrace.kernels.decode_inputs import DECODE_INPUTS, DecodeInputs
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.sample import FIND_BEST
+from headrace.kernels.sample import KEEP_BEST
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.memory.page_tables import PageTables
@@ -52,7 +51,7 @@ class DecodeGraph:
         self.size, self._model, self._state = size, model, state
         self.requests = torch.empty((2, size), dtype=torch.int64, device=device)
         query = KernelQuery(device.type, "float32", torch.cuda.get_device_capability(device))
-        self._decode_inputs, self._find_best = DECODE_INPUTS.choose(query), FIND_BEST.choose(query)
+        self._decode_inputs, self._keep_best = DECODE_INPUTS.choose(query), KEEP_BEST.choose(query)
         self._inputs = DecodeInputs.allocate(size, state.tables.tensor)
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.logits: torch.Tensor | None = None
@@ -85,9 +84,7 @@ class DecodeGraph:
         self._decode_inputs(self.requests, state.rows.last_token, state.tables.tensor, state.layout.page_size, inputs)
         groups = [self._group_step(g) for g in range(len(state.backends))]
         logits = self._model.compute_logits(self._model.forward(ForwardBatch(inputs.token_ids, inputs.positions, groups)))
-        best, ids = self._find_best(logits)
-        state.rows.last_token.index_copy_(0, self.requests[0], ids)
-        return logits, torch.stack((ids, torch.where(best.isfinite(), OK, NOT_FINITE)))
+        return logits, self._keep_best(logits, self.requests[0], state.rows.last_token)
 
     def _group_step(self, group: int) -> GroupStep:
         inputs, longest, backend = self._inputs, self._state.layout.max_model_len, self._state.backends[group]

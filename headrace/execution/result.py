@@ -8,6 +8,7 @@ import torch
 
 from headrace.base.step import PromptLogprobs, StepResult
 from headrace.execution.logprobs import Logprobs
+from headrace.execution.pooling import PooledRows
 from headrace.execution.sampling import MESSAGES, NOT_FINITE, OK, Drawn, SampleBatch
 from headrace.execution.upload import to_host
 
@@ -26,17 +27,19 @@ class PromptSpan:
 
 class PendingSample:
     """A `PendingStep`. The copies to the host are launched here; `result` waits for them. ``places``: where the plan's
-    sampling spans are in the batch, when it has another order."""
+    sampling spans are in the batch, when it has another order. ``pooled``: results of rows that are read."""
 
     def __init__(
         self, step_id: int, batch: SampleBatch | None = None, drawn: Drawn | None = None,
         prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True, places: list[int] | None = None,
+        pooled: list[PooledRows] | None = None,
     ):
         self._step_id, self._batch, self._check_finite, self._places = step_id, batch, check_finite, places
+        self._pooled = pooled or []
         self._prompts = [(span, logprobs.copy_to_host()) for span, logprobs in prompts or []]
         self._tokens = self._logprobs = None
         if drawn is not None:
-            self._tokens = to_host(torch.stack((drawn.ids, drawn.states)))
+            self._tokens = to_host(drawn.tokens)
             self._logprobs = drawn.logprobs.copy_to_host() if drawn.logprobs is not None else None
         self._done = None
         if torch.cuda.is_initialized():
@@ -49,13 +52,19 @@ class PendingSample:
             self._done.synchronize()
         prompts = [PromptLogprobs(s.row, s.start, logprobs.records([s.top_count] * s.count)) for s, logprobs in self._prompts]
         if self._tokens is None or self._batch is None:
-            return StepResult(self._step_id, [], prompt_logprobs=prompts)
-        ids, states = self._tokens.tolist()
+            return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
+        ids, states = (column[: len(self._batch.rows)] for column in self._tokens.tolist())
         logprobs = self._spread_logprobs(len(ids))
         if self._places is not None:
             ids = [ids[place] for place in self._places]
             logprobs = logprobs and [logprobs[place] for place in self._places]
-        return StepResult(self._step_id, ids, logprobs, prompts, self._failed_rows(states))
+        failed, pooled = self._read_pooled()
+        return StepResult(self._step_id, ids, logprobs, prompts, self._failed_rows(states) + failed, pooled)
+
+    def _read_pooled(self) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
+        """``(failed rows, results)`` of the rows that are read."""
+        parts = [rows.records(check_finite=self._check_finite) for rows in self._pooled]
+        return [failure for _, failures in parts for failure in failures], [result for results, _ in parts for result in results]
 
     def _spread_logprobs(self, num_rows: int) -> list | None:
         if self._logprobs is None or self._batch is None:

@@ -15,6 +15,7 @@ from headrace.base.step import StepPlan
 from headrace.execution.graphs import DecodeGraph, DecodeGraphs, DecodeState
 from headrace.execution.inputs import InputBuilder, StepShape
 from headrace.execution.logprobs import Logprobs, compute_prompt_logprobs
+from headrace.execution.pooling import Pooler
 from headrace.execution.result import PendingSample, PromptSpan
 from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
 from headrace.execution.sampling import Drawn, SampleBatch, Sampler
@@ -42,6 +43,7 @@ class Runner:
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
+        self._pooler = Pooler(self._rows, model)
         self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
         model.bind_cache(*_pages_by_layer(layout, self.pools, num_layers))
 
@@ -69,16 +71,16 @@ class Runner:
         batch = SampleBatch.of(shape.rows[samples], shape.ends[samples], self._rows)
         upload.add("sample_tokens", shape.query_start[1:][samples] - 1)
         self._sampler.pack(batch, upload)
-        spans = self._find_prompt_spans(shape, upload)
+        spans, reads = self._find_prompt_spans(shape, upload), self._pooler.pack(shape, upload)
         sent = upload.send(self._device)
         self._apply_pages(plan, sent)
         hidden = self._model.forward(self._inputs.build(shape, sent))
-        prompts = self._log_prompts(spans, hidden, sent)
+        prompts, pooled = self._log_prompts(spans, hidden, sent), self._pooler.pool(reads, hidden, sent)
         drawn = None
         if len(samples):
             logits = self._model.compute_logits(hidden.index_select(0, sent["sample_tokens"]))
             drawn = self._sampler.draw(logits, batch, sent)
-        return PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite)
+        return PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite, pooled=pooled)
 
     def _replay(self, plan: StepPlan, shape: StepShape, upload: Upload, graph: DecodeGraph) -> PendingSample:
         """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked.
@@ -96,8 +98,7 @@ class Runner:
         self._apply_pages(plan, sent)
         graph.replay(sent["decodes"])
         if batch.is_greedy:
-            ids, states = graph.drawn[:, : len(shape.rows)].unbind()
-            drawn = Drawn(ids, states, None)
+            drawn = Drawn(graph.drawn, None)
         else:
             drawn = self._sampler.draw(graph.logits[: len(shape.rows)], batch, sent)
         return PendingSample(plan.step_id, batch, drawn, check_finite=self._check_finite, places=places)

@@ -65,10 +65,9 @@ class SampleBatch:
 
 @dataclass(slots=True)
 class Drawn:
-    """``ids`` and ``states`` [S] int64 on the device; ``logprobs`` of the rows in ``SampleBatch.logged``, if any."""
+    """``tokens`` [2, S or more] int64 on the device: ids and states, and then what may be ignored; ``logprobs`` of the rows in ``SampleBatch.logged``, if any."""
 
-    ids: torch.Tensor
-    states: torch.Tensor
+    tokens: torch.Tensor
     logprobs: Logprobs | None
 
 
@@ -130,7 +129,7 @@ class Sampler:
         logprobs = None
         if raw is not None:
             logprobs = compute_logprobs(raw, ids.index_select(0, sent["logged"]), max(batch.top_counts))
-        return Drawn(ids, states, logprobs)
+        return Drawn(torch.stack((ids, states)), logprobs)
 
     def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         if len(batch.ruled):

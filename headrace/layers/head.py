@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.kernels.linear import LINEAR
+from headrace.kernels.linear import LINEAR_FLOAT
 from headrace.layers.build import Build
 
 
@@ -19,10 +19,10 @@ class Head(nn.Module):
         super().__init__()
         self.weight = build.parameter(vocab_size, width) if weight is None else weight
         self.divisor, self.softcap = divisor, softcap
-        self._linear = LINEAR.choose(build.query(in_width=width, out_width=vocab_size))
+        self._linear = LINEAR_FLOAT.choose(build.query(in_width=width, out_width=vocab_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._linear(hidden, self.weight, None).float()
+        logits = self._linear(hidden, self.weight)
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         if self.softcap:

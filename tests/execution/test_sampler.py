@@ -114,8 +114,8 @@ def test_large_vocabulary_draws_alone_as_in_a_batch():
         together.start(row, [1], spec)
         alone = Bench(vocab_size)
         alone.start(9, [1], spec)
-        tokens.append(int(alone.draw({9: rows[row].clone()})[1].ids))
-    assert together.draw({r: x.clone() for r, x in rows.items()})[1].ids.tolist() == tokens
+        tokens.append(int(alone.draw({9: rows[row].clone()})[1].tokens[0]))
+    assert together.draw({r: x.clone() for r, x in rows.items()})[1].tokens[0].tolist() == tokens
 
 
 def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -162,17 +162,17 @@ def test_every_processor_against_numpy_and_every_row_against_itself_alone(reques
         logits = {row: random_logits(seed + 31 * step + row, V) for row in range(len(requests))}
         batch, drawn = bench.draw({row: x.clone() for row, x in logits.items()})
         for row, (spec, prompt) in enumerate(requests):
-            chosen = int(drawn.ids[row])
-            assert chosen == int(alone[row].draw({3: logits[row].clone()})[1].ids)
+            chosen = int(drawn.tokens[0, row])
+            assert chosen == int(alone[row].draw({3: logits[row].clone()})[1].tokens[0])
             assert chosen == int(bench.rows.last_token[row])
             x = edited_logits(logits[row].numpy(), spec, prompt, outputs[row])
             if not np.isfinite(x).any():
-                assert drawn.states[row] == NOTHING_ALLOWED
+                assert drawn.tokens[1, row] == NOTHING_ALLOWED
             elif spec.is_greedy:
-                assert drawn.states[row] == OK
+                assert drawn.tokens[1, row] == OK
                 assert x[chosen] == pytest.approx(x.max(), abs=1e-5)
             else:
-                assert drawn.states[row] == OK
+                assert drawn.tokens[1, row] == OK
                 _check_draw(x, spec, chosen, step)
             outputs[row].append(chosen)
         _check_logprobs(batch, drawn, logits)
@@ -198,7 +198,7 @@ def _check_logprobs(batch: SampleBatch, drawn: Drawn, logits: dict[int, torch.Te
         return
     for place, record in zip(batch.logged, drawn.logprobs.records(batch.top_counts), strict=True):
         oracle = logits[int(batch.rows[place])].log_softmax(-1)
-        assert record.token_id == int(drawn.ids[place])
+        assert record.token_id == int(drawn.tokens[0, place])
         assert record.logprob == pytest.approx(float(oracle[record.token_id]), abs=1e-6)
         assert record.rank == 1 + int((oracle > oracle[record.token_id]).sum())
         best = oracle.topk(batch.top_counts[list(batch.logged).index(place)])
@@ -211,7 +211,7 @@ def test_same_seed_same_tokens_and_other_seed_other_tokens():
     for seed in (5, 5, 6):
         bench = Bench(50)
         bench.start(2, [1, 2], SamplingSpec(temperature=1.0, seed=seed))
-        tokens.append([int(bench.draw({2: random_logits(i, 50, 0.5)})[1].ids) for i in range(20)])
+        tokens.append([int(bench.draw({2: random_logits(i, 50, 0.5)})[1].tokens[0]) for i in range(20)])
     assert tokens[0] == tokens[1] != tokens[2]
 
 
@@ -224,7 +224,7 @@ def test_non_finite_rows_are_told_apart():
     logits[4][2] = -math.inf
     for row in logits:
         bench.start(row, [0], SamplingSpec(temperature=1.0 if row % 2 else 0.0, seed=row, rules=LogitRules(bias={1: 1.0}) if row == 2 else None))
-    ids, states = (t.tolist() for t in (lambda d: (d.ids, d.states))(bench.draw(logits)[1]))
+    ids, states = bench.draw(logits)[1].tokens.tolist()
     assert states == [OK, NOT_FINITE, NOT_FINITE, NOT_FINITE, OK]
     assert all(0 <= token < 8 for token in ids)
 
@@ -241,7 +241,7 @@ def test_state_of_penalties_is_allocated_only_when_asked_for_and_reused():
         for row in range(6):
             logits[row][row + 20] = 1.9  # 1.9 - 1.5 - 0.5 < 0.1
             logits[row][39] = 0.1
-        assert bench.draw(logits)[1].ids.tolist() == [39] * 6
+        assert bench.draw(logits)[1].tokens[0].tolist() == [39] * 6
         for row in range(6):
             bench.sampler.release(row)
 
@@ -251,10 +251,10 @@ def test_bad_word_over_the_border_of_prompt_and_output():
     bench.start(0, [5, 6], SamplingSpec(rules=LogitRules(bad_words=[[6, 7], [6, 8, 9]])))
     best = torch.zeros(10)
     best[7], best[8] = 3.0, 2.0
-    assert int(bench.draw({0: best.clone()})[1].ids) == 8
+    assert int(bench.draw({0: best.clone()})[1].tokens[0]) == 8
     best[9] = 4.0
-    assert int(bench.draw({0: best.clone()})[1].ids) == 7
-    assert int(bench.draw({0: best.clone()})[1].ids) == 9
+    assert int(bench.draw({0: best.clone()})[1].tokens[0]) == 7
+    assert int(bench.draw({0: best.clone()})[1].tokens[0]) == 9
 
 
 def test_longer_bad_words_of_a_later_row_keep_the_history_of_others():
@@ -263,5 +263,5 @@ def test_longer_bad_words_of_a_later_row_keep_the_history_of_others():
     bench.start(1, [3, 4, 5, 6], SamplingSpec(rules=LogitRules(bad_words=[[3, 4, 5, 6, 9]])))
     best = torch.zeros(10)
     best[9], best[8] = 2.0, 1.0
-    assert bench.draw({0: best.clone(), 1: best.clone()})[1].ids.tolist() == [8, 8]
-    assert bench.draw({0: best.clone(), 1: best.clone()})[1].ids.tolist() == [9, 9]
+    assert bench.draw({0: best.clone(), 1: best.clone()})[1].tokens[0].tolist() == [8, 8]
+    assert bench.draw({0: best.clone(), 1: best.clone()})[1].tokens[0].tolist() == [9, 9]

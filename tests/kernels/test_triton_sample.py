@@ -90,3 +90,15 @@ def test_find_best(device):
     assert torch.equal(values.nan_to_num(nan=1e30), expected.values.nan_to_num(nan=1e30))
     assert torch.equal(ids[[0, 1, 4]], expected.indices[[0, 1, 4]])
     assert ((ids >= 0) & (ids < 1000)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keep_best_stores_what_a_greedy_step_needs(device):
+    logits = _logits(5, 9000, device, has_ties=False)
+    logits[2, 7], logits[3], logits[4, 1] = float("nan"), float("-inf"), float("inf")
+    rows, last_token = torch.tensor([6, 1, 3, 0, 2], device=device), torch.full((8,), -5, device=device)
+    other = last_token.clone()
+    drawn, expected = sample.keep_best(logits, rows, last_token), reference.keep_best(logits, rows, other)
+    assert drawn[1].tolist() == expected[1].tolist() == [0, 0, 1, 1, 1]
+    assert torch.equal(drawn[0, :2], logits[:2].argmax(-1)) and torch.equal(drawn[0, [0, 1, 4]], expected[0, [0, 1, 4]])
+    assert torch.equal(last_token[rows], drawn[0]) and last_token[[4, 5, 7]].tolist() == [-5, -5, -5]

@@ -29,3 +29,11 @@ LINEAR.add(
     "triton_pdl", "headrace.kernels.linear.triton:linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=5,
     doc="with dependent launch",
 )
+
+LINEAR_FLOAT = Operation("linear kernel with float32 output")
+"""``linear_float(x [T, I], weight [O, I]) -> [T, O]`` float32, from the float32 sums where the device's GEMM gives them."""
+
+LINEAR_FLOAT.add("reference", "headrace.kernels.linear.reference:linear_float", doc="torch's own GEMM, then a cast")
+LINEAR_FLOAT.add(
+    "cublas", "headrace.kernels.linear.reference:linear_into_float", supports=_in_half, priority=10, doc="torch's own GEMM, stored as float32",
+)

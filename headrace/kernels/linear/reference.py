@@ -9,3 +9,13 @@ import torch.nn.functional as F
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See `LINEAR`."""
     return F.linear(x, weight, bias)
+
+
+def linear_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See `LINEAR_FLOAT`."""
+    return F.linear(x, weight).float()
+
+
+def linear_into_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See `LINEAR_FLOAT`; on CUDA, x and weight in half precision."""
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -51,3 +51,11 @@ the value is NaN when the row holds one, and the id is then some id in [0, V).""
 
 FIND_BEST.add("reference", "headrace.kernels.sample.reference:find_best", doc="plain torch")
 FIND_BEST.add("triton", "headrace.kernels.sample.triton:find_best", supports=requires(device="cuda"), priority=10, doc="parts of a row side by side")
+
+KEEP_BEST = Operation("keep_best kernel")
+"""``keep_best(logits [B, V] float32, rows [B] int64, last_token [R] int64) -> drawn [2, B] int64``: `FIND_BEST` with what
+a greedy step does of it: ``drawn[0]`` are the ids, ``drawn[1]`` is 0, or 1 where the largest logit is not finite;
+``last_token[rows]`` is set to the ids (rows that occur twice keep one of theirs)."""
+
+KEEP_BEST.add("reference", "headrace.kernels.sample.reference:keep_best", doc="plain torch")
+KEEP_BEST.add("triton", "headrace.kernels.sample.triton:keep_best", supports=requires(device="cuda"), priority=10, doc="stored by the search itself")

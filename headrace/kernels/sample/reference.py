@@ -97,3 +97,10 @@ def _rank(x: torch.Tensor, params: DrawParams, rows: slice, num_ranked: int) -> 
     lowest = ranked.gather(1, (count - 1).unsqueeze(1))
     has_cut = ((top_k > 0) | (top_p < 1.0)).unsqueeze(1)
     return torch.where(has_cut, lowest, -torch.inf), is_decided
+
+
+def keep_best(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.sample.KEEP_BEST`."""
+    best, ids = find_best(logits)
+    last_token.index_copy_(0, rows, ids)
+    return torch.stack((ids, (~best.isfinite()).long()))

@@ -171,29 +171,51 @@ def _best_of_part(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.cons
 
 
 @triton.jit
-def _best_of_parts(part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _best_of_parts(
+    part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, rows_ptr, last_token_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+):
+    """Values and ids; when KEEP, ``ids_ptr`` [2, B] gets ids and states, and the rows' last tokens are set."""
     row = tl.program_id(0)
     part = tl.arange(0, BLOCK)
     x = tl.load(part_values_ptr + row * PARTS + part, mask=part < PARTS, other=NEGATIVE)
     ids = tl.load(part_ids_ptr + row * PARTS + part, mask=part < PARTS, other=0)
     best = tl.max(x, axis=0)
     first = tl.min(tl.where(x == best, part, PARTS - 1), axis=0)
-    token = tl.max(tl.where(part == first, ids, 0), axis=0)
-    best = tl.where(tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), best)
-    tl.store(values_ptr + row, best)
-    tl.store(ids_ptr + row, token.to(tl.int64))
+    token = tl.max(tl.where(part == first, ids, 0), axis=0).to(tl.int64)
+    is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
+    tl.store(ids_ptr + row, token)
+    if KEEP:
+        is_broken = is_nan | (tl.abs(best) == float("inf"))
+        tl.store(ids_ptr + tl.num_programs(0) + row, is_broken.to(tl.int64))
+        tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
+    else:
+        tl.store(values_ptr + row, tl.where(is_nan, float("nan"), best))
+
+
+def _search_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
+    num_rows, vocab_size = logits.shape
+    parts = ceil_div(vocab_size, BLOCK)
+    part_values = torch.empty((num_rows, parts), dtype=torch.float32, device=logits.device)
+    part_ids = torch.empty((num_rows, parts), dtype=torch.int32, device=logits.device)
+    if num_rows:
+        _best_of_part[(num_rows, parts)](logits, part_values, part_ids, logits.stride(0), vocab_size, PARTS=parts, BLOCK=BLOCK, num_warps=8)
+    return part_values, part_ids, {"PARTS": parts, "BLOCK": 1 << (parts - 1).bit_length(), "num_warps": 1}
 
 
 def find_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `headrace.kernels.sample.FIND_BEST`: parts of a row are searched side by side, then joined."""
-    num_rows, vocab_size = logits.shape
-    parts = ceil_div(vocab_size, BLOCK)
-    device = logits.device
-    part_values = torch.empty((num_rows, parts), dtype=torch.float32, device=device)
-    part_ids = torch.empty((num_rows, parts), dtype=torch.int32, device=device)
-    values = torch.empty(num_rows, dtype=torch.float32, device=device)
-    ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    if num_rows:
-        _best_of_part[(num_rows, parts)](logits, part_values, part_ids, logits.stride(0), vocab_size, PARTS=parts, BLOCK=BLOCK, num_warps=8)
-        _best_of_parts[(num_rows,)](part_values, part_ids, values, ids, PARTS=parts, BLOCK=1 << (parts - 1).bit_length(), num_warps=1)
+    part_values, part_ids, shape = _search_parts(logits)
+    values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    if logits.shape[0]:
+        _best_of_parts[(logits.shape[0],)](part_values, part_ids, values, ids, ids, ids, KEEP=False, **shape)
     return values, ids
+
+
+def keep_best(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.sample.KEEP_BEST`."""
+    part_values, part_ids, shape = _search_parts(logits)
+    drawn = torch.empty((2, logits.shape[0]), dtype=torch.int64, device=logits.device)
+    if logits.shape[0]:
+        _best_of_parts[(logits.shape[0],)](part_values, part_ids, part_values, drawn, rows, last_token, KEEP=True, **shape)
+    return drawn
