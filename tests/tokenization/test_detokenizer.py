@@ -179,6 +179,16 @@ def test_spaces_between_special_tokens():
         assert "".join([detokenizer.push([i]) for i in ids]) == expected
 
 
+def test_special_tokens_that_are_kept():
+    for tokenizer, kept, dropped in ((byte_level(), "<|pad|>", "</s>"), (pieces(), "</s>", "<s>")):
+        a = tokenizer._backend.token_to_id("a")
+        ids = [a, *(tokenizer.special_id(t) for t in (kept, dropped)), a]
+        for texts, expected in (((), "aa"), ((f"x{kept}y", "z"), f"a{kept}a"), ((kept, dropped), f"a{kept}{dropped}a")):
+            for parts in ([ids], [[i] for i in ids]):
+                detokenizer = Detokenizer(tokenizer, prompt_ids=[a], keep_special_tokens=texts)
+                assert "".join(map(detokenizer.push, parts)) + detokenizer.finish() == expected
+
+
 def test_stop_strings_count_from_min_tokens():
     tokenizer = byte_level()
     ids = [tokenizer._backend.token_to_id(c) for c in "xabxab"]

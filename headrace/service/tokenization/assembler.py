@@ -61,6 +61,7 @@ class _Choice:
             self._text = Detokenizer(
                 tokenizer, prompt_ids=request.prompt_token_ids, stop_strings=[s for s in params.stop_strings() if s not in stop_texts.values()],
                 include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
+                keep_special_tokens=params.keep_special_tokens or (),
                 spaces_between_special_tokens=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
             )
 

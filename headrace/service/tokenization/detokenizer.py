@@ -23,10 +23,12 @@ class Detokenizer:
 
     def __init__(
         self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = (), stop_strings: Sequence[str] = (), include_stop: bool = False,
-        skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True, min_tokens: int = 0,
+        skip_special_tokens: bool = True, keep_special_tokens: Sequence[str] = (), spaces_between_special_tokens: bool = True,
+        min_tokens: int = 0,
     ):
         self._text = TextDecoder(
-            tokenizer.bytes_table, skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=spaces_between_special_tokens,
+            tokenizer.bytes_table, skip_special_tokens=skip_special_tokens, keep_special_tokens=keep_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
         )
         self._text.skip_prompt(prompt_ids)
         self._scanner = StopScanner(list(stop_strings)) if stop_strings else None

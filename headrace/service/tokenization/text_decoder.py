@@ -15,11 +15,15 @@ LOOK_BACK = 16
 class TextDecoder:
     """Keeps the incomplete bytes of a character, and whether the next token is the first of its text."""
 
-    def __init__(self, table: TokenBytes, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True):
+    def __init__(
+        self, table: TokenBytes, *, skip_special_tokens: bool = True, keep_special_tokens: Sequence[str] = (),
+        spaces_between_special_tokens: bool = True,
+    ):
         self._table = table
-        self._skips_specials = skip_special_tokens
+        hidden, plain = table.showing(tuple(keep_special_tokens)) if keep_special_tokens else (table.special_ids, table.plain)
+        self._hidden = hidden if skip_special_tokens else frozenset()
         self._joins_specials = not skip_special_tokens and not spaces_between_special_tokens
-        self._pieces = table.plain if skip_special_tokens else table.later
+        self._pieces = plain if skip_special_tokens else table.later
         self._errors = table.errors
         self._partial = b""
         self._is_first = True
@@ -45,7 +49,7 @@ class TextDecoder:
         its last ones (for a character they leave incomplete) are looked at."""
         start, tail = b"", b""
         for token_id in prompt_ids:
-            if not self._is_hidden(token_id):
+            if token_id not in self._hidden:
                 start += self._table.first[token_id] if self._is_first else self._table.later[token_id]
                 self._is_first = False
                 if len(start) >= self._strip_left:
@@ -63,14 +67,11 @@ class TextDecoder:
         self._partial = tail[num_used:]
         self._after_special = last[-1] in self._table.special_ids
 
-    def _is_hidden(self, token_id: int) -> bool:
-        return self._skips_specials and token_id in self._table.special_ids
-
     def _join_slowly(self, ids: Sequence[int]) -> bytes:
         """Token by token, minding the first one and spaces between special ones."""
         raw = b""
         for token_id in ids:
-            if self._is_hidden(token_id):
+            if token_id in self._hidden:
                 continue
             piece = self._table.first[token_id] if self._is_first else self._table.later[token_id]
             is_special = token_id in self._table.special_ids

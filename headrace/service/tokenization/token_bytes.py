@@ -19,6 +19,7 @@ from headrace.service.tokenization.byte_level import bytes_of_spelling
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PER_BYTE = "headrace-replace-each-byte"
+MAX_SHOWN = 64
 _CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" do not", " don't"),
             (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
 
@@ -61,7 +62,25 @@ class TokenBytes:
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.later = PieceTable(lambda token_id: self._compute(token_id, is_first=False))
         self.first = PieceTable(lambda token_id: self._compute(token_id, is_first=True))
-        self.plain = PieceTable(lambda token_id: b"" if token_id in self.special_ids else self.later[token_id])
+        self.plain = self._hide(self.special_ids)
+        self._shown: dict[tuple[str, ...], tuple[frozenset[int], PieceTable]] = {}
+
+    def showing(self, texts: tuple[str, ...]) -> tuple[frozenset[int], PieceTable]:
+        """``(hidden special ids, plain)`` when special tokens that occur in these texts are to be seen."""
+        found = self._shown.get(texts)
+        if found is None:
+            hidden = frozenset(i for i in self.special_ids if not any(self._text(i) in text for text in texts))
+            found = hidden, self._hide(hidden)
+            if len(self._shown) >= MAX_SHOWN:
+                self._shown.clear()
+            self._shown[texts] = found
+        return found
+
+    def _hide(self, hidden: frozenset[int]) -> PieceTable:
+        return PieceTable(lambda token_id: b"" if token_id in hidden else self.later[token_id])
+
+    def _text(self, token_id: int) -> str:
+        return self._backend.id_to_token(token_id) or ""
 
     def _compute(self, token_id: int, *, is_first: bool) -> bytes:
         token = self._backend.id_to_token(token_id)
