@@ -10,7 +10,7 @@ from headrace.base.config import CacheConfig
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry
-from headrace.layers.attention.layer import Attention
+from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.build import Build
 
 DEFAULT_PAGE_SIZE = 16
@@ -46,18 +46,19 @@ def choose_backends(model: Any, groups: list[CacheGroup], build: Build, cache: C
 
 def _geometries(model: Any, groups: list[CacheGroup], build: Build, page_size: int) -> list[AttentionGeometry]:
     cached = sorted(layer for group in groups for layer in group.layers)
-    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    attentions = [module for module in model.modules() if isinstance(module, AttentionLayer)]
     assert len(attentions) == len(cached), f"{len(attentions)} attention layers, {len(cached)} layers with a cache"
     by_layer = dict(zip(cached, attentions, strict=True))
     return [_geometry(group, [by_layer[layer] for layer in group.layers], build, page_size) for group in groups]
 
 
-def _geometry(group: CacheGroup, attentions: list[Attention], build: Build, page_size: int) -> AttentionGeometry:
+def _geometry(group: CacheGroup, attentions: list[AttentionLayer], build: Build, page_size: int) -> AttentionGeometry:
     spec = group.spec
-    heads = {attention.spec.num_heads for attention in attentions}
+    heads = {attention.num_heads for attention in attentions}
     assert len(heads) == 1, "layers of one cache group have the same number of heads"
     return AttentionGeometry(
         device=build.device.type, dtype=str(build.dtype).removeprefix("torch."), kv_dtype=spec.dtype, capability=build.capability,
         num_heads=heads.pop(), num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_dim, page_size=page_size,
         window=spec.window, has_softcap=any(a.params.softcap > 0 for a in attentions), has_sinks=any(a.params.sinks is not None for a in attentions),
+        values_in_keys=any(a.values_in_keys for a in attentions),
     )

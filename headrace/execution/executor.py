@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from headrace.base.cache import CacheLayout
-from headrace.base.config import EngineConfig, resolve_for_device
+from headrace.base.config import DeviceConfig, EngineConfig, resolve_for_device
 from headrace.base.errors import ConfigError
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan
@@ -75,7 +75,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     chosen = choose_backends(
         loaded.model, loaded.groups, Build(device=device, dtype=loaded.dtype), config.cache, config.device.attention_backend,
     )
-    config = replace(config, cache=replace(config.cache, page_size=chosen.page_size))
+    config = replace(config, cache=replace(config.cache, page_size=chosen.page_size), device=_limit_graphs(config.device, loaded, chosen))
     progress("sizing the KV cache", 0.8)
     activations = _measure_activations(config, loaded, chosen, device)
     free = free_bytes(device)
@@ -97,6 +97,20 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
 
 
 def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
+def _limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
+    """Without graphs where the model or a backend says that it cannot be captured."""
+    return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
+
+
+def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """A step must hold the longest text of a model that keeps nothing between steps."""
+    most = config.scheduler.max_step_tokens
+    if loaded.groups or (most is not None and most >= loaded.max_model_len):
+        return config
+    logger.info("max_step_tokens raised from %s to %d: this model computes a text in one step", most, loaded.max_model_len)
+    return replace(config, scheduler=replace(config.scheduler, max_step_tokens=loaded.max_model_len))
+
+
     scheduler = config.scheduler
     assert config.cache.page_size and scheduler.max_step_tokens and scheduler.max_running_requests
     return CacheDemand(

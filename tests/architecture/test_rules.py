@@ -34,7 +34,7 @@ def test_environment_variables_are_few_and_documented():
 
 def test_names_say_what_things_are():
     bad = [s.name for s in sources() if set(re.split(r"[/_.]", s.name.removesuffix(".py"))) & FORBIDDEN_MODULE_NAMES]
-    bad += [s.name for s in sources() if re.search(r"_v\d+(\.py|/)", s.name)]
+    bad += [s.name for s in sources() if s.room != "models" and re.search(r"_v\d+(\.py|/)", s.name)]  # families are called as their models are
     bad += [f"{s.name}: {n.name}" for s in sources() for n in s.walk() if isinstance(n, ast.ClassDef) and n.name.endswith("Manager")]
     assert not bad
 

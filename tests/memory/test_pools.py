@@ -49,6 +49,18 @@ def test_copied_pages():
             assert (t[:, 0, 0, 0] - 10 * layer).tolist() == [0, 1, 3, 3, 4, 1]
 
 
+def test_latent_pages_hold_keys_and_values_in_one():
+    group = CacheGroup(CacheSpec("mla", 1, 6, 4, "bfloat16"), [1], 5)
+    pool = build_pool(group, 4, CPU)
+    k, v = pool.layer(1)
+    assert k.shape == (5, 4, 1, 6) and k.is_contiguous() and not k.any()
+    assert pool.num_bytes == k.nbytes == pool.page_bytes(group.spec, 4) * 5
+    k.copy_(torch.arange(120.0).view(5, 4, 1, 6))
+    assert torch.equal(v, k[..., :4]) and v.data_ptr() == k.data_ptr()
+    pool.copy_pages(torch.tensor([1]), torch.tensor([3]))
+    assert torch.equal(k[3], k[1])
+
+
 def test_unknown_kind_is_told():
     with pytest.raises(PluginError, match="known"):
         build_pool(CacheGroup(CacheSpec("holographic", 1, 2, 2, "float32"), [0], 6), 2, CPU)

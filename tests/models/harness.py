@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.base.cache import CacheGroup, group_layers
+from headrace.base.cache import CacheGroup, CacheSpec, group_layers
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, KvPages
 from headrace.layers.batch import ForwardBatch, GroupStep
@@ -83,6 +83,12 @@ class Harness:
         )
 
 
+def make_pages(spec: CacheSpec, num_pages: int, page_size: int, *, values_in_keys: bool) -> KvPages:
+    """Pages of one layer, all NaN."""
+    k, v = (torch.full((num_pages, page_size, spec.num_kv_heads, dim), float("nan"), dtype=getattr(torch, spec.dtype)) for dim in (spec.head_dim, spec.value_dim))
+    return KvPages(k, k[..., : spec.value_dim] if values_in_keys else v)
+
+
 def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64, num_sequences: int = 4,
     max_model_len: int = 0, dtype: torch.dtype = torch.float32,
@@ -100,17 +106,16 @@ def build_harness(
     specs = family.cache_specs(spec, kv_dtype)
     groups = group_layers(specs)
     num_pages = 1 + num_sequences * -(-max_len // page_size)
-    pages = [
-        KvPages(*(torch.full((num_pages, page_size, s.num_kv_heads, dim), float("nan"), dtype=dtype) for dim in (s.head_dim, s.value_dim)))
-        for s in specs
-    ]
+    attention = model.layers[0].attention
+    pages = [make_pages(s, num_pages, page_size, values_in_keys=attention.values_in_keys) for s in specs]
     group_of_layer = [next(g for g, group in enumerate(groups) if layer in group.layers) for layer in range(len(specs))]
     model.bind_cache(pages, group_of_layer)
     geometries = [
         AttentionGeometry(
             device="cpu", dtype=kv_dtype, kv_dtype=kv_dtype, capability=(0, 0), num_heads=spec.attention.num_heads,
             num_kv_heads=g.spec.num_kv_heads, head_dim=g.spec.head_dim, value_dim=g.spec.value_dim, page_size=page_size,
-            window=g.spec.window, has_softcap=spec.attention.softcap > 0, has_sinks=spec.attention.sinks,
+            window=g.spec.window, has_softcap=attention.params.softcap > 0, has_sinks=attention.params.sinks is not None,
+            values_in_keys=attention.values_in_keys,
         )
         for g in groups
     ]

@@ -26,6 +26,7 @@ SCALINGS = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     "yarn-mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False},
 }
+MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,6 +90,31 @@ CASES |= {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "attention_bias": False,
         },
     ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 20, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 24, "rope_scaling": SCALINGS["yarn-mscale"],
+        },
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {
+            **MLA, "first_k_dense_replace": 0, "q_lora_rank": None, "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "n_shared_experts": 2, "norm_topk_prob": False, "rope_interleave": False,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 16, "n_routed_experts": 6, "n_group": 3, "topk_group": 2,
+            "topk_method": "group_limited_greedy", "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 3.0,
+        },
+    ),
+    "deepseek-v2-greedy": (
+        "DeepseekV2",
+        {**MLA, "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "rope_scaling": SCALINGS["yarn-mscale"]},
+    ),
 }
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 MAX_MODEL_LEN = {"phi3-short-partial": 64}
@@ -100,7 +126,7 @@ def make_oracle(kind: str, options: dict[str, Any]) -> transformers.PreTrainedMo
     config = getattr(transformers, f"{kind}Config")(**{**BASE, **options})
     model = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from headrace.models.catalog import find_family
 
 LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 LONG = {"long_factor": [1.0 + i / 4 for i in range(48)], "short_factor": [1.0 + i / 99 for i in range(48)]}
+DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {
@@ -71,6 +73,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "intermediate_size": 13696, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
         "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 151552,
     },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rope_theta": 10000,
+        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+        "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+        "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "rope_theta": 10000, "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400,
+    },
 }
 
 
@@ -84,9 +103,17 @@ def test_read_as_transformers_reads_it(name: str):
     family = find_family(architecture)
     spec = family.read_config(published)
     assert spec == family.read_config({**filled, "architectures": [architecture]})
-    assert spec.attention.head_dim in (64, 96, 128, 256)
+    assert name.startswith("deepseek") or spec.attention.head_dim in (64, 96, 128, 256)
     assert spec.num_layers == published["num_hidden_layers"]
     assert spec.max_model_len == (131072 if name == "qwen3-8b-yarn" else published.get("max_position_embeddings", 2048))
+
+
+def test_latent_attention_is_as_sharp_as_its_makers_have_it():
+    """Heads of 192 whose logits YaRN sharpens twice over; cosines are left alone where both scales are equal."""
+    for name, weight in (("deepseek-v3", 1.0), ("deepseek-v2-lite", 0.707)):
+        spec = find_family(PUBLISHED[name]["architectures"][0]).read_config(PUBLISHED[name])
+        assert spec.attention.scale == pytest.approx(192**-0.5 * (0.1 * weight * math.log(40) + 1) ** 2)
+        assert spec.layers[0].rope.scaling.attention_factor == 1.0 and spec.layers[0].rope.rotary_dim == 64
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])

@@ -23,7 +23,7 @@ def rope_write(
         k = _norm_heads(qk[:, num_heads:], k_norm, shape["norm_eps"], shape["norm_offset"])
         qk = torch.cat((q, k), dim=1)
     if cos_sin is not None:
-        qk = _rotate(qk, cos_sin.index_select(0, positions), shape["rotary_dim"], shape["interleaved"])
+        qk = rotate(qk, cos_sin.index_select(0, positions), shape["rotary_dim"], shape["interleaved"])
     qk = qk.to(qkv.dtype)
     k_pages.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, qk[:, num_heads:].to(k_pages.dtype))
     v_pages.view(-1, num_kv_heads, v.shape[-1]).index_copy_(0, slots, v.to(v_pages.dtype))
@@ -35,7 +35,7 @@ def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
     return F.rms_norm(x.float(), weight.shape, weight.float() + offset, eps)
 
 
-def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, interleaved: bool) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, interleaved: bool) -> torch.Tensor:
     """Rotate the first ``rotary_dim`` dims of [T, heads, E] by ``cos_sin`` [T, rotary_dim]; float32, a new tensor."""
     half = rotary_dim // 2
     cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]

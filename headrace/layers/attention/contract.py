@@ -16,7 +16,8 @@ from headrace.base.registry import Registry
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """All that is fixed for a cache group; the query that backends declare support for. ``window`` 0 means all."""
+    """All that is fixed for a cache group; the query that backends declare support for. ``window`` 0 means all.
+    ``values_in_keys``: the value pages are views of the first ``value_dim`` places of each row of the key pages."""
 
     device: str
     dtype: str
@@ -30,11 +31,13 @@ class AttentionGeometry:
     window: int = 0
     has_softcap: bool = False
     has_sinks: bool = False
+    values_in_keys: bool = False
 
 
 @dataclass(slots=True)
 class KvPages:
-    """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous."""
+    """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous but for values that are
+    in the keys."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -84,6 +87,7 @@ class AttentionBackend(Protocol):
     ``prepare`` is called once a step, outside any graph, with host work allowed but no device synchronisation.
     ``attend`` takes ``q`` [T, H, E] and returns [T, H, E_value] in q's dtype; query i of a request with kv length L and
     query length Q sits at position L - Q + i and sees positions up to its own (bottom-right causal mask).
+    A backend that reads host facts or waits in either says ``is_capturable = False``: no graph is captured over it.
     """
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device): ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,12 +18,30 @@ from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 
 
-class Attention(nn.Module):
+class AttentionLayer(nn.Module):
+    """What all kinds of attention layers have: heads, the constants their backend is told, and pages once bound.
+    ``values_in_keys``: value pages are views into the key pages."""
+
+    values_in_keys: ClassVar[bool] = False
+
+    def __init__(self, num_heads: int, params: AttentionParams):
+        super().__init__()
+        self.num_heads, self.params = num_heads, params
+        self.group = -1
+        self.pages: KvPages | None = None
+
+    def bind(self, pages: KvPages, group: int) -> None:
+        """Attach this layer's pages and the cache group they belong to."""
+        self.pages, self.group = pages, group
+
+
+class Attention(AttentionLayer):
     """``x [T, D] -> [T, D]``, reading and writing this layer's pages; ``bind`` gives it those before the first step."""
 
     def __init__(self, spec: AttentionSpec, layer: LayerSpec, *, width: int, norm: NormSpec, rotary: RotaryTable | None, build: Build):
-        super().__init__()
-        self.spec = spec
+        sinks = build.parameter(spec.num_heads) if spec.sinks else None
+        super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window, spec.softcap, sinks))
+        self.spec, self.sinks = spec, sinks
         heads_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.widths = (heads_width, kv_width, kv_width)
         self.qkv = Linear(build, width, {"q": heads_width, "k": kv_width, "v": kv_width}, bias=spec.qkv_bias)
@@ -32,12 +51,8 @@ class Attention(nn.Module):
             is_full = spec.qk_norm == "full"
             self.q_norm = RmsNorm(build, heads_width if is_full else spec.head_dim, norm.eps, norm.offset)
             self.k_norm = RmsNorm(build, kv_width if is_full else spec.head_dim, norm.eps, norm.offset)
-        self.sinks = build.parameter(spec.num_heads) if spec.sinks else None
-        self.params = AttentionParams(spec.scale, layer.window, spec.softcap, self.sinks)
         self.rotary = rotary
         self._rope_write = self._choose_rope_write(norm, layer, build)
-        self.group = -1
-        self.pages: KvPages | None = None
 
     def _choose_rope_write(self, norm: NormSpec, layer: LayerSpec, build: Build) -> partial[torch.Tensor]:
         spec, rope = self.spec, layer.rope
@@ -49,10 +64,6 @@ class Attention(nn.Module):
             ROPE_WRITE.choose(build.query(**shape)), **shape, **weights, interleaved=bool(rope and rope.interleaved),
             norm_eps=norm.eps, norm_offset=norm.offset,
         )
-
-    def bind(self, pages: KvPages, group: int) -> None:
-        """Attach this layer's pages and the cache group they belong to."""
-        self.pages, self.group = pages, group
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         pages, step = self.pages, batch.groups[self.group]

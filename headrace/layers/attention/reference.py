@@ -53,6 +53,8 @@ class _Span:
 class ReferenceAttention:
     """See `AttentionBackend`."""
 
+    is_capturable = False
+
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         self.geometry, self.device = geometry, device
         self.dtype = getattr(torch, geometry.dtype)

@@ -15,6 +15,8 @@ def reason_against_triton(geometry: AttentionGeometry) -> str | None:
         return "needs a cuda device"
     if find_spec("triton") is None:
         return "triton is not installed"
+    if geometry.values_in_keys:
+        return "reads values from pages of their own"
     if geometry.kv_dtype != geometry.dtype:
         return f"reads keys and values in {geometry.dtype}, not {geometry.kv_dtype}"
     if max(geometry.head_dim, geometry.value_dim) > 256:
@@ -39,8 +41,8 @@ def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
         return "needs compute capability 9.0"
     if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != geometry.dtype:
         return "takes queries, keys and values in float16 or bfloat16, all alike"
-    if geometry.has_softcap or geometry.has_sinks:
-        return "has no soft-cap and no sinks"
+    if geometry.has_softcap or geometry.has_sinks or geometry.values_in_keys:
+        return "has no soft-cap, no sinks, and reads values from pages of their own"
     if max(geometry.head_dim, geometry.value_dim) > 256 or geometry.head_dim % 8 or geometry.value_dim % 8:
         return "takes head dims up to 256 that are multiples of 8"
     if geometry.page_size < 16:

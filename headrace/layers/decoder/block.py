@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from headrace.layers.attention.latent import LatentAttention
 from headrace.layers.attention.layer import Attention
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import DecoderSpec, LayerSpec, MoeSpec
+from headrace.layers.decoder.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.norm import NoNorm, RmsNorm
@@ -25,7 +26,10 @@ class DecoderBlock(nn.Module):
             return RmsNorm(build, spec.width, spec.norm.eps, spec.norm.offset) if is_there else NoNorm()
 
         self.attention_norm = norm(spec.norm.before)
-        self.attention = Attention(spec.attention, layer, width=spec.width, norm=spec.norm, rotary=rotary, build=build)
+        if isinstance(spec.attention, LatentAttentionSpec):
+            self.attention = LatentAttention(spec.attention, layer, width=spec.width, rotary=rotary, build=build)
+        else:
+            self.attention = Attention(spec.attention, layer, width=spec.width, norm=spec.norm, rotary=rotary, build=build)
         self.attention_post_norm = norm(spec.norm.after)
         self.mlp_norm = norm(spec.norm.before)
         mlp = layer.mlp or spec.mlp

@@ -63,6 +63,22 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Heads whose keys and values are made from one cached vector of ``latent_dim`` per token, and from ``rotary_dim`` more
+    dims that all heads share. A head's query has ``plain_dim`` dims that are not rotated and ``rotary_dim`` that are; its
+    value has ``value_dim``. Queries are made from a vector of ``query_latent_dim`` (0: from the token itself)."""
+
+    num_heads: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    latent_dim: int
+    query_latent_dim: int
+    scale: float
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
 class SwigluClamp:
     """SwiGLU with bounded inputs: ``g * sigmoid(alpha * g) * (u + up_offset)``, where g is the gate's output, at most
     ``limit``, and u the up projection's, between ``-limit`` and ``limit``."""
@@ -155,7 +171,7 @@ class DecoderSpec:
     width: int
     max_model_len: int
     vocabulary: VocabularySpec
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     mlp: MlpSpec | MoeSpec
     norm: NormSpec
     layers: tuple[LayerSpec, ...]
@@ -175,6 +191,8 @@ def decoder_cache_specs(spec: DecoderSpec, kv_dtype: str) -> list[CacheSpec | No
     heads = spec.attention
     return [
         CacheSpec(
+    if isinstance(heads, LatentAttentionSpec):
+        return [CacheSpec("mla", 1, heads.latent_dim + heads.rotary_dim, heads.latent_dim, kv_dtype)] * spec.num_layers
             kind="sliding_window" if layer.window else "full", num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
             value_dim=heads.head_dim, dtype=kv_dtype, window=layer.window,
         )

@@ -20,7 +20,7 @@ class KeyValuePool:
         spec, dtype = group.spec, torch_dtype(group.spec)
         k_shape = (group.num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         v_shape = (group.num_pages, page_size, spec.num_kv_heads, spec.value_dim)
-        self._layers = {layer: (_zeros(k_shape, dtype, device), _zeros(v_shape, dtype, device)) for layer in group.layers}
+        self._layers = {layer: (allocate_zeros(k_shape, dtype, device), allocate_zeros(v_shape, dtype, device)) for layer in group.layers}
         self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
 
     @staticmethod
@@ -44,7 +44,8 @@ def torch_dtype(spec: CacheSpec) -> torch.dtype:
     return getattr(torch, spec.dtype)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory on a CPU until they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every byte; numpy's comes from calloc, which maps pages when they are first touched.

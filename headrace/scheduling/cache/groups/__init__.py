@@ -37,3 +37,4 @@ GROUP_POLICIES.add("full", "headrace.scheduling.cache.groups.full:FullPolicy", d
 GROUP_POLICIES.add(
     "sliding_window", "headrace.scheduling.cache.groups.sliding_window:SlidingWindowPolicy", doc="every position sees the latest few"
 )
+GROUP_POLICIES.add("mla", "headrace.scheduling.cache.groups.full:FullPolicy", doc="latent vectors: every position sees all before it")

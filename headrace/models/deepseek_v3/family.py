@@ -1,0 +1,80 @@
+"""DeepSeek-V2 and V3: latent attention, and a mixture of experts chosen within groups beside an MLP that all tokens share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from headrace.layers.decoder.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, decoder_cache_specs
+from headrace.models.family import Family
+from headrace.models.reading import ACTIVATIONS, Fields, read_decoder, read_layers, read_moe, read_rope, yarn_sharpening
+
+SHARED_DEFAULTS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
+V2_DEFAULTS = {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
+V3_DEFAULTS = {
+    "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "max_position_embeddings": 4096,
+}
+
+
+def read_config(config: dict[str, Any]) -> DecoderSpec:
+    """The newer generation scores by sigmoid and keeps its experts busy by a choice bias."""
+    is_v3 = config["architectures"][0] == "DeepseekV3ForCausalLM"
+    named = {"n_routed_experts": config.get("num_local_experts"), **SHARED_DEFAULTS, **(V3_DEFAULTS if is_v3 else V2_DEFAULTS)}
+    fields = Fields({**named, **{name: value for name, value in config.items() if value is not None}})
+    fields.config["head_dim"] = fields.integer("qk_rope_head_dim")  # the dims that are rotated
+    if fields.flag("attention_bias", False):
+        raise ConfigError("config.json: attention_bias must be false for latent attention", param="attention_bias")
+    layers = _read_layers(fields, _v3_routing(fields) if is_v3 else _v2_routing(fields), interleaved=not is_v3 or fields.flag("rope_interleave", True))
+    return read_decoder(fields, layers, attention=_read_attention(fields))
+
+
+def _v3_routing(fields: Fields) -> dict[str, Any]:
+    return dict(
+        score="sigmoid", choice_bias=True, renormalise=fields.flag("norm_topk_prob", True), num_groups=fields.integer("n_group"),
+        top_groups=fields.integer("topk_group"), group_best=2,
+    )
+
+
+def _v2_routing(fields: Fields) -> dict[str, Any]:
+    methods = {"greedy": "greedy", "group_limited_greedy": "grouped"}
+    if fields.choice("topk_method", methods, "greedy") == "greedy":
+        return {}
+    return dict(num_groups=fields.integer("n_group"), top_groups=fields.integer("topk_group"))
+
+
+def _read_layers(fields: Fields, routing: dict[str, Any], *, interleaved: bool) -> tuple[LayerSpec, ...]:
+    """All layers have experts but the first few."""
+    num_shared, width = int(fields.config.get("n_shared_experts") or 0), fields.integer("moe_intermediate_size")
+    shared = MlpSpec(width * num_shared, fields.choice("hidden_act", ACTIVATIONS, "silu")) if num_shared else None
+    scale = fields.number("routed_scaling_factor", 1.0)
+    moe = read_moe(fields, "n_routed_experts", width="moe_intermediate_size", shared=shared, scale=scale, in_float32=True, **routing)
+    first = int(fields.config.get("first_k_dense_replace") or 0)
+    layers = read_layers(fields, read_rope(fields, interleaved=interleaved))
+    return tuple(layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(layers))
+
+
+def _read_attention(fields: Fields) -> LatentAttentionSpec:
+    plain_dim, rotary_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    return LatentAttentionSpec(
+        fields.integer("num_attention_heads"), plain_dim, rotary_dim, fields.integer("v_head_dim"), fields.integer("kv_lora_rank"),
+        fields.integer("q_lora_rank", 0), scale=(plain_dim + rotary_dim) ** -0.5 * _sharpening(fields),
+    )
+
+
+def _sharpening(fields: Fields) -> float:
+    """YaRN's correction for long contexts, which these models apply to queries and keys alike: squared."""
+    rope = Fields({**(fields.config.get("rope_scaling") or {}), **(fields.config.get("rope_parameters") or {})})
+    if rope.config.get("rope_type", rope.config.get("type", "default")) == "default" or not rope.config.get("mscale_all_dim"):
+        return 1.0
+    return yarn_sharpening(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
+
+
+FAMILY = Family(
+    name="deepseek_v3",
+    architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    read_config=read_config,
+    cache_specs=decoder_cache_specs,
+    model="headrace.models.deepseek_v3.model:DeepseekModel",
+)

@@ -1,0 +1,65 @@
+"""Block-scaled 8-bit and 4-bit floats, against tables and arithmetic written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.base.errors import WeightError
+from headrace.kernels.block_fp8.reference import dequantise_blocks
+from headrace.kernels.mxfp4.reference import dequantise_mxfp4
+from headrace.layers.scaled_checkpoint import join_scales
+
+MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("exponent", [0, 1, 127, 254])
+def test_every_code_of_mxfp4_under_extreme_scales(exponent: int, dtype: torch.dtype):
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[::2] | codes[1::2] << 4).repeat(1, 2)  # low half first
+    values = dequantise_mxfp4(packed, torch.tensor([[exponent]], dtype=torch.uint8), dtype)
+    exact = torch.tensor([sign * m for sign in (1, -1) for m in MAGNITUDES], dtype=torch.float64) * 2.0 ** (exponent - 127)
+    expected = torch.cat((exact, exact))[None].to(dtype)
+    assert torch.equal(values, expected)
+
+
+def test_scale_255_is_no_number():
+    values = dequantise_mxfp4(torch.full((1, 16), 0x11, dtype=torch.uint8), torch.tensor([[255]], dtype=torch.uint8), torch.float32)
+    assert values.isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 5), (1, 300)])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_blocks_of_eight_bit_floats(shape: tuple[int, int], scale_dtype: torch.dtype):
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=draw).to(torch.float8_e4m3fn)
+    blocks = tuple(-(-n // 128) for n in shape)
+    scales = (2.0 ** torch.randint(-9, 9, blocks, generator=draw)).to(scale_dtype)
+    result = dequantise_blocks(values, scales, torch.float32)
+    for row in range(0, shape[0], 17):
+        for column in range(0, shape[1], 13):
+            assert float(result[row, column]) == float(values[row, column].float()) * float(scales[row // 128, column // 128].float())
+
+
+@pytest.mark.parametrize("is_scale_first", [False, True])
+def test_weights_meet_their_scales_in_any_order(is_scale_first: bool):
+    values, scales = torch.ones(4, 130).to(torch.float8_e4m3fn), torch.tensor([[2.0, 8.0]])
+    codes, exponents = torch.full((3, 32), 0x2A, dtype=torch.int8), torch.full((3, 2), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    plain = torch.arange(6.0).bfloat16().view(2, 3)
+    pairs = [("a.weight", values), ("b.w1.weight", codes), ("b.w1.scale", exponents), ("c.weight", plain), ("a.weight_scale_inv", scales)]
+    joined = dict(join_scales(reversed(pairs) if is_scale_first else pairs))
+    assert set(joined) == {"a.weight", "b.w1.weight", "c.weight"}
+    assert torch.equal(joined["a.weight"], torch.cat((torch.full((4, 128), 2.0), torch.full((4, 2), 8.0)), dim=1))
+    assert torch.equal(joined["b.w1.weight"], torch.tensor([[-2.0, 2.0]], dtype=torch.bfloat16).repeat(3, 32))
+    assert joined["c.weight"] is plain
+
+
+@pytest.mark.parametrize("tensors", [
+    [("a.weight", torch.ones(4, 4).to(torch.float8_e4m3fn))],
+    [("a.scale", torch.ones(1, 1))],
+    [("a.weight", torch.ones(4, 4).to(torch.float8_e4m3fn)), ("a.scale", torch.ones(4, 4))],
+])
+def test_what_does_not_fit_is_named(tensors: list[tuple[str, torch.Tensor]]):
+    with pytest.raises(WeightError, match="a"):
+        list(join_scales(tensors))
