@@ -102,6 +102,12 @@ def _limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBacke
     return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
 
 
+def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
+def _limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
+    """Without graphs where the model or a backend says that it cannot be captured."""
+    return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
+
+
 def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     """A step must hold the longest text of a model that keeps nothing between steps."""
     most = config.scheduler.max_step_tokens

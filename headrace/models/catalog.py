@@ -20,9 +20,6 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "headrace.families"
 
 ARCHITECTURES = {
-    "BertForMaskedLM": "bert",
-    "BertForSequenceClassification": "bert",
-    "BertModel": "bert",
     "DeepseekV2ForCausalLM": "deepseek_v3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3",
