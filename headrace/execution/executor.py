@@ -96,27 +96,12 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     return LocalExecutor(config, runner, layout, facts=facts, memory=memory, device=device)
 
 
-def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
 def _limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
     """Without graphs where the model or a backend says that it cannot be captured."""
     return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
 
 
 def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
-def _limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
-    """Without graphs where the model or a backend says that it cannot be captured."""
-    return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
-
-
-def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
-    """A step must hold the longest text of a model that keeps nothing between steps."""
-    most = config.scheduler.max_step_tokens
-    if loaded.groups or (most is not None and most >= loaded.max_model_len):
-        return config
-    logger.info("max_step_tokens raised from %s to %d: this model computes a text in one step", most, loaded.max_model_len)
-    return replace(config, scheduler=replace(config.scheduler, max_step_tokens=loaded.max_model_len))
-
-
     scheduler = config.scheduler
     assert config.cache.page_size and scheduler.max_step_tokens and scheduler.max_running_requests
     return CacheDemand(
