@@ -117,6 +117,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     page_size: int
     num_kv_tokens: int
     default_sampling: dict[str, float] = {}
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
     pooling: PoolingFacts | None = None
 
 

@@ -179,3 +179,31 @@ def test_begin_of_text_is_not_doubled(tmp_path: Path):
     rendered = tokenizer.render_chat([{"role": "user", "content": "aa"}])
     assert tokenizer.encode(rendered, add_special_tokens=False) == [0, 2, 2]
     assert tokenizer.encode("aa") == [0, 2, 2]
+
+
+def test_arguments_of_earlier_calls_are_an_object_and_a_text():
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":1,  "a": "é"}'}}]}]
+    call = "{% set c = messages[0].tool_calls[0] %}"
+    for written, rendered in [
+        ("{{ c.function.arguments | tojson }}", '{"b": 1, "a": "é"}'), ("{{ 'x' + c.function.arguments + 'y' }}", 'x{"b":1,  "a": "é"}y'),
+        ("{{ c['function']['arguments'] }}", '{"b":1,  "a": "é"}'), ("{{ 'x' ~ c.function.arguments }}", 'x{"b":1,  "a": "é"}'),
+        ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }} {% endfor %}", "b=1 a=é "),
+        ("{{ c.function.arguments is string }} {{ c.function.arguments is mapping }}", "False True"),
+    ]:
+        assert ChatTemplates({"default": call + written}, {}).render(messages) == rendered
+
+
+@pytest.mark.parametrize("calls", [{}, "f", [1], [{"id": "1"}], [{"function": {"arguments": "{}"}}], [{"function": {"name": "f", "arguments": "{"}}],
+                                   [{"function": {"name": "f", "arguments": "[1]"}}], [{"function": {"name": "f", "arguments": "[" * 100_000}}], [{"function": {"name": "f", "arguments": 5}}]])
+def test_earlier_calls_that_are_none(calls):
+    if calls:
+        with pytest.raises(RequestError):
+            ChatTemplates({"default": "{{ messages }}"}, {}).render([{"role": "assistant", "tool_calls": calls}])
+
+
+def test_whether_a_template_shows_tools():
+    assert ChatTemplates({"default": "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}"}, {}).takes_tools
+    assert ChatTemplates({"default": "{{ messages[0].content }}", "tool_use": "{% for t in tools %}{{ t.function.description }}{% endfor %}"}, {}).takes_tools
+    assert not ChatTemplates({"default": "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}"}, {}).takes_tools
+    assert not ChatTemplates({"default": "{{ messages[0].content }}"}, {}).takes_tools
+    assert not ChatTemplates({}, {}).takes_tools

@@ -5,6 +5,7 @@ Refuses: choosing parsers and reading tool calls; images and other content that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.service.tokenization.call_arguments import shape_calls
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_RENDERED_CHARS = 32 << 20
@@ -28,6 +30,7 @@ MAX_CACHED_TEMPLATES = 16
 
 _END_MARK = "\ue0c7end-of-last-message\ue0c7"
 _PROBE = "probe-of-content"
+_PROBE_TOOLS = [{"type": "function", "function": {"name": "probe", "description": _PROBE, "parameters": {"type": "object", "properties": {}}}}]
 _DEADLINE = "headrace_deadline"
 _TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -93,11 +96,12 @@ def _new_environment() -> _Environment:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A template and which forms of message content it understands."""
+    """A template, which forms of message content it understands, and whether it shows tools."""
 
     template: jinja2.Template
     takes_strings: bool
     takes_parts: bool
+    takes_tools: bool
 
 
 class ChatTemplates:
@@ -123,6 +127,16 @@ class ChatTemplates:
         if continue_final_message:
             return self._render_open(compiled, shaped, tools, variables or {})
         return self._run(compiled.template, shaped, add_generation_prompt, tools, variables or {})
+
+    @property
+    def texts(self) -> list[str]:
+        """The templates themselves."""
+        return list(self._templates.values())
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template used for requests with tools shows them to the model."""
+        return bool(self._templates) and self._compile(self._choose(None, True)).takes_tools
 
     def _choose(self, template: str | None, has_tools: bool) -> str:
         """The template's text: a named one, one given in full, or the model's own."""
@@ -150,6 +164,7 @@ class ChatTemplates:
             raise RequestError(f"the chat template is not valid Jinja: {_describe(error)}", param="chat_template") from error
         compiled = _Compiled(
             template, takes_strings=self._understands(template, _PROBE), takes_parts=self._understands(template, [{"type": "text", "text": _PROBE}]),
+            takes_tools=self._shows_tools(template),
         )
         if len(self._compiled) >= MAX_CACHED_TEMPLATES:
             self._compiled.pop(next(iter(self._compiled)))
@@ -163,6 +178,13 @@ class ChatTemplates:
         except RequestError:
             return False
         return _PROBE in rendered and not any(repr_mark in rendered for repr_mark in (f"'{_PROBE}'", f'"{_PROBE}"', "'text'"))
+
+    def _shows_tools(self, template: jinja2.Template) -> bool:
+        for content in ("a", [{"type": "text", "text": "a"}]):
+            with contextlib.suppress(RequestError):
+                if _PROBE in self._run(template, [{"role": "user", "content": content}], True, _PROBE_TOOLS, {}):
+                    return True
+        return False
 
     def _run(self, template: jinja2.Template, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any, variables: dict[str, Any]) -> str:
         values = {**self._special_tokens, "documents": None, **variables}
@@ -199,6 +221,8 @@ def _shape(message: dict[str, Any], compiled: _Compiled) -> dict[str, Any]:
     """The message with its content in a form that the template understands."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError("each message must be an object with a role", param="messages")
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": shape_calls(message["tool_calls"])}
     content = message.get("content")
     if content is None:
         return {**message, "content": ""}

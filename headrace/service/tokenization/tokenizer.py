@@ -47,6 +47,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._facts.chat_templates)
 
+    @property
+    def chat_templates(self) -> list[str]:
+        """The texts of the model's chat templates."""
+        return self._chat.texts
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return self._chat.takes_tools
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of the text. Special tokens written out in it are recognised. ``add_special_tokens`` puts around it what
         the model expects (begin of text …); not wanted after a chat template, which writes them itself."""
