@@ -36,9 +36,10 @@ class _FailedLaunch:
 class Engine:
     """One scheduler and one executor, driven by whoever calls `step`. Not thread-safe: one thread owns it.
 
-    A bad request ends alone, with an error as its output. An exception inside a step ends the requests of that step
-    and of the plans launched behind it; then the accounts are checked and the loop goes on. Whatever `step` raises
-    itself means that the engine can no longer be trusted and must be thrown away.
+    A bad request ends alone, with an error as its output. An exception inside a step ends the requests of that step;
+    plans launched behind it are void, and other running requests resume from their committed tokens. Then the accounts
+    are checked and the loop goes on. Whatever `step` raises itself means that the engine can no longer be trusted and
+    must be thrown away.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor):

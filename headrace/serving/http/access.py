@@ -9,14 +9,16 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.base.errors import Unauthorized
+from headrace.base.errors import ConfigError, Unauthorized
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.errors import respond_error
+from headrace.serving.http.sampling import read_request_id
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Served without a key; compared exactly."""
+OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/metrics"})
+"""Served without a key, compared exactly: the page (it asks for the key), the description of the routes, and what
+monitoring reads."""
 
 
 class Prefix:
@@ -38,12 +40,19 @@ def _path_of(scope: Scope) -> str:
     return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
 
 
+def check_key(key: str) -> str:
+    """The key, when it is one; raises `ConfigError` for a blank one, which anybody could send."""
+    if not key.strip():
+        raise ConfigError("api_key must not be empty; leave the option out to serve without a key", param="api_key")
+    return key
+
+
 class KeyGate:
     """Lets a request pass that brings ``Authorization: Bearer KEY``; compared in constant time."""
 
     def __init__(self, app: ASGIApp, key: str):
         self._app = app
-        self._key = key.encode()
+        self._key = key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _path_of(scope) in OPEN_PATHS or self._is_known(Headers(scope=scope)):
@@ -53,11 +62,12 @@ class KeyGate:
 
     def _is_known(self, headers: Headers) -> bool:
         kind, _, given = headers.get("authorization", "").partition(" ")
-        return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key)
+        return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key)
 
 
 class RequestLedger:
-    """Counts requests by method, route and status; logs a line for each when asked to."""
+    """Counts requests by method, route and status; logs a line for each when asked to. Puts the request's id on the
+    answer: the client's own ``X-Request-Id``, else the one a route gave it."""
 
     def __init__(self, app: ASGIApp, context: AppContext, routes: frozenset[str]):
         self._app = app
@@ -70,11 +80,15 @@ class RequestLedger:
             await self._app(scope, receive, send)
             return
         status, begin = 500, time.perf_counter()
+        state = scope.setdefault("state", {})
+        state["request_id"] = read_request_id(Headers(scope=scope).get("x-request-id"))
 
         async def note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if state["request_id"] is not None:
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
             await send(message)
 
         self._metrics.http_active.inc()

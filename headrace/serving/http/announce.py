@@ -43,5 +43,5 @@ def announce_ready(console: Console, *, address: str, name: str, facts: ModelFac
     console.print(memory_table(memory, facts.device))
     about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}, room for {facts.num_kv_tokens:,} tokens"
     console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
-    console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, routes at {address}/docs", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json", highlight=False, soft_wrap=True)
     console.print(curl_line(address, name, has_key=has_key), highlight=False, markup=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from headrace import __version__
 from headrace.base.config import ServerConfig
-from headrace.serving.http.access import OPEN_PATHS, KeyGate, Prefix, RequestLedger
+from headrace.serving.http.access import OPEN_PATHS, KeyGate, Prefix, RequestLedger, check_key
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.errors import install_handlers
 from headrace.serving.http.metrics import Metrics
@@ -28,7 +28,7 @@ ENDPOINTS = (
 def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
     """The application. Starting and closing ``client`` is the caller's part; until it is ready, requests get 503.
     What routes share is at ``app.state.context``."""
-    app = FastAPI(title="Headrace", version=__version__, redoc_url=None)
+    app = FastAPI(title="Headrace", version=__version__, docs_url=None, redoc_url=None)  # their pages need a CDN
     context = app.state.context = AppContext(client, server, Metrics())
     for endpoint in ENDPOINTS:
         app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods), include_in_schema=False)
@@ -43,11 +43,11 @@ def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
     app.openapi = describe  # type: ignore[method-assign]  # the documented way to replace FastAPI's own document
     install_handlers(app)
     if server.api_key is not None:
-        app.add_middleware(KeyGate, key=server.api_key)
+        app.add_middleware(KeyGate, key=check_key(server.api_key))
     origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(RequestLedger, context=context, routes=frozenset({"/", *(e.path for e in ENDPOINTS)}))
+    app.add_middleware(RequestLedger, context=context, routes=frozenset({"/", "/openapi.json", *(e.path for e in ENDPOINTS)}))
     if server.root_path:
         app.add_middleware(Prefix, prefix=server.root_path)
     return app

@@ -40,6 +40,7 @@ class Ask:
     params: list[SamplingParams]
     namespace: str = ""
     priority: int = 0
+    deadline_s: float | None = None
     add_special_tokens: bool = True
     stream_ids: list[str] | None = None
 
@@ -169,6 +170,7 @@ async def open_generation(request: Request, ask: Ask) -> Generation:
     """Validate and submit all prompts of ``ask``; when one is refused none runs. Raises typed errors."""
     context = context_of(request)
     context.check_available()
+    request.state.request_id = getattr(request.state, "request_id", None) or ask.request_id
     if ask.request_id in context.running:
         raise RequestError(f"request_id {ask.request_id!r} is in use by a running request", param="request_id")
     num_choices, limit = sum(p.n for p in ask.params), context.server.max_batch_prompts
@@ -180,7 +182,8 @@ async def open_generation(request: Request, ask: Ask) -> Generation:
     with contextlib.ExitStack() as undo:
         for request_id, prompt, params in zip(ask.ids(), prompts, ask.params, strict=True):
             stream = context.client.submit(
-                prompt, params, request_id=request_id, namespace=ask.namespace, priority=ask.priority, add_special_tokens=ask.add_special_tokens,
+                prompt, params, request_id=request_id, namespace=ask.namespace, priority=ask.priority, deadline_s=ask.deadline_s,
+                add_special_tokens=ask.add_special_tokens,
             )
             undo.callback(stream.abort)
             streams.append(stream)

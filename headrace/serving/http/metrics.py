@@ -22,8 +22,8 @@ GAUGES = {
     "num_running": ("num_requests_running", "Requests being computed."),
     "num_queued": ("num_requests_waiting", "Requests waiting for their first step."),
     "num_pages": ("kv_pages", "KV pages of all cache groups."),
-    "num_used_pages": ("kv_used_pages", "KV pages that hold something, cached prefixes included."),
-    "num_evictable_pages": ("kv_evictable_pages", "Used KV pages that only the prefix cache holds."),
+    "num_used_pages": ("kv_used_pages", "KV pages that running requests hold, prefixes they share included."),
+    "num_evictable_pages": ("kv_evictable_pages", "KV pages that only the prefix cache holds; given up when others need them."),
 }
 COUNTERS = {
     "prompt_tokens_total": ("prompt_tokens", "Prompt tokens of admitted requests; also what the prefix cache was asked for."),
@@ -48,9 +48,10 @@ class EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         for name, (metric, doc) in GAUGES.items():
             yield GaugeMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
-        held = self.stats.num_used_pages - self.stats.num_evictable_pages
-        usage = held / self.stats.num_pages if self.stats.num_pages else 0.0
-        yield GaugeMetricFamily("headrace_kv_cache_usage_ratio", "Share of the KV pages that running requests hold.", value=usage)
+        num_pages = self.stats.num_pages or 1
+        used, evictable = self.stats.num_used_pages / num_pages, self.stats.num_evictable_pages / num_pages
+        yield GaugeMetricFamily("headrace_kv_cache_usage_ratio", "Share of the KV pages that running requests hold.", value=used)
+        yield GaugeMetricFamily("headrace_kv_cache_evictable_ratio", "Share of the KV pages that only the prefix cache holds.", value=evictable)
         for name, (metric, doc) in COUNTERS.items():
             yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Any
 
+from starlette.requests import Request
+
 from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams
-from headrace.serving.http.protocol.fields import IdentityFields, StopFields
+from headrace.serving.http.context import context_of
+from headrace.serving.http.protocol.fields import REQUEST_ID_PATTERN, IdentityFields, StopFields
 
+REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 DRAWN = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias",
     "bad_words", "allowed_token_ids", "prompt_logprobs", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
@@ -34,12 +39,25 @@ def draw_request_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def pick_request_id(fields: IdentityFields, header: str | None, prefix: str) -> str:
-    """The client's id (field, then header ``X-Request-Id`` when it is a plain one), else a new one."""
+def read_request_id(header: str | None) -> str | None:
+    """The header ``X-Request-Id`` when it can name a request, else None."""
+    return header if header and REQUEST_ID.fullmatch(header) else None
+
+
+def given_request_id(fields: IdentityFields) -> str | None:
+    """The id a body brings, under either name."""
     if fields.request_id and fields.rid and fields.request_id != fields.rid:
         raise RequestError("request_id and rid are the same field; give one", param="rid")
-    given = fields.request_id or fields.rid
-    if given is None and header and len(header) <= 128 and all(c.isascii() and (c.isalnum() or c in "._:-") for c in header):
+    return fields.request_id or fields.rid
+
+
+def pick_request_id(given: str | None, request: Request, prefix: str) -> str:
+    """The client's id (``given`` in the body, then the header ``X-Request-Id``), else a new one. A header is drawn by
+    proxies, who repeat it when they try again: while a request of that id runs, another one gets a new id."""
+    header = request.headers.get("x-request-id")
+    if header and read_request_id(header) is None:
+        raise RequestError("X-Request-Id must be 1 to 128 letters, digits and . _ : -", param="X-Request-Id")
+    if given is None and header and header not in context_of(request).running:
         given = header
     return given or draw_request_id(prefix)
 

@@ -126,6 +126,7 @@ class FakeClient:
     progress: tuple[str, float] = ("loading weights", 0.5)
     aborted: list[str] = field(default_factory=list)
     submitted: list[tuple[str, SamplingParams, str, int]] = field(default_factory=list)
+    deadlines: list[float | None] = field(default_factory=list)
     last_stats: EngineStats = field(default_factory=EngineStats)
     default_sampling: dict[str, float] = field(default_factory=dict)
     is_flushable: bool = True
@@ -155,6 +156,7 @@ class FakeClient:
         if limit < 1 or (params.max_tokens or 0) > limit:
             raise ContextLengthExceeded(f"at most {self.max_len} tokens fit", param="prompt")
         self.submitted.append((request_id, params, namespace, priority))
+        self.deadlines.append(deadline_s)
         names = [request_id] if params.n == 1 else [f"{request_id}/{i}" for i in range(params.n)]
         requests = [EngineRequest(name, ids, SamplingSpec(), StopSpec(params.max_tokens or limit)) for name in names]
         stream = RequestStream(request_id, requests, FakeAssembler(requests, params), self._abort)

@@ -48,7 +48,8 @@ async def test_requests_are_counted(http, client):
 
 async def test_engine_figures(http, client):
     found = await series(http)
-    assert found["headrace_kv_cache_usage_ratio", ()] == 0.25 and found["headrace_kv_pages", ()] == 100
+    assert found["headrace_kv_cache_usage_ratio", ()] == 0.4 and found["headrace_kv_cache_evictable_ratio", ()] == 0.15
+    assert [found[f"headrace_kv_{name}", ()] for name in ("pages", "used_pages", "evictable_pages")] == [100, 40, 15]
     client.state = "restarting"
     found = await series(http)
     assert found["headrace_ready", ()] == 0 and found["headrace_kv_pages", ()] == 100, "the last known figures"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -90,6 +91,47 @@ async def test_model_defaults_fill_what_is_left_open():
         await generate(http, text="x", sampling_params={"max_new_tokens": 1, "temperature": 0.1})
         await http.post("/v1/completions", json={"prompt": "x"})
     assert [(p.temperature, p.top_k, p.top_p) for _, p, _, _ in client.submitted] == [(0.1, 20, 1.0), (0.6, 20, 1.0)]
+
+
+async def test_deadlines_reach_the_engine(http, client):
+    await generate(http, text="x", deadline_s=2.5)
+    await http.post("/v1/completions", json={"prompt": "x", "deadline_s": 3})
+    await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "deadline_s": 4})
+    await generate(http, text="x")
+    assert client.deadlines == [2.5, 3, 4, None]
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/generate", {"text": "once", "sampling_params": {"max_new_tokens": 2}}), ("/v1/completions", {"prompt": "once", "max_tokens": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+])
+async def test_request_ids_come_back(http, client, path, body):
+    for stream in (False, True):
+        answer = await http.post(path, json={**body, "stream": stream}, headers={"X-Request-Id": "trace-1:2.3"})
+        assert answer.headers.get_list("x-request-id") == ["trace-1:2.3"] and answer.status_code == 200
+        assert client.submitted[-1][0] == "trace-1:2.3" and '"trace-1:2.3"' in answer.text
+        own = (await http.post(path, json={**body, "stream": stream})).headers["x-request-id"]
+        assert own == client.submitted[-1][0] and own != "trace-1:2.3"
+    named = await http.post(path, json={**body, "rid": "mine"})
+    assert named.headers["x-request-id"] == client.submitted[-1][0] == "mine"
+    refused = await http.post(path, json={**body, "zzz": 1}, headers={"X-Request-Id": "r"})
+    assert refused.status_code == 400 and refused.headers["x-request-id"] == "r"
+    assert (await http.post(path, json={**body, "rid": "a\n"})).status_code == 400, "a line break would end the header"
+    for wrong in ("a b", "x" * 129, "a/b", "\u00e9"):
+        answer = await http.post(path, json=body, headers=[(b"x-request-id", wrong.encode("latin-1"))])
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "X-Request-Id" and "x-request-id" not in answer.headers
+
+
+async def test_a_repeated_header_is_no_reason_to_refuse(http, client):
+    """Proxies try again with the same header while the first attempt may still run."""
+    body, headers = {"prompt": "HOLD"}, {"X-Request-Id": "again"}
+    first = asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+    while not client.submitted:
+        await asyncio.sleep(0.01)
+    second = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers)
+    assert second.status_code == 200 and second.headers["x-request-id"] == "again" and second.json()["id"] != "again"
+    assert (await http.post("/abort_request", json={"rid": "again"})).json() == {"aborted": 1}
+    assert (await first).json()["choices"][0]["finish_reason"] == "abort"
 
 
 async def test_flush(http, client):

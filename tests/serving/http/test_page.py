@@ -20,7 +20,7 @@ async def test_page_is_one_file_that_calls_nobody_else(http):
     answer = await http.get("/")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     html = answer.text
-    assert not re.search(r"""(?:src|href|action)\s*=(?!"data:,")|https?://|@import|url\(""", html)
+    assert not re.search(r"""(?:src|href|action)\s*=(?!"data:,"|"openapi\.json")|https?://|@import|url\(""", html)
     for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "onclick=", "style="):
         assert danger not in html, danger
     policy = answer.headers["content-security-policy"]
@@ -77,6 +77,37 @@ async def test_a_conversation(page, client):
     await page.run("$('fresh').click()")
     assert await page.run("turns.length") == 0 and await page.run("document.querySelectorAll('.turn').length") == 0
     assert not page.complaints
+
+
+async def test_key_is_asked_for_and_kept_in_the_tab(client, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here")
+    app = create_app(client, ServerConfig(api_key="s3cret"))
+    async with live_server(app) as address, open_page(address + "/", tmp_path) as page:
+        await page.until("!$('settings').hidden && !$('enter').hidden && $('model').textContent.includes('API key')")
+        await say(page, "hello")
+        await page.until("document.querySelector('.error')?.textContent.includes('API key') && running === null")
+        assert not client.submitted
+        enter_key = "$('key').value = {!r}; $('key').dispatchEvent(new Event('change'))"
+        await page.run(enter_key.format("s3cret"))
+        await page.until("$('model').textContent === 'fake-model'")
+        await page.run("$('max_tokens').value = 8")
+        await say(page, "hello")
+        await page.until(IDLE)
+        assert len(client.submitted) == 1
+        await page.call("Page.reload")
+        await page.until("typeof turns !== 'undefined' && $('model').textContent === 'fake-model'")
+        assert await page.run("[$('key').value, sessionStorage.length, localStorage.length, document.cookie]") == ["s3cret", 1, 0, ""]
+
+
+async def test_the_model_is_named_once_it_is_loaded(page, client):
+    await page.until("$('model').textContent === 'fake-model'")
+    facts, client.facts = client.facts, None
+    await page.run("nameModel()")
+    await page.until("$('model').textContent.includes('loading')")
+    client.facts = facts
+    await page.until("$('model').textContent === 'fake-model'")
+    assert not [c for c in page.complaints if "503" not in c]
 
 
 async def test_stop_keeps_what_has_come(page, client):

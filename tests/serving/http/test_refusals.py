@@ -6,6 +6,8 @@ import pytest
 from fake_apps import http_for
 from fake_client import FakeClient
 
+from headrace.base.errors import ConfigError
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
 JSON = {"Content-Type": "application/json"}
@@ -41,7 +43,7 @@ async def test_malformed_bodies(http, path, name):
     ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -1), ("min_tokens", -1), ("stop", ""), ("stop", ["x"] * 33), ("stop", "x" * 1025),
     ("stop_token_ids", [-1]), ("logit_bias", {"5": 101}), ("logit_bias", {"a": 1}), ("allowed_token_ids", []), ("bad_words", [""]), ("logprobs", 51),
     ("prompt_logprobs", -1), ("seed", 2**64), ("cache_salt", ""), ("request_id", "a/b"), ("request_id", "x" * 129), ("prompt", []), ("prompt", [1, "x"]),
-    ("prompt", [[1], "x"]), ("prompt", [True]), ("prompt", [-1]), ("priority", 2**40), ("best_of", 2), ("model", 5), ("stream", "yes"), ("user", 5),
+    ("prompt", [[1], "x"]), ("prompt", [True]), ("prompt", [-1]), ("priority", 2**40), ("deadline_s", 0), ("deadline_s", -1), ("deadline_s", 1e6), ("deadline_s", "5"), ("best_of", 2), ("model", 5), ("stream", "yes"), ("user", 5),
 ])
 async def test_bounds_name_the_field(http, field, value):
     error = await refusal(http, TEXT, {"prompt": "x", field: value})
@@ -164,18 +166,29 @@ async def test_not_ready_is_503_with_retry_after(state):
         assert (await http.get("/metrics")).status_code == 200
 
 
-async def test_key_is_needed_but_for_three_paths(client):
+async def test_key_is_needed_but_for_what_tells_nothing(client):
     async with http_for(client, api_key="s3cret") as http:
-        for path in ("/health", "/ready", "/metrics"):
+        for path in ("/", "/openapi.json", "/health", "/ready", "/metrics"):
             assert (await http.get(path)).status_code == 200
-        for path in ("/", "/v1/models", "/server_info", "/docs", "/openapi.json", "/nope", "/health/", "/healthx", "/metrics/x", "//health", "/health_generate", "/flush_cache"):
+        for path in ("/v1/models", "/server_info", "/docs", "/openapi.json/", "/nope", "/health/", "/healthx", "/metrics/x", "http://server//health", "/health_generate", "/flush_cache"):
             answer = await http.get(path)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", path
         for given in ("Bearer s3cre", "Bearer s3crett", "s3cret", "Basic s3cret", "Bearer", "Bearer \u00e9".encode("latin-1").decode("latin-1")):
             assert (await http.get("/v1/models", headers=[(b"authorization", given.encode("latin-1"))])).status_code == 401
         assert (await http.get("/v1/models", headers={"Authorization": "Bearer s3cret"})).status_code == 200
+        assert (await http.post(TEXT, json={"prompt": "x"})).status_code == 401
         info = await http.get("/server_info", headers={"Authorization": "Bearer s3cret"})
         assert "s3cret" not in info.text and info.json()["options"]["api_key"] == "***"
+
+
+async def test_keys_that_are_no_keys(client):
+    for key in ("", "  "):
+        with pytest.raises(ConfigError, match="api_key must not be empty"):
+            async with http_for(client, api_key=key) as http:
+                await http.get("/health")
+    async with http_for(client, api_key="clé\n") as http:
+        for sent, status in (("clé".encode(), 200), (b"cl", 401)):
+            assert (await http.get("/v1/models", headers=[(b"authorization", b"Bearer " + sent)])).status_code == status
 
 
 async def test_cors_and_root_path(client):

@@ -34,7 +34,9 @@ TopK = Annotated[int, Meta(ge=-1, le=INT32)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"  # in Python alone, $ also matches before a last line break
+RequestId = Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)]
+Deadline = Annotated[float, Meta(gt=0, le=86_400)]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -86,7 +88,8 @@ class DrawFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class StopFields(DrawFields, kw_only=True, forbid_unknown_fields=True):
-    """When output ends and how it becomes text."""
+    """When output ends and how it becomes text. ``deadline_s``: seconds from arrival after which the request fails with
+    504, however far it has come."""
 
     max_tokens: Count | None = None
     min_tokens: Count | None = None
@@ -97,3 +100,4 @@ class StopFields(DrawFields, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    deadline_s: Deadline | None = None

@@ -11,6 +11,7 @@ from headrace.serving.http.protocol.fields import (
     BadWords,
     Choices,
     Count,
+    Deadline,
     LogitBias,
     MinP,
     NumTop,
@@ -65,7 +66,18 @@ class NativeSampling(NativeDraw, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
 
 
-class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class NativeHandling(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a request is treated. ``deadline_s``: seconds from arrival after which it fails with 504."""
+
+    priority: Priority | None = None
+    deadline_s: Deadline | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
+    log_metrics: bool | None = None
+    no_logs: bool | None = None
+
+
+class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
     """One prompt or a batch, as ``text`` or ``input_ids``. ``sampling_params`` and ``rid`` may be one for all, or a
     list with one for each prompt. ``logprob_start_len`` -1 gives logprobs of the output only."""
 
@@ -79,11 +91,6 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     top_logprobs_num: NumTop | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
-    priority: Priority | None = None
-    cache_salt: Salt | None = None
-    extra_key: Salt | None = None
-    log_metrics: bool | None = None
-    no_logs: bool | None = None
 
 
 class FinishReason(Struct):

@@ -27,7 +27,7 @@ from headrace.serving.http.protocol.chat import (
     ChatDelta,
     ChatRequest,
 )
-from headrace.serving.http.sampling import check_stream_options, pick_request_id, sampling_params
+from headrace.serving.http.sampling import check_stream_options, given_request_id, pick_request_id, sampling_params
 from headrace.serving.http.stream import EventStream, frame, start_stream
 
 BODY = JsonBody(ChatRequest)
@@ -57,11 +57,12 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
     check_stream_options(body)
     params = _params(body, context)
     ask = Ask(
-        request_id=pick_request_id(body, request.headers.get("x-request-id"), "chatcmpl-"),
+        request_id=pick_request_id(given_request_id(body), request, "chatcmpl-"),
         prompts=[await render_conversation(context, body)],
         params=[params],
         namespace=body.cache_salt or "",
         priority=body.priority or 0,
+        deadline_s=body.deadline_s,
         add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
     )
     names = TokenNames(context.client.tokenizer)

@@ -24,7 +24,7 @@ from headrace.serving.http.protocol.completions import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from headrace.serving.http.sampling import check_stream_options, pick_request_id, sampling_params
+from headrace.serving.http.sampling import check_stream_options, given_request_id, pick_request_id, sampling_params
 from headrace.serving.http.stream import EventStream, frame, start_stream
 
 BODY = JsonBody(CompletionRequest)
@@ -67,11 +67,12 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
     check_stream_options(body)
     prompts = split_prompts(body.prompt, context.server.max_batch_prompts)
     ask = Ask(
-        request_id=pick_request_id(body, request.headers.get("x-request-id"), "cmpl-"),
+        request_id=pick_request_id(given_request_id(body), request, "cmpl-"),
         prompts=prompts,
         params=[_params(body, context)] * len(prompts),
         namespace=body.cache_salt or "",
         priority=body.priority or 0,
+        deadline_s=body.deadline_s,
         add_special_tokens=body.add_special_tokens is not False,
     )
     if body.stream:

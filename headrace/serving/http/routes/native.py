@@ -26,7 +26,7 @@ from headrace.serving.http.protocol.native import (
     MetaInfo,
     NativeSampling,
 )
-from headrace.serving.http.sampling import draw_request_id, read_defaults
+from headrace.serving.http.sampling import pick_request_id, read_defaults
 from headrace.serving.http.stream import EventStream, frame, start_stream
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ def _params(body: GenerateRequest, num_prompts: int, defaults: dict[str, float])
     return [_sampling(body, one, defaults) for one in asked]
 
 
-def _names(body: GenerateRequest, num_prompts: int) -> tuple[str, list[str]]:
+def _names(body: GenerateRequest, request: Request, num_prompts: int) -> tuple[str, list[str]]:
     """``(id of the whole, id of each prompt)``."""
     if isinstance(body.rid, list):
         if len(body.rid) != num_prompts:
             raise RequestError(f"rid must be one, or one for each of the {num_prompts} prompts", param="rid")
         return body.rid[0], body.rid
-    rid = body.rid or draw_request_id("gen-")
+    rid = pick_request_id(body.rid, request, "gen-")
     return rid, [rid] if num_prompts == 1 else [f"{rid}-{i}" for i in range(num_prompts)]
 
 
@@ -101,9 +101,12 @@ async def generate(request: Request) -> JsonResponse | EventStream:
         raise RequestError("top_logprobs_num needs return_logprob to be true", param="top_logprobs_num")
     prompts, is_batch = _prompts(body, context.server.max_batch_prompts)
     params = _params(body, len(prompts), context.facts().default_sampling)
-    request_id, names = _names(body, len(prompts))
+    request_id, names = _names(body, request, len(prompts))
     salt = f"{body.cache_salt or ''}{'/' if body.cache_salt and body.extra_key else ''}{body.extra_key or ''}"
-    ask = Ask(request_id=request_id, prompts=prompts, params=params, namespace=salt, priority=body.priority or 0, stream_ids=names)
+    ask = Ask(
+        request_id=request_id, prompts=prompts, params=params, namespace=salt, priority=body.priority or 0, deadline_s=body.deadline_s,
+        stream_ids=names,
+    )
     is_list = is_batch or any(p.n > 1 for p in params)
     texts = TokenNames(context.client.tokenizer) if body.return_text_in_logprobs else None
     if body.stream:
