@@ -101,6 +101,9 @@ def read_moe(
     count, top_k = fields.integer(num_experts), fields.integer("num_experts_per_tok")
     if top_k > count:
         raise ConfigError(f"config.json: num_experts_per_tok ({top_k}) must be at most {num_experts} ({count})", param="num_experts_per_tok")
+    groups, best, counted = (routing.get(name, 1) for name in ("num_groups", "top_groups", "group_best"))
+    if count % groups or best > groups or counted > count // groups or top_k > best * (count // groups):
+        raise ConfigError(f"config.json: num_experts_per_tok ({top_k}) cannot be chosen in topk_group ({best}) of n_group ({groups}) groups of {count} experts", param="n_group")
     expert = MlpSpec(fields.integer(width), fields.choice("hidden_act", ACTIVATIONS, "silu"), bias, clamp)
     return MoeSpec(RoutingSpec(count, top_k, bias=bias, **routing), expert, shared)
 
@@ -121,9 +124,6 @@ def read_layers(fields: Fields, rope: RopeSpec | None, *, window: int = 0) -> tu
 def read_windowed_layers(fields: Fields, rope: RopeSpec | None) -> tuple[LayerSpec, ...]:
     """If ``use_sliding_window``, ``layer_types`` says which layers have ``sliding_window``; before that field existed,
     those from ``max_window_layers`` on."""
-    groups, best, counted = (routing.get(name, 1) for name in ("num_groups", "top_groups", "group_best"))
-    if count % groups or best > groups or counted > count // groups or top_k > best * (count // groups):
-        raise ConfigError(f"config.json: num_experts_per_tok ({top_k}) cannot be chosen in topk_group ({best}) of n_group ({groups}) groups of {count} experts", param="n_group")
     num_layers = fields.integer("num_hidden_layers")
     if not fields.flag("use_sliding_window", False):
         return read_layers(fields, rope)

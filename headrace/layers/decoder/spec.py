@@ -187,12 +187,12 @@ class DecoderSpec:
 
 
 def decoder_cache_specs(spec: DecoderSpec, kv_dtype: str) -> list[CacheSpec | None]:
-    """One `CacheSpec` per layer: ``sliding_window`` where the layer has a window, else ``full``."""
+    """One `CacheSpec` per layer: ``sliding_window`` where the layer has a window, else ``full``; ``mla`` for latents."""
     heads = spec.attention
-    return [
-        CacheSpec(
     if isinstance(heads, LatentAttentionSpec):
         return [CacheSpec("mla", 1, heads.latent_dim + heads.rotary_dim, heads.latent_dim, kv_dtype)] * spec.num_layers
+    return [
+        CacheSpec(
             kind="sliding_window" if layer.window else "full", num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
             value_dim=heads.head_dim, dtype=kv_dtype, window=layer.window,
         )
