@@ -72,6 +72,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     threads = set_threads(config.device.threads)
     config = resolve_for_device(config, device.type)
     loaded = load_model(config, device, progress)
+    config = _fit_steps(config, loaded)
     chosen = choose_backends(
         loaded.model, loaded.groups, Build(device=device, dtype=loaded.dtype), config.cache, config.device.attention_backend,
     )
@@ -84,7 +85,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     layout = _layout(config, plan)
     runner = _build_runner(config, loaded, chosen, layout, device)
     progress("running a first step", 0.9)
-    run_tiny_steps(runner.execute, layout)
+    run_tiny_steps(runner.execute, layout, is_reader=loaded.pooling is not None)
     graphs = _capture_graphs(config, runner, layout, device, progress)
     kv_bytes = sum(pool.num_bytes for pool in runner.pools)
     memory = memory_lines(
@@ -99,6 +100,15 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
 def _limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
     """Without graphs where the model or a backend says that it cannot be captured."""
     return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
+
+
+def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """A step must hold the longest text of a model that keeps nothing between steps."""
+    most = config.scheduler.max_step_tokens
+    if loaded.groups or (most is not None and most >= loaded.max_model_len):
+        return config
+    logger.info("max_step_tokens raised from %s to %d: this model computes a text in one step", most, loaded.max_model_len)
+    return replace(config, scheduler=replace(config.scheduler, max_step_tokens=loaded.max_model_len))
 
 
 def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
@@ -149,5 +159,5 @@ def _measure_activations(config: EngineConfig, loaded: LoadedModel, chosen: Chos
     layout = _layout(config, CachePlan(groups, loaded.max_model_len))
     runner = _build_runner(config, loaded, chosen, layout, device)
     assert config.scheduler.max_step_tokens
-    return measure_largest_steps(runner.execute, layout, config.scheduler.max_step_tokens, device)
+    return measure_largest_steps(runner.execute, layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None)
 

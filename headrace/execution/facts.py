@@ -22,6 +22,7 @@ def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str) -> ModelFa
         eos_ids=read_eos_ids(loaded.source, loaded.vocab_size), num_parameters=loaded.num_parameters, page_size=layout.page_size,
         num_kv_tokens=tokens, default_sampling=read_default_sampling(loaded.source.generation_config),
         tool_parser=loaded.family.tool_parser, reasoning_parser=loaded.family.reasoning_parser,
+        pooling=loaded.pooling.facts(loaded.spec.width) if loaded.pooling else None,
     )
 
 

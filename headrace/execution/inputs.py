@@ -13,11 +13,13 @@ import torch
 
 from headrace.base.cache import CacheLayout
 from headrace.base.step import StepPlan
-from headrace.execution.rows import Rows
+from headrace.execution.rows import HAS_SECOND_TEXT, Rows
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.memory.page_tables import PageTables
+
+NO_POSITION = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,15 @@ class InputBuilder:
         tokens = np.concatenate(prefill) if prefill else np.empty(0, dtype=np.int64)
         assert len(tokens) == shape.num_tokens - shape.num_decodes, "a prefill span beyond the row's known tokens"
         upload.add("prefill_tokens", tokens)
+        if (self._rows.flags_np[shape.rows] & HAS_SECOND_TEXT).any():
+            upload.add("text_kinds", self._text_kinds(shape))
+
+    def _text_kinds(self, shape: StepShape) -> np.ndarray:
+        """[T]: 1 for tokens of the second text of a pair."""
+        specs = [self._rows[int(row)].pooling for row in shape.rows]
+        seconds = np.array([spec.second_start if spec is not None and spec.second_start else NO_POSITION for spec in specs])
+        starts = np.repeat(seconds - shape.begins + shape.query_start[:-1], shape.lengths)
+        return (np.arange(shape.num_tokens) >= starts).astype(np.int64)
 
     def build(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> ForwardBatch:
         """The batch, with every backend prepared. No waiting; stream order keeps the static tensors safe."""
@@ -97,7 +108,8 @@ class InputBuilder:
         positions.copy_(sent["positions"])
         static.query_start[: num_requests + 1] = sent["query_start"]
         static.kv_lens[:num_requests] = sent["kv_lens"]
-        return ForwardBatch(token_ids, positions, [self._build_group(g, shape, sent) for g in range(len(self._backends))])
+        groups = [self._build_group(g, shape, sent) for g in range(len(self._backends))]
+        return ForwardBatch(token_ids, positions, groups, list(map(int, shape.lengths)), sent.get("text_kinds"))
 
     def _build_group(self, group: int, shape: StepShape, sent: dict[str, torch.Tensor]) -> GroupStep:
         static, page_size, num_tokens = self.static, self._layout.page_size, shape.num_tokens

@@ -17,9 +17,11 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError
 from headrace.base.registry import load_target
 from headrace.execution.device import resolve_dtype
+from headrace.execution.read_out import attach_read_out
 from headrace.layers.build import Build
 from headrace.models.catalog import find_family
 from headrace.models.family import Family
+from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights import draw_dummy_weights, open_weights
 from headrace.models.weights.dummy import DEFAULT_STD
@@ -40,6 +42,7 @@ class LoadedModel:
     num_layers: int
     vocab_size: int
     max_model_len: int
+    pooling: PoolingPlan | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -57,27 +60,31 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     progress("reading the model's configuration", 0.0)
     source = resolve_source(config.model)
     family = find_family(source.architecture)
-    spec = family.read_config(source.config)
+    task = read_task(source, family, config.model.task)
+    spec, pooling = family.read_config(config_for(source, task)), plan_pooling(source, family, task)
     dtype = resolve_dtype(config.model.dtype, source.config, device)
     kv_dtype = dtype if config.cache.kv_dtype == "auto" else getattr(torch, config.cache.kv_dtype)
     specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
-    max_model_len = _limit_context(config.model.max_model_len, spec.max_model_len)
+    max_model_len = _limit_context(config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0)
     try:
         build = Build(device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts)
         model = load_target(family.model)(spec, build)
         _fill(model, source, config, dtype, device, progress)
+        if pooling is not None:
+            attach_read_out(model, pooling, build)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit the memory of {device}: choose a smaller model or dtype, or free the device", param="model") from error
-    return LoadedModel(source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len)
+    return LoadedModel(source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling)
 
 
-def _limit_context(wanted: int | None, native: int) -> int:
+def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:
+    """The longest context: what is wanted, else what is usual, never more than the model was made for."""
     if wanted is not None and wanted > native:
         raise ConfigError(
             f"max_model_len {wanted} is more than the {native} tokens the model was made for; set it to {native} or less, "
             "or change the model's own limit with config_overrides", param="max_model_len",
         )
-    return wanted or native
+    return wanted or min(usual or native, native)
 
 
 @torch.no_grad()

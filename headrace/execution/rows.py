@@ -11,11 +11,15 @@ import numpy as np
 import torch
 
 from headrace.base.errors import HeadraceError
+from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import RowStart
 
 IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS, IS_TAKEN = 1, 2, 4, 8, 16, 32
 """Bits of a row's flags; 0 is a free row."""
+
+IS_POOLED, HAS_SECOND_TEXT = 256, 512
+"""More of them: the row is read, not continued; its tokens are of two texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class RowTokens:
     token_ids: np.ndarray
     prompt_len: int
     sampling: SamplingSpec
+    pooling: PoolingSpec | None = None
 
 
 class Rows:
@@ -53,7 +58,7 @@ class Rows:
     def start(self, start: RowStart) -> RowTokens:
         """Take a row; whatever it held is forgotten."""
         spec = start.sampling
-        known = RowTokens(np.array(start.token_ids, dtype=np.int64), start.prompt_len, spec)
+        known = RowTokens(np.array(start.token_ids, dtype=np.int64), start.prompt_len, spec, start.pooling)
         self._rows[start.row] = known
         self.prompt_len_np[start.row] = start.prompt_len
         self.draws_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
@@ -62,6 +67,8 @@ class Rows:
             IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None) | HAS_RULES * (spec.rules is not None)
             | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0)
         )
+        if start.pooling is not None:
+            self.flags_np[start.row] |= IS_POOLED | HAS_SECOND_TEXT * (start.pooling.second_start > 0)
         return known
 
     def release(self, row: int) -> None:

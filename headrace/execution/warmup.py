@@ -8,6 +8,7 @@ import torch
 
 from headrace.base.cache import NULL_PAGE, CacheLayout
 from headrace.base.errors import ModelError
+from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import PageAppend, RowStart, StepPlan
 from headrace.execution.result import PendingSample
@@ -20,21 +21,21 @@ OWN_STEP = -1
 """``step_id`` of steps that no scheduler planned."""
 
 
-def run_tiny_steps(execute: Execute, layout: CacheLayout) -> None:
-    """Prefill and decode one request, then give its row back; raises `ModelError` when the model yields no numbers."""
+def run_tiny_steps(execute: Execute, layout: CacheLayout, *, is_reader: bool = False) -> None:
+    """Prefill and decode one request (a model that reads: prefill it), then give its row back; raises `ModelError` when the model yields no numbers."""
     num_pages = -(-(PROMPT_LEN + 1) // layout.page_size)
     pages = [FIRST_PAGE + i if FIRST_PAGE + i < group.num_pages else NULL_PAGE for group in layout.groups for i in range(num_pages)]
     appends = [PageAppend(g, 0, 0, pages[g * num_pages : (g + 1) * num_pages]) for g in range(len(layout.groups))]
-    start = RowStart(0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, SamplingSpec())
-    prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [1], starts=[start], appends=appends)
-    decode = StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1])
-    for plan in (prefill, decode, StepPlan(OWN_STEP, 0, [], [], [], [], releases=[0])):
+    start = RowStart(0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, SamplingSpec(), PoolingSpec() if is_reader else None)
+    prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_reader)], starts=[start], appends=appends)
+    decodes = [] if is_reader else [StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1])]
+    for plan in (prefill, *decodes, StepPlan(OWN_STEP, 0, [], [], [], [], releases=[0])):
         result = execute(plan).result()
         if result.failed_rows:
             raise ModelError(f"the first step of the model failed: {result.failed_rows[0][1]}; are its weights sound, and its dtype wide enough?")
 
 
-def measure_largest_steps(execute: Execute, layout: CacheLayout, max_tokens: int, device: torch.device) -> int:
+def measure_largest_steps(execute: Execute, layout: CacheLayout, max_tokens: int, device: torch.device, *, is_reader: bool = False) -> int:
     """Bytes that the largest steps take beyond what is allocated now: one of as many requests as can be, all drawing at
     random, and one of the longest. Reads and writes the null page only, so two pages per group are enough."""
     torch.cuda.synchronize(device)
@@ -45,8 +46,9 @@ def measure_largest_steps(execute: Execute, layout: CacheLayout, max_tokens: int
     for num_rows in (many, few):
         length = min(max(1, max_tokens // num_rows), layout.max_model_len)
         spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
-        starts = [RowStart(row, "measure", [0] * length, length, spec) for row in range(num_rows)]
+        pooling = PoolingSpec() if is_reader else None
+        starts = [RowStart(row, "measure", [0] * length, length, spec, pooling) for row in range(num_rows)]
         rows = list(range(num_rows))
-        execute(StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, [1] * num_rows, starts=starts)).result()
+        execute(StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, [int(not is_reader)] * num_rows, starts=starts)).result()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -1,8 +1,9 @@
-"""`RmsNorm` and `NoNorm`: normalise, or add to the running residual and normalise."""
+"""`RmsNorm` and `NoNorm`: normalise, or add to the running residual and normalise. `LayerNorm` for encoders."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from headrace.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
@@ -28,6 +29,17 @@ class RmsNorm(nn.Module):
         if residual is None:
             return self._norm(x, self.weight, self.eps, self.offset), x
         return self._add_norm(x, residual, self.weight, self.eps, self.offset)
+
+
+class LayerNorm(nn.Module):
+    """Mean 0 and variance 1 over the last dim, [T, D], times ``weight`` plus ``bias``; torch's own kernel everywhere."""
+
+    def __init__(self, build: Build, width: int, eps: float):
+        super().__init__()
+        self.weight, self.bias, self.eps = build.parameter(width), build.parameter(width), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class NoNorm(nn.Module):

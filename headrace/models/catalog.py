@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "headrace.families"
 
 ARCHITECTURES = {
+    "BertForMaskedLM": "bert",
+    "BertForSequenceClassification": "bert",
+    "BertModel": "bert",
     "DeepseekV2ForCausalLM": "deepseek_v3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3",
@@ -29,13 +32,22 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
+    "LlamaForSequenceClassification": "llama",
+    "LlamaModel": "llama",
     "MistralForCausalLM": "llama",
+    "MistralForSequenceClassification": "llama",
+    "MistralModel": "llama",
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2ForSequenceClassification": "qwen2",
+    "Qwen2Model": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3ForSequenceClassification": "qwen3",
+    "Qwen3Model": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    **{kind + use: "roberta" for kind in ("Roberta", "XLMRoberta") for use in ("ForMaskedLM", "ForSequenceClassification", "Model")},
 }
 """Hugging Face class name: family."""
 

@@ -21,6 +21,8 @@ class Family:
     dataclass; raises `ConfigError` on a value it cannot serve). ``cache_specs(spec, kv_dtype)`` gives one `CacheSpec`
     or None per layer. ``model`` is ``"module:Class"`` of a `ServedModel`, imported only when the family is served.
 
+    ``generates`` is False for a family whose models read texts, and have no logits of tokens.
+
     ``gguf_architectures`` are values of ``general.architecture`` it serves; ``gguf_config(metadata)`` makes the
     config.json dict from GGUF metadata; ``gguf_weights`` is ``"module:function"`` ``(spec) -> GgufNaming``, or None for
     the naming shared by decoders.
@@ -36,6 +38,7 @@ class Family:
     gguf_weights: str | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    generates: bool = True
     plugin_api: int = PLUGIN_API
 
 
@@ -44,6 +47,8 @@ class ServedModel(Protocol):
 
     Built as ``Class(spec, build)`` with a `headrace.layers.build.Build` under which every parameter is created empty
     on the device in the model dtype; then ``load_weights``, then ``bind_cache``, then ``forward`` any number of times.
+    A model with a classifier has it as ``scores``, [S, D] to logits [S, classes] in float32. Who loads a model that reads
+    sets its ``read_out``, a `headrace.layers.pooling.ReadOut`.
     """
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:

@@ -43,6 +43,7 @@ def find_package(name: str) -> Path | None:
         if len(ggufs) == 1:
             return ggufs[0]
         configs = [file for file in files if file.name == "config.json" and any(f.suffix == ".safetensors" and f.parent == file.parent for f in files)]
+        configs = [c for c in configs if not any(other.parent in c.parent.parents for other in configs)]  # a model may hold parts of itself
         if len(configs) == 1:
             return configs[0].parent
         several = ggufs or configs

@@ -26,6 +26,9 @@ from headrace.layers.decoder.spec import (
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 ROPE_KINDS = {"default": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn", "longrope": "longrope", "su": "longrope"}
 
+CLASSIFIERS, BARE = ("ForSequenceClassification",), "Model"
+"""Endings of architectures with a classifier instead of the vocabulary's head, and of those with neither."""
+
 
 class Fields:
     """A config.json dict whose values are checked as they are read; null counts as absent."""
@@ -89,8 +92,25 @@ def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...], **special: Any) 
         "norm": NormSpec(fields.number("rms_norm_eps", 1e-6)),
     }
     return DecoderSpec(
-        width=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers, **{**usual, **special},
+        width=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers,
+        num_classes=_read_head(fields.config), **{**usual, **special},
     )
+
+
+def read_num_classes(config: dict[str, Any]) -> int:
+    """Classes of a classifier: those that have names, ``num_labels``, or 2; 0 for another architecture."""
+    if not _architecture(config).endswith(CLASSIFIERS):
+        return 0
+    return len(config.get("id2label") or ()) or Fields(config).integer("num_labels", 2)
+
+
+def _read_head(config: dict[str, Any]) -> int | None:
+    architecture = _architecture(config)
+    return read_num_classes(config) if architecture.endswith((*CLASSIFIERS, BARE)) else None
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return (config.get("architectures") or [""])[0]
 
 
 def read_moe(

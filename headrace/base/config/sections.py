@@ -25,6 +25,7 @@ class ModelConfig(_Section):
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's where the device is fast in it", choices=("auto", "float32", "bfloat16", "float16"))
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens; default: the model's own limit, or what memory allows", low=8)
     config_overrides: str | None = option(None, "JSON object merged into the model's config.json", metavar="JSON")
+    task: str = option("auto", "what the model does with a text; auto is what its checkpoint was made for", choices=("auto", "generate", "embed", "classify"))
     seed: int = option(0, "seed of dummy weights and of requests that bring none", low=0)
 
 

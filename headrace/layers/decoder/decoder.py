@@ -15,7 +15,7 @@ from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.block import DecoderBlock
-from headrace.layers.decoder.names import SPLIT_NAMES
+from headrace.layers.decoder.names import SCORE_NAMES, SPLIT_NAMES, add_prefix
 from headrace.layers.decoder.spec import DecoderSpec, RopeSpec
 from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
@@ -46,15 +46,21 @@ class Decoder(nn.Module):
         self.embedding = Embedding(build, vocabulary.size, spec.width, vocabulary.embedding_scale)
         self.layers = nn.ModuleList(DecoderBlock(spec, layer, tables.get(layer.rope), build) for layer in spec.layers)
         self.norm = RmsNorm(build, spec.width, spec.norm.eps, spec.norm.offset)
-        self.head = Head(
-            build, vocabulary.size, spec.width, weight=self.embedding.weight if vocabulary.tied else None,
-            divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap,
-        )
+        self.head = self.scores = None
+        if spec.num_classes is None:
+            self.head = Head(
+                build, vocabulary.size, spec.width, weight=self.embedding.weight if vocabulary.tied else None,
+                divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap,
+            )
+        elif spec.num_classes > 0:
+            self.scores = Head(build, spec.num_classes, spec.width)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
-        names, harmless = self.names, HARMLESS
-        if self.spec.vocabulary.tied:
+        names, harmless = {**self.names, **SCORE_NAMES}, HARMLESS
+        if self.spec.num_classes == 0:
+            tensors = add_prefix(tensors)
+        if self.spec.vocabulary.tied or self.head is None:
             names = {theirs: ours for theirs, ours in names.items() if ours != "head"}
             harmless += tuple(f"{theirs}.weight" for theirs, ours in self.names.items() if ours == "head")
         fill_targets(find_targets(self, names, self.spec.num_layers), self.translate(tensors), harmless=harmless)

@@ -1,5 +1,10 @@
 """Checkpoint names that most decoders share, and ways to make a family's own table from them."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 SPLIT_NAMES = {
     "model.embed_tokens": "embedding",
     "model.norm": "norm",
@@ -18,6 +23,11 @@ SPLIT_NAMES = {
 }
 """q, k, v and gate, up are separate tensors; norms stand before the branches."""
 
+SCORE_NAMES = {"score": "scores"}
+"""The head of a decoder that classifies."""
+
+BARE_PREFIXES = ("model.", "lm_head.")
+
 EXPERT_NAMES = {
     "model.layers.{i}.mlp.experts.{x}.gate_proj": "layers.{i}.mlp.experts.gate_up#{x}/gate",
     "model.layers.{i}.mlp.experts.{x}.up_proj": "layers.{i}.mlp.experts.gate_up#{x}/up",
@@ -27,6 +37,12 @@ EXPERT_NAMES = {
 
 ROUTER = "layers.{i}.mlp.router.logits"
 """Our name of what chooses experts; checkpoints have several."""
+
+
+def add_prefix(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The tensors of a checkpoint that holds the bare decoder, under the names they have beside a head."""
+    for name, tensor in tensors:
+        yield name if name.startswith(BARE_PREFIXES) else f"model.{name}", tensor
 
 
 def with_stacked_mlp(names: dict[str, str]) -> dict[str, str]:

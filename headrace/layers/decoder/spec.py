@@ -166,7 +166,8 @@ class VocabularySpec:
 @dataclass(frozen=True)
 class DecoderSpec:
     """A decoder-only transformer. ``max_model_len`` is the longest context the checkpoint claims, in tokens. ``mlp`` is
-    that of every layer which names no other. ``residual_scale`` multiplies each branch before it is added to the residual."""
+    that of every layer which names no other. ``residual_scale`` multiplies each branch before it is added to the residual.
+    ``num_classes``: what the head tells apart, instead of the vocabulary's words (None: those; 0: there is no head)."""
 
     width: int
     max_model_len: int
@@ -176,6 +177,7 @@ class DecoderSpec:
     norm: NormSpec
     layers: tuple[LayerSpec, ...]
     residual_scale: float = 1.0
+    num_classes: int | None = None
 
     @property
     def num_layers(self) -> int:

@@ -13,7 +13,7 @@ from headrace.models.reading import Fields, read_decoder, read_layers, read_rope
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """Every layer alike; Mistral has a window, 4096 tokens unless its config says otherwise."""
     fields = Fields(config)
-    window = read_window(fields, 4096) if config["architectures"][0] == "MistralForCausalLM" else 0
+    window = read_window(fields, 4096) if config["architectures"][0].startswith("Mistral") else 0
     return read_decoder(fields, read_layers(fields, read_rope(fields), window=window))
 
 
@@ -26,7 +26,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llama",
-    architectures=("LlamaForCausalLM", "MistralForCausalLM"),
+    architectures=tuple(kind + use for kind in ("Llama", "Mistral") for use in ("ForCausalLM", "Model", "ForSequenceClassification")),
     read_config=read_config,
     cache_specs=decoder_cache_specs,
     model="headrace.models.llama.model:LlamaModel",

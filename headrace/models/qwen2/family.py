@@ -23,7 +23,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
+    architectures=("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
     read_config=read_config,
     cache_specs=decoder_cache_specs,
     model="headrace.models.qwen2.model:Qwen2Model",

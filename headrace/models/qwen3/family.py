@@ -23,7 +23,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
+    architectures=("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
     read_config=read_config,
     cache_specs=decoder_cache_specs,
     model="headrace.models.qwen3.model:Qwen3Model",

@@ -1,0 +1,149 @@
+"""`Pooler`: from a step's hidden states to the results of the rows that are read. P spans of such rows, S results, D width.
+
+A text may come in chunks: what its earlier ones contribute is kept by row until the last is computed.
+Refuses: what the model's classifier or dense layers do (``layers/pooling``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.execution.inputs import StepShape
+from headrace.execution.rows import IS_POOLED, Rows
+from headrace.execution.upload import Upload, to_host
+from headrace.layers.pooling import ReadOut
+from headrace.models.family import ServedModel
+
+NOT_FINITE = "the model's result is not finite (NaN or infinity)"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBatch:
+    """Spans of rows that are read, as host arrays: their rows [P], and their places among the P by what must be done.
+    ``resumed``: earlier chunks count too; ``unfinished``: later ones will. ``finished``: the model's own result is due;
+    ``labelled``: logits of certain tokens are, ``num_labels`` of them each."""
+
+    rows: np.ndarray
+    resumed: np.ndarray
+    unfinished: np.ndarray
+    finished: np.ndarray
+    labelled: np.ndarray
+    num_labels: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Results [S, W] float32 of ``rows`` on the host once the step is done; only the first ``widths[i]`` of a row count."""
+
+    rows: list[int]
+    widths: list[int]
+    values: torch.Tensor
+
+    def records(self, *, check_finite: bool) -> tuple[list[tuple[int, bytes]], list[tuple[int, str]]]:
+        """``(results, failures)`` as `StepResult` has them."""
+        table = self.values.numpy()
+        results = [(row, table[i, :width].astype("<f4").tobytes()) for i, (row, width) in enumerate(zip(self.rows, self.widths, strict=True))]
+        broken = [row for i, (row, width) in enumerate(zip(self.rows, self.widths, strict=True)) if not np.isfinite(table[i, :width]).all()]
+        return results, [(row, NOT_FINITE) for row in broken] if check_finite else []
+
+
+class Pooler:
+    """Two halves: `pack` before the step's upload, `pool` after the forward pass."""
+
+    def __init__(self, rows: Rows, model: ServedModel):
+        self._rows, self._model = rows, model
+        self._read_out: ReadOut | None = getattr(model, "read_out", None)
+        self._states: torch.Tensor | None = None  # [max_rows, D] float32, of texts of which only a part is computed
+
+    def pack(self, shape: StepShape, upload: Upload) -> PoolBatch | None:
+        """Add what pooling needs to the upload; None when no row of the plan is read."""
+        places = np.flatnonzero(self._rows.flags_np[shape.rows] & IS_POOLED)
+        if not len(places):
+            return None
+        rows, begins, ends = shape.rows[places], shape.begins[places], shape.ends[places]
+        known = [self._rows[int(row)] for row in rows]
+        totals = np.array([len(row.token_ids) for row in known])
+        labels = [row.pooling.label_ids if row.pooling is not None else [] for row in known]
+        is_own, is_done = np.array([not ids for ids in labels]), ends == totals
+        batch = PoolBatch(
+            rows, np.flatnonzero(is_own & (begins > 0)), np.flatnonzero(is_own & ~is_done), np.flatnonzero(is_own & is_done),
+            np.flatnonzero(~is_own & is_done), [len(ids) for ids, done in zip(labels, is_done, strict=True) if ids and done],
+        )
+        upload.add("pool_spans", places)
+        upload.add("pool_first", shape.query_start[:-1][places])
+        upload.add("pool_last", shape.query_start[1:][places] - 1)
+        upload.add("pool_lengths", shape.lengths)
+        upload.add("pool_finished", batch.finished)
+        upload.add("pool_totals", totals[batch.finished])
+        if len(batch.resumed):
+            upload.add("pool_resumed", batch.resumed)
+            upload.add("pool_resumed_rows", rows[batch.resumed])
+        if len(batch.unfinished):
+            upload.add("pool_unfinished", batch.unfinished)
+            upload.add("pool_unfinished_rows", rows[batch.unfinished])
+        if len(batch.labelled):
+            width = max(batch.num_labels)
+            upload.add("pool_labelled", batch.labelled)
+            upload.add("pool_labels", np.array([(labels[i] + [0] * width)[:width] for i in batch.labelled]).ravel())
+        return batch
+
+    def pool(self, batch: PoolBatch | None, hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> list[PooledRows]:
+        """Results of the rows that end in this step, on their way to the host; ``hidden`` [T, D]."""
+        if batch is None:
+            return []
+        found = []
+        if len(batch.finished) or len(batch.unfinished):
+            states = self._reduce(batch, hidden, sent)
+            if len(batch.finished):
+                found.append(self._send(batch.rows[batch.finished], self._read(states, sent), None))
+        if len(batch.labelled):
+            last = sent["pool_last"].index_select(0, sent["pool_labelled"])
+            logits = self._model.compute_logits(hidden.index_select(0, last))
+            chosen = logits.gather(1, sent["pool_labels"].view(len(batch.labelled), -1))
+            found.append(self._send(batch.rows[batch.labelled], chosen, batch.num_labels))
+        return found
+
+    def _reduce(self, batch: PoolBatch, hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[P, D] float32: each span's states and those of its text's earlier spans, made one; kept for unfinished texts."""
+        assert self._read_out is not None, "a model that generates has no result of its own for a text"
+        reduction = self._read_out.reduction
+        states = _reduce_spans(reduction, hidden, sent)
+        if len(batch.resumed) and reduction != "last":
+            kept = self._kept(states).index_select(0, sent["pool_resumed_rows"])
+            states.index_copy_(0, sent["pool_resumed"], _join(reduction, kept, states.index_select(0, sent["pool_resumed"])))
+        if len(batch.unfinished) and reduction != "last":
+            self._kept(states).index_copy_(0, sent["pool_unfinished_rows"], states.index_select(0, sent["pool_unfinished"]))
+        return states
+
+    def _read(self, states: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert self._read_out is not None
+        states = states.index_select(0, sent["pool_finished"])
+        if self._read_out.reduction == "mean":
+            states = states / sent["pool_totals"][:, None]
+        return self._read_out(states)
+
+    def _kept(self, like: torch.Tensor) -> torch.Tensor:
+        if self._states is None:
+            self._states = like.new_zeros(len(self._rows.flags_np), like.shape[1])
+        return self._states
+
+    @staticmethod
+    def _send(rows: np.ndarray, values: torch.Tensor, widths: list[int] | None) -> PooledRows:
+        return PooledRows([int(row) for row in rows], widths or [values.shape[1]] * len(rows), to_host(values.float()))
+
+
+def _reduce_spans(reduction: str, hidden: torch.Tensor, sent: dict[str, Any]) -> torch.Tensor:
+    if reduction in ("first", "last"):
+        return hidden.index_select(0, sent[f"pool_{reduction}"]).float()
+    per_span = torch.segment_reduce(hidden.float(), "sum" if reduction == "mean" else "max", lengths=sent["pool_lengths"], unsafe=True)
+    return per_span.index_select(0, sent["pool_spans"])
+
+
+def _join(reduction: str, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+    if reduction == "first":
+        return earlier
+    return earlier + later if reduction == "mean" else torch.maximum(earlier, later)

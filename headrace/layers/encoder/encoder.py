@@ -1,0 +1,115 @@
+"""`Encoder`: a transformer of the BERT line from an `EncoderSpec`; Devlin et al., arXiv:1810.04805. T tokens, D width.
+
+Refuses: knowing any family; a family brings its spec and its table of checkpoint names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headrace.layers.attention.contract import KvPages
+from headrace.layers.batch import ForwardBatch
+from headrace.layers.build import Build
+from headrace.layers.encoder.names import HARMLESS, PLAIN_NAMES, SCORE_NAMES, strip_prefixes
+from headrace.layers.encoder.spans import TextSpans
+from headrace.layers.encoder.spec import EncoderSpec
+from headrace.layers.linear import Linear
+from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.norm import LayerNorm
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu, "silu": F.silu,
+}
+
+
+class EncoderEmbedding(nn.Module):
+    """Word, position and kind of each token, added up and normalised."""
+
+    def __init__(self, spec: EncoderSpec, build: Build):
+        super().__init__()
+        tables = spec.tables
+        self.words = build.parameter(tables.vocab_size, spec.width)
+        self.positions = build.parameter(tables.num_positions, spec.width)
+        self.kinds = build.parameter(tables.num_kinds, spec.width)
+        self.norm = LayerNorm(build, spec.width, spec.norm_eps)
+        self._first_position, self._has_kinds = tables.first_position, tables.num_kinds > 1
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        x = F.embedding(batch.token_ids, self.words)
+        x += F.embedding(batch.positions + self._first_position, self.positions)
+        x += self.kinds[0] if batch.text_kinds is None or not self._has_kinds else F.embedding(batch.text_kinds, self.kinds)
+        return self.norm(x)
+
+
+class EncoderBlock(nn.Module):
+    """Attention and MLP, each added to its input and normalised."""
+
+    def __init__(self, spec: EncoderSpec, build: Build):
+        super().__init__()
+        self.num_heads = spec.num_heads
+        self.qkv = Linear(build, spec.width, {"q": spec.width, "k": spec.width, "v": spec.width}, bias=True)
+        self.output = Linear(build, spec.width, spec.width, bias=True)
+        self.attention_norm = LayerNorm(build, spec.width, spec.norm_eps)
+        self.up = Linear(build, spec.width, spec.mlp_width, bias=True)
+        self.down = Linear(build, spec.mlp_width, spec.width, bias=True)
+        self.mlp_norm = LayerNorm(build, spec.width, spec.norm_eps)
+        self._activate = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: torch.Tensor, spans: TextSpans) -> torch.Tensor:
+        x = self.attention_norm(self.output(spans.attend(self.qkv(x), self.num_heads)).add_(x))
+        return self.mlp_norm(self.down(self._activate(self.up(x))).add_(x))
+
+
+class ClassScores(nn.Module):
+    """``hidden [S, D] -> logits [S, C]`` float32 of a text's first token: a dense layer, tanh, and one more."""
+
+    def __init__(self, spec: EncoderSpec, build: Build):
+        super().__init__()
+        self.dense = Linear(build, spec.width, spec.width, bias=True)
+        self.output = Linear(build, spec.width, spec.num_classes, bias=True)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.output(torch.tanh(self.dense(hidden))).float()
+
+
+class Encoder(nn.Module):
+    """Parameters are created empty; then ``load_weights``, then ``forward`` any number of times.
+
+    ``names`` is the table of checkpoint names (`headrace.layers.loading`), ``score_names`` that of the classifier;
+    ``prefixes`` are what a checkpoint may put before the names of the encoder itself.
+    """
+
+    names: ClassVar[Mapping[str, str]] = PLAIN_NAMES
+    score_names: ClassVar[Mapping[str, str]] = SCORE_NAMES
+    prefixes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, spec: EncoderSpec, build: Build):
+        super().__init__()
+        self.spec = spec
+        self.embedding = EncoderEmbedding(spec, build)
+        self.layers = nn.ModuleList(EncoderBlock(spec, build) for _ in range(spec.num_layers))
+        self.scores = ClassScores(spec, build) if spec.num_classes else None
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
+        names = {**self.names, **self.score_names} if self.scores is not None else self.names
+        targets = find_targets(self, names, self.spec.num_layers)
+        fill_targets(targets, strip_prefixes(tensors, self.prefixes, wanted=targets.keys()), harmless=HARMLESS)
+
+    def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
+        """No layer has a cache."""
+        assert not any(pages), "an encoder keeps nothing between steps"
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [T, D] after the last layer."""
+        x = self.embedding(batch)
+        spans = TextSpans(batch.lengths, dtype=x.dtype, device=x.device)
+        for layer in self.layers:
+            x = layer(x, spans)
+        return x

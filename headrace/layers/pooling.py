@@ -1,0 +1,48 @@
+"""From hidden states to the result of a whole text: which states count, and what is made of them. S texts, D width.
+
+Refuses: knowing rows and steps (``execution/pooling``) and checkpoint folders (``models/pooling``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headrace.layers.build import Build
+from headrace.layers.linear import Linear
+
+Reduction = Literal["first", "last", "mean", "max"]
+DENSE_ACTIVATIONS = {"identity": nn.Identity, "tanh": nn.Tanh, "gelu": nn.GELU, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU}
+
+
+class EmbeddingHead(nn.Module):
+    """``states [S, D] -> [S, W]`` float32: dense layers, then unit length if wanted. ``layers`` are
+    ``(in width, out width, has bias, activation)``."""
+
+    def __init__(self, build: Build, layers: list[tuple[int, int, bool, str]], *, normalise: bool):
+        super().__init__()
+        self.dense = nn.ModuleList(Linear(build, inside, outside, bias=bias) for inside, outside, bias, _ in layers)
+        self._activations = [DENSE_ACTIVATIONS[name]() for *_, name in layers]
+        self._normalise = normalise
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        for layer, activate in zip(self.dense, self._activations, strict=True):
+            states = activate(layer(states.to(layer.weight.dtype)))
+        states = states.float()
+        return F.normalize(states, dim=-1) if self._normalise else states
+
+
+class ReadOut(nn.Module):
+    """What a model that reads does with its hidden states: ``reduction`` of a text's states to one, then ``head``,
+    ``[S, D]`` to ``[S, W]`` float32."""
+
+    def __init__(self, reduction: Reduction, head: nn.Module):
+        super().__init__()
+        self.reduction: Reduction = reduction
+        self.head = head
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.head(states)

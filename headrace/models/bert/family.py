@@ -1,0 +1,25 @@
+"""BERT and what was made of it without changing it: MiniLM, BGE, GTE, E5; embeddings and cross-encoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.layers.encoder.spec import EncoderSpec, encoder_cache_specs
+from headrace.models.encoders import read_encoder
+from headrace.models.family import Family
+from headrace.models.reading import Fields
+
+
+def read_config(config: dict[str, Any]) -> EncoderSpec:
+    """Positions count from 0."""
+    return read_encoder(Fields(config), first_position=0, norm_eps=1e-12)
+
+
+FAMILY = Family(
+    name="bert",
+    architectures=("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
+    read_config=read_config,
+    cache_specs=encoder_cache_specs,
+    model="headrace.models.bert.model:BertModel",
+    generates=False,
+)

@@ -1,0 +1,29 @@
+"""RoBERTa and XLM-RoBERTa: BERT with positions that count behind the padding token's id, and a classifier of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.layers.encoder.spec import EncoderSpec, encoder_cache_specs
+from headrace.models.encoders import read_encoder
+from headrace.models.family import Family
+from headrace.models.reading import Fields
+
+KINDS = ("Roberta", "XLMRoberta")
+USES = ("Model", "ForMaskedLM", "ForSequenceClassification")
+
+
+def read_config(config: dict[str, Any]) -> EncoderSpec:
+    """The first token's position is ``pad_token_id`` + 1."""
+    pad = config.get("pad_token_id")
+    return read_encoder(Fields({"type_vocab_size": 1, **config}), first_position=(1 if pad is None else pad) + 1, norm_eps=1e-12)
+
+
+FAMILY = Family(
+    name="roberta",
+    architectures=tuple(kind + use for kind in KINDS for use in USES),
+    read_config=read_config,
+    cache_specs=encoder_cache_specs,
+    model="headrace.models.roberta.model:RobertaModel",
+    generates=False,
+)
