@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from headrace.kernels.linear import LINEAR
+from headrace.kernels.norm_linear import NORM_LINEAR, fits
 from headrace.layers.build import Build
+from headrace.layers.norm import RmsNorm
 
 
 class Linear(nn.Module):
@@ -21,7 +23,10 @@ class Linear(nn.Module):
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}
         self.weight = build.parameter(ends[-1], in_width)
         self.bias = build.parameter(ends[-1]) if bias else None
-        self._linear = LINEAR.choose(build.query(in_width=in_width, out_width=ends[-1]))
+        query = build.query(in_width=in_width, out_width=ends[-1])
+        self._linear = LINEAR.choose(query)
+        fused = NORM_LINEAR.choose(query)
+        self._norm_linear = None if fused is NORM_LINEAR.load("reference") else fused  # apart, each part has its best kernel
 
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The view of ``weight`` or ``bias`` that holds the named part."""
@@ -29,3 +34,12 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x, self.weight, self.bias)
+
+    def can_join(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Whether `join` takes these: few rows, an RMS norm, and a residual to add."""
+        return self._norm_linear is not None and residual is not None and isinstance(norm, RmsNorm) and fits(*x.shape)
+
+    def join(self, norm: RmsNorm, x: torch.Tensor, residual: torch.Tensor, activation: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+        """``(product(norm(x + residual)), x + residual)`` in one kernel, the product followed by the gated activation."""
+        assert self._norm_linear is not None, "see can_join"
+        return self._norm_linear(x, residual, norm.weight, norm.eps, norm.offset, self.weight, self.bias, activation)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.activation import CLAMPED_SWIGLU, GELU_TANH_MUL, SILU_MUL
+from headrace.layers.branch import Branch
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.linear import Linear
@@ -25,7 +26,7 @@ def choose_activation(spec: MlpSpec, build: Build) -> Callable[[torch.Tensor], t
     return GATED_ACTIVATIONS[spec.activation].choose(query)
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(Branch):
     """``x [T, D] -> [T, D]`` through ``spec.width`` hidden units."""
 
     def __init__(self, spec: MlpSpec, width: int, build: Build):
@@ -33,6 +34,13 @@ class GatedMlp(nn.Module):
         self.gate_up = Linear(build, width, {"gate": spec.width, "up": spec.width}, bias=spec.bias)
         self.down = Linear(build, spec.width, width, bias=spec.bias)
         self._activate = choose_activation(spec, build)
+        self._joined = "" if spec.clamp is not None else spec.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._activate(self.gate_up(x)))
+
+    def after_norm(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._joined or not self.gate_up.can_join(norm, x, residual):
+            return super().after_norm(norm, x, residual)
+        x, residual = self.gate_up.join(norm, x, residual, self._joined)
+        return self.down(x), residual

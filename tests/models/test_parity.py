@@ -9,6 +9,11 @@ import torch
 import transformers
 from harness import Harness, build_harness
 
+from headrace.kernels.norm_linear.reference import norm_linear
+from headrace.layers.attention.layer import Attention
+from headrace.layers.linear import Linear
+from headrace.layers.norm import NoNorm
+
 VOCAB = 97
 PROMPT_LEN, NEW_TOKENS = 23, 12
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
@@ -207,6 +212,23 @@ def test_greedy_tokens_equal_generate(pair):
             tokens_drawn.append(int(piece[-1].argmax()))
         logits = harness.step(*((s, [d[-1]]) for s, d in zip(sequences, drawn, strict=True)))
     assert drawn == expected
+
+
+def test_norms_joined_with_products_change_nothing(pair, monkeypatch):
+    """The fused product of few rows, in its place in every block whose norm comes first."""
+    _, build = pair
+    harness, joined = build(4), []
+    for layer in harness.model.modules():
+        if isinstance(layer, Linear):
+            monkeypatch.setattr(layer, "_norm_linear", lambda *args: joined.append(len(args[0])) or norm_linear(*args))
+    tokens = prompt(6, 9)
+    first = harness.step((harness.start(), tokens))[0]
+    sequence = harness.start()
+    pieces = [harness.step((sequence, tokens[:3]))[0], *(harness.step((sequence, [token]))[0] for token in tokens[3:])]
+    torch.testing.assert_close(torch.cat(pieces), first, **TOLERANCE)
+    layers = harness.model.layers
+    most = sum(not isinstance(layer.attention_norm, NoNorm) and isinstance(layer.attention, Attention) for layer in layers) - 1
+    assert len(joined) >= 7 * most and set(joined) <= {1, 3}
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "granite", "olmo2"])

@@ -11,6 +11,7 @@ from torch import nn
 from headrace.kernels.rope_write import ROPE_WRITE
 from headrace.layers.attention.contract import AttentionParams, KvPages
 from headrace.layers.batch import ForwardBatch
+from headrace.layers.branch import Branch
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import AttentionSpec, LayerSpec, NormSpec
 from headrace.layers.linear import Linear
@@ -18,7 +19,7 @@ from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 
 
-class AttentionLayer(nn.Module):
+class AttentionLayer(Branch):
     """What all kinds of attention layers have: heads, the constants their backend is told, and pages once bound.
     ``values_in_keys``: value pages are views into the key pages."""
 
@@ -66,8 +67,16 @@ class Attention(AttentionLayer):
         )
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self._attend(self.qkv(x), batch)
+
+    def after_norm(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, *batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.qkv.can_join(norm, x, residual):
+            return super().after_norm(norm, x, residual, *batch)
+        qkv, residual = self.qkv.join(norm, x, residual)
+        return self._attend(qkv, *batch), residual
+
+    def _attend(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         pages, step = self.pages, batch.groups[self.group]
-        qkv = self.qkv(x)
         if self.spec.qk_norm == "full":
             q, k, v = qkv.split(self.widths, dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)

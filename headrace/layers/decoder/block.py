@@ -39,10 +39,10 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """``x`` [T, D] is the previous block's last branch, still to be added to ``residual``; returns the same pair."""
-        x, residual = self.attention_norm.add(x, residual)
-        x = self._scale(self.attention_post_norm(self.attention(x, batch)))
-        x, residual = self.mlp_norm.add(x, residual)
-        return self._scale(self.mlp_post_norm(self.mlp(x))), residual
+        x, residual = self.attention.after_norm(self.attention_norm, x, residual, batch)
+        x = self._scale(self.attention_post_norm(x))
+        x, residual = self.mlp.after_norm(self.mlp_norm, x, residual)
+        return self._scale(self.mlp_post_norm(x)), residual
 
     def _scale(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)

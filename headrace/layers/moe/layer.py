@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
+from headrace.layers.branch import Branch
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MoeSpec
 from headrace.layers.mlp import GatedMlp
@@ -14,7 +14,7 @@ from headrace.layers.moe.router import Router
 from headrace.layers.moe.weights import ExpertWeights
 
 
-class MoeMlp(nn.Module):
+class MoeMlp(Branch):
     """``x [T, D] -> [T, D]``: the weighted sum of each token's experts, and the shared MLP's output if there is one."""
 
     def __init__(self, spec: MoeSpec, width: int, build: Build):
