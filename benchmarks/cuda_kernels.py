@@ -360,16 +360,17 @@ def layer_items(pool: Pool) -> Iterator[Item]:
         yield Item(f"layer {model.name} M1 L1024", moved / BANDWIDTH, {
             name: lambda n, m=model, o=options: layer_calls(m, pool, n, **o)
             for name, options in {
-                "triton": {}, "pdl": {"pdl": True}, "cublas": {"gemv": False}, "cublas+pdl": {"gemv": False, "pdl": True}, "torch": {"fused": False, "gemv": False},
+                "joined": {"pdl": True, "joined": True}, "pdl": {"pdl": True}, "triton": {}, "cublas": {"gemv": False}, "cublas+pdl": {"gemv": False, "pdl": True}, "torch": {"fused": False, "gemv": False},
             }.items()
         }, moved)
 
 
-def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bool = True, fused: bool = True) -> list[Call]:
+def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bool = True, fused: bool = True, joined: bool = False) -> list[Call]:
     from headrace.kernels.activation import reference as activation_reference
     from headrace.kernels.activation import triton as activation
     from headrace.kernels.attention import triton as attention
     from headrace.kernels.linear import triton as linear
+    from headrace.kernels.norm_linear import triton as norm_linear
     from headrace.kernels.rms_norm import reference as norm_reference
     from headrace.kernels.rms_norm import triton as norm
     from headrace.kernels.rope_write import reference as rope_reference
@@ -393,12 +394,19 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
     pages, head = pool.pages(PAGE), attention.Head(model.dim**-0.5)
 
     def call(w: dict[str, torch.Tensor], table: torch.Tensor) -> None:
-        hidden, _ = add_norm(x, residual, norm_weight, 1e-6)
-        q = write(multiply(hidden, w["qkv"], None), position, table_of_angles, position, *pages)
+        if joined:
+            qkv, _ = norm_linear.norm_linear(x, residual, norm_weight, 1e-6, 0.0, w["qkv"], None, pdl=pdl)
+        else:
+            qkv = multiply(add_norm(x, residual, norm_weight, 1e-6)[0], w["qkv"], None)
+        q = write(qkv, position, table_of_angles, position, *pages)
         out = torch.empty_like(q)
         attention.decode(q, pages, out, workspace, head, attention.DecodeStep(lens, table, 1, 1024), attention.DecodeLaunch(pdl=pdl))
-        hidden, _ = add_norm(multiply(out.flatten(1), w["out"], None), residual, norm_weight, 1e-6)
-        multiply(activate(multiply(hidden, w["gate_up"], None)), w["down"], None)
+        projected = multiply(out.flatten(1), w["out"], None)
+        if joined:
+            gated, _ = norm_linear.norm_linear(projected, residual, norm_weight, 1e-6, 0.0, w["gate_up"], None, "silu", pdl=pdl)
+        else:
+            gated = activate(multiply(add_norm(projected, residual, norm_weight, 1e-6)[0], w["gate_up"], None))
+        multiply(gated, w["down"], None)
 
     shapes = {name: shape for name, shape in products(model).items() if name != "head"}
     layers = [{name: draw(*shape, scale=0.02) for name, shape in shapes.items()} for _ in range(max(n, 4))]

@@ -1,0 +1,105 @@
+"""Where a step's time goes on one GPU: ``python -m benchmarks.cuda_trace MODEL WORKLOAD [--json FILE]``.
+
+Runs the workload once to warm up and once under torch's profiler. Prints how much of the time between the first and the
+last kernel the device ran nothing, and the kernels by the share of time they took. ``startup`` as the workload tells
+instead how long each stage of loading took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import workloads
+from benchmarks.cuda import build, model_folder, run_workload
+
+KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+def find_idle(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    """Of ``(begin, duration)`` spans: the time from the first to the last, and the part of it that none covers."""
+    spans = sorted(spans)
+    end, idle = spans[0][0], 0.0
+    for begin, duration in spans:
+        idle += max(0.0, begin - end)
+        end = max(end, begin + duration)
+    return end - spans[0][0], idle
+
+
+def count_kernels(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    """``(name, launches, microseconds)``, most time first."""
+    counts: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in events:
+        name = event["name"].split("<")[0].removeprefix("void ")[:70]
+        counts[name][0] += 1
+        counts[name][1] += event["dur"]
+    return sorted(((name, int(n), us) for name, (n, us) in counts.items()), key=lambda row: -row[2])
+
+
+def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: int) -> dict[str, Any]:
+    """Run and measure. Outputs are cut to ``most_tokens`` each: a trace of everything would not fit into memory."""
+    from torch.profiler import ProfilerActivity, profile
+
+    config = json.loads((model_folder(model) / "config.json").read_text())
+    prompts, output_lens = workloads.ALL[workload](config["vocab_size"])
+    output_lens = [min(n, most_tokens) for n in output_lens]
+    with build(model, options) as llm:
+        run_workload(llm, prompts, output_lens)
+        plain = run_workload(llm, prompts, output_lens)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run_workload(llm, prompts, output_lens)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in KERNELS]
+    total, idle = find_idle([(e["ts"], e["dur"]) for e in events])
+    return {
+        "model": model, "workload": workload, "most_tokens": most_tokens, "seconds": round(plain, 4), "traced_seconds": round(total / 1e6, 4),
+        "idle_percent": round(100 * idle / total, 2), "kernels": count_kernels(events),
+    }
+
+
+def time_startup(model: str, options: dict[str, Any]) -> None:
+    """Print each stage of loading as it begins, with the seconds since the call."""
+    began = time.perf_counter()
+    print(f"{time.perf_counter() - began:8.2f} s  importing", flush=True)
+    from headrace.base.config import engine_config
+    from headrace.execution.executor import build_executor
+
+    told: set[str] = set()
+
+    def tell(stage: str, _: float) -> None:
+        if stage not in told:
+            told.add(stage)
+            print(f"{time.perf_counter() - began:8.2f} s  {stage}", flush=True)
+
+    build_executor(engine_config(model=str(model_folder(model)), load_format="dummy", dtype="bfloat16", **options), tell).close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder under benchmarks/models")
+    parser.add_argument("workload", choices=[*workloads.ALL, "startup"])
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")
+    parser.add_argument("--most-tokens", type=int, default=48, help="output tokens of each request at most")
+    parser.add_argument("--rows", type=int, default=16, help="kernels to print")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    args = parser.parse_args()
+    if args.workload == "startup":
+        return time_startup(args.model, args.options)
+    traced = trace(args.model, args.workload, args.options, most_tokens=args.most_tokens)
+    print({key: value for key, value in traced.items() if key != "kernels"})
+    busy = sum(us for _, _, us in traced["kernels"])
+    for name, count, us in traced["kernels"][: args.rows]:
+        print(f"{100 * us / busy:6.2f} % {count:8d} x {us / count:9.2f} us  {name}")
+    if args.json:
+        args.json.write_text(json.dumps(traced, indent=1))
+
+
+if __name__ == "__main__":
+    main()
