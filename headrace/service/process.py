@@ -35,6 +35,7 @@ from headrace.base.messages import (
     Starting,
     ToEngine,
 )
+from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.engine import Engine
@@ -109,8 +110,10 @@ class EngineLoop:
 
 
 def produce_token(engine: Engine) -> None:
-    """Let the engine generate one token of its own, the proof that it works; raises what went wrong."""
-    engine.submit(EngineRequest("start-up", [0], SamplingSpec(), StopSpec(max_tokens=1)))
+    """Let the engine generate one token of its own (a model that reads: one result), the proof that it works; raises what
+    went wrong."""
+    pooling = PoolingSpec() if engine.executor.facts.pooling is not None else None
+    engine.submit(EngineRequest("start-up", [0], SamplingSpec(), StopSpec(max_tokens=1), pooling=pooling))
     finish = None
     while engine.has_work:
         for output in engine.step():

@@ -32,13 +32,12 @@ from headrace.base.messages import (
     RequestOutput,
     Starting,
 )
+from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
-from headrace.service.client.prompts import draw_request_id, encode_prompt, open_tokenizer, with_seed
+from headrace.service.client.prompts import draw_request_id, encode_prompt, open_request, open_tokenizer, with_seed
 from headrace.service.client.stream import RequestStream
 from headrace.service.supervisor import Supervisor
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.assembler import OutputAssembler
-from headrace.service.tokenization.requests import build_requests
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class EngineClient:
         await self._supervisor.close()
 
     def submit(
-        self, prompt: str | list[int], params: SamplingParams, *, request_id: str | None = None, namespace: str = "",
+        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None, namespace: str = "",
         priority: int = 0, deadline_s: float | None = None, add_special_tokens: bool = True,
     ) -> RequestStream:
         """Check a request and send it to the engine. Raises typed errors: `RequestError` for what is wrong with it,
@@ -129,14 +128,15 @@ class EngineClient:
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
         prompt_ids = encode_prompt(prompt, self.tokenizer, add_special_tokens=add_special_tokens)
-        params = with_seed(params, self._seeds)
-        requests = build_requests(
+        if isinstance(params, SamplingParams):
+            params = with_seed(params, self._seeds)
+        requests, assembler = open_request(
             request_id, prompt_ids, params, facts=self.facts, tokenizer=self.tokenizer,
             namespace=namespace, priority=priority, deadline_s=deadline_s,
         )
         for request in requests:
             self._supervisor.send(request)
-        stream = RequestStream(request_id, requests, OutputAssembler(requests, params, self.tokenizer), self._send_aborts)
+        stream = RequestStream(request_id, requests, assembler, self._send_aborts)
         self._streams[request_id] = stream
         self._stream_of_child |= dict.fromkeys(stream.child_ids, stream)
         return stream

@@ -29,6 +29,8 @@ class Collector:
         if delta.logprobs is not None:
             choice.logprobs = (choice.logprobs or []) + delta.logprobs
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(p.logprob for p in delta.logprobs)
+        if delta.pooled is not None:
+            choice.pooled = delta.pooled
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)

@@ -18,15 +18,16 @@ from types import FrameType
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable
 from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, ModelFacts, RequestOutput
+from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import ENGINE_BUILDER
 from headrace.service.client.collect import Collector
 from headrace.service.client.outputs import GenerationOutput
-from headrace.service.client.prompts import encode_prompt, open_tokenizer, with_seed
+from headrace.service.client.prompts import encode_prompt, open_request, open_tokenizer, with_seed
 from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.assembler import OutputAssembler
-from headrace.service.tokenization.requests import build_requests
+from headrace.service.tokenization.reading import ReadAssembler
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class Job:
     """One prompt to be run: its engine requests, checked, and what gathers their output."""
 
     requests: list[EngineRequest]
-    assembler: OutputAssembler
+    assembler: OutputAssembler | ReadAssembler
     collector: Collector
 
 
@@ -94,16 +95,18 @@ class LocalClient:
             self._has_tried_tokenizer = True
         return self._tokenizer
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams, *, add_special_tokens: bool = True, priority: int = 0) -> Job:
+    def prepare(self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True, priority: int = 0) -> Job:
         """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
         is_text = isinstance(prompt, str)
-        tokenizer = self.tokenizer if is_text or params.detokenize else None
+        is_read = isinstance(params, PoolingSpec)
+        tokenizer = self.tokenizer if is_text or not (is_read or not params.detokenize) else None
         ids = encode_prompt(prompt, tokenizer, add_special_tokens=add_special_tokens)
-        params = with_seed(params, self._seeds)
+        if not is_read:
+            params = with_seed(params, self._seeds)
         request_id = str(next(self._ids))
-        requests = build_requests(request_id, ids, params, facts=self.facts, tokenizer=tokenizer, priority=priority)
+        requests, assembler = open_request(request_id, ids, params, facts=self.facts, tokenizer=tokenizer, priority=priority)
         collector = Collector(request_id, prompt if is_text else None, ids, len(requests))
-        return Job(requests, OutputAssembler(requests, params, tokenizer), collector)
+        return Job(requests, assembler, collector)
 
     def run(self, jobs: Sequence[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.

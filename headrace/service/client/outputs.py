@@ -13,7 +13,8 @@ class ChoiceDelta:
     """News of choice ``index`` of a request since its last delta. ``text`` never has to be taken back: text that may
     still become part of a stop string is held until it is certain. The last delta of a choice has ``finish_reason``:
     ``stop``, ``length``, ``abort`` or ``error``; ``stop_reason`` is the stop string or stop id that matched, if any.
-    ``logprobs`` is aligned with ``token_ids``. The first delta carries the prompt facts."""
+    ``logprobs`` is aligned with ``token_ids``. The first delta carries the prompt facts. ``pooled`` is the result of a text
+    that was read (`headrace.base.pooling.unpack_floats`)."""
 
     index: int
     text: str
@@ -24,6 +25,7 @@ class ChoiceDelta:
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pooled: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     error: ErrorInfo | None = None
+    pooled: bytes | None = None
 
 
 @dataclass(slots=True)

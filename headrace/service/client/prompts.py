@@ -13,9 +13,14 @@ import msgspec
 
 from headrace.base.config import ModelConfig
 from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.messages import EngineRequest, ModelFacts
+from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.models.source import resolve_source
 from headrace.service.tokenization import Tokenizer, load_tokenizer
+from headrace.service.tokenization.assembler import OutputAssembler
+from headrace.service.tokenization.reading import ReadAssembler, build_reading, refuse_generation
+from headrace.service.tokenization.requests import build_requests
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +56,19 @@ def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise RequestError("this model is served without a tokenizer: pass token ids instead of text", param="prompt")
     return tokenizer
+
+
+def open_request(
+    request_id: str, token_ids: list[int], params: SamplingParams | PoolingSpec, *, facts: ModelFacts, tokenizer: Tokenizer | None,
+    namespace: str = "", priority: int = 0, deadline_s: float | None = None,
+) -> tuple[list[EngineRequest], OutputAssembler | ReadAssembler]:
+    """Engine requests of a prompt to be continued, or of a text to be read, and what puts their outputs together."""
+    options = dict(facts=facts, namespace=namespace, priority=priority, deadline_s=deadline_s)
+    if isinstance(params, PoolingSpec):
+        return [build_reading(request_id, token_ids, params, **options)], ReadAssembler()
+    refuse_generation(facts)
+    requests = build_requests(request_id, token_ids, params, tokenizer=tokenizer, **options)
+    return requests, OutputAssembler(requests, params, tokenizer)
 
 
 def with_seed(params: SamplingParams, seeds: random.Random) -> SamplingParams:

@@ -55,7 +55,7 @@ def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[i
 def _check_prompt(ids: Sequence[int], facts: ModelFacts) -> None:
     if not ids:
         raise RequestError("the prompt must hold at least one token", param="prompt")
-    _check_ids(ids, "prompt", facts.vocab_size)
+    check_ids(ids, "prompt", facts.vocab_size)
     if len(ids) >= facts.max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {len(ids)} tokens; the model takes at most {facts.max_model_len - 1} and one of output (max_model_len {facts.max_model_len})",
@@ -63,7 +63,7 @@ def _check_prompt(ids: Sequence[int], facts: ModelFacts) -> None:
         )
 
 
-def _check_ids(ids: Iterable[int], param: str, vocab_size: int) -> None:
+def check_ids(ids: Iterable[int], param: str, vocab_size: int) -> None:
     """Types and range, at the speed of C: prompts may have 10^5 ids."""
     wrong = next((kind for kind in set(map(type, ids)) if kind is not int), None)
     if wrong is not None:
@@ -93,7 +93,7 @@ def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, token
         )
     if params.min_tokens > max_tokens:
         raise RequestError(f"min_tokens must be at most {max_tokens}, the tokens there is room for; got {params.min_tokens}", param="min_tokens")
-    _check_ids(params.stop_token_ids or (), "stop_token_ids", facts.vocab_size)
+    check_ids(params.stop_token_ids or (), "stop_token_ids", facts.vocab_size)
     stop_ids = dict.fromkeys([*(params.stop_token_ids or ()), *special_stops(params, tokenizer)])
     ends_anyway = params.grammar is not None  # where it allows nothing more; until then `LogitRules` holds the end back
     return StopSpec(
@@ -103,8 +103,8 @@ def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, token
 
 
 def _logit_rules(params: SamplingParams, stop: StopSpec, facts: ModelFacts, tokenizer: Tokenizer | None) -> LogitRules | None:
-    _check_ids(params.logit_bias or (), "logit_bias", facts.vocab_size)
-    _check_ids(params.allowed_token_ids or (), "allowed_token_ids", facts.vocab_size)
+    check_ids(params.logit_bias or (), "logit_bias", facts.vocab_size)
+    check_ids(params.allowed_token_ids or (), "allowed_token_ids", facts.vocab_size)
     min_tokens = stop.max_tokens if params.ignore_eos and params.grammar is not None else params.min_tokens
     held = [*stop.eos_ids, *(stop.stop_ids if params.min_tokens else ())] if min_tokens else []
     bad_words = _bad_word_ids(params.bad_words, tokenizer, facts.vocab_size) if params.bad_words and tokenizer is not None else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -57,14 +58,25 @@ class Tokenizer:
         """Whether the chat template shows tools to the model."""
         return self._chat.takes_tools
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Ids of the text. Special tokens written out in it are recognised. ``add_special_tokens`` puts around it what
-        the model expects (begin of text …); not wanted after a chat template, which writes them itself."""
-        try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"the text is not valid Unicode: {error}", param="prompt") from error
-        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+        the model expects (begin of text …); not wanted after a chat template, which writes them itself. ``limit``: the
+        text's end is cut off so that there are no more ids than that, those around it included."""
+        ids = self._encode_bare(text)
+        before, after = (self._before, self._after) if add_special_tokens else ([], [])
+        if limit is not None:
+            ids = ids[: max(0, limit - len(before) - len(after))]
+        return [*before, *ids, *after]
+
+    def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> tuple[list[int], int]:
+        """Ids of two texts as one, with what the model expects around and between them, and where the second begins.
+        ``limit``: the longer one is cut at its end until there are no more ids than that, then both in turn."""
+        one, two = self._encode_bare(first), self._encode_bare(second)
+        before, between, after = self._pair_surroundings
+        if limit is not None:
+            kept = cut_longest(len(one), len(two), max(0, limit - len(before) - len(between) - len(after)))
+            one, two = one[: kept[0]], two[: kept[1]]
+        return [*before, *one, *between, *two, *after], len(before) + len(one) + len(between)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; wrong or incomplete characters become U+FFFD."""
@@ -98,6 +110,23 @@ class Tokenizer:
             template=template, variables=variables,
         )
 
+    def _encode_bare(self, text: str) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"the text is not valid Unicode: {error}", param="prompt") from error
+
+    @cached_property
+    def _pair_surroundings(self) -> tuple[list[int], list[int], list[int]]:
+        """Ids before, between and after two texts: the post-processor's between and after, without one nothing between."""
+        one, two = self._encode_bare("a"), self._encode_bare("b")
+        full = self._backend.encode("a", "b", add_special_tokens=True).ids
+        starts = [i for i in range(len(full)) if full[i : i + len(one)] == one]
+        ends = [i for i in range(len(full)) if full[i : i + len(two)] == two]
+        if not starts or not ends or full == [*one, *two]:
+            return self._before, [], self._after
+        return self._before, full[starts[0] + len(one) : ends[-1]], full[ends[-1] + len(two) :]
+
     def _id_of(self, name: str) -> int | None:
         text = self._facts.names.get(name)
         return None if text is None else self._backend.token_to_id(text)
@@ -113,3 +142,13 @@ class Tokenizer:
         if self._facts.add_eos is not None and eos_id is not None:
             after = [i for i in after if i != eos_id] + [eos_id] * self._facts.add_eos
         return before, after
+
+
+def cut_longest(first: int, second: int, room: int) -> tuple[int, int]:
+    """Lengths of two texts with ``room`` for both: the longer gives way until they are alike, then both in turn."""
+    short, long = min(first, second), max(first, second)
+    if short + long > room:
+        long = max(short, room - short)
+        if short + long > room:
+            short, long = room // 2, room - room // 2
+    return (short, long) if first <= second else (long, short)

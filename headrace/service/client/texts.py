@@ -1,0 +1,159 @@
+"""Texts to be read: their tokens, cut where that was asked for, and pairs of them to be scored, whatever the model scores by.
+
+A cross-encoder judges both texts in one; embeddings are compared by their angle; a model that generates is asked for
+yes or no. Torch-free. Refuses: running anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.base.errors import RequestError
+from headrace.base.messages import ModelFacts
+from headrace.base.pooling import Activation, PoolingSpec, unpack_floats
+from headrace.service.client.prompts import require_tokenizer
+from headrace.service.tokenization import Tokenizer
+
+JUDGE = 'Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer can only be "yes" or "no".'
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+ANSWERS = ("yes", "no")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One text for the engine: its tokens, and what is asked of the model."""
+
+    token_ids: list[int]
+    spec: PoolingSpec = field(default_factory=PoolingSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Makes readings for one model. ``limit`` is the most tokens of a text, the rest of which is cut off (None: texts that
+    are too long are refused when they are submitted)."""
+
+    facts: ModelFacts
+    tokenizer: Tokenizer | None
+    limit: int | None = None
+
+    @classmethod
+    def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, truncate: int | None) -> Reader:
+        """``truncate``: tokens to keep at most, -1 for as many as the model takes, None to refuse longer texts."""
+        if truncate is None:
+            return cls(facts, tokenizer)
+        if truncate == 0 or truncate < -1 or truncate > facts.max_model_len:
+            raise RequestError(f"truncate_prompt_tokens must be -1, or from 1 to {facts.max_model_len}; got {truncate}", param="truncate_prompt_tokens")
+        return cls(facts, tokenizer, facts.max_model_len if truncate == -1 else truncate)
+
+    def read(self, text: str | Sequence[int], *, add_special_tokens: bool = True) -> Reading:
+        """A single text, or its token ids as they are."""
+        if isinstance(text, str):
+            return Reading(require_tokenizer(self.tokenizer).encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
+        return Reading(list(text)[: self.limit])
+
+    def read_pair(self, first: str, second: str) -> Reading:
+        """Two texts as one, with the tokens between them that the model expects."""
+        ids, second_start = require_tokenizer(self.tokenizer).encode_pair(first, second, limit=self.limit)
+        return Reading(ids, PoolingSpec(second_start=second_start))
+
+    def read_question(self, query: str, document: str, instruction: str) -> Reading:
+        """The question whether a document suits a query, as the model's chat template words it; the document's end is cut
+        off where the whole is too long."""
+        tokenizer = require_tokenizer(self.tokenizer)
+        ids = tokenizer.encode(_ask(tokenizer, query, document, instruction), add_special_tokens=False)
+        if self.limit is not None and len(ids) > self.limit:
+            kept = tokenizer.encode(document, add_special_tokens=False)[: self.limit - len(ids)]
+            ids = tokenizer.encode(_ask(tokenizer, query, tokenizer.decode(kept), instruction), add_special_tokens=False)[-self.limit :]
+        return Reading(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """How pairs are scored: what to read, and how the results (packed, in order) become one score for each pair."""
+
+    readings: list[Reading]
+    finish: Callable[[list[bytes]], list[float]]
+
+
+def plan_scores(pairs: Sequence[tuple[str, str]], reader: Reader, *, instruction: str | None = None) -> ScorePlan:
+    """Score ``(query, document)`` pairs. ``instruction`` tells a model that is asked for yes or no what to look for.
+    Raises `RequestError` when the model has no way to score."""
+    pooling = reader.facts.pooling
+    if instruction is not None and pooling is not None and (pooling.kind == "embed" or pooling.takes_pairs):
+        raise RequestError("instruction is for models that are asked in words; this one takes query and document as they are", param="instruction")
+    if pooling is not None and pooling.kind == "embed":
+        return _compare_embeddings(pairs, reader)
+    if pooling is None:
+        return _ask_yes_or_no(pairs, reader, instruction or INSTRUCTION)
+    if pooling.width != 1:
+        raise RequestError(f"this model tells {pooling.width} classes apart; a score needs a model with one: use /v1/classify", param="model")
+    if pooling.takes_pairs:
+        readings = [reader.read_pair(*pair) for pair in pairs]
+    else:
+        readings = [reader.read_question(*pair, instruction or INSTRUCTION) for pair in pairs]
+    return ScorePlan(readings, lambda results: [activate(unpack_floats(packed), pooling.activation)[0] for packed in results])
+
+
+def activate(logits: list[float], activation: Activation) -> list[float]:
+    """Logits of classes as users expect them."""
+    if activation == "sigmoid":
+        return [_sigmoid(x) for x in logits]
+    if activation == "softmax":
+        powers = [math.exp(x - max(logits)) for x in logits]
+        return [p / sum(powers) for p in powers]
+    return logits
+
+
+def shorten(vector: list[float], dimensions: int | None) -> list[float]:
+    """The first ``dimensions`` numbers, at unit length again."""
+    if dimensions is None:
+        return vector
+    if dimensions > len(vector):
+        raise RequestError(f"dimensions must be at most {len(vector)}, the width of this model's embeddings; got {dimensions}", param="dimensions")
+    kept = vector[:dimensions]
+    return [x / _length(kept) for x in kept]
+
+
+def _compare_embeddings(pairs: Sequence[tuple[str, str]], reader: Reader) -> ScorePlan:
+    """Each text is read once, however many pairs it is in."""
+    places = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+
+    def finish(results: list[bytes]) -> list[float]:
+        vectors = [unpack_floats(packed) for packed in results]
+        units = [[x / _length(vector) for x in vector] for vector in vectors]
+        return [sum(a * b for a, b in zip(units[places[q]], units[places[d]], strict=True)) for q, d in pairs]
+
+    return ScorePlan([reader.read(text) for text in places], finish)
+
+
+def _ask_yes_or_no(pairs: Sequence[tuple[str, str]], reader: Reader, instruction: str) -> ScorePlan:
+    """The probability of yes where only yes and no are possible."""
+    tokenizer = require_tokenizer(reader.tokenizer)
+    answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
+    if any(len(ids) != 1 for ids in answers):
+        raise RequestError("this model cannot be asked for a score: yes and no are not single tokens of its vocabulary", param="model")
+    spec = PoolingSpec(label_ids=[ids[0] for ids in answers])
+    readings = [Reading(reader.read_question(*pair, instruction).token_ids, spec) for pair in pairs]
+
+    def finish(results: list[bytes]) -> list[float]:
+        return [_sigmoid(yes - no) for yes, no in map(unpack_floats, results)]
+
+    return ScorePlan(readings, finish)
+
+
+def _ask(tokenizer: Tokenizer, query: str, document: str, instruction: str) -> str:
+    if not tokenizer.has_chat_template:
+        raise RequestError("this model cannot be asked for a score: it has no chat template", param="model")
+    asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}]
+    return tokenizer.render_chat(messages, enable_thinking=False)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _length(vector: list[float]) -> float:
+    return math.sqrt(sum(x * x for x in vector)) or 1.0
