@@ -11,7 +11,7 @@ WEATHER = {"type": "object", "properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}, "tags": {"type": "array", "items": {"type": "string"}},
     "where": {"type": "object"}, "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "scale": {"type": "number"}, "any": {},
 }}
-SCHEMAS = ToolSchemas([("get_weather", WEATHER), ("get-time", {"type": "object", "properties": {}}), ("noop", None)])
+SCHEMAS = ToolSchemas([("get_weather", WEATHER), ("get-time", {"type": "object", "properties": {}}), ("noop", None), ("opt", {"properties": {"a": {}, "b": {}}})])
 
 
 def parser(tools: str | None, reasoning: str | None = None, **options) -> OutputParser:
@@ -117,4 +117,11 @@ REASONED = {
     "mistral": f"[THINK]{THOUGHT}[/THINK]{ANSWER}",
     "granite": f"Here is my thought process:\n{THOUGHT}\n\nHere is my response: {ANSWER}",
     "gpt_oss": f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{ANSWER}<|return|>",
+}
+
+# a reasoning format for each tool format, as their models pair them
+PAIRS = {
+    "hermes": "qwen3", "llama3_json": "deepseek_r1", "mistral": "mistral", "pythonic": "qwen3", "qwen3_coder": "qwen3", "deepseek_v3": "deepseek_r1",
+    "deepseek_v31": "deepseek_v3", "deepseek_v32": "deepseek_v3", "deepseek_v4": "deepseek_v4", "glm45": "glm45", "kimi_k2": "kimi_k2",
+    "gpt_oss": "gpt_oss", "gemma": "kimi", "granite": "granite",
 }

@@ -7,18 +7,12 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import NESTED, REASONED, TWO_CALLS, VARIANTS, parser, plain, run, summary
+from samples import NESTED, PAIRS, REASONED, TWO_CALLS, VARIANTS, parser, plain, run, summary
 
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, TextDelta
 from headrace.service.parsing.format import visible_texts
 from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
-# a reasoning format for each tool format, as their models pair them
-PAIRS = {
-    "hermes": "qwen3", "llama3_json": "deepseek_r1", "mistral": "mistral", "pythonic": "qwen3", "qwen3_coder": "qwen3", "deepseek_v3": "deepseek_r1",
-    "deepseek_v31": "deepseek_v3", "deepseek_v32": "deepseek_v3", "deepseek_v4": "deepseek_v4", "glm45": "glm45", "kimi_k2": "kimi_k2",
-    "gpt_oss": "gpt_oss", "gemma": "kimi", "granite": "granite",
-}
 NOISE = ["Let me see.\n", " ", "\n", "\n\n", "é", "日本", "😀", "{", "}", "[", "]", "(", ")", '"', "'", "\\", '\\"', "\\u00e9", "1", "-2.5e3", "null", "get_weather", "noop", ",", ":", "="]
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 

@@ -114,12 +114,35 @@ class Channels:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Writing:
+    """How calls are written out: ``begin``, calls with ``between`` them (None: there can be one only), ``end``. In
+    ``call``, ``$name`` and ``$arguments`` stand for those, ``$index`` for a number. Arguments are a JSON object; or a
+    ``pair`` each, with ``$key`` and ``$value``, joined by ``comma``: a value is JSON, or bare text if it is a string
+    and the format does not ``quotes`` it; ``json_pair`` is for values that are not bare text.
+
+    ``token`` is a special token within the text that ends a value. ``answer`` is what a message that calls nothing begins with, in a format where every message has a header.
+    """
+
+    call: str
+    begin: str = ""
+    between: str | None = "\n"
+    end: str = ""
+    pair: str = ""
+    json_pair: str = ""
+    comma: str = ""
+    quotes: bool = False
+    token: str = ""
+    answer: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """How a model writes tool calls. ``patterns`` are looked for anywhere, by the literals they begin with. ``bare``
     patterns have no marker of their own: they are looked for where the answer begins (and with ``on_lines`` where any
     of its lines does), and count only when they call a tool of the request.
 
-    ``id_length`` is that of call ids that the model's template insists on. ``signs``: a chat template that holds all
+    ``writing`` is for calls that a grammar forces, and for prompts that must explain how to call; without it neither
+    can be served. ``id_length`` is that of call ids that the model's template insists on. ``signs``: a chat template that holds all
     texts of one of these groups is this format's; formats registered earlier are asked first.
     """
 
@@ -128,6 +151,7 @@ class ToolFormat:
     bare: tuple[Pattern, ...] = ()
     on_lines: bool = False
     is_known_only: bool = False
+    writing: Writing | None = None
     id_length: int | None = None
     channels: Channels | None = None
     signs: tuple[tuple[str, ...], ...] = ()
@@ -138,7 +162,8 @@ class ReasoningFormat:
     """How a model sets its reasoning apart: from one of ``starts`` (where the answer begins) to one of ``ends``.
 
     A prompt that ends with a start has begun the reasoning itself; ``is_open``: so has one that ends with neither.
-    ``ends_at_calls``: a tool call ends it, too.
+    ``ends_at_calls``: a tool call ends it, too. ``writing`` is how it is begun and ended where ``starts`` and ``ends``
+    do not tell.
     """
 
     name: str
@@ -146,6 +171,7 @@ class ReasoningFormat:
     ends: tuple[str, ...] = ()
     is_open: bool = False
     ends_at_calls: bool = False
+    writing: tuple[str, str] | None = None
     channels: Channels | None = None
     signs: tuple[tuple[str, ...], ...] = field(default=())
 

@@ -16,7 +16,11 @@ from headrace.service.parsing.reader import read_whole
 
 MAX_DEPTH = 8
 """How far references and alternatives are followed."""
+MAX_NESTING = 64
 STRING = frozenset({"string"})
+_PLAIN_WORDS = ("type", "required", "enum", "const")
+_MAPS = ("properties", "$defs", "definitions")
+_SINGLES = ("items", "additionalProperties")
 _TYPE_OF_FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _TYPE_OF_PYTHON = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 
@@ -76,6 +80,24 @@ def _fit(value: str, types: frozenset[str]) -> str | None:
     if "integer" in types and float(value).is_integer():
         return str(int(float(value)))
     return None
+
+
+def loosen(schema: Any, depth: int = MAX_NESTING) -> Any:
+    """A schema without what some grammar cannot enforce: for tools whose arguments need not be exact. Objects with named
+    properties have no others unless the schema says so."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return {} if schema is not False else False
+    kept: dict[str, Any] = {word: schema[word] for word in _PLAIN_WORDS if word in schema}
+    kept |= {word: {k: loosen(v, depth - 1) for k, v in schema[word].items()} for word in _MAPS if isinstance(schema.get(word), Mapping)}
+    kept |= {word: loosen(schema[word], depth - 1) for word in _SINGLES if isinstance(schema.get(word), Mapping | bool)}
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list) and schema[word]:
+            kept["anyOf"] = [loosen(option, depth - 1) for option in schema[word]]
+    if str(schema.get("$ref", "")).startswith(("#/$defs/", "#/definitions/")):
+        kept["$ref"] = schema["$ref"]
+    if kept.get("properties"):
+        kept.setdefault("additionalProperties", False)
+    return kept
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:

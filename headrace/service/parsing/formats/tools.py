@@ -19,6 +19,7 @@ from headrace.service.parsing.format import (
     Repeat,
     ToolFormat,
     Value,
+    Writing,
 )
 from headrace.service.parsing.formats.channels import HARMONY
 
@@ -26,13 +27,19 @@ JSON_LIST = ("[", Repeat(Call(), between=(",",)), "]")
 PYTHON_LIST = ("[", Repeat(PythonCall(), between=(",",)), "]")
 
 # <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
-HERMES = ToolFormat(name="hermes", patterns=(("<tool_call>", Call(), "</tool_call>"),), signs=(("<tool_call>",),))
+HERMES = ToolFormat(
+    name="hermes",
+    patterns=(("<tool_call>", Call(), "</tool_call>"),),
+    writing=Writing(call='<tool_call>\n{"name": "$name", "arguments": $arguments}\n</tool_call>'),
+    signs=(("<tool_call>",),),
+)
 
 # {"name": "f", "parameters": {"a": 1}}; {...}
 LLAMA3_JSON = ToolFormat(
     name="llama3_json",
     patterns=(("<|python_tag|>", Repeat(Call(), between=(";", ""))),),
     bare=(Repeat(Call(), between=(";", "")),),
+    writing=Writing(call='{"name": "$name", "parameters": $arguments}', between="; "),
     signs=(("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
 )
 
@@ -41,6 +48,7 @@ LLAMA3_JSON = ToolFormat(
 MISTRAL = ToolFormat(
     name="mistral",
     patterns=(("[TOOL_CALLS]", Either((JSON_LIST, (Name(), Maybe(("[CALL_ID]", CallId())), Maybe("[ARGS]"), Arguments())))),),
+    writing=Writing(begin="[TOOL_CALLS][", call='{"name": "$name", "arguments": $arguments}', between=", ", end="]"),
     id_length=9,
     signs=(("[TOOL_CALLS]",),),
 )
@@ -54,6 +62,7 @@ PYTHONIC = ToolFormat(
     ),
     bare=(PYTHON_LIST,),
     on_lines=True,
+    writing=Writing(begin="[", call="$name($arguments)", between=", ", end="]", pair="$key=$value", comma=", ", quotes=True),
     signs=(("<|python_start|>",), ("<|tool_call_start|>",)),
 )
 
@@ -65,6 +74,9 @@ _FUNCTION = (
 QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
     patterns=(("<tool_call>", Repeat(_FUNCTION), "</tool_call>"), (_FUNCTION, Maybe("</tool_call>"))),
+    writing=Writing(
+        call="<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>", pair="<parameter=$key>\n$value\n</parameter>\n",
+    ),
     signs=(("<function=", "<parameter="),),
 )
 
@@ -77,6 +89,10 @@ def _deepseek_section(*call: Pattern) -> Pattern:
 DEEPSEEK_V3 = ToolFormat(
     name="deepseek_v3",
     patterns=(_deepseek_section("function", "<｜tool▁sep｜>", Name(), "```json", Arguments(), "```"),),
+    writing=Writing(
+        begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>",
+        call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",
+    ),
     signs=(("<｜tool▁calls▁begin｜>", "```json"),),
 )
 
@@ -84,6 +100,10 @@ DEEPSEEK_V3 = ToolFormat(
 DEEPSEEK_V31 = ToolFormat(
     name="deepseek_v31",
     patterns=(_deepseek_section(Name(), "<｜tool▁sep｜>", Arguments()),),
+    writing=Writing(
+        begin="<｜tool▁calls▁begin｜>", call="<｜tool▁call▁begin｜>$name<｜tool▁sep｜>$arguments<｜tool▁call▁end｜>", between="",
+        end="<｜tool▁calls▁end｜>",
+    ),
     signs=(("<｜tool▁calls▁begin｜>",),),
 )
 
@@ -95,13 +115,28 @@ def _dsml_section(outer: str) -> Pattern:
     return (f"<｜DSML｜{outer}>", Repeat(invoke), f"</｜DSML｜{outer}>")
 
 
-DEEPSEEK_V32 = ToolFormat(name="deepseek_v32", patterns=(_dsml_section("function_calls"),), signs=(("DSML｜function_calls",), ("DSML", "function_calls>")))
-DEEPSEEK_V4 = ToolFormat(name="deepseek_v4", patterns=(_dsml_section("tool_calls"),), signs=(("DSML｜tool_calls",), ("DSML", "tool_calls>")))
+def _dsml_writing(outer: str) -> Writing:
+    pair = '<｜DSML｜parameter name="$key" string="%s">$value</｜DSML｜parameter>\n'
+    return Writing(
+        begin=f"\n\n<｜DSML｜{outer}>\n", call='<｜DSML｜invoke name="$name">\n$arguments</｜DSML｜invoke>\n', between="",
+        end=f"</｜DSML｜{outer}>", pair=pair % "true", json_pair=pair % "false", token="｜DSML｜",
+    )
+
+
+DEEPSEEK_V32 = ToolFormat(
+    name="deepseek_v32", patterns=(_dsml_section("function_calls"),), writing=_dsml_writing("function_calls"),
+    signs=(("DSML｜function_calls",), ("DSML", "function_calls>")),
+)
+DEEPSEEK_V4 = ToolFormat(
+    name="deepseek_v4", patterns=(_dsml_section("tool_calls"),), writing=_dsml_writing("tool_calls"),
+    signs=(("DSML｜tool_calls",), ("DSML", "tool_calls>")),
+)
 
 # <tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>
 GLM45 = ToolFormat(
     name="glm45",
     patterns=(("<tool_call>", Name(), Pairs(("<arg_key>", Key(), "</arg_key>", "<arg_value>", Value("</arg_value>")), "</tool_call>")),),
+    writing=Writing(call="<tool_call>$name\n$arguments</tool_call>", pair="<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n"),
     signs=(("<arg_key>", "<arg_value>"),),
 )
 
@@ -116,10 +151,21 @@ KIMI_K2 = ToolFormat(
         )),
         "<|tool_calls_section_end|>",
     ),),
+    writing=Writing(
+        begin="<|tool_calls_section_begin|>", between="", end="<|tool_calls_section_end|>",
+        call="<|tool_call_begin|>functions.$name:$index<|tool_call_argument_begin|>$arguments<|tool_call_end|>",
+    ),
     signs=(("<|tool_calls_section_begin|>",),),
 )
 
-GPT_OSS = ToolFormat(name="gpt_oss", channels=HARMONY, signs=(("<|channel|>", "<|message|>"),))
+GPT_OSS = ToolFormat(
+    name="gpt_oss",
+    channels=HARMONY,
+    writing=Writing(
+        call="<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments", between=None, answer="<|channel|>final<|message|>",
+    ),
+    signs=(("<|channel|>", "<|message|>"),),
+)
 
 # ```tool_code\nf(a=1)\n```, or a JSON object {"name": "f", "parameters": {"a": 1}}, fenced or not
 _PYTHON = Either((PYTHON_LIST, Repeat(PythonCall(), between=("", ",", ";"))))
@@ -129,6 +175,7 @@ GEMMA = ToolFormat(
     patterns=(("```tool_code", _PYTHON, "```"), ("```tool_call", _JSON, "```"), ("```json", _JSON, "```")),
     bare=(Repeat(Call(), between=(";", "")), PYTHON_LIST),
     is_known_only=True,
+    writing=Writing(call='{"name": "$name", "parameters": $arguments}'),
     signs=(("tool_code",),),
 )
 
@@ -136,5 +183,6 @@ GEMMA = ToolFormat(
 GRANITE = ToolFormat(
     name="granite",
     patterns=(("<|tool_call|>", JSON_LIST), ("<tool_call>", Either((JSON_LIST, Call())), Maybe("</tool_call>"))),
+    writing=Writing(begin="<|tool_call|>[", call='{"name": "$name", "arguments": $arguments}', between=", ", end="]"),
     signs=(("<|tool_call|>",),),
 )

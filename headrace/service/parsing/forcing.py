@@ -1,0 +1,196 @@
+"""Grammars for tool calls, as structural tags: calls that must come, and strict ones that may.
+
+Made from a format's `Writing` and the tools' schemas. Refuses: compiling and enforcing (``execution/structured``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from headrace.service.parsing.format import ReasoningFormat, ToolFormat, Writing
+from headrace.service.parsing.schemas import STRING, ToolSchemas, loosen
+
+Node = dict[str, Any]
+
+MAX_PROPERTIES = 128
+"""Arguments of one tool in formats that write them one by one."""
+ANY_OBJECT: Node = {"type": "object"}
+ANY_TEXT: Node = {"type": "any_text"}
+NO_CALL = r"([^\s{\[](.|\n)*)?"
+"""Text that no call without a marker can be: it begins with neither bracket nor space."""
+_SLOT = re.compile(r"\$(name|arguments|index|key|value)")
+_LOCAL = ("$defs", "definitions")
+
+
+def force_calls(
+    tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat, reasoning: ReasoningFormat | None = None, *, is_open: bool = False,
+    is_parallel: bool = True, is_forced: bool = True,
+) -> Node:
+    """The structural tag under which output is calls of these tools (one, or several with ``is_parallel``) and nothing
+    else, after the reasoning if there is some. ``is_open``: the prompt has begun the reasoning.
+
+    ``tools`` are in OpenAI's form. Unless ``is_forced``, output may also be text, with calls in it or not. Schemas of
+    tools that are not ``strict`` are kept as far as any grammar can. The format must have a `Writing`.
+    """
+    writing = tool_format.writing
+    assert writing is not None
+    writer = _CallWriter(writing, tools)
+    can_repeat = is_parallel and writing.between is not None
+    body = writer.write_calls(can_repeat) if is_forced else _allow_text(writer, writing, can_repeat)
+    return {"type": "structural_tag", "format": after_reasoning(body, reasoning, is_open=is_open, has_space=not writing.begin.startswith("\n"))}
+
+
+def after_reasoning(body: Node, reasoning: ReasoningFormat | None, *, is_open: bool, has_space: bool = True) -> Node:
+    """A format that begins once the reasoning has ended: it must end if the prompt has begun it, and may come if not."""
+    if reasoning is None:
+        return body
+    starts, ends = ([t] for t in reasoning.writing) if reasoning.writing else (reasoning.starts, reasoning.ends)
+    marks = [_split_end(end) for end in ends]
+    tags = [{"type": "tag", "begin": start, "content": ANY_TEXT, "end": [mark for mark, _ in marks]} for start in ([""] if is_open else starts)]
+    thought = _sequence([_either(tags), _text(marks[0][1]), *([_optional(_either([_text("\n\n"), _text("\n")]))] if has_space and not reasoning.channels else [])])
+    return _sequence([thought if is_open else _optional(thought), body])
+
+
+def _allow_text(writer: _CallWriter, writing: Writing, can_repeat: bool) -> Node:
+    """Text with calls in it, or without."""
+    if writing.answer:
+        return _either([writer.write_calls(can_repeat), _sequence([_text(writing.answer), ANY_TEXT])])
+    trigger = writer.trigger()
+    if not trigger:
+        return _either([writer.write_calls(can_repeat), {"type": "regex", "pattern": NO_CALL}])
+    if writing.token:
+        before = trigger.partition(writing.token)[0]
+        calls = writer.write_calls(can_repeat, cut=len(before))
+        return _either([_sequence([{"type": "regex", "pattern": r"(.|\n)*" + re.escape(before)}, calls]), ANY_TEXT])
+    tag = {"type": "tag", "begin": trigger, "content": writer.write_calls(can_repeat and bool(writing.begin), cut=len(trigger)), "end": ""}
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": [tag], "stop_after_first": not can_repeat}
+
+
+class _CallWriter:
+    """Calls of given tools as nodes of a structural tag."""
+
+    def __init__(self, writing: Writing, tools: Sequence[Mapping[str, Any]]):
+        self._writing = writing
+        given = {f["name"]: (f.get("parameters") or ANY_OBJECT, f.get("strict")) for f in (tool["function"] for tool in tools)}
+        self._schemas: dict[str, Mapping[str, Any]] = {n: {**ANY_OBJECT, **(s if is_strict else loosen(s))} for n, (s, is_strict) in given.items()}
+        self._types = ToolSchemas(self._schemas.items())
+
+    def trigger(self) -> str:
+        """What every call begins with; empty when that is nothing of its own."""
+        begin = (self._writing.begin + self._writing.call.split("$", 1)[0]).lstrip()
+        return begin if begin.startswith(("<", "[TOOL")) else ""
+
+    def write_calls(self, can_repeat: bool, *, cut: int = 0) -> Node:
+        """One call, or one and more; ``cut`` characters of the beginning have been written already."""
+        writing = self._writing
+        lead = writing.begin.lstrip() if cut else writing.begin
+        first = self._write_call(cut=max(0, cut - len(lead)))
+        more = [_repeat(_sequence([_text(writing.between), self._write_call()]))] if can_repeat and writing.between is not None else []
+        return _sequence([_text(lead[cut:]), first, *more, _text(writing.end)])
+
+    def _write_call(self, cut: int = 0) -> Node:
+        return _either([self._fill(self._writing.call, {"name": _text(name), "arguments": self._write_arguments(name)}, cut) for name in self._schemas])
+
+    def _fill(self, template: str, values: Mapping[str, Node], cut: int = 0) -> Node:
+        """A template with its slots filled; the first ``cut`` characters, which hold no slot, are left out."""
+        parts = _SLOT.split(template[cut:])
+        values = {**values, "index": {"type": "regex", "pattern": "[0-9]{1,3}"}}
+        return _sequence([values[part] if at % 2 else _text(part) for at, part in enumerate(parts)])
+
+    def _write_arguments(self, name: str) -> Node:
+        schema, writing = self._schemas[name], self._writing
+        if not writing.pair:
+            return _json(schema)
+        found = schema.get("properties")
+        properties = dict(list(found.items())[:MAX_PROPERTIES]) if isinstance(found, Mapping) else {}
+        if writing.comma:
+            return self._join(name, properties)
+        required = schema.get("required") or ()
+        pairs = {key: self._write_pair(name, key) for key in properties}
+        return _sequence([pair if key in required else _optional(pair) for key, pair in pairs.items()])
+
+    def _join(self, name: str, properties: Mapping[str, Any]) -> Node:
+        """Pairs with commas between: those required first, then any of the others."""
+        required = [key for key in properties if key in (self._schemas[name].get("required") or ())]
+        comma, nodes = _text(self._writing.comma), {key: self._write_pair(name, key) for key in properties}
+        others = [nodes[key] for key in properties if key not in required]
+        head = [part for at, key in enumerate(required) for part in ([comma] if at else []) + [nodes[key]]]
+        if required or not others:
+            return _sequence([*head, *(_optional(_sequence([comma, node])) for node in others)])
+        tails = [_sequence([node, *(_optional(_sequence([comma, later])) for later in others[at + 1 :])]) for at, node in enumerate(others)]
+        return _optional(_either(tails))
+
+    def _write_pair(self, name: str, key: str) -> Node:
+        writing = self._writing
+        types, schema = self._types.types_of(name, key), self._schemas[name]["properties"][key]
+        values = schema.get("enum") if isinstance(schema, Mapping) else None
+        if types == STRING and isinstance(values, list) and not writing.quotes:
+            return self._fill(writing.pair, {"key": _text(key), "value": _either([_text(v) for v in values])})
+        may_be_text = not writing.quotes and (not types or "string" in types)
+        before, _, after = writing.pair.partition("$value")
+        bare = _sequence([self._fill(before, {"key": _text(key)}), *_text_up_to(after, writing.token)])
+        if may_be_text and (types == STRING or not writing.json_pair):
+            return bare
+        spelled = self._fill(writing.json_pair or writing.pair, {"key": _text(key), "value": _json(self._with_definitions(name, schema))})
+        return _either([bare, spelled] if may_be_text else [spelled])
+
+    def _with_definitions(self, name: str, schema: Any) -> Any:
+        """A property's schema with the definitions it may refer to."""
+        outer = {word: self._schemas[name][word] for word in _LOCAL if word in self._schemas[name]}
+        return {**outer, **schema} if isinstance(schema, Mapping) else schema
+
+
+def _text_up_to(end: str, token: str) -> list[Node]:
+    """Any text, then ``end``. A special token in it cannot be looked for as text: what precedes it must end the value."""
+    if token and token in end:
+        at = end.index(token)
+        return [{"type": "regex", "pattern": r"(.|\n)*" + re.escape(end[:at])}, _text(end[at:])]
+    marker, rest = _split_end(end)
+    return [{"type": "tag", "begin": "", "content": ANY_TEXT, "end": marker}, _text(rest)]
+
+
+def _split_end(end: str) -> tuple[str, str]:
+    """The first marker of a text that ends something, and the rest: the marker may be a special token."""
+    at = end.find(">") + 1 or len(end)
+    return end[:at], end[at:]
+
+
+def _json(schema: Any) -> Node:
+    return {"type": "json_schema", "json_schema": dict(schema) if isinstance(schema, Mapping) else True}
+
+
+def _text(text: str | None) -> Node:
+    return {"type": "const_string", "value": text or ""}
+
+
+def _sequence(nodes: Sequence[Node]) -> Node:
+    """The nodes one after the other; empty texts are left out."""
+    kept = [n for n in nodes if n != _text("")]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept} if kept else _text("")
+
+
+def _either(nodes: Sequence[Node]) -> Node:
+    return nodes[0] if len(nodes) == 1 else {"type": "or", "elements": list(nodes)}
+
+
+def _optional(node: Node) -> Node:
+    return {"type": "optional", "content": node}
+
+
+def _repeat(node: Node) -> Node:
+    return {"type": "star", "content": node}
+
+
+def write_call(writing: Writing, name: str, arguments: Mapping[str, Any], to_json: Callable[[Any], str]) -> str:
+    """One call in full, as the model would write it; ``to_json`` spells values."""
+    text = writing.call.replace("$index", "0").replace("$name", name)
+    if not writing.pair:
+        return text.replace("$arguments", to_json(arguments))
+    pairs = []
+    for key, value in arguments.items():
+        is_bare = isinstance(value, str) and not writing.quotes
+        pair = writing.pair if is_bare else writing.json_pair or writing.pair
+        pairs.append(pair.replace("$key", key).replace("$value", value if is_bare else to_json(value)))
+    return text.replace("$arguments", writing.comma.join(pairs))
