@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 
 import msgspec
 
 from headrace.base import env
 from headrace.base.config import EngineConfig
-from headrace.base.errors import HeadraceError, ModelError, RequestError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError, RequestError
 from headrace.base.messages import (
     Abort,
     Call,
@@ -40,11 +41,11 @@ from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
+from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.transport import EngineChannel, Launch
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BUILDER = "headrace.service.build:build_engine"
 IDLE_WAIT_MS = 250
 STATS_PERIOD_S = 0.25
 MAX_DRAIN = 1024
@@ -102,6 +103,8 @@ class EngineLoop:
                     return Reply(call.call_id, self._engine.reset_prefix_cache())
                 case "check":
                     return Reply(call.call_id, self._engine.check())
+                case "ping":
+                    return Reply(call.call_id)
                 case "shutdown":
                     return Reply(call.call_id, self.stop())
             raise RequestError(f"unknown call {call.method!r}", param="method")
@@ -138,11 +141,13 @@ def die_with_parent(pipe: int, parent: int) -> None:
 
 
 def _leave_on_sigterm(_: int, __: FrameType | None) -> None:
-    raise SystemExit(0)
+    os._exit(0)  # nothing has been served yet, and a half-done import or load cannot be waited for
 
 
-def _start(launch: Launch, builder: str, channel: EngineChannel) -> EngineLoop:
-    build: Builder = load_target(builder)
+def _start(launch: Launch, builder: Future[Builder], channel: EngineChannel) -> EngineLoop:
+    channel.send(Starting("importing", 0.0))
+    build = builder.result()
+    gc.enable()
     engine = build(launch.config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
     produce_token(engine)
     gc.collect()
@@ -153,20 +158,29 @@ def _start(launch: Launch, builder: str, channel: EngineChannel) -> EngineLoop:
     return loop
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _read_launch() -> Launch:
+    try:
+        return Launch.read(sys.stdin.buffer)
+    except ConfigError as error:  # started by hand, or the parent ended before it had a configuration
+        logger.error("%s", error)
+        os._exit(1)  # at once: the import is still running
+
+
+def main(argv: list[str] | None = None) -> int:
     """Run the engine until the end; returns the exit code."""
     parser = argparse.ArgumentParser(prog="headrace.service.process", description=__doc__)
-    parser.add_argument("--builder", default=DEFAULT_BUILDER, help="module:function that builds the engine")
-    builder = parser.parse_args(arguments).builder
+    parser.add_argument("--builder", default=ENGINE_BUILDER, help="module:function that builds the engine")
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s engine: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
     signal.signal(signal.SIGTERM, _leave_on_sigterm)
     parent = os.getppid()
-    launch = Launch.read(sys.stdin.buffer)
+    gc.disable()  # while importing, which makes many objects and hardly any garbage
+    builder = ThreadPoolExecutor(1, "engine-import").submit(load_target, arguments.builder)  # takes seconds; the launch comes meanwhile
+    launch = _read_launch()
     die_with_parent(sys.stdin.fileno(), parent)
     channel = EngineChannel(launch)
     try:
-        channel.send(Starting("starting", 0.0))
         _start(launch, builder, channel).run()
     except Exception as error:  # process main: tell the client why, then end
         is_plain = isinstance(error, HeadraceError) and error.__cause__ is None

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,19 +19,23 @@ from collections import deque
 from pathlib import Path
 from typing import Protocol
 
-from headrace.base import env
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
-from headrace.base.messages import Call, Fatal, FromEngine, Ready, ToEngine
+from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
+from headrace.service.spawn import ENGINE_BUILDER, spawn_engine
 from headrace.service.transport import ClientChannel, Launch
 
 logger = logging.getLogger(__name__)
 
-ENGINE_MODULE = "headrace.service.process"
 RESTART_WINDOW_S = 600.0
 LONGEST_BACKOFF_S = 10.0
 TERMINATE_S = 5.0
-"""How long a process told to end gets before it is killed."""
+"""How long a process told to end gets before it is killed, and a killed one before it is given up for lost."""
+
+PING = Call(-1, "ping")
+STALL_TIMEOUT_S = 300.0
+STALL_TICKS = 4
+"""The engine is asked for a sign of life this often within the time it may be silent."""
 
 
 class Listener(Protocol):
@@ -45,14 +49,12 @@ class Listener(Protocol):
 
 
 class EngineProcess:
-    """One life of the engine process and the channel to it."""
+    """One life of the engine process and the channel to it. ``process`` was spawned by `spawn_engine`."""
 
-    def __init__(self, config: EngineConfig, channel: ClientChannel, builder: str):
-        environment = env.worker_environment() | {"PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)}
-        command = [sys.executable, "-P", "-m", ENGINE_MODULE, "--builder", builder]
+    def __init__(self, config: EngineConfig, channel: ClientChannel, process: subprocess.Popen[bytes]):
         self.channel = channel
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self._process = process
         threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name="engine-watch", daemon=True).start()
         with contextlib.suppress(BrokenPipeError):  # it died at once; the watch tells
             Launch(config, channel.requests_address, channel.outputs_address).write(self._process.stdin)
@@ -70,9 +72,11 @@ class EngineProcess:
         if not self.exit_code.done():
             self.exit_code.set_result(code)
 
-    def kill(self) -> None:
-        """End the process without asking it."""
+    async def kill(self) -> int:
+        """End the process without asking it; returns its exit code. One that the system cannot end is left behind."""
         self._process.kill()
+        await asyncio.wait([self.exit_code], timeout=TERMINATE_S)
+        return self.exit_code.result() if self.exit_code.done() else -signal.SIGKILL
 
     async def end(self, grace_s: float = TERMINATE_S) -> None:
         """Terminate, and kill after ``grace_s``; returns when the process is gone and the pipe and channel are closed."""
@@ -83,8 +87,7 @@ class EngineProcess:
             await asyncio.wait_for(asyncio.shield(self.exit_code), grace_s)
         except TimeoutError:
             logger.warning("the engine process did not end within %.0f s and is killed", grace_s)
-            self._process.kill()
-            await self.exit_code
+            await self.kill()
         finally:
             self.release()
 
@@ -98,18 +101,26 @@ class EngineProcess:
 class Supervisor:
     """Starts an engine process and restarts it when it dies: at once the first time, then with growing pauses, at most
     ``max_restarts`` times in ten minutes. One that dies before it was ever ready is not restarted: its configuration
-    is wrong, and would be wrong again."""
+    is wrong, and would be wrong again. One that is ready and then gives no sign of life for ``stall_timeout_s`` seconds
+    (0: it may be silent for ever) is killed. ``process`` serves as the first, when one was spawned ahead."""
 
-    def __init__(self, config: EngineConfig, listener: Listener, *, builder: str, max_restarts: int):
+    def __init__(
+        self, config: EngineConfig, listener: Listener, *, max_restarts: int, stall_timeout_s: float = STALL_TIMEOUT_S,
+        builder: str = ENGINE_BUILDER, process: subprocess.Popen[bytes] | None = None,
+    ):
         self._config = config
         self._listener = listener
         self._builder = builder
         self._max_restarts = max_restarts
+        self._stall_timeout_s = stall_timeout_s
+        self._spawned = process
         self._folder: Path | None = None
         self._process: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._restarts: deque[float] = deque()
         self._was_ready = False
+        self._is_loaded = False
+        self._num_heard = 0
         self._last_words: HeadraceError | None = None
 
     @property
@@ -167,24 +178,43 @@ class Supervisor:
 
     async def _live(self, life: int) -> int:
         """One life of the process, from spawning to its last message; returns the exit code."""
-        self._last_words = None
+        self._last_words, self._is_loaded = None, False
         channel = ClientChannel(self._folder, life)
-        self._process = process = EngineProcess(self._config, channel, self._builder)
+        spawned, self._spawned = self._spawned or spawn_engine(self._builder), None
+        self._process = process = EngineProcess(self._config, channel, spawned)
         pump = asyncio.create_task(self._pump(channel), name="engine-messages")
+        silence = asyncio.create_task(self._await_silence(channel), name="engine-silence")
         try:
-            await asyncio.wait([process.exit_code, pump], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([process.exit_code, pump, silence], return_when=asyncio.FIRST_COMPLETED)
             if pump.done():  # a message that could not be read or taken: this life cannot be served any further
                 logger.error("messages of the engine cannot be taken; it is killed", exc_info=pump.exception())
-                process.kill()
-                await process.exit_code
+            elif silence.done():
+                words = f"the engine gave no sign of life for {self._stall_timeout_s:g} s and was killed"
+                self._last_words = EngineUnavailable(words, retry_after=5.0)
+            code = process.exit_code.result() if process.exit_code.done() else await process.kill()
         finally:
-            pump.cancel()
-            await asyncio.wait([pump])
+            for task in (pump, silence):
+                task.cancel()
+            await asyncio.wait([pump, silence])
         async for message in channel.drain():
             self._take(message)
         self._process = None
         process.release()
-        return process.exit_code.result()
+        return code
+
+    async def _await_silence(self, channel: ClientChannel) -> None:
+        """Return when a loaded engine has not been heard for as long as it may be silent. Counts its own ticks, so that
+        a pause of this process is not taken for one of the engine."""
+        if not self._stall_timeout_s:
+            await asyncio.Event().wait()  # for ever
+        num_heard, num_silent = 0, 0
+        while num_silent < STALL_TICKS:
+            await asyncio.sleep(self._stall_timeout_s / STALL_TICKS)
+            is_silent = self._is_loaded and num_heard == self._num_heard
+            num_heard, num_silent = self._num_heard, num_silent + 1 if is_silent else 0
+            if self._is_loaded:
+                with contextlib.suppress(EngineUnavailable):  # it is just ending; its exit is noticed elsewhere
+                    channel.send(PING)
 
     async def _pump(self, channel: ClientChannel) -> None:
         while True:
@@ -192,10 +222,13 @@ class Supervisor:
             await asyncio.sleep(0)  # a backlog must not keep the readers of the streams from running
 
     def _take(self, message: FromEngine) -> None:
+        self._num_heard += 1
+        if isinstance(message, Reply) and message.call_id == PING.call_id:
+            return
         if isinstance(message, Fatal):
             self._last_words = message.error.to_error()
         elif isinstance(message, Ready):
-            self._was_ready = True
+            self._was_ready = self._is_loaded = True
         self._listener.on_message(message)
 
     def _plan_restart(self) -> float | None:

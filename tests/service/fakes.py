@@ -53,9 +53,10 @@ class FakePending:
 
 class FakeExecutor:
     """Runs plans as `StepPlan` prescribes them, on lists. A prompt that contains ``FAIL_LAUNCH`` or ``FAIL_RESULT``
-    makes its step raise; the former when launched, the latter when its result is read. ``DIE`` kills the process."""
+    makes its step raise; the former when launched, the latter when its result is read. ``DIE`` kills the process,
+    ``HANG`` stops it in its step for good."""
 
-    FAIL_LAUNCH, FAIL_RESULT, DIE = 251, 252, 253
+    FAIL_LAUNCH, FAIL_RESULT, DIE, HANG = 251, 252, 253, 254
 
     def __init__(self, config: EngineConfig, *, delay_s: float = 0.0, layout: CacheLayout | None = None):
         self.config = resolve_for_device(config, "cpu")
@@ -83,6 +84,8 @@ class FakeExecutor:
         planned = {t for row in plan.rows for t in self.rows[row][:64]}
         if self.DIE in planned:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.HANG in planned:
+            time.sleep(3600)
         if self.FAIL_LAUNCH in planned and not any(t == self.FAIL_RESULT for t in planned):
             raise Boom("launch failed")
         for index, (row, begin, length, samples) in enumerate(zip(plan.rows, plan.begins, plan.lengths, plan.samples, strict=True)):
@@ -123,6 +126,12 @@ def build_fake_engine(config: EngineConfig, progress: Progress) -> Engine:
     """As `headrace.service.build.build_engine`; the seed is the delay of each step in milliseconds."""
     progress("drawing fakes", 0.5)
     return engine_over(FakeExecutor(config, delay_s=config.model.seed / 1000))
+
+
+def build_slowly(config: EngineConfig, progress: Progress) -> Engine:
+    """Loads longer than a test's engine may be silent."""
+    time.sleep(2.2)
+    return build_fake_engine(config, progress)
 
 
 def refuse_to_build(config: EngineConfig, progress: Progress) -> Engine:

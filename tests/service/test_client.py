@@ -190,6 +190,32 @@ async def test_a_killed_engine_is_noticed_and_replaced(start_client: Callable):
     assert ids(await read(client.submit([1, 2], greedy()))) == continuation([1, 2], 8)
 
 
+async def test_a_hung_engine_is_noticed_and_replaced(start_client: Callable):
+    client = await start_client(stall_timeout_s=0.8)
+    pid = client.engine_pid
+    await asyncio.sleep(1.2)  # idle is not hung
+    assert client.engine_pid == pid and ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+    deltas = await asyncio.wait_for(read(client.submit([FakeExecutor.HANG], greedy())), 10)
+    assert deltas[-1].finish_reason == "error" and deltas[-1].error.kind == "engine_unavailable"
+    assert "no sign of life for 0.8 s" in deltas[-1].error.message
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    await asyncio.wait_for(client.wait_ready(), 20)
+    assert client.num_restarts == 1 and ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+
+
+async def test_long_steps_and_loading_are_not_taken_for_hanging(start_client: Callable):
+    client = await start_client(builder="fakes:build_slowly", stall_timeout_s=1.6, seed=400)
+    deltas = await read(client.submit([3], greedy(3)))
+    assert ids(deltas) == continuation([3], 3) and client.num_restarts == 0
+    forever = await start_client(stall_timeout_s=0)
+    hung = asyncio.create_task(read(forever.submit([FakeExecutor.HANG], greedy())))
+    await asyncio.sleep(0.3)
+    assert not hung.done()
+    await forever.close()
+    assert (await hung)[-1].error.kind == "engine_unavailable"
+
+
 async def test_restarts_are_counted_and_end(start_client: Callable):
     client = await start_client(max_restarts=1)
     for _ in range(2):

@@ -80,6 +80,7 @@ class ServerConfig(_Section):
     max_batch_prompts: int = option(2048, "prompts in one request at most", low=1)
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM", low=0.0)
     max_restarts: int = option(5, "restarts of a crashed engine within ten minutes before giving up", low=0)
+    stall_timeout_s: float = option(300.0, "seconds a loaded engine may give no sign of life before it is restarted; above its longest step; 0: for ever", low=0.0)
     cors_origins: str = option("", "comma-separated origins browsers may call from; * for any")
     root_path: str = option("", "path prefix when behind a proxy")
     log_requests: bool = option(False, "log one line per request")

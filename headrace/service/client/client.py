@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import random
+import subprocess
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,12 +37,12 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.prompts import draw_request_id, encode_prompt, open_request, open_tokenizer, with_seed
 from headrace.service.client.stream import RequestStream
-from headrace.service.supervisor import Supervisor
+from headrace.service.spawn import ENGINE_BUILDER
+from headrace.service.supervisor import STALL_TIMEOUT_S, Supervisor
 from headrace.service.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-ENGINE_BUILDER = "headrace.service.build:build_engine"
 CALL_TIMEOUT_S = 60.0
 RETRY_AFTER_S = 5.0
 
@@ -51,9 +52,13 @@ class EngineClient:
 
     ``state`` is ``starting``, ``ready``, ``restarting``, ``draining`` or ``stopped``; requests are taken when ready.
     ``facts``, ``memory`` and ``tokenizer`` are known from then on; ``last_stats`` is at most a step old under load.
+    ``stall_timeout_s``, ``builder`` and ``process`` are the supervisor's.
     """
 
-    def __init__(self, config: EngineConfig, *, max_restarts: int = 5, chat_template: str | None = None, builder: str = ENGINE_BUILDER):
+    def __init__(
+        self, config: EngineConfig, *, max_restarts: int = 5, chat_template: str | None = None, stall_timeout_s: float = STALL_TIMEOUT_S,
+        builder: str = ENGINE_BUILDER, process: subprocess.Popen[bytes] | None = None,
+    ):
         self.config = config
         self.state = "starting"
         self.facts: ModelFacts | None = None
@@ -62,7 +67,9 @@ class EngineClient:
         self.tokenizer: Tokenizer | None = None
         self.last_stats = EngineStats()
         self._chat_template = chat_template
-        self._supervisor = Supervisor(config, self, builder=builder, max_restarts=max_restarts)
+        self._supervisor = Supervisor(
+            config, self, max_restarts=max_restarts, stall_timeout_s=stall_timeout_s, builder=builder, process=process,
+        )
         self._streams: dict[str, RequestStream] = {}
         self._stream_of_child: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}

@@ -21,10 +21,10 @@ from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, Model
 from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingParams
-from headrace.service.client.client import ENGINE_BUILDER
 from headrace.service.client.collect import Collector
 from headrace.service.client.outputs import GenerationOutput
 from headrace.service.client.prompts import encode_prompt, open_request, open_tokenizer, with_seed
+from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.assembler import OutputAssembler
 from headrace.service.tokenization.reading import ReadAssembler

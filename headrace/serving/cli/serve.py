@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.base.config import EngineConfig, ServeConfig
+from headrace.service.spawn import spawn_engine
 from headrace.serving.cli.commands import ENGINE
 from headrace.serving.cli.flags import Invocation
 
@@ -18,7 +19,12 @@ def serve_config(invocation: Invocation) -> ServeConfig:
 def run(invocation: Invocation) -> int:
     """Serve until told to stop."""
     config = serve_config(invocation)
-    from headrace.serving.http.server import serve
+    engine = spawn_engine()  # it has the most to import, so it begins first
+    try:
+        from headrace.serving.http.server import serve
 
-    serve(config)
+        serve(config, engine=engine)
+    finally:
+        engine.kill()  # when the server did not come to end it
+        engine.wait()
     return 0

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,11 +30,15 @@ LAST_WORDS_S = 5  # for sending the ends of streams once the drain is over
 POLL_S = 0.05
 
 
-def serve(config: ServeConfig) -> None:
+def serve(config: ServeConfig, *, engine: subprocess.Popen[bytes] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; returns after an orderly end. Raises `HeadraceError` when the server cannot start
-    or the engine has crashed for good, `SystemExit` after a second signal."""
+    or the engine has crashed for good, `SystemExit` after a second signal. ``engine`` was spawned ahead by the caller."""
+    client = EngineClient(
+        config.engine, max_restarts=config.server.max_restarts, chat_template=read_template(config.server.chat_template),
+        stall_timeout_s=config.server.stall_timeout_s, process=engine,
+    )
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(HttpServer(config).run())
+        runner.run(HttpServer(config, client).run())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -78,12 +83,11 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """One server from start to end. ``client`` is made from the configuration unless given."""
+    """One server from start to end. It starts and closes ``client``."""
 
-    def __init__(self, config: ServeConfig, *, client: EngineClient | None = None, console: Console | None = None):
+    def __init__(self, config: ServeConfig, client: EngineClient, *, console: Console | None = None):
         self._config = config.server
-        template = read_template(config.server.chat_template)
-        self._client = client or EngineClient(config.engine, max_restarts=config.server.max_restarts, chat_template=template)
+        self._client = client
         self._console = console or Console()
         app = create_app(self._client, self._config)
         self._context: AppContext = app.state.context

@@ -22,7 +22,7 @@ from rich.console import Console
 from headrace.base.config import ServeConfig, ServerConfig
 from headrace.base.errors import ConfigError
 from headrace.serving.http.announce import announce_ready, format_bytes
-from headrace.serving.http.server import HttpServer, address_of, open_listener, read_template
+from headrace.serving.http.server import address_of, open_listener, read_template, serve
 
 SCRIPT = Path(__file__).with_name("server_process.py")
 
@@ -165,7 +165,7 @@ def test_chat_template_file(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ x }}")
     assert read_template(str(tmp_path / "t.jinja")) == "{{ x }}" and read_template(None) is None
     with pytest.raises(ConfigError, match="chat_template"):
-        HttpServer(ServeConfig(server=ServerConfig(chat_template=str(tmp_path / "none"))), client=FakeClient())
+        serve(ServeConfig(server=ServerConfig(chat_template=str(tmp_path / "none"))))
 
 
 def test_announcement():
