@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import msgspec
@@ -14,7 +16,8 @@ import torch
 
 from headrace.base.cache import CacheLayout
 from headrace.base.config import DeviceConfig, EngineConfig, resolve_for_device
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, UnsupportedFeature
+from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan
 from headrace.execution.backends import ChosenBackends, choose_backends
@@ -24,6 +27,8 @@ from headrace.execution.graphs import bucket_sizes
 from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
+from headrace.execution.structured.library import CompiledGrammar
+from headrace.execution.structured.store import GrammarStore
 from headrace.execution.warmup import measure_largest_steps, run_tiny_steps
 from headrace.layers.build import Build
 from headrace.memory.capacity import free_bytes
@@ -42,21 +47,41 @@ class LocalExecutor:
         self.config, self.layout, self.facts, self.memory = config, layout, facts, memory
         self._runner: Runner | None = runner
         self._device = device
+        self._grammars: GrammarStore | None = None
 
     def execute(self, plan: StepPlan) -> PendingSample:
         """Launch a plan. On a CPU the step is done when this returns."""
         assert self._runner is not None, "the executor is closed"
         return self._runner.execute(plan)
 
+    def serve_grammars(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
+        """Take requests with grammars from now on. ``read_vocabulary`` reads the tokenizer; it is called when the first
+        of them comes, on another thread."""
+        assert self._runner is not None, "the executor is closed"
+        self._grammars = GrammarStore(read_vocabulary, self.facts.vocab_size, self.facts.eos_ids)
+        self._runner.serve_grammars(self._grammars)
+
+    def prepare_grammar(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """Compile a grammar on another thread."""
+        if self._grammars is not None:
+            return self._grammars.prepare(grammar)
+        refused: Future[CompiledGrammar] = Future()
+        refused.set_exception(UnsupportedFeature("structured outputs are not served here", param="grammar"))
+        return refused
+
     def reset(self) -> None:
-        """Wait for the device after a failed step. Rows need no clearing: a start overwrites whatever its row held, and
-        rows of requests that were not in the failed step stay good."""
+        """Wait for the device after a failed step. Rows need no clearing: whatever still runs is started anew."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        if self._runner is not None:
+            self._runner.reset()
 
     def close(self) -> None:
         """Free the device; idempotent."""
         self._runner = None
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ import torch
 from headrace.base.step import PromptLogprobs, StepResult
 from headrace.execution.logprobs import Logprobs
 from headrace.execution.pooling import PooledRows
-from headrace.execution.sampling import MESSAGES, NOT_FINITE, OK, Drawn, SampleBatch
+from headrace.execution.sampling import MESSAGES, NOT_FINITE, NOTHING_ALLOWED, OK, Drawn, SampleBatch
 from headrace.execution.upload import to_host
 
 
@@ -38,6 +38,7 @@ class PendingSample:
         self._pooled = pooled or []
         self._prompts = [(span, logprobs.copy_to_host()) for span, logprobs in prompts or []]
         self._tokens = self._logprobs = None
+        self._errors = drawn.errors if drawn is not None else {}
         if drawn is not None:
             self._tokens = to_host(drawn.tokens)
             self._logprobs = drawn.logprobs.copy_to_host() if drawn.logprobs is not None else None
@@ -46,10 +47,24 @@ class PendingSample:
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def result(self) -> StepResult:
-        """Wait for the step; raises what the device raised."""
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has come this far."""
+        return self._done is None or self._done.query()
+
+    def read_ids(self) -> list[int]:
+        """The drawn ids in the order of the batch; waits for the step."""
+        self._wait()
+        assert self._tokens is not None
+        return self._tokens[0].tolist()
+
+    def _wait(self) -> None:
         if self._done is not None:
             self._done.synchronize()
+
+    def result(self) -> StepResult:
+        """Wait for the step; raises what the device raised."""
+        self._wait()
         prompts = [PromptLogprobs(s.row, s.start, logprobs.records([s.top_count] * s.count)) for s, logprobs in self._prompts]
         if self._tokens is None or self._batch is None:
             return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
@@ -77,4 +92,5 @@ class PendingSample:
     def _failed_rows(self, states: list[int]) -> list[tuple[int, str]]:
         assert self._batch is not None
         harmless = (OK,) if self._check_finite else (OK, NOT_FINITE)
-        return [(int(row), MESSAGES[state]) for row, state in zip(self._batch.rows, states, strict=True) if state not in harmless]
+        found = [(int(row), state) for row, state in zip(self._batch.rows, states, strict=True) if state not in harmless]
+        return [(row, (state == NOTHING_ALLOWED and self._errors.get(row)) or MESSAGES[state]) for row, state in found]

@@ -15,7 +15,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import RowStart
 
-IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS, IS_TAKEN = 1, 2, 4, 8, 16, 32
+IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS, IS_TAKEN, HAS_GRAMMAR = 1, 2, 4, 8, 16, 32, 64
 """Bits of a row's flags; 0 is a free row."""
 
 IS_POOLED, HAS_SECOND_TEXT = 256, 512
@@ -65,7 +65,7 @@ class Rows:
         self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
         self.flags_np[start.row] = (
             IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None) | HAS_RULES * (spec.rules is not None)
-            | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0)
+            | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0) | HAS_GRAMMAR * (spec.grammar is not None)
         )
         if start.pooling is not None:
             self.flags_np[start.row] |= IS_POOLED | HAS_SECOND_TEXT * (start.pooling.second_start > 0)

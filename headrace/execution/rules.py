@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -47,6 +48,8 @@ class RuleState:
         """Take a row's rules and the tail of its tokens."""
         rules = known.sampling.rules
         assert rules is not None
+        if known.sampling.grammar is not None:  # its masks see to the minimum length
+            rules = msgspec.structs.replace(rules, min_tokens=0)
         self._rules[row] = rules
         self._joined = None
         width = max((len(word) - 1 for word in rules.bad_words), default=0)

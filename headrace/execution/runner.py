@@ -19,6 +19,8 @@ from headrace.execution.pooling import Pooler
 from headrace.execution.result import PendingSample, PromptSpan
 from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
 from headrace.execution.sampling import Drawn, SampleBatch, Sampler
+from headrace.execution.structured.rows import Filling, GrammarRows
+from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, KvPages
 from headrace.memory.page_tables import PageTables
@@ -44,6 +46,7 @@ class Runner:
         self._rows = Rows(layout.max_rows, device)
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
         self._pooler = Pooler(self._rows, model)
+        self._grammars: GrammarRows | None = None
         self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
         model.bind_cache(*_pages_by_layer(layout, self.pools, num_layers))
 
@@ -60,6 +63,15 @@ class Runner:
         graph = self._graphs.find(len(plan.rows)) if self._graphs and plan.num_decodes == len(plan.rows) else None
         return self._compute(plan, shape, upload) if graph is None else self._replay(plan, shape, upload, graph)
 
+    def serve_grammars(self, store: GrammarStore) -> None:
+        """Take rows with grammars of a store from now on."""
+        self._grammars = GrammarRows(store, self._sampler.vocab_size)
+
+    def reset(self) -> None:
+        """Forget what failed steps left behind; every row is started anew before it is computed again."""
+        if self._grammars is not None:
+            self._grammars.reset()
+
     def capture_graphs(self, sizes: list[int], progress: Callable[[int, int], None]) -> int:
         """Capture decode steps of these numbers of requests; returns the bytes they take. On a GPU only."""
         self._graphs = DecodeGraphs(self._model, DecodeState(self._rows, self._tables, self._layout, self._backends), self._device)
@@ -73,14 +85,16 @@ class Runner:
         self._sampler.pack(batch, upload)
         spans, reads = self._find_prompt_spans(shape, upload), self._pooler.pack(shape, upload)
         sent = upload.send(self._device)
+        filling = self._grammars.begin(batch) if self._grammars is not None else None
         self._apply_pages(plan, sent)
         hidden = self._model.forward(self._inputs.build(shape, sent))
         prompts, pooled = self._log_prompts(spans, hidden, sent), self._pooler.pool(reads, hidden, sent)
         drawn = None
         if len(samples):
             logits = self._model.compute_logits(hidden.index_select(0, sent["sample_tokens"]))
-            drawn = self._sampler.draw(logits, batch, sent)
-        return PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite, pooled=pooled)
+            drawn = self._sampler.draw(logits, batch, sent, filling.result() if filling is not None else None)
+        pending = PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite, pooled=pooled)
+        return self._follow(filling, pending)
 
     def _replay(self, plan: StepPlan, shape: StepShape, upload: Upload, graph: DecodeGraph) -> PendingSample:
         """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked.
@@ -96,19 +110,34 @@ class Runner:
             self._sampler.pack(batch, upload)
         sent = upload.send(self._device)
         self._apply_pages(plan, sent)
+        filling = self._grammars.begin(batch) if self._grammars is not None else None
         graph.replay(sent["decodes"])
         if batch.is_greedy:
             drawn = Drawn(graph.drawn, None)
         else:
-            drawn = self._sampler.draw(graph.logits[: len(shape.rows)], batch, sent)
-        return PendingSample(plan.step_id, batch, drawn, check_finite=self._check_finite, places=places)
+            drawn = self._sampler.draw(graph.logits[: len(shape.rows)], batch, sent, filling.result() if filling is not None else None)
+        return self._follow(filling, PendingSample(plan.step_id, batch, drawn, check_finite=self._check_finite, places=places))
+
+    def _follow(self, filling: Filling | None, pending: PendingSample) -> PendingSample:
+        if filling is not None:
+            filling.follow(pending)
+        return pending
+
+    def _release(self, row: int) -> None:
+        self._rows.release(row)
+        self._sampler.release(row)
+        if self._grammars is not None:
+            self._grammars.release(row)
 
     def _apply_rows(self, plan: StepPlan, upload: Upload) -> None:
         for row in plan.releases:
-            self._rows.release(row)
-            self._sampler.release(row)
+            self._release(row)
         for start in plan.starts:
-            self._sampler.start(start.row, self._rows.start(start))
+            known = self._rows.start(start)
+            self._sampler.start(start.row, known)
+            if known.sampling.grammar is not None:
+                assert self._grammars is not None, "a grammar, and nobody to serve it"
+                self._grammars.start(start.row, known)
         cleared = [*plan.releases, *(start.row for start in plan.starts)]
         if cleared:
             upload.add("cleared", cleared)

@@ -1,13 +1,13 @@
 """`Sampler`: from logits to drawn tokens. S sampled rows, V vocabulary.
 
-In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties; then the likeliest token for
+In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties, grammar; then the likeliest token for
 greedy rows, and for the others temperature, min-p, top-k, top-p and the draw (``kernels/sample``). Every operation is
 row-wise, so what a row draws does not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,16 +17,17 @@ from headrace.execution.logprobs import Logprobs, compute_logprobs
 from headrace.execution.penalties import PenaltyState
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import RuleState
-from headrace.execution.upload import Upload
+from headrace.execution.upload import Upload, to_device
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sample import FIND_BEST, SAMPLE, DrawParams
+from headrace.kernels.token_mask import TOKEN_MASK
 
 OK, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
 """State of a drawn row."""
 
 MESSAGES = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
-    NOTHING_ALLOWED: "the request's logit rules leave no token to choose",
+    NOTHING_ALLOWED: "the request's logit rules and grammar leave no token to choose",
 }
 
 
@@ -40,6 +41,7 @@ class SampleBatch:
     random: np.ndarray
     penalised: np.ndarray
     ruled: np.ndarray
+    constrained: np.ndarray
     logged: np.ndarray
     top_counts: list[int]
 
@@ -47,11 +49,11 @@ class SampleBatch:
     def of(cls, rows: np.ndarray, ends: np.ndarray, state: Rows) -> SampleBatch:
         """``ends`` [S]: position of each token to draw."""
         flags = state.flags_np[rows]
-        random, penalised, ruled, logged = (
-            np.flatnonzero(flags & bit) for bit in (flag.IS_RANDOM, flag.HAS_PENALTIES, flag.HAS_RULES, flag.WANTS_LOGPROBS)
+        random, penalised, ruled, constrained, logged = (
+            np.flatnonzero(flags & bit) for bit in (flag.IS_RANDOM, flag.HAS_PENALTIES, flag.HAS_RULES, flag.HAS_GRAMMAR, flag.WANTS_LOGPROBS)
         )
         top_counts = [state[int(row)].sampling.num_logprobs for row in rows[logged]]
-        return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, logged, top_counts)
+        return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, constrained, logged, top_counts)
 
     @property
     def is_greedy(self) -> bool:
@@ -60,15 +62,27 @@ class SampleBatch:
 
     @property
     def has_edits(self) -> bool:
-        return bool(len(self.penalised) or len(self.ruled))
+        return bool(len(self.penalised) or len(self.ruled) or len(self.constrained))
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """What grammars allow: ``masks`` [G, W] int32 on the host, of the rows at ``places`` [G] of the batch. ``errors``
+    tells why, by row, where a grammar cannot go on."""
+
+    masks: np.ndarray
+    places: np.ndarray
+    errors: dict[int, str | None]
 
 
 @dataclass(slots=True)
 class Drawn:
-    """``tokens`` [2, S or more] int64 on the device: ids and states, and then what may be ignored; ``logprobs`` of the rows in ``SampleBatch.logged``, if any."""
+    """``tokens`` [2, S or more] int64 on the device: ids and states, and then what may be ignored; ``logprobs`` of the rows in ``SampleBatch.logged``, if any.
+    ``errors``: see `RowMasks`."""
 
     tokens: torch.Tensor
     logprobs: Logprobs | None
+    errors: dict[int, str | None] = field(default_factory=dict)
 
 
 class Sampler:
@@ -76,12 +90,12 @@ class Sampler:
 
     def __init__(self, rows: Rows, max_rows: int, vocab_size: int):
         device = rows.last_token.device
-        self._rows, self._vocab_size = rows, vocab_size
+        self._rows, self.vocab_size = rows, vocab_size
         self._penalties = PenaltyState(vocab_size, device)
         self._rules = RuleState(max_rows, vocab_size, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         query = KernelQuery(device.type, "float32", capability, {"vocab_size": vocab_size})
-        self._sample, self._find_best = SAMPLE.choose(query), FIND_BEST.choose(query)
+        self._sample, self._find_best, self._mask = SAMPLE.choose(query), FIND_BEST.choose(query), TOKEN_MASK.choose(query)
 
     def start(self, row: int, known: RowTokens) -> None:
         """A row was taken."""
@@ -114,13 +128,14 @@ class Sampler:
             upload.add("draw_integers", self._rows.integers_np[rows].T.ravel())
             upload.add("draw_positions", batch.output_lens[batch.random])
 
-    def draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> Drawn:
-        """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token."""
+    def draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None = None) -> Drawn:
+        """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token. ``masks``
+        are those of ``batch.constrained``, if there are any."""
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
         best, ids = self._find_best(logits)
         states = torch.where(best.isfinite(), OK, NOT_FINITE)
         if batch.has_edits:
-            logits = self._edit(logits, batch, sent)
+            logits = self._edit(logits, batch, sent, masks)
             best, ids = self._find_best(logits)
             states = torch.where((states == OK) & ~best.isfinite(), NOTHING_ALLOWED, states)
         if len(batch.random):
@@ -129,9 +144,9 @@ class Sampler:
         logprobs = None
         if raw is not None:
             logprobs = compute_logprobs(raw, ids.index_select(0, sent["logged"]), max(batch.top_counts))
-        return Drawn(torch.stack((ids, states)), logprobs)
+        return Drawn(torch.stack((ids, states)), logprobs, masks.errors if masks is not None else {})
 
-    def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None) -> torch.Tensor:
         if len(batch.ruled):
             edited = logits.index_select(0, sent["ruled"])
             self._rules.apply(edited)
@@ -139,6 +154,8 @@ class Sampler:
         if len(batch.penalised):
             edited = self._penalties.apply(logits.index_select(0, sent["penalised"]), sent)
             logits.index_copy_(0, sent["penalised"], edited)
+        if masks is not None:
+            self._mask(logits, to_device(masks.masks, logits.device), to_device(masks.places, logits.device))
         return logits
 
     def _draw_random(self, logits: torch.Tensor, ids: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -152,12 +169,12 @@ class Sampler:
         rows = batch.rows[batch.random]
         top_p, min_p = self._rows.draws_np[rows, 1], self._rows.draws_np[rows, 2]
         top_k = self._rows.integers_np[rows, 0]
-        ranked = np.where(top_k > 0, top_k, np.where(top_p < 1.0, self._vocab_size, 0))
+        ranked = np.where(top_k > 0, top_k, np.where(top_p < 1.0, self.vocab_size, 0))
         temperatures, top_ps, min_ps = sent["draw_reals"].view(3, -1)
         top_ks, seeds = sent["draw_integers"].view(2, -1)
         return DrawParams(
             temperatures, top_ks, top_ps, min_ps, seeds, sent["draw_positions"], has_min_p=bool((min_p > 0).any()),
-            has_top_p=bool((top_p < 1.0).any()), num_ranked=min(int(ranked.max()), self._vocab_size),
+            has_top_p=bool((top_p < 1.0).any()), num_ranked=min(int(ranked.max()), self.vocab_size),
         )
 
     def _keep(self, ids: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:

@@ -111,7 +111,7 @@ class Admission:
                 f"there are {lack[1]}; lower max_tokens, shorten the prompt, or serve with more kv_pages",
                 param="max_tokens",
             )
-        num_waiting = len(self._queue) + self._sharing.num_following
+        num_waiting = len(self._queue) + self._sharing.num_following + len(self._roster.held)
         if num_waiting >= self._max_queued:
             raise QueueFull(f"{num_waiting} requests are waiting, the limit is max_queued", retry_after=self._pace.estimate_wait(num_waiting))
 

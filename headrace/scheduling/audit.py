@@ -15,7 +15,7 @@ def audit_requests(roster: Roster, queue: WaitingQueue) -> None:
     """Each request is in exactly one place, and each row is free or has one request."""
     rows = []
     for request in roster.requests.values():
-        where = (request in roster.prefilling, request in roster.decoding, request in queue, request.leader is not None)
+        where = (request in roster.prefilling, request in roster.decoding, request in queue, request.leader is not None, request in roster.held)
         assert sum(where) == 1, f"{request} is in {sum(where)} places: {where}"
         assert request.is_running == (where[0] or where[1]) == (request.holding is not None), request
         assert request.state != State.FINISHED, request

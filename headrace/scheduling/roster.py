@@ -17,6 +17,7 @@ class Roster:
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self.requests: dict[str, Request] = {}
+        self.held: dict[Request, None] = {}  # not to be queued yet
         self.prefilling: dict[Request, None] = {}  # in order of admission
         self.decoding: dict[Request, None] = {}
         self.rewired: dict[Request, None] = {}  # their page tables changed behind the device's back
@@ -57,6 +58,7 @@ class Roster:
             self.rewired.pop(request, None)
             self._free_rows.append(request.row)
             self._released.append(request.row)
+        self.held.pop(request, None)
         request.row = -1
         request.epoch += 1
         request.state = state

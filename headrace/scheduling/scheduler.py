@@ -76,9 +76,9 @@ class Scheduler:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, ask: EngineRequest) -> None:
-        """Queue a request. Raises, and keeps nothing, when it is wrong (`RequestError`), can never fit (`OutOfPages`)
-        or the queue is full (`QueueFull`)."""
+    def add(self, ask: EngineRequest, *, is_held: bool = False) -> None:
+        """Queue a request, or hold it until `release`. Raises, and keeps nothing, when it is wrong (`RequestError`), can
+        never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
         wait = ask.deadline_s if ask.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
         try:
@@ -91,9 +91,26 @@ class Scheduler:
         self._next_seq += 1
         self._counters.requests += 1
         self._roster.requests[request.request_id] = request
-        self._queue.push(request)
+        if is_held:
+            self._roster.held[request] = None
+        else:
+            self._queue.push(request)
         if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, request.seq, request.request_id))
+
+    def release(self, request_id: str) -> None:
+        """Queue a request that was held; nothing for one that has ended meanwhile."""
+        request = self._roster.requests.get(request_id)
+        if request is not None and request in self._roster.held:
+            del self._roster.held[request]
+            self._queue.push(request)
+
+    def refuse(self, request_id: str, error: HeadraceError) -> RequestOutput | None:
+        """End a request that was held with an error; None when there is none."""
+        request = self._roster.requests.get(request_id)
+        if request is None or request not in self._roster.held:
+            return None
+        return self._exits.finish(request, Finish("error", error=ErrorInfo.of(error)), [])
 
     def abort(self, request_id: str, reason: str = "abort") -> RequestOutput | None:
         """End a request now, in whatever state; None for an id that is unknown or has finished."""
@@ -170,7 +187,7 @@ class Scheduler:
         accounts, counters, tree = self._ledger.accounts, self._counters, self._ledger.tree
         num_pages, num_evictable = sum(a.capacity for a in accounts), sum(tree.num_evictable)
         return EngineStats(
-            num_queued=len(self._queue) + self._sharing.num_following,
+            num_queued=len(self._queue) + self._sharing.num_following + len(self._roster.held),
             num_running=self._roster.num_running,
             num_pages=num_pages,
             num_used_pages=num_pages - num_evictable - sum(a.num_free for a in accounts),

@@ -13,6 +13,7 @@ from headrace.base.errors import HeadraceError, StepFailed
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
 from headrace.service.executor import Executor, PendingStep
+from headrace.service.gate import GrammarGate
 
 if TYPE_CHECKING:
     from headrace.scheduling.scheduler import Scheduler
@@ -45,6 +46,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, executor: Executor):
         self.executor = executor
         self._scheduler = scheduler
+        self._gate = GrammarGate(scheduler)
         self._depth = executor.config.scheduler.overlap_depth or 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._outputs: list[RequestOutput] = []
@@ -57,11 +59,15 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Never raises for the request's sake: what is wrong with it is its output of the next step."""
+        grammar = request.sampling.grammar
         try:
-            self._scheduler.add(request)
+            self._scheduler.add(request, is_held=grammar is not None)
         except HeadraceError as error:
             finish = Finish("error", error=ErrorInfo.of(error))
             self._outputs.append(RequestOutput(request.request_id, [], finish))
+            return
+        if grammar is not None:
+            self._gate.wait(request.request_id, self.executor.prepare_grammar(grammar))
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request at whatever state; its last output comes with the next step. Unknown ids are ignored."""
@@ -73,6 +79,7 @@ class Engine:
         """Keep the device fed and read the oldest result; returns everything that became known."""
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
+        outputs += self._gate.settle()
         while len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None:
             if not self._execute(plan):
                 while self._in_flight:  # what was launched before the failure stands; nothing may follow it
@@ -81,6 +88,8 @@ class Engine:
         if self._in_flight:
             self._commit(outputs)
             self._num_empty = 0
+        elif self._gate.is_waiting:
+            self._gate.pause()
         elif not outputs:
             self._notice_empty_step()
         return outputs

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
+from headrace.base.grammar import Grammar
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan, StepResult
 
@@ -31,6 +33,10 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""
+
+    def prepare_grammar(self, grammar: Grammar) -> Future[object]:
+        """Compile a grammar on another thread; requests with it are run when the future is done, and end with the
+        `RequestError` that it may raise. Never raises itself."""
 
     def reset(self) -> None:
         """After a failed step: wait for the device and forget all rows (the scheduler has ended their requests)."""

@@ -1,0 +1,86 @@
+"""What a grammar library must offer, and the registry of those known. Refuses: threads, caches, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Protocol
+
+import numpy as np
+
+from headrace.base.errors import PluginError, UnsupportedFeature
+from headrace.base.grammar import Grammar, Vocabulary
+from headrace.base.registry import Registry
+from headrace.execution.structured.exact import inexactness
+
+INSTALL = "pip install 'headrace[structured]'"
+
+
+class Matcher(Protocol):
+    """How far one output has come in a grammar."""
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens. A token the grammar does not allow leaves the matcher with an ``error``."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on: a token that was not allowed, or the library's limit on work for a token."""
+
+
+class CompiledGrammar(Protocol):
+    """A grammar for one vocabulary; shared by any number of outputs. ``library`` fills the masks of its matchers."""
+
+    library: GrammarLibrary
+
+    def start(self) -> Matcher:
+        """A matcher at the beginning of an output."""
+
+
+class GrammarLibrary(Protocol):
+    """Made once for a vocabulary. `compile` is called from other threads than `fill` and must let those run meanwhile."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises `RequestError` when the grammar is wrong, asks for what the library does not enforce, allows no
+        output, or is too large. Takes bounded time and memory."""
+
+    def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
+        """Write the next tokens that matcher i allows into ``masks[i]``, [len(matchers), ceil(V / 32)] int32, in the
+        layout of `headrace.kernels.token_mask`. End-of-text is allowed only where the output may end."""
+
+
+class LibraryFactory(Protocol):
+    """What a registry entry is: makes the library for a vocabulary of ``vocab_size`` ids, ``eos_ids`` of which end text."""
+
+    def __call__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]) -> GrammarLibrary: ...
+
+
+GRAMMAR_LIBRARIES: Registry[LibraryFactory] = Registry("grammar library")
+"""Queried with a `Grammar`: an entry supports those that it enforces exactly."""
+
+
+def _missing(package: str) -> str | None:
+    return None if find_spec(package) else f"the package {package} is not installed"
+
+
+GRAMMAR_LIBRARIES.add(
+    "xgrammar", "headrace.execution.structured.xgrammar:XgrammarLibrary", supports=lambda grammar: _missing("xgrammar") or inexactness(grammar),
+    priority=20, doc="JSON and structural tags of plain schemas: the fastest masks",
+)
+GRAMMAR_LIBRARIES.add(
+    "llguidance", "headrace.execution.structured.llguidance:GuidanceLibrary", supports=lambda _: _missing("llguidance"), priority=10,
+    doc="JSON schemas, regular expressions, GBNF and Lark grammars, choices, structural tags",
+)
+
+
+def choose_library(grammar: Grammar) -> tuple[str, LibraryFactory]:
+    """The best library that enforces a grammar exactly, by name; raises `UnsupportedFeature` saying what to install."""
+    reasons = {}
+    for entry in GRAMMAR_LIBRARIES:
+        reasons[entry.name] = GRAMMAR_LIBRARIES.reason_against(entry.name, grammar)
+        if reasons[entry.name] is None:
+            try:
+                return entry.name, GRAMMAR_LIBRARIES.load(entry.name)
+            except PluginError as error:
+                reasons[entry.name] = error.message
+    listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise UnsupportedFeature(f"no grammar library here serves this {grammar.kind} ({listing}); {INSTALL}", param=grammar.kind)

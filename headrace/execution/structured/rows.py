@@ -1,0 +1,182 @@
+"""`GrammarRows`: how far the rows with a grammar have come, and the masks of their next tokens.
+
+A mask needs the token before it. Where that is on the host already the masks are filled on a thread while the device
+computes; where it is still on the device (two plans in flight) they are filled once the step has been launched, as soon
+as the step before it is read. Either way no step waits for a mask but the draw at its end. G rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from headrace.execution.rows import RowTokens
+from headrace.execution.sampling import RowMasks, SampleBatch
+from headrace.execution.structured.library import GrammarLibrary, Matcher
+from headrace.execution.structured.store import GrammarStore
+
+ALL_ALLOWED = -1
+"""A word of a mask."""
+
+
+class DrawnStep(Protocol):
+    """A launched step, as `headrace.execution.result.PendingSample` is one."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `read_ids` would not wait."""
+
+    def read_ids(self) -> list[int]:
+        """The drawn ids in the order of the batch; waits for the step."""
+
+
+@dataclass(eq=False, slots=True)
+class Constraint:
+    """The grammar of one row. ``held`` [W] int32 are the bits of tokens that are not wanted for the first
+    ``min_tokens``, unless nothing else is allowed."""
+
+    matcher: Matcher
+    library: GrammarLibrary
+    num_tokens: int
+    min_tokens: int = 0
+    held: np.ndarray | None = None
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class Filling:
+    """Masks on their way: ``constraints[i]`` is at place ``places[i]`` of the batch."""
+
+    rows: GrammarRows
+    constraints: list[Constraint]
+    places: np.ndarray
+    batch_rows: np.ndarray
+    masks: np.ndarray
+    work: Future[None] | None = None
+
+    def result(self) -> RowMasks:
+        """The masks; waits for the thread, or for the step before and then fills them here."""
+        if self.work is None:
+            self.rows.catch_up()
+            self.rows.fill(self.constraints, self.masks)
+        else:
+            self.work.result()
+        errors = {int(row): c.matcher.error for row, c in zip(self.batch_rows, self.constraints, strict=True) if c.matcher.error and not c.is_over}
+        return RowMasks(self.masks, self.places, errors)
+
+    def follow(self, step: DrawnStep) -> None:
+        """The step that uses these masks was launched."""
+        self.rows.await_step(step, list(zip(map(int, self.places), self.constraints, strict=True)))
+
+
+@dataclass(slots=True)
+class _Unread:
+    """A launched step whose tokens the matchers have not seen."""
+
+    step: DrawnStep
+    drawn: list[tuple[int, Constraint]] = field(default_factory=list)
+
+
+class GrammarRows:
+    """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `Filling.follow` after."""
+
+    def __init__(self, store: GrammarStore, vocab_size: int):
+        self._store, self._num_words = store, -(-vocab_size // 32)
+        self._constraints: dict[int, Constraint] = {}
+        self._unread: list[_Unread] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+    def start(self, row: int, known: RowTokens) -> None:
+        """A row with a grammar was taken; what it has output already (before a retraction) is gone through again."""
+        assert known.sampling.grammar is not None
+        compiled = self._store.find(known.sampling.grammar)
+        constraint = Constraint(compiled.start(), compiled.library, num_tokens=0)
+        rules = known.sampling.rules
+        if rules is not None and rules.min_tokens:
+            constraint.min_tokens, constraint.held = rules.min_tokens, self._bits(rules.held_ids)
+        self._constraints[row] = constraint
+        for token in known.token_ids[known.prompt_len :]:
+            self._accept(constraint, int(token))
+
+    def release(self, row: int) -> None:
+        """A row was given back."""
+        if self._constraints.pop(row, None) is not None and not self._constraints:
+            self._unread.clear()
+
+    def begin(self, batch: SampleBatch) -> Filling | None:
+        """Start on the masks of a batch; None when no row of it has a grammar."""
+        if not len(batch.constrained):
+            return None
+        rows = batch.rows[batch.constrained]
+        # Matchers of one library stand together, so that it fills them in one call.
+        constraints = [self._constraints[int(row)] for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: id(constraints[i].library))
+        masks = np.empty((len(rows), self._num_words), dtype=np.int32)
+        filling = Filling(self, [constraints[i] for i in order], batch.constrained[order], rows[order], masks)
+        if all(unread.step.is_done for unread in self._unread):
+            self.catch_up()
+            filling.work = self._thread.submit(self.fill, filling.constraints, masks)
+        return filling
+
+    def await_step(self, step: DrawnStep, drawn: list[tuple[int, Constraint]]) -> None:
+        """A step was launched whose tokens at these places of its batch go on with these constraints."""
+        self._unread.append(_Unread(step, drawn))
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._constraints.clear()
+        self._unread.clear()
+
+    def catch_up(self) -> None:
+        """Let the matchers see the tokens of all launched steps; waits for those."""
+        unread, self._unread = self._unread, []
+        for entry in unread:
+            ids = entry.step.read_ids()
+            for place, constraint in entry.drawn:
+                self._accept(constraint, ids[place])
+
+    def fill(self, constraints: list[Constraint], masks: np.ndarray) -> None:
+        """Write the masks [G, W]. A row that cannot go on is allowed nothing; one that is over, and computed once more
+        before that was known, everything."""
+        begin = 0
+        while begin < len(constraints):
+            library, end = constraints[begin].library, begin
+            while end < len(constraints) and constraints[end].library is library:
+                end += 1
+            self._fill_alike(library, constraints[begin:end], masks[begin:end])
+            begin = end
+
+    def _fill_alike(self, library: GrammarLibrary, constraints: list[Constraint], masks: np.ndarray) -> None:
+        going = [i for i, c in enumerate(constraints) if not c.is_over and c.matcher.error is None]
+        if len(going) == len(constraints):
+            library.fill([c.matcher for c in constraints], masks)
+        elif going:
+            part = np.empty((len(going), masks.shape[1]), dtype=np.int32)
+            library.fill([constraints[i].matcher for i in going], part)
+            masks[going] = part
+        for mask, constraint in zip(masks, constraints, strict=True):
+            if constraint.is_over:
+                mask[:] = ALL_ALLOWED
+            elif constraint.matcher.error is not None:
+                mask[:] = 0
+            elif constraint.held is not None and constraint.num_tokens < constraint.min_tokens:
+                rest = mask & ~constraint.held
+                if rest.any():
+                    mask[:] = rest
+
+    def _accept(self, constraint: Constraint, token: int) -> None:
+        constraint.num_tokens += 1
+        if constraint.is_over or constraint.matcher.error is not None:
+            return
+        if token in self._store.eos_ids:
+            constraint.is_over = True
+        else:
+            constraint.matcher.accept([token])
+
+    def _bits(self, ids: list[int]) -> np.ndarray:
+        bits = np.zeros(self._num_words * 32, dtype=np.uint8)
+        bits[ids] = 1
+        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

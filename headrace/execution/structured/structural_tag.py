@@ -1,0 +1,211 @@
+"""Structural tags to a Lark grammar: free text with structured parts in it, as tool calls are written.
+
+Reads the tree of formats that vLLM and xgrammar take (``{"type": "structural_tag", "format": ...}``) and SGLang's older
+``structures`` and ``triggers``. Refuses what it does not know by name. Embedded JSON schemas are checked as any other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import RequestError
+from headrace.execution.structured.schema import check_schema
+
+PARAM = "structural_tag"
+MAX_DEPTH = 32
+ANY_TEXT = r"/(.|\n)*/"
+
+
+def to_lark(tag: Any, json_options: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
+    """The grammar. ``special_ids`` maps the text of special tokens to their ids: written out in a tag, they mean the
+    token. ``json_options`` are set for every JSON schema. Raises `RequestError`."""
+    if not isinstance(tag, dict):
+        raise _wrong("it must be an object")
+    if "structures" in tag:
+        tag = _modernise(tag)
+    _check_keys(tag, {"type", "format"}, optional=())
+    if tag["type"] != "structural_tag":
+        raise _wrong(f"type must be 'structural_tag', got {tag['type']!r}")
+    writer = _LarkWriter(json_options, special_ids)
+    start = writer.write(tag["format"])
+    return "\n".join([f"start: {start}", *writer.rules])
+
+
+def _modernise(tag: dict[str, Any]) -> dict[str, Any]:
+    _check_keys(tag, {"structures", "triggers"}, optional=("type",))
+    tags = []
+    for structure in _list(tag, "structures"):
+        _check_keys(structure, {"begin", "end"}, optional=("schema",))
+        content = {"type": "json_schema", "json_schema": structure.get("schema", {})}
+        tags.append({"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]})
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
+
+
+class _LarkWriter:
+    """Turns formats into expressions; what needs a rule or terminal of its own goes to ``rules``."""
+
+    def __init__(self, json_options: Mapping[str, Any], special_ids: Mapping[str, int]):
+        self.rules: list[str] = []
+        self._json_options = dict(json_options)
+        self._special_ids = special_ids
+        texts = sorted(special_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._depth = 0
+        self._writers: dict[str, Callable[[dict[str, Any]], str]] = {
+            "const_string": self._const_string, "json_schema": self._json_schema, "regex": self._regex, "any_text": self._any_text,
+            "sequence": self._sequence, "or": self._or, "tag": self._tag, "triggered_tags": self._triggered_tags,
+            "tags_with_separator": self._tags_with_separator, "optional": self._repeated, "plus": self._repeated, "star": self._repeated,
+        }
+
+    def write(self, node: Any) -> str:
+        """The expression of a format."""
+        kind = node.get("type") if isinstance(node, dict) else None
+        if kind not in self._writers:
+            raise _wrong(f"a format must have one of the types {', '.join(self._writers)}; got {kind!r}")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _wrong(f"formats are nested more than {MAX_DEPTH} deep")
+        written = self._writers[kind](node)
+        self._depth -= 1
+        return written
+
+    def _const_string(self, node: dict[str, Any]) -> str:
+        _check_keys(node, {"value"})
+        return self._literal(node["value"])
+
+    def _json_schema(self, node: dict[str, Any]) -> str:
+        _check_keys(node, {"json_schema"}, optional=("style",))
+        if node.get("style", "json") != "json":
+            raise _wrong(f"the style {node['style']!r} of json_schema is not served")
+        schema = {} if node["json_schema"] is True else node["json_schema"]
+        if not isinstance(schema, dict):
+            raise _wrong("json_schema must be an object or true")
+        check_schema(schema, PARAM)
+        return self._rule("%json " + msgspec.json.encode({**schema, "x-guidance": self._json_options}).decode())
+
+    def _regex(self, node: dict[str, Any]) -> str:
+        _check_keys(node, {"pattern"})
+        return self._terminal("/" + _text(node, "pattern").replace("/", r"\/").replace("\n", r"\n") + "/")
+
+    def _any_text(self, node: dict[str, Any]) -> str:
+        _check_keys(node, set())
+        return self._terminal(ANY_TEXT)
+
+    def _sequence(self, node: dict[str, Any]) -> str:
+        _check_keys(node, {"elements"})
+        elements = _list(node, "elements")
+        if any(isinstance(e, dict) and e.get("type") == "any_text" for e in elements[:-1]):
+            raise _wrong("any_text must be the last of a sequence, or the content of a tag: otherwise its end is unknown")
+        return "(" + " ".join(map(self.write, elements)) + ")"
+
+    def _or(self, node: dict[str, Any]) -> str:
+        _check_keys(node, {"elements"})
+        return "(" + " | ".join(map(self.write, _list(node, "elements"))) + ")"
+
+    def _repeated(self, node: dict[str, Any]) -> str:
+        _check_keys(node, {"content"})
+        return f"({self.write(node['content'])})" + {"optional": "?", "plus": "+", "star": "*"}[node["type"]]
+
+    def _tag(self, node: dict[str, Any], trigger: str = "") -> str:
+        """``trigger`` is what of ``begin`` has been written already."""
+        _check_keys(node, {"begin", "content", "end"})
+        ends = node["end"] if isinstance(node["end"], list) else [node["end"]]
+        if not ends or not all(isinstance(end, str) for end in ends):
+            raise _wrong("the end of a tag must be a string or a list of strings")
+        begin = self._literal(_text(node, "begin")[len(trigger) :])
+        if isinstance(node["content"], dict) and node["content"].get("type") == "any_text":
+            _check_keys(node["content"], set())
+            body = "(" + " | ".join(self._text_until(end) for end in ends) + ")"
+        else:
+            body = self.write(node["content"]) + " (" + " | ".join(map(self._literal, ends)) + ")"
+        return f"({begin} {body})"
+
+    def _triggered_tags(self, node: dict[str, Any]) -> str:
+        _check_keys(node, {"triggers", "tags"}, optional=("at_least_one", "stop_after_first"))
+        triggers = _list(node, "triggers")
+        branches = []
+        for tag in _list(node, "tags"):
+            begin = _text(tag, "begin")
+            found = [t for t in triggers if isinstance(t, str) and t and begin.startswith(t)]
+            if len(found) != 1:
+                raise _wrong(f"the tag that begins with {begin!r} must have exactly one trigger, its beginning; it has {len(found)}")
+            branches.append(f"{self._text_until(found[0])} {self._tag(tag, found[0])}")
+        tags, rest = "(" + " | ".join(branches) + ")", self._terminal(ANY_TEXT)
+        if node.get("stop_after_first"):
+            return tags if node.get("at_least_one") else f"({tags} | {rest})"
+        return f"({tags}{'+' if node.get('at_least_one') else '*'} {rest})"
+
+    def _tags_with_separator(self, node: dict[str, Any]) -> str:
+        _check_keys(node, {"tags", "separator"}, optional=("at_least_one", "stop_after_first"))
+        tags = "(" + " | ".join(map(self._tag, _list(node, "tags"))) + ")"
+        more = "" if node.get("stop_after_first") else f" ({self._literal(_text(node, 'separator'))} {tags})*"
+        return f"({tags}{more})" + ("" if node.get("at_least_one") else "?")
+
+    def _text_until(self, end: str) -> str:
+        """Any text up to the first ``end``, and that."""
+        if not end:
+            raise _wrong("free text needs a non-empty end or trigger")
+        if end in self._special_ids:
+            return f"({self._terminal(ANY_TEXT)} {self._literal(end)})"
+        return self._rule(f"{self._terminal(ANY_TEXT)} {_quote(end)}", "[lazy]")
+
+    def _literal(self, text: Any) -> str:
+        """A constant string; special tokens in it are the tokens."""
+        if not isinstance(text, str):
+            raise _wrong(f"expected a string, got {text!r}")
+        if not text:
+            return '""'
+        parts, done = [], 0
+        for match in self._special.finditer(text) if self._special is not None else ():
+            parts += [_quote(text[done : match.start()])] if match.start() > done else []
+            parts.append(f"<[{self._special_ids[match[0]]}]>")
+            done = match.end()
+        return " ".join(parts + ([_quote(text[done:])] if done < len(text) else []))
+
+    def _rule(self, body: str, attribute: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def _terminal(self, body: str) -> str:
+        line = next((line for line in self.rules if line.endswith(f": {body}") and line[0] == "T"), None)
+        if line is not None:
+            return line.split(":", 1)[0]
+        name = f"T{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
+
+
+def _quote(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _wrong(reason: str) -> RequestError:
+    return RequestError(f"{PARAM}: {reason}", param=PARAM)
+
+
+def _check_keys(node: Any, needed: set[str], optional: tuple[str, ...] = ("type",)) -> None:
+    """Fields that are there and mean nothing (null, false, empty) are let pass."""
+    if not isinstance(node, dict):
+        raise _wrong(f"expected an object, got {node!r}")
+    for name in needed - node.keys():
+        raise _wrong(f"the field {name!r} is missing{' of a ' + str(node['type']) if 'type' in node else ''}")
+    for name in node.keys() - needed - {*optional, "type"}:
+        if node[name]:
+            raise _wrong(f"the field {name!r} is not served")
+
+
+def _list(node: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(node[name], list) or not node[name]:
+        raise _wrong(f"{name} must be a list with something in it")
+    return node[name]
+
+
+def _text(node: Any, name: str) -> str:
+    if not isinstance(node, dict) or not isinstance(node.get(name), str):
+        raise _wrong(f"{name} must be a string")
+    return node[name]

@@ -1,0 +1,78 @@
+"""Grammars by xgrammar: the fastest masks, for the grammars of which `inexactness` says that it enforces them exactly.
+
+Refuses: bounding its work by itself; what is let through is small enough to compile in a second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import xgrammar
+
+from headrace.base.errors import RequestError
+from headrace.base.grammar import Grammar, Vocabulary
+
+MAX_WHITESPACE = 40
+"""Blanks in a row: a model cannot be caught writing them for ever."""
+
+
+class XgrammarMatcher:
+    """A `Matcher`."""
+
+    def __init__(self, inner: xgrammar.GrammarMatcher):
+        self.inner = inner
+        self.error: str | None = None
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """See `Matcher`."""
+        for token in token_ids:
+            if not self.inner.accept_token(token):
+                self.error = f"the grammar does not allow the token {token}"
+                return
+
+
+class XgrammarGrammar:
+    """A `CompiledGrammar`."""
+
+    def __init__(self, library: XgrammarLibrary, inner: xgrammar.CompiledGrammar):
+        self.library = library
+        self._inner = inner
+
+    def start(self) -> XgrammarMatcher:
+        """See `CompiledGrammar`."""
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._inner))
+
+
+class XgrammarLibrary:
+    """A `GrammarLibrary`."""
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]):
+        tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens[:vocab_size])]
+        info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_ids))
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._batch = xgrammar.BatchGrammarMatcher(1)  # its threads cost more than a mask does
+        self._num_words = -(-vocab_size // 32)
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: Grammar) -> XgrammarGrammar:
+        """See `GrammarLibrary`."""
+        assert grammar.kind in ("json_schema", "json_object"), grammar.kind
+        schema = grammar.text or '{"type":"object"}'
+        try:
+            with self._lock:
+                inner = self._compiler.compile_json_schema(schema, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE, strict_mode=False)
+        except (RuntimeError, ValueError) as error:
+            raise RequestError(f"the {grammar.kind} cannot be used as a grammar: {error}"[:500], param=grammar.kind) from error
+        compiled = XgrammarGrammar(self, inner)
+        mask = np.zeros((1, self._num_words), dtype=np.int32)
+        self.fill([compiled.start()], mask)
+        if not mask.any():
+            raise RequestError(f"the {grammar.kind} cannot be used as a grammar: it allows no output", param=grammar.kind)
+        return compiled
+
+    def fill(self, matchers: Sequence[XgrammarMatcher], masks: np.ndarray) -> None:
+        """See `GrammarLibrary`."""
+        assert masks.dtype == np.int32 and masks.flags.c_contiguous and len(masks) == len(matchers)
+        self._batch.batch_fill_next_token_bitmask([matcher.inner for matcher in matchers], masks)
