@@ -370,6 +370,7 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
     from headrace.kernels.activation import triton as activation
     from headrace.kernels.attention import triton as attention
     from headrace.kernels.linear import triton as linear
+    from headrace.kernels.norm_linear import Norm
     from headrace.kernels.norm_linear import triton as norm_linear
     from headrace.kernels.rms_norm import reference as norm_reference
     from headrace.kernels.rms_norm import triton as norm
@@ -395,7 +396,7 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
 
     def call(w: dict[str, torch.Tensor], table: torch.Tensor) -> None:
         if joined:
-            qkv, _ = norm_linear.norm_linear(x, residual, norm_weight, 1e-6, 0.0, w["qkv"], None, pdl=pdl)
+            qkv, _ = norm_linear.norm_linear(x, residual, Norm(norm_weight, 1e-6), w["qkv"], None, pdl=pdl)
         else:
             qkv = multiply(add_norm(x, residual, norm_weight, 1e-6)[0], w["qkv"], None)
         q = write(qkv, position, table_of_angles, position, *pages)
@@ -403,7 +404,7 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
         attention.decode(q, pages, out, workspace, head, attention.DecodeStep(lens, table, 1, 1024), attention.DecodeLaunch(pdl=pdl))
         projected = multiply(out.flatten(1), w["out"], None)
         if joined:
-            gated, _ = norm_linear.norm_linear(projected, residual, norm_weight, 1e-6, 0.0, w["gate_up"], None, "silu", pdl=pdl)
+            gated, _ = norm_linear.norm_linear(projected, residual, Norm(norm_weight, 1e-6), w["gate_up"], None, "silu", pdl=pdl)
         else:
             gated = activate(multiply(add_norm(projected, residual, norm_weight, 1e-6)[0], w["gate_up"], None))
         multiply(gated, w["down"], None)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.linear import LINEAR
-from headrace.kernels.norm_linear import NORM_LINEAR, fits
+from headrace.kernels.norm_linear import NORM_LINEAR, Norm, fits
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
 
@@ -42,4 +42,4 @@ class Linear(nn.Module):
     def join(self, norm: RmsNorm, x: torch.Tensor, residual: torch.Tensor, activation: str = "") -> tuple[torch.Tensor, torch.Tensor]:
         """``(product(norm(x + residual)), x + residual)`` in one kernel, the product followed by the gated activation."""
         assert self._norm_linear is not None, "see can_join"
-        return self._norm_linear(x, residual, norm.weight, norm.eps, norm.offset, self.weight, self.bias, activation)
+        return self._norm_linear(x, residual, Norm(norm.weight, norm.eps, norm.offset), self.weight, self.bias, activation)

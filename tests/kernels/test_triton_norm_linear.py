@@ -8,7 +8,7 @@ from devices import DEVICES, relative_error
 
 pytest.importorskip("triton")
 
-from headrace.kernels.norm_linear import NORM_LINEAR, fits, reference
+from headrace.kernels.norm_linear import NORM_LINEAR, Norm, fits, reference
 from headrace.kernels.norm_linear import triton as norm_linear
 from headrace.kernels.operation import KernelQuery
 
@@ -30,20 +30,20 @@ def test_matches_its_parts(rows, outputs, width, activation, device, dtype, tole
     before = residual.clone()
     for b in (None, bias):
         for tile in (None, norm_linear.Tile(4, 4)):
-            out, total = norm_linear.norm_linear(x, residual, norm, EPS, 1.0, weight, b, activation, tile=tile)
+            out, total = norm_linear.norm_linear(x, residual, Norm(norm, EPS, 1.0), weight, b, activation, tile=tile)
             assert torch.equal(total, x + residual), "rounded as a kernel of its own would"
             assert torch.equal(residual, before)
             normed = [t.double() for t in (x + residual, norm, weight)]
-            expected, _ = reference.norm_linear(normed[0], torch.zeros_like(normed[0]), normed[1], EPS, 1.0, normed[2], None if b is None else b.double(), activation)
+            expected, _ = reference.norm_linear(normed[0], torch.zeros_like(normed[0]), Norm(normed[1], EPS, 1.0), normed[2], None if b is None else b.double(), activation)
             assert relative_error(out, expected) < 2 * tolerance
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 def test_a_row_does_not_depend_on_the_rows_beside_it(device, dtype, tolerance):
     x, residual, norm, weight, bias = _problem(device, dtype, 4, 64, 512)
-    whole, _ = norm_linear.norm_linear(x, residual, norm, EPS, 0.0, weight, bias, "silu")
+    whole, _ = norm_linear.norm_linear(x, residual, Norm(norm, EPS), weight, bias, "silu")
     for row in range(4):
-        alone, _ = norm_linear.norm_linear(x[row : row + 1], residual[row : row + 1], norm, EPS, 0.0, weight, bias, "silu")
+        alone, _ = norm_linear.norm_linear(x[row : row + 1], residual[row : row + 1], Norm(norm, EPS), weight, bias, "silu")
         assert torch.equal(alone[0], whole[row])
 
 

@@ -1,11 +1,26 @@
 """Residual addition, RMS norm, matrix product and gated activation in one launch, for the few rows of a small decode."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
 from headrace.kernels.operation import KernelQuery, Operation, requires
 
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)``; ``weight`` [D]."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float = 0.0
+
+
 NORM_LINEAR = Operation("norm_linear kernel")
-"""``norm_linear(x, residual [M, D], norm_weight [D], eps, offset, weight [O, D], bias [O] | None, activation="") ->
-(out, total)``: ``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS
-norm of ``total`` (times ``norm_weight + offset``) times ``weight``, plus ``bias``. With an ``activation``, "silu" or
+"""``norm_linear(x, residual [M, D], norm: Norm, weight [O, D], bias [O] | None, activation="") -> (out, total)``: ``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS
+norm of ``total`` times ``weight``, plus ``bias``. With an ``activation``, "silu" or
 "gelu_tanh", ``weight`` stacks gate and up and ``out`` [M, O / 2] is ``activation(gate) * up``. M and D satisfy `fits`.
 
 Each value is rounded to x's dtype where separate kernels would have stored it."""

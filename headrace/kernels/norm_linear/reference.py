@@ -6,16 +6,16 @@ import torch
 
 from headrace.kernels.activation import reference as activations
 from headrace.kernels.linear.reference import linear
+from headrace.kernels.norm_linear import Norm
 from headrace.kernels.rms_norm.reference import rms_norm
 
 ACTIVATIONS = {"silu": activations.silu_mul, "gelu_tanh": activations.gelu_tanh_mul}
 
 
 def norm_linear(
-    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, offset: float, weight: torch.Tensor,
-    bias: torch.Tensor | None, activation: str = "",
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `NORM_LINEAR`."""
     total = x + residual
-    out = linear(rms_norm(total, norm_weight, eps, offset), weight, bias)
+    out = linear(rms_norm(total, norm.weight, norm.eps, norm.offset), weight, bias)
     return (ACTIVATIONS[activation](out) if activation else out), total

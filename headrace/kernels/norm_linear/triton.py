@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.norm_linear import Norm
 
 PROGRAMS_PER_PROCESSOR = 4
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
@@ -109,8 +110,7 @@ def _norm_linear_kernel(
 
 
 def norm_linear(
-    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, offset: float, weight: torch.Tensor,
-    bias: torch.Tensor | None, activation: str = "", *, tile: Tile | None = None, pdl: bool = False,
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "", *, tile: Tile | None = None, pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `NORM_LINEAR`."""
     (rows, width), gated = x.shape, bool(activation)
@@ -121,7 +121,7 @@ def norm_linear(
     total = torch.empty((rows, width), dtype=residual.dtype, device=x.device)
     block = next_power_of_2(width)
     _norm_linear_kernel[(min(programs, ceil_div(outputs, tile.outputs)),)](
-        x, residual, norm_weight, weight, x if bias is None else bias, out, total, x.stride(0), residual.stride(0), eps, offset,
+        x, residual, norm.weight, weight, x if bias is None else bias, out, total, x.stride(0), residual.stride(0), norm.eps, norm.offset,
         N=outputs, D=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=block, GATED=GATES[activation], HAS_BIAS=bias is not None,
         EVEN=width == block and outputs % tile.outputs == 0, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )
