@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -17,7 +18,9 @@ from headrace.execution.structured.schema import check_schema
 
 PARAM = "structural_tag"
 MAX_DEPTH = 32
+OPEN_END = "free text (any_text, triggered_tags) must come last, or be any_text as the content of a tag: otherwise its end is unknown"
 ANY_TEXT = r"/(.|\n)*/"
+"""Special tokens are never part of it."""
 
 
 def to_lark(tag: Any, json_options: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
@@ -89,7 +92,7 @@ class _LarkWriter:
 
     def _regex(self, node: dict[str, Any]) -> str:
         _check_keys(node, {"pattern"})
-        return self._terminal("/" + _text(node, "pattern").replace("/", r"\/").replace("\n", r"\n") + "/")
+        return self._terminal(_regex_literal(_text(node, "pattern")))
 
     def _any_text(self, node: dict[str, Any]) -> str:
         _check_keys(node, set())
@@ -98,8 +101,9 @@ class _LarkWriter:
     def _sequence(self, node: dict[str, Any]) -> str:
         _check_keys(node, {"elements"})
         elements = _list(node, "elements")
-        if any(isinstance(e, dict) and e.get("type") == "any_text" for e in elements[:-1]):
-            raise _wrong("any_text must be the last of a sequence, or the content of a tag: otherwise its end is unknown")
+        for element, after in pairwise(elements):
+            if _is_open(element) and not self._is_special(after):
+                raise _wrong(OPEN_END)
         return "(" + " ".join(map(self.write, elements)) + ")"
 
     def _or(self, node: dict[str, Any]) -> str:
@@ -108,6 +112,8 @@ class _LarkWriter:
 
     def _repeated(self, node: dict[str, Any]) -> str:
         _check_keys(node, {"content"})
+        if _is_open(node["content"]) and node["type"] != "optional":
+            raise _wrong(OPEN_END)
         return f"({self.write(node['content'])})" + {"optional": "?", "plus": "+", "star": "*"}[node["type"]]
 
     def _tag(self, node: dict[str, Any], trigger: str = "") -> str:
@@ -119,8 +125,10 @@ class _LarkWriter:
         begin = self._literal(_text(node, "begin")[len(trigger) :])
         if isinstance(node["content"], dict) and node["content"].get("type") == "any_text":
             _check_keys(node["content"], set())
-            body = "(" + " | ".join(self._text_until(end) for end in ends) + ")"
+            body = "(" + " | ".join(self._text_until(end, ends) for end in ends) + ")"
         else:
+            if _is_open(node["content"]) and any(ends):
+                raise _wrong(OPEN_END)
             body = self.write(node["content"]) + " (" + " | ".join(map(self._literal, ends)) + ")"
         return f"({begin} {body})"
 
@@ -133,8 +141,8 @@ class _LarkWriter:
             found = [t for t in triggers if isinstance(t, str) and t and begin.startswith(t)]
             if len(found) != 1:
                 raise _wrong(f"the tag that begins with {begin!r} must have exactly one trigger, its beginning; it has {len(found)}")
-            branches.append(f"{self._text_until(found[0])} {self._tag(tag, found[0])}")
-        tags, rest = "(" + " | ".join(branches) + ")", self._terminal(ANY_TEXT)
+            branches.append(f"{self._text_until(found[0], triggers)} {self._tag(tag, found[0])}")
+        tags, rest = "(" + " | ".join(branches) + ")", self._text_without(triggers)
         if node.get("stop_after_first"):
             return tags if node.get("at_least_one") else f"({tags} | {rest})"
         return f"({tags}{'+' if node.get('at_least_one') else '*'} {rest})"
@@ -145,13 +153,27 @@ class _LarkWriter:
         more = "" if node.get("stop_after_first") else f" ({self._literal(_text(node, 'separator'))} {tags})*"
         return f"({tags}{more})" + ("" if node.get("at_least_one") else "?")
 
-    def _text_until(self, end: str) -> str:
-        """Any text up to the first ``end``, and that."""
+    def _text_without(self, markers: list[str]) -> str:
+        """Any text in which none of the markers occurs."""
+        spelled = [re.escape(marker) for marker in markers if marker not in self._special_ids]
+        if not spelled:
+            return self._terminal(ANY_TEXT)
+        return self._terminal(f"{ANY_TEXT} & ~" + _regex_literal(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)*"))
+
+    def _text_until(self, end: str, markers: list[str]) -> str:
+        """Any text up to the first of the markers, which is ``end``."""
         if not end:
             raise _wrong("free text needs a non-empty end or trigger")
         if end in self._special_ids:
-            return f"({self._terminal(ANY_TEXT)} {self._literal(end)})"
-        return self._rule(f"{self._terminal(ANY_TEXT)} {_quote(end)}", "[lazy]")
+            return f"({self._text_without(markers)} {self._literal(end)})"
+        spelled = [re.escape(marker) for marker in markers if marker not in self._special_ids]
+        earlier = _regex_literal(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)+")
+        return self._terminal(_regex_literal(r"(.|\n)*" + re.escape(end)) + f" & ~{earlier}")
+
+    def _is_special(self, node: Any) -> bool:
+        """Whether a format begins with a special token, which no text before it can swallow."""
+        text = node.get("value" if node.get("type") == "const_string" else "begin") if isinstance(node, dict) else None
+        return isinstance(text, str) and self._special is not None and self._special.match(text) is not None
 
     def _literal(self, text: Any) -> str:
         """A constant string; special tokens in it are the tokens."""
@@ -178,6 +200,28 @@ class _LarkWriter:
         name = f"T{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
         return name
+
+
+def _is_open(node: Any) -> bool:
+    """Whether a format ends in free text."""
+    if not isinstance(node, dict):
+        return False
+    match node.get("type"):
+        case "any_text" | "triggered_tags":
+            return not node.get("stop_after_first") or not node.get("at_least_one")
+        case "sequence":
+            return bool(node.get("elements")) and isinstance(node["elements"], list) and _is_open(node["elements"][-1])
+        case "or":
+            return isinstance(node.get("elements"), list) and any(map(_is_open, node["elements"]))
+        case "optional" | "plus" | "star":
+            return _is_open(node.get("content"))
+    return False
+
+
+def _regex_literal(pattern: str) -> str:
+    """A regular expression between slashes; those in it that are not escaped are."""
+    respelled = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return "/" + re.sub(r"\\.|/|\n", lambda found: respelled.get(found[0], found[0]), pattern, flags=re.DOTALL) + "/"
 
 
 def _quote(text: str) -> str:
