@@ -117,7 +117,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     num_parameters: int
     page_size: int
     num_kv_tokens: int
-    default_sampling: dict[str, float] = {}
+    default_sampling: dict[str, int | float] = {}
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     pooling: PoolingFacts | None = None

@@ -66,7 +66,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def validate(self) -> SamplingParams:
-        """Check every bound; raises `RequestError` naming the field. Returns self."""
+        """Check every type and bound; raises `RequestError` naming the field. Returns self."""
+        _check_types(self)
         _check_ranges(self)
         _check_amounts(self)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -76,6 +77,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 def _fail(param: str, rule: str, value: object) -> None:
     raise RequestError(f"{param} must be {rule}, got {value!r}", param=param)
+
+
+def _check_types(p: SamplingParams) -> None:
+    """A record made in Python holds whatever it was given: types are checked only where one is decoded."""
+    fields = {name: float(value) if isinstance(value, float) else value for name, value in msgspec.structs.asdict(p).items() if name != "grammar"}
+    try:
+        msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        fault, _, place = str(error).partition(" - at ")
+        path = place.rpartition("$.")[2].strip("`")
+        raise RequestError(f"{path}: {fault.lower()}", param=path.partition("[")[0]) from error
 
 
 def _check_number(p: SamplingParams, param: str, low: float, high: float, *, above: bool = False) -> None:

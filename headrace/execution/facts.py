@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.cache import CacheLayout
+from headrace.base.errors import ConfigError
 from headrace.base.messages import ModelFacts
 from headrace.execution.loading import LoadedModel
 from headrace.memory.plan import base_group
@@ -32,10 +33,13 @@ def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:
     for config in (source.generation_config, source.config, source.config.get("text_config") or {}):
         stated = config.get("eos_token_id")
         found.extend(stated if isinstance(stated, list) else [] if stated is None else [stated])
+    if any(type(token) is not int for token in found):
+        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {found}", param="eos_token_id")
     return [token for token in dict.fromkeys(found) if 0 <= token < vocab_size]
 
 
-def read_default_sampling(generation_config: dict[str, Any]) -> dict[str, float]:
+def read_default_sampling(generation_config: dict[str, Any]) -> dict[str, int | float]:
     """The sampling values a model's makers recommend, under the names of `SamplingParams`."""
     stated = {key: generation_config.get(key) for key in SAMPLING_KEYS}
-    return {key: float(value) for key, value in stated.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    numbers = {key: value for key, value in stated.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    return {key: int(value) if key == "top_k" else float(value) for key, value in numbers.items()}

@@ -43,6 +43,18 @@ class Fields:
         """A whole number above 0 (or the default, unchecked)."""
         return self._read(name, default, (int,), "a whole number above 0", lambda value: value > 0)
 
+    def count(self, name: str, default: int) -> int:
+        """A whole number, 0 or more."""
+        return self._read(name, default, (int,), "a whole number, 0 or more", lambda value: value >= 0)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0 (or the default, unchecked)."""
+        return float(self._read(name, default, (int, float), "a number above 0", lambda value: 0 < value < math.inf))
+
+    def section(self, name: str) -> dict[str, Any]:
+        """An object; empty when there is none."""
+        return self._read(name, {}, (dict,), "an object", lambda value: True)
+
     def number(self, name: str, default: float | None = None) -> float:
         return float(self._read(name, default, (int, float), "a number", lambda value: value == value))
 
@@ -147,23 +159,23 @@ def read_windowed_layers(fields: Fields, rope: RopeSpec | None) -> tuple[LayerSp
     num_layers = fields.integer("num_hidden_layers")
     if not fields.flag("use_sliding_window", False):
         return read_layers(fields, rope)
-    first = fields.config.get("max_window_layers", 0)
+    first, window = fields.count("max_window_layers", 28), read_window(fields, 4096)
     types = fields.config.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     check_layer_types(types, num_layers)
-    return tuple(LayerSpec(read_window(fields) if kind == "sliding_attention" else 0, rope) for kind in types)
+    return tuple(LayerSpec(window if kind == "sliding_attention" else 0, rope) for kind in types)
 
 
 def read_window(fields: Fields, default: int = 0) -> int:
-    """``sliding_window`` in tokens; 0 when there is none or it is as long as the longest context."""
-    window = fields.config.get("sliding_window", default) or 0
+    """``sliding_window`` in tokens (null: none; left out: ``default``); 0 when it is as long as the longest context too."""
+    window = fields.count("sliding_window", 0 if "sliding_window" in fields.config else default)
     return 0 if window >= fields.integer("max_position_embeddings", 2048) else window
 
 
 def check_layer_types(types: list[str], num_layers: int) -> None:
     """One known kind per layer."""
-    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(
-            f"config.json: layer_types must be {num_layers} of full_attention and sliding_attention, got {len(types)}: {', '.join(sorted(set(types)))}",
+            f"config.json: layer_types must be {num_layers} of full_attention and sliding_attention, got {types!r:.200}",
             param="layer_types",
         )
 
@@ -171,10 +183,8 @@ def check_layer_types(types: list[str], num_layers: int) -> None:
 def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float = 1.0, interleaved: bool = False) -> RopeSpec:
     """From ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones); the arguments are the
     family's defaults."""
-    config = fields.config
-    parameters = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": config.get("partial_rotary_factor")}
-    for section in ("rope_scaling", "rope_parameters"):
-        parameters.update(config.get(section) or {})
+    parameters = {name: fields.config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    parameters |= fields.section("rope_scaling") | fields.section("rope_parameters")
     return make_rope(fields, parameters, theta=theta, partial=partial, interleaved=interleaved)
 
 
@@ -184,7 +194,7 @@ def make_rope(fields: Fields, parameters: dict[str, Any], *, theta: float, parti
     rotary_dim = int(read_head_dim(fields) * rope.number("partial_rotary_factor", partial))
     if rotary_dim < 2 or rotary_dim % 2:
         raise ConfigError(f"config.json: head_dim and partial_rotary_factor rotate {rotary_dim} dims; it must be an even number", param="partial_rotary_factor")
-    return RopeSpec(rope.number("rope_theta", theta), rotary_dim, interleaved, _read_scaling(fields, rope, rotary_dim))
+    return RopeSpec(rope.positive("rope_theta", theta), rotary_dim, interleaved, _read_scaling(fields, rope, rotary_dim))
 
 
 def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling | None:
@@ -193,7 +203,7 @@ def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling 
         return None
     longest = fields.integer("max_position_embeddings", 2048)
     original = fields.integer("original_max_position_embeddings", rope.integer("original_max_position_embeddings", longest))
-    factor = rope.number("factor", longest / original if kind in ("yarn", "longrope") else None)
+    factor = rope.positive("factor", longest / original if kind in ("yarn", "longrope") else None)
     usual = RopeScaling(kind, factor, original)
     return RopeScaling(
         kind, factor, original, attention_factor=_read_attention_factor(rope, factor),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from headrace.base import env
@@ -84,6 +84,8 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None, progress: bool = False, errors: str = "raise",
     ) -> list[GenerationOutput]:
         """Answer one conversation or many, rendered by the model's chat template (or ``chat_template``, Jinja text)."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = require_tokenizer(self.tokenizer)
         texts = [
@@ -208,12 +210,13 @@ def default_params(facts: ModelFacts) -> SamplingParams:
 
 def _plain_prompt(prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, dict):
-        known = [prompt[key] for key in ("prompt_token_ids", "prompt") if key in prompt]
-        if len(prompt) != 1 or not known:
-            raise RequestError(f"a prompt dict takes prompt or prompt_token_ids and nothing else, got {sorted(prompt)}", param="prompts")
-        return known[0]
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt_token_ids", "prompt"}:
+            raise RequestError(f"a prompt dict takes prompt or prompt_token_ids and nothing else, got {sorted(map(str, prompt))}", param="prompts")
+        (prompt,) = prompt.values()
     if isinstance(prompt, (str, list)):
         return prompt
+    if isinstance(prompt, tuple):
+        return list(prompt)
     raise RequestError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}", param="prompts")
 
 
@@ -221,15 +224,25 @@ def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[
     """The prompts as a list, whichever way they were given."""
     if (prompts is None) == (token_ids is None):
         raise RequestError("give either prompts or prompt_token_ids", param="prompts")
-    if token_ids is not None:
-        prompts = token_ids
-    is_single = isinstance(prompts, (str, dict)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [_plain_prompt(p) for p in ([prompts] if is_single else prompts)]
+    given = prompts if token_ids is None else token_ids
+    if isinstance(given, (str, dict)):
+        given = [given]
+    elif not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray, Set)):
+        raise RequestError(f"prompts are text, token ids, or a list of either, got {type(given).__name__}", param="prompts")
+    else:
+        given = list(given)
+        given = [given] if given and isinstance(given[0], int) else given
+    plain = [_plain_prompt(prompt) for prompt in given]
+    if token_ids is not None and any(isinstance(prompt, str) for prompt in plain):
+        raise RequestError("prompt_token_ids takes lists of token ids; text goes into prompts", param="prompt_token_ids")
+    return plain
 
 
 def _params_for_each(params: Params, count: int, facts: ModelFacts) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or default_params(facts)] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(f"sampling_params is a SamplingParams or a list of them, got {params!r:.80}", param="sampling_params")
     if len(params) != count:
         raise RequestError(f"sampling_params has {len(params)} entries for {count} prompts", param="sampling_params")
     return list(params)

@@ -148,7 +148,14 @@ def test_threads_follow_option_then_environment(monkeypatch: pytest.MonkeyPatch)
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("eos", ["x", [1, "x"], 1.5])
+def test_end_of_text_ids_are_ids(folder: Path, eos: object):
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        build_executor(config_of(folder, config_overrides=json.dumps({"eos_token_id": eos})))
+
+
 def test_default_sampling_takes_numbers_only():
+    assert type(read_default_sampling({"top_k": 50.0})["top_k"]) is int
     assert read_default_sampling({"top_p": 0.9, "temperature": None, "min_p": True, "repetition_penalty": 1.1, "max_length": 20}) == {"top_p": 0.9, "repetition_penalty": 1.1}
 
 

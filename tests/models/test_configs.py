@@ -105,6 +105,13 @@ def test_gemma3_layers_and_cache_groups():
         ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads"),
         ("LlamaForCausalLM", {"hidden_act": "relu2"}, "hidden_act"),
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"]}, "layer_types"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "layer_types": 5}, "layer_types"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers"),
+        ("MistralForCausalLM", {"sliding_window": "x"}, "sliding_window"),
+        ("MistralForCausalLM", {"sliding_window": -4}, "sliding_window"),
+        ("LlamaForCausalLM", {"rope_scaling": 5}, "rope_scaling"),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
+        ("LlamaForCausalLM", {"rope_theta": -1.0}, "rope_theta"),
         ("Gemma3ForCausalLM", {"layer_types": ["chunked"] * 7}, "layer_types"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
@@ -118,3 +125,13 @@ def test_values_that_cannot_be_served_are_named(architecture: str, options: dict
 def test_window_as_long_as_the_context_is_no_window():
     spec = find_family("MistralForCausalLM").read_config({**WIDE, "architectures": ["MistralForCausalLM"], "sliding_window": 256})
     assert {layer.window for layer in spec.layers} == {0}
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize("stated", [{}, {"sliding_window": None}, {"max_window_layers": 3}, {"sliding_window": 100, "max_window_layers": 0}])
+def test_windows_left_out_are_those_transformers_fills_in(name: str, stated: dict[str, Any]):
+    shape = {**WIDE, "num_hidden_layers": 30, "max_position_embeddings": 8192, "use_sliding_window": True, **stated}
+    filled = getattr(transformers, f"{name}Config")(**shape).to_dict()
+    found = find_family(f"{name}ForCausalLM").read_config({**shape, "architectures": [f"{name}ForCausalLM"]})
+    kinds = {"full_attention": 0, "sliding_attention": filled["sliding_window"]}
+    assert [layer.window for layer in found.layers] == [kinds[kind] for kind in filled["layer_types"]]

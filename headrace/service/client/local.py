@@ -69,13 +69,16 @@ class LocalClient:
     def __init__(self, config: EngineConfig, *, builder: str = ENGINE_BUILDER):
         self.config = config
         self._engine = load_target(builder)(config, lambda stage, fraction: None)
-        self._lock = threading.Lock()
+        # Both may be taken again by a signal handler that interrupts their owner.
+        self._turn = threading.RLock()  # for a whole run
+        self._touch = threading.RLock()  # for one call of the engine, which is not thread-safe
         self._seeds = random.Random(config.model.seed)
         self._ids = itertools.count()
         self._tokenizer: Tokenizer | None = None
         self._has_tried_tokenizer = False
         self._is_sound = True
-        self._is_closed = False
+        self._is_closed = False  # no step begins any more
+        self._is_freed = False
 
     @property
     def facts(self) -> ModelFacts:
@@ -111,44 +114,51 @@ class LocalClient:
     def run(self, jobs: Sequence[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.
 
-        Ctrl-C aborts them all between two steps and leaves the engine as it was.
+        Ctrl-C aborts them all between two steps and leaves the engine as it was; so does `close` in another thread.
         """
-        with self._lock, defer_interrupt() as interrupt:
+        with self._turn, defer_interrupt() as interrupt:
             self._require_sound()
             running: dict[str, Job] = {}
             try:
                 self._drive(jobs, running, interrupt, on_finish)
             finally:
-                if self._is_sound:
+                if self._is_sound and not self._is_freed:
                     self._abort(running)
         return [job.collector.output for job in jobs]
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
-        return self._engine.stats()
+        with self._touch:
+            return self._engine.stats()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when some are in use and stayed."""
-        return self._engine.reset_prefix_cache()
+        with self._touch:
+            return self._engine.reset_prefix_cache()
 
     def check(self) -> None:
         """Raise `AssertionError` when a page or row is not accounted for."""
-        self._engine.check()
+        with self._touch:
+            self._engine.check()
 
     def close(self) -> None:
-        """Free the model and the device memory; closing twice is allowed."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._engine.close()
+        """Free the model and the device memory, once a run in another thread has noticed; closing twice is allowed."""
+        self._is_closed = True
+        with self._turn, self._touch:
+            if not self._is_freed:
+                self._is_freed = True
+                self._engine.close()
 
     def _drive(self, jobs: Sequence[Job], running: dict[str, Job], interrupt: threading.Event, on_finish: Callable[[], None]) -> None:
         waiting = deque((request, job) for job in jobs for request in job.requests)
         window = self.config.scheduler.max_queued  # never more than the queue takes, so that none is refused
         while waiting or running:
+            self._require_sound()
             while waiting and len(running) < window:
                 request, job = waiting.popleft()
                 running[request.request_id] = job
-                self._engine.submit(request)
+                with self._touch:
+                    self._engine.submit(request)
             for output in self._step():
                 self._deliver(output, running, on_finish)
             if interrupt.is_set():
@@ -161,19 +171,22 @@ class LocalClient:
         if delta is not None:
             job.collector.add(delta)
         for abort in job.assembler.to_abort():
-            self._engine.abort(abort.request_id, abort.reason)
+            with self._touch:
+                self._engine.abort(abort.request_id, abort.reason)
         if job.assembler.is_finished and not was_finished:
             on_finish()
 
     def _step(self) -> list[RequestOutput]:
-        self._is_sound = False  # stays so if the step raises: an engine that raises cannot be trusted
-        outputs = self._engine.step()
-        self._is_sound = True
+        with self._touch:
+            self._is_sound = False  # stays so if the step raises: an engine that raises cannot be trusted
+            outputs = self._engine.step()
+            self._is_sound = True
         return outputs
 
     def _abort(self, running: dict[str, Job]) -> None:
-        for request_id in running:
-            self._engine.abort(request_id)
+        with self._touch:
+            for request_id in running:
+                self._engine.abort(request_id)
         while running and self._engine.has_work:
             self._step()
 

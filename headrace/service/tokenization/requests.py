@@ -14,6 +14,7 @@ from headrace.base.sampling import LogitRules, Penalties, SamplingParams, Sampli
 from headrace.service.tokenization.tokenizer import Tokenizer
 
 SEED_BITS = 63
+MAX_PRIORITY = 2**31
 
 
 def build_requests(
@@ -28,8 +29,7 @@ def build_requests(
     params.validate()
     _check_prompt(prompt_token_ids, facts)
     _check_strings(params, tokenizer)
-    if deadline_s is not None and deadline_s <= 0:
-        raise RequestError(f"deadline_s must be positive, got {deadline_s!r}", param="deadline_s")
+    _check_schedule(priority, deadline_s)
     prompt = list(prompt_token_ids)
     stop = _stop_spec(params, len(prompt), facts, tokenizer)
     rules = _logit_rules(params, stop, facts, tokenizer)
@@ -50,6 +50,13 @@ def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[i
         return {}
     found = {tokenizer.special_id(text): text for text in params.stop_strings()}
     return {token_id: text for token_id, text in found.items() if token_id is not None}
+
+
+def _check_schedule(priority: int, deadline_s: float | None) -> None:
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        raise RequestError(f"priority must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {priority!r}", param="priority")
+    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s > 0):
+        raise RequestError(f"deadline_s must be a positive number, got {deadline_s!r}", param="deadline_s")
 
 
 def _check_prompt(ids: Sequence[int], facts: ModelFacts) -> None:
@@ -131,9 +138,9 @@ def _bad_word_ids(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> li
 
 
 def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, choice: int) -> SamplingSpec:
-    penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    penalties = Penalties(float(params.repetition_penalty), float(params.presence_penalty), float(params.frequency_penalty))
     return SamplingSpec(
-        temperature=params.temperature, top_k=max(params.top_k, 0), top_p=params.top_p, min_p=params.min_p,
+        temperature=float(params.temperature), top_k=max(params.top_k, 0), top_p=float(params.top_p), min_p=float(params.min_p),
         seed=_wrap_64(seed + choice), num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None or choice else params.prompt_logprobs,
         penalties=None if penalties == Penalties() else penalties, rules=rules,
