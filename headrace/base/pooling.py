@@ -19,8 +19,9 @@ class PoolingSpec(msgspec.Struct, frozen=True, array_like=True):
     """A request that ends with its prompt and yields numbers instead of tokens.
 
     ``label_ids`` empty: what the model itself makes of a text, its embedding or the logits of its classes; else the
-    logits of these tokens after the prompt's last one. Tokens from position ``second_start`` on belong to a second text
-    (0: there is none). ``needs_all_tokens``: the result is made of every position, so none may come from the prefix cache.
+    log-probabilities of these tokens after the prompt's last one. Tokens from position ``second_start`` on belong to a
+    second text (0: there is none). ``needs_all_tokens``: the result is made of every position, so none may come from the
+    prefix cache.
     """
 
     label_ids: list[int] = []

@@ -25,7 +25,7 @@ NOT_FINITE = "the model's result is not finite (NaN or infinity)"
 class PoolBatch:
     """Spans of rows that are read, as host arrays: their rows [P], and their places among the P by what must be done.
     ``resumed``: earlier chunks count too; ``unfinished``: later ones will. ``finished``: the model's own result is due;
-    ``labelled``: logits of certain tokens are, ``num_labels`` of them each."""
+    ``labelled``: log-probabilities of certain tokens are, ``num_labels`` of them each."""
 
     rows: np.ndarray
     resumed: np.ndarray
@@ -103,7 +103,7 @@ class Pooler:
         if len(batch.labelled):
             last = sent["pool_last"].index_select(0, sent["pool_labelled"])
             logits = self._model.compute_logits(hidden.index_select(0, last))
-            chosen = logits.gather(1, sent["pool_labels"].view(len(batch.labelled), -1))
+            chosen = logits.gather(1, sent["pool_labels"].view(len(batch.labelled), -1)) - logits.logsumexp(-1, keepdim=True)
             found.append(self._send(batch.rows[batch.labelled], chosen, batch.num_labels))
         return found
 

@@ -14,12 +14,14 @@ from headrace.base import env
 from headrace.base.config import engine_config
 from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
+from headrace.base.pooling import PoolingFacts, unpack_floats
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.collect import Collector, first_error
 from headrace.service.client.local import Job, LocalClient
 from headrace.service.client.outputs import GenerationOutput
 from headrace.service.client.prompts import require_tokenizer
+from headrace.service.client.texts import Reader, Reading, activate, plan_scores, shorten
 from headrace.service.tokenization import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
@@ -97,6 +99,40 @@ class LLM:
         ]
         return self.generate(texts, sampling_params, add_special_tokens=False, progress=progress, errors=errors)
 
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None, progress: bool = False,
+    ) -> list[list[float]]:
+        """Embeddings of texts, in their order. ``dimensions`` keeps the first numbers of each, at unit length.
+        ``truncate_prompt_tokens``: the end of longer texts is cut off, -1 at what the model takes; None refuses them."""
+        self._require("embed")
+        reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
+        results = self._read([reader.read(text) for text in _one_of(texts, None)], progress)
+        return [shorten(unpack_floats(packed), dimensions) for packed in results]
+
+    def score(
+        self, queries: str | list[str], documents: str | list[str], *, instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None, progress: bool = False,
+    ) -> list[float]:
+        """How well each document goes with the query, or each with its own: by a cross-encoder's judgement, by the angle
+        between embeddings, or by the probability that a model which generates says yes to ``instruction``."""
+        rights = [documents] if isinstance(documents, str) else documents
+        lefts = [queries] * len(rights) if isinstance(queries, str) else queries
+        if len(lefts) != len(rights):
+            raise RequestError(f"queries must be one text, or as many as documents; got {len(lefts)} and {len(rights)}", param="queries")
+        reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
+        plan = plan_scores(list(zip(lefts, rights, strict=True)), reader, instruction=instruction)
+        return plan.finish(self._read(plan.readings, progress))
+
+    def classify(
+        self, texts: Prompt | Sequence[Prompt], *, use_activation: bool = True, truncate_prompt_tokens: int | None = None, progress: bool = False,
+    ) -> list[dict[str, float]]:
+        """The probability of each class of each text by the class's name; ``use_activation`` False gives raw logits."""
+        pooling = self._require("classify")
+        reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
+        results = self._read([reader.read(text) for text in _one_of(texts, None)], progress)
+        activation = pooling.activation if use_activation else "identity"
+        return [dict(zip(pooling.labels, activate(unpack_floats(packed), activation), strict=True)) for packed in results]
+
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
         return self._client.stats()
@@ -116,6 +152,16 @@ class LLM:
     def close(self) -> None:
         """Free the model; it cannot be used afterwards."""
         self._client.close()
+
+    def _require(self, kind: str) -> PoolingFacts:
+        pooling = self.facts.pooling
+        if pooling is None or pooling.kind != kind:
+            raise RequestError(f"{self.facts.model} cannot {kind}; load a model made for that, or with task={kind!r}", param="task")
+        return pooling
+
+    def _read(self, readings: list[Reading], progress: bool) -> list[bytes]:
+        jobs = [self._client.prepare(reading.token_ids, reading.spec) for reading in readings]
+        return [output.outputs[0].pooled or b"" for output in self._run(jobs, progress, "raise")]
 
     def _run(self, jobs: list[Job], progress: bool, errors: str) -> list[GenerationOutput]:
         if errors not in ("raise", "return"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,17 +32,28 @@ def memory_table(lines: list[MemoryLine], device: str) -> Table:
     return table
 
 
-def curl_line(address: str, model: str, *, has_key: bool) -> str:
+FIRST_QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}),
+    "embed": ("embeddings", {"input": ["What is the capital of France?"]}),
+    "classify": ("classify", {"input": ["The mill wheel turns."]}),
+}
+
+
+def curl_line(address: str, model: str, *, has_key: bool, task: str = "generate") -> str:
     """A command to copy that asks the model something."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32})
+    route, question = FIRST_QUESTIONS[task]
+    body = json.dumps({"model": model, **question})
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
 def announce_ready(console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool) -> None:
     """Print the memory plan, the address and a first command."""
     console.print(memory_table(memory, facts.device))
-    about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}, room for {facts.num_kv_tokens:,} tokens"
+    about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}"
+    if facts.num_kv_tokens:
+        about += f", room for {facts.num_kv_tokens:,} tokens"
+    task = facts.pooling.kind if facts.pooling is not None else "generate"
     console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
     console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json", highlight=False, soft_wrap=True)
-    console.print(curl_line(address, name, has_key=has_key), highlight=False, markup=False, soft_wrap=True)
+    console.print(curl_line(address, name, has_key=has_key, task=task), highlight=False, markup=False, soft_wrap=True)

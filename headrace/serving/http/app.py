@@ -15,13 +15,14 @@ from headrace.serving.http.errors import install_handlers
 from headrace.serving.http.metrics import Metrics
 from headrace.serving.http.openapi import describe_api
 from headrace.serving.http.page import page_handler
-from headrace.serving.http.routes import chat, completions, control, health, models, native, tokens
+from headrace.serving.http.routes import chat, completions, control, embeddings, health, models, native, scoring, tokens
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
 ENDPOINTS = (
-    *chat.ENDPOINTS, *completions.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *health.ENDPOINTS,
+    *chat.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS, *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS,
+    *control.ENDPOINTS, *health.ENDPOINTS,
 )
 
 

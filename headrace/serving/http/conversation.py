@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.service.tokenization.reading import refuse_generation
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.generation import LONG_TEXT
 from headrace.serving.http.protocol.chat import ChatMessage, ChatRequest
@@ -35,6 +36,7 @@ def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
 
 async def render_conversation(context: AppContext, request: ChatRequest | TokenizeRequest) -> str:
     """The prompt's text. Raises `RequestError` for messages the model's template cannot take."""
+    refuse_generation(context.facts())
     messages = [_message_dict(m, f"messages[{i}]") for i, m in enumerate(request.messages or [])]
     options = request.chat_template_kwargs or {}
     reserved = sorted(RESERVED & options.keys())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.collect import Collector, first_error
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
@@ -32,12 +33,12 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a route wants generated: prompts, with one `SamplingParams` each. ``stream_ids`` name the engine requests
+    """What a route wants generated or read: prompts, with one `SamplingParams` or `PoolingSpec` each. ``stream_ids`` name the engine requests
     of the prompts; by default they follow from ``request_id``."""
 
     request_id: str
     prompts: list[Prompt]
-    params: list[SamplingParams]
+    params: list[SamplingParams | PoolingSpec]
     namespace: str = ""
     priority: int = 0
     deadline_s: float | None = None

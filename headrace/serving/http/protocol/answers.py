@@ -69,12 +69,13 @@ def describe_error(error: HeadraceError) -> ErrorAnswer:
 
 
 class ModelCard(Struct):
-    """A served model."""
+    """A served model. ``task``: it generates text, makes embeddings, or tells classes apart."""
 
     id: str
     created: int
     max_model_len: int
     root: str
+    task: Literal["generate", "embed", "classify"] = "generate"
     object: Literal["model"] = "model"
     owned_by: str = "headrace"
 

@@ -68,7 +68,7 @@ async def show_model_info(request: Request) -> JsonResponse:
     facts = context.facts()
     model = context.client.config.model
     return JsonResponse(ModelInfo(
-        model_path=facts.model, served_model_name=context.model_name, tokenizer_path=model.tokenizer or facts.model, is_generation=True,
+        model_path=facts.model, served_model_name=context.model_name, tokenizer_path=model.tokenizer or facts.model, is_generation=facts.pooling is None,
         architectures=[facts.architecture], model_type=facts.family, max_model_len=facts.max_model_len, dtype=facts.dtype, device=facts.device,
         num_parameters=facts.num_parameters, preferred_sampling_params=facts.default_sampling,
     ))

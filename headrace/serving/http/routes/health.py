@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headrace import __version__
 from headrace.base.errors import EngineUnavailable, RequestError
 from headrace.base.messages import EngineStats
+from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.serving.http.context import AppContext, context_of
 from headrace.serving.http.endpoint import Endpoint
@@ -63,7 +64,8 @@ async def generate_health(request: Request) -> JsonResponse:
     context, timeout_s = context_of(request), _read_timeout(request)
     context.check_available()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-    ask = Ask(request_id=draw_request_id("health-"), prompts=[[0]], params=[params], priority=2**31 - 1)
+    is_reader = context.facts().pooling is not None
+    ask = Ask(request_id=draw_request_id("health-"), prompts=[[0]], params=[PoolingSpec() if is_reader else params], priority=2**31 - 1)
     try:
         async with asyncio.timeout(timeout_s):
             await collect_generation(request, ask)

@@ -12,7 +12,8 @@ from headrace.serving.http.protocol.answers import ModelCard, ModelList
 
 def _card(context: AppContext) -> ModelCard:
     facts = context.facts()
-    return ModelCard(id=context.model_name, created=context.created, max_model_len=facts.max_model_len, root=facts.model)
+    task = facts.pooling.kind if facts.pooling is not None else "generate"
+    return ModelCard(id=context.model_name, created=context.created, max_model_len=facts.max_model_len, root=facts.model, task=task)
 
 
 async def list_models(request: Request) -> JsonResponse:
