@@ -213,7 +213,7 @@ class AsyncLLM:
         cancelled in it, aborts the request. Raises typed errors, also for what fails on the way."""
         await self.start()
         plain = _plain_prompt(prompt)
-        params = sampling_params or default_params(self._client.facts)
+        (params,) = _params_for_each(sampling_params, 1, self._client.facts)
         stream = self._client.submit(plain, params, request_id=request_id, priority=priority)
         text = plain if isinstance(plain, str) else None
         collector = Collector(stream.request_id, text, stream.prompt_token_ids, params.n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -19,10 +20,11 @@ from fakes import BUILDER, continuation
 from headrace.base.errors import EngineUnavailable, RequestError
 from headrace.base.messages import EngineRequest, decode_to_engine, encode
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
 from headrace.service.tokenization.requests import build_requests
 from headrace.serving import offline
-from headrace.serving.offline import LLM, default_params
+from headrace.serving.offline import LLM, AsyncLLM, default_params
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 
@@ -30,6 +32,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 @pytest.fixture(autouse=True)
 def over_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "LocalClient", partial(LocalClient, builder=BUILDER))
+    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, builder=BUILDER))
 
 
 @pytest.fixture
@@ -142,3 +145,20 @@ def test_an_exception_in_the_block_closes(config_only: Path):
     llm.close()
     with LLM(str(config_only), skip_tokenizer=True) as first, LLM(str(config_only), skip_tokenizer=True) as second:
         assert first.generate([5], GREEDY)[0].outputs[0].token_ids == second.generate([5], GREEDY)[0].outputs[0].token_ids == continuation([5], 3)
+
+
+async def test_ids_of_choices_and_of_requests_are_told_apart(config_only: Path):
+    async def finish(llm: AsyncLLM, request_id: Any, n: int = 1) -> list[str | None]:
+        params = SamplingParams(temperature=1.0, max_tokens=30, n=n)
+        outputs = [output async for output in llm.generate([1, 2], params, request_id)]
+        return [choice.finish_reason for choice in outputs[-1].outputs]
+
+    async with AsyncLLM(str(config_only), skip_tokenizer=True, seed=2) as llm:
+        for first, second in ((("a", 2), ("a/1", 1)), (("a/1", 1), ("a", 2))):
+            results = await asyncio.wait_for(asyncio.gather(finish(llm, *first), finish(llm, *second), return_exceptions=True), 30)
+            assert results[0] == ["length"] * first[1] and isinstance(results[1], RequestError) and results[1].param == "request_id"
+        assert await finish(llm, "a/1") == ["length"]
+        with pytest.raises(RequestError, match="request_id"):
+            await finish(llm, 5)
+        with pytest.raises(RequestError, match="sampling_params"):
+            await anext(llm.generate([1], "x"))

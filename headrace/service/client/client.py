@@ -132,8 +132,8 @@ class EngineClient:
         `EngineUnavailable` when the engine takes none now. What the engine refuses (`QueueFull`) is the first delta."""
         self._require_ready()
         request_id = request_id or draw_request_id()
-        if request_id in self._streams:
-            raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be text, got {request_id!r}", param="request_id")
         prompt_ids = encode_prompt(prompt, self.tokenizer, add_special_tokens=add_special_tokens)
         if isinstance(params, SamplingParams):
             params = with_seed(params, self._seeds)
@@ -141,6 +141,9 @@ class EngineClient:
             request_id, prompt_ids, params, facts=self.facts, tokenizer=self.tokenizer,
             namespace=namespace, priority=priority, deadline_s=deadline_s,
         )
+        # Choices have ids of their own, which somebody else may have chosen for a request.
+        if request_id in self._streams or any(request.request_id in self._stream_of_child for request in requests):
+            raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
         for request in requests:
             self._supervisor.send(request)
         stream = RequestStream(request_id, requests, assembler, self._send_aborts)
