@@ -12,6 +12,7 @@ from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams
 from headrace.serving.http.context import context_of
 from headrace.serving.http.protocol.fields import REQUEST_ID_PATTERN, IdentityFields, StopFields
+from headrace.serving.http.structure import read_grammar
 
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 DRAWN = (
@@ -31,7 +32,7 @@ def read_defaults(model_defaults: dict[str, float]) -> dict[str, Any]:
 def sampling_params(fields: StopFields, model_defaults: dict[str, float], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """The parameters of an OpenAI request; bounds that need several fields are checked at submission."""
     asked = {name: value for name in DRAWN if (value := getattr(fields, name)) is not None}
-    return SamplingParams(**{**read_defaults(model_defaults), **asked}, max_tokens=max_tokens, logprobs=logprobs)
+    return SamplingParams(**{**read_defaults(model_defaults), **asked}, max_tokens=max_tokens, logprobs=logprobs, grammar=read_grammar(fields))
 
 
 def draw_request_id(prefix: str) -> str:

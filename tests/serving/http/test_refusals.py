@@ -51,8 +51,8 @@ async def test_bounds_name_the_field(http, field, value):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", [{}]), ("response_format", {"type": "json_object"}), ("guided_json", {}),
-    ("guided_regex", "a+"), ("structured_outputs", {"choice": ["a"]}), ("regex", "a"), ("ebnf", "a"), ("json_schema", {"type": "object"}), ("audio", {"voice": "x"}),
+    ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", [{}]),
+    ("guided_whitespace_pattern", "a+"), ("stop_regex", "a"), ("audio", {"voice": "x"}),
     ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("reasoning_effort", "low"), ("lora_path", "x"), ("chat_template", "{{ x }}"), ("documents", [{}]),
     ("use_beam_search", True), ("return_hidden_states", True), ("truncate_prompt_tokens", 5), ("web_search_options", {"a": 1}), ("parallel_tool_calls", True),
 ])
@@ -107,7 +107,7 @@ async def test_null_and_empty_ask_for_nothing(http):
     ("/generate", {}, "one of text and input_ids"),
     ("/generate", {"text": "x", "input_ids": [1]}, "one of text and input_ids"),
     ("/generate", {"text": "x", "sampling_params": {"max_tokens": 1}}, "unknown field 'sampling_params.max_tokens'; did you mean max_new_tokens"),
-    ("/generate", {"text": "x", "sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema is not supported"),
+    ("/generate", {"text": "x", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex is not supported"),
     ("/generate", {"text": ["x", "y"], "sampling_params": [{}]}, "one for each of the 2"),
     ("/generate", {"text": ["x", "y"], "rid": ["a"]}, "one for each of the 2"),
     ("/generate", {"text": "x", "top_logprobs_num": 1}, "needs return_logprob"),

@@ -32,12 +32,6 @@ class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     tool_call_id: str | None = None
 
 
-class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Only ``{"type": "text"}`` so far."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
     """A conversation to continue. ``max_completion_tokens`` and ``max_tokens`` are the same limit; without one, output
     may fill the context. The last message is continued, not answered, with ``continue_final_message``."""
@@ -46,7 +40,6 @@ class ChatRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     tool_choice: Literal["none"] | None = None
     add_generation_prompt: bool | None = None

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.serving.http.protocol.answers import PromptLogprobsJson, Usage
-from headrace.serving.http.protocol.chat import ResponseFormat
 from headrace.serving.http.protocol.fields import Choices, NumTop, StopFields, TokenId
 
 DEFAULT_MAX_TOKENS = 16
@@ -24,7 +23,6 @@ class CompletionRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: NumTop | None = None
     best_of: Choices | None = None
     suffix: Annotated[str, Meta(max_length=0)] | None = None
-    response_format: ResponseFormat | None = None
 
 
 class CompletionLogprobs(Struct):

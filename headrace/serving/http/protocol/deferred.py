@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TOOLS = "tool calls are not served yet"
-STRUCTURE = "structured output is not served yet"
+STRUCTURE = "the server chooses the grammar library and allows blanks where JSON does"
 MEDIA = "only text is served so far"
 REASONING = "reasoning control is not served yet; a template's own switches go into chat_template_kwargs"
 ADAPTERS = "adapters are not served yet"
@@ -13,8 +13,7 @@ PLACEMENT = "requests cannot be placed by hand"
 DEFERRED: dict[str, str] = {
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"), TOOLS),
     **dict.fromkeys((
-        "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-        "guided_whitespace_pattern", "structured_outputs", "structural_tag", "json_schema", "regex", "ebnf", "stop_regex",
+        "guided_decoding_backend", "guided_whitespace_pattern",
     ), STRUCTURE),
     **dict.fromkeys((
         "audio", "modalities", "image_data", "video_data", "audio_data", "mm_processor_kwargs", "media_io_kwargs", "mm_hashes",
@@ -38,6 +37,7 @@ DEFERRED: dict[str, str] = {
     **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "beam search is not served"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"), "the chat template is chosen when the server is started"),
     **dict.fromkeys(("custom_logit_processor", "logits_processors", "custom_params", "vllm_xargs"), "code and parameters of other servers are not run"),
+    "stop_regex": "stopping at a pattern is not served; use stop, or regex for the whole output",
     "suffix": "text after the gap (fill in the middle) is not served",
     "documents": "retrieval templates are not served yet; put the documents into a message",
     "prediction": "predicted output is not served yet",

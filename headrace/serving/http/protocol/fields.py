@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from headrace.base.sampling import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_N, MAX_STOP_TEXT, MAX_STOPS, MAX_TOP_LOGPROBS
+from headrace.serving.http.protocol.structure import Choice, ResponseFormat, Schema, Source, StructuredOutputs, Tag
 
 INT32 = 2**31 - 1
 
@@ -87,8 +88,25 @@ class DrawFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: NumTop | None = None
 
 
-class StopFields(DrawFields, kw_only=True, forbid_unknown_fields=True):
-    """When output ends and how it becomes text. ``deadline_s``: seconds from arrival after which the request fails with
+class StructureFields(DrawFields, kw_only=True, forbid_unknown_fields=True):
+    """What output must look like: ``response_format`` (OpenAI), ``structured_outputs`` and ``guided_*`` (vLLM), and
+    the rest (SGLang)."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Source | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: Source | None = None
+    json_schema: Schema | None = None
+    regex: Source | None = None
+    ebnf: Source | None = None
+    choice: Choice | None = None
+    structural_tag: Tag | None = None
+
+
+class StopFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
+    """When output ends, what it must look like, and how it becomes text. ``deadline_s``: seconds from arrival after which the request fails with
     504, however far it has come."""
 
     max_tokens: Count | None = None

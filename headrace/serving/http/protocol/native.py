@@ -28,6 +28,7 @@ from headrace.serving.http.protocol.fields import (
     TopK,
     TopP,
 )
+from headrace.serving.http.protocol.structure import Choice, Schema, Source, Tag
 
 DEFAULT_MAX_NEW_TOKENS = 128
 PromptLen = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -51,7 +52,17 @@ class NativeDraw(Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: AllowedIds | None = None
 
 
-class NativeSampling(NativeDraw, kw_only=True, forbid_unknown_fields=True):
+class NativeStructure(NativeDraw, kw_only=True, forbid_unknown_fields=True):
+    """What output must look like; one of them."""
+
+    json_schema: Schema | None = None
+    regex: Source | None = None
+    ebnf: Source | None = None
+    choice: Choice | None = None
+    structural_tag: Tag | None = None
+
+
+class NativeSampling(NativeStructure, kw_only=True, forbid_unknown_fields=True):
     """``sampling_params``. ``seed`` and ``sampling_seed`` are the same, as are ``no_stop_trim`` and
     ``include_stop_str_in_output``."""
 

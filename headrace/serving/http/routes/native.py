@@ -28,6 +28,7 @@ from headrace.serving.http.protocol.native import (
 )
 from headrace.serving.http.sampling import pick_request_id, read_defaults
 from headrace.serving.http.stream import EventStream, frame, start_stream
+from headrace.serving.http.structure import read_grammar
 
 if TYPE_CHECKING:
     from headrace.base.step import TokenLogprobs
@@ -70,6 +71,7 @@ def _sampling(body: GenerateRequest, asked: NativeSampling, defaults: dict[str, 
         "include_stop_str_in_output": bool(asked.no_stop_trim or asked.include_stop_str_in_output),
         "logprobs": num_top,
         "prompt_logprobs": num_top if has_input else None,
+        "grammar": read_grammar(asked, within="sampling_params."),
     })
 
 
