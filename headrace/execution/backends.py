@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from headrace.base.cache import CacheGroup
+from headrace.base.cache_kinds import CACHE_READERS
 from headrace.base.config import CacheConfig
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.attention import ATTENTION_BACKENDS
-from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry
+from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry, CacheReader
 from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.build import Build
 
@@ -18,10 +21,22 @@ DEFAULT_PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class ChosenBackends:
-    """One backend per cache group, all made for ``page_size``."""
+    """One backend per cache group, all made for ``page_size``; a `CacheReader` for kinds that have one."""
 
     page_size: int
-    backends: list[AttentionBackend]
+    backends: list[AttentionBackend | CacheReader]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What serves a group, not yet made. ``geometry`` is None for a reader."""
+
+    group: CacheGroup
+    geometry: AttentionGeometry | None
+    cls: Any
+
+    def make(self, page_size: int, device: torch.device) -> AttentionBackend | CacheReader:
+        return self.cls(self.group.spec, page_size, device) if self.geometry is None else self.cls(self.geometry, device)
 
 
 def choose_backends(model: Any, groups: list[CacheGroup], build: Build, cache: CacheConfig, name: str) -> ChosenBackends:
@@ -31,17 +46,25 @@ def choose_backends(model: Any, groups: list[CacheGroup], build: Build, cache: C
     page_size = cache.page_size or DEFAULT_PAGE_SIZE
     if page_size & (page_size - 1):
         raise ConfigError(f"page_size must be a power of two; got {page_size}", param="page_size")
-    geometries = _geometries(model, groups, build, page_size)
     try:
-        classes = [ATTENTION_BACKENDS.choose(geometry, wanted) for geometry in geometries]
-        preferred = getattr(classes[0], "preferred_page_size", page_size) if classes else page_size
+        choices = _choose(model, groups, build, page_size, wanted)
+        preferred = getattr(choices[0].cls, "preferred_page_size", page_size) if choices else page_size
         if cache.page_size is None and preferred != page_size:
             page_size = preferred
-            geometries = [replace(geometry, page_size=page_size) for geometry in geometries]
-            classes = [ATTENTION_BACKENDS.choose(geometry, wanted) for geometry in geometries]
+            choices = _choose(model, groups, build, page_size, wanted)
     except PluginError as error:
         raise ConfigError(f"attention_backend {name}: {error}", param="attention_backend") from error
-    return ChosenBackends(page_size, [cls(geometry, build.device) for cls, geometry in zip(classes, geometries, strict=True)])
+    return ChosenBackends(page_size, [choice.make(page_size, build.device) for choice in choices])
+
+
+def _choose(model: Any, groups: list[CacheGroup], build: Build, page_size: int, wanted: str | None) -> list[_Choice]:
+    plain = [group for group in groups if group.spec.kind not in CACHE_READERS]
+    geometries = dict(zip((id(group) for group in plain), _geometries(model, plain, build, page_size), strict=True))
+    return [
+        _Choice(group, geometries[id(group)], ATTENTION_BACKENDS.choose(geometries[id(group)], wanted)) if id(group) in geometries
+        else _Choice(group, None, CACHE_READERS.load(group.spec.kind))
+        for group in groups
+    ]
 
 
 def _geometries(model: Any, groups: list[CacheGroup], build: Build, page_size: int) -> list[AttentionGeometry]:

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "BertModel": "bert",
     "DeepseekV2ForCausalLM": "deepseek_v3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Glm4ForCausalLM": "glm4",

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from headrace.base.cache import CacheSpec
 from headrace.base.registry import Registry
 
 
@@ -95,6 +96,19 @@ class AttentionBackend(Protocol):
     def prepare(self, inputs: AttentionInputs) -> None: ...
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor: ...
+
+
+class CacheReader(Protocol):
+    """Stands where a backend does for a kind of cache that layers read on their own: works out once a step, for all layers
+    of a group, what they share. Its layers know it by its class. ``preferred_page_size`` is taken unless the user wants
+    another; a size it cannot have raises `ConfigError`."""
+
+    preferred_page_size: int
+    is_capturable: bool
+
+    def __init__(self, spec: CacheSpec, page_size: int, device: torch.device): ...
+
+    def prepare(self, inputs: AttentionInputs) -> None: ...
 
 
 ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")

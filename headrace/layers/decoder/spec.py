@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.base.cache import CacheSpec
+from headrace.base.errors import ConfigError
 
+KV_DTYPES = ("float32", "bfloat16", "float16")
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -190,6 +192,8 @@ class DecoderSpec:
 
 def decoder_cache_specs(spec: DecoderSpec, kv_dtype: str) -> list[CacheSpec | None]:
     """One `CacheSpec` per layer: ``sliding_window`` where the layer has a window, else ``full``; ``mla`` for latents."""
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype {kv_dtype}: this model keeps keys and values in {', '.join(KV_DTYPES)}", param="kv_dtype")
     heads = spec.attention
     if isinstance(heads, LatentAttentionSpec):
         return [CacheSpec("mla", 1, heads.latent_dim + heads.rotary_dim, heads.latent_dim, kv_dtype)] * spec.num_layers

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.base.cache_kinds import CACHE_POOLS
 from headrace.base.registry import Registry
 
 
@@ -28,7 +29,7 @@ class Pool(Protocol):
         """Copy pages in all layers; int64 on the device, targets distinct and disjoint from sources."""
 
 
-POOLS: Registry[type[Pool]] = Registry("KV pool")
+POOLS: Registry[type[Pool]] = CACHE_POOLS
 """By `CacheSpec.kind`."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from headrace.base.cache import CacheSpec
+from headrace.base.cache_kinds import CACHE_POLICIES
 from headrace.base.registry import Registry
 
 
@@ -32,7 +33,7 @@ class GroupPolicy(Protocol):
         """The most pages a request holds at once while it grows to ``length`` tokens, one page at a time."""
 
 
-GROUP_POLICIES: Registry[type[GroupPolicy]] = Registry("cache group policy")
+GROUP_POLICIES: Registry[type[GroupPolicy]] = CACHE_POLICIES
 GROUP_POLICIES.add("full", "headrace.scheduling.cache.groups.full:FullPolicy", doc="every position sees all before it")
 GROUP_POLICIES.add(
     "sliding_window", "headrace.scheduling.cache.groups.sliding_window:SlidingWindowPolicy", doc="every position sees the latest few"

@@ -1,0 +1,56 @@
+"""`V4Moe`: experts that a token's score or, in the first layers, its id chooses, beside an MLP that all tokens share.
+
+T tokens, X experts, k experts a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headrace.kernels.moe.reference import LEAST_SUM, make_scores
+from headrace.layers.build import Build
+from headrace.layers.decoder.spec import RoutingSpec
+from headrace.layers.linear import Linear
+from headrace.layers.mlp import GatedMlp
+from headrace.layers.moe.contract import ChosenTokens
+from headrace.layers.moe.joining import join_experts
+from headrace.layers.moe.router import Router
+from headrace.layers.moe.weights import ExpertWeights
+from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
+
+
+class HashRouter(nn.Module):
+    """Experts by token id from ``table`` [V, k]; their weights by score. Without a checkpoint neighbours share experts."""
+
+    def __init__(self, spec: RoutingSpec, width: int, vocab_size: int, build: Build):
+        super().__init__()
+        self.spec = spec
+        self.logits = Linear(build.in_float32(), width, spec.num_experts)
+        ids = torch.arange(vocab_size, device=build.device)[:, None] + torch.arange(spec.top_k, device=build.device)
+        self.table = nn.Buffer(ids % spec.num_experts, persistent=False)
+
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = self.table.index_select(0, token_ids)
+        weights = make_scores(self.logits(x.float()), self.spec.score).gather(1, ids)
+        if self.spec.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        return ids, weights * self.spec.scale
+
+
+class V4Moe(nn.Module):
+    """``x [T, D] -> [T, D]``."""
+
+    def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, build: Build):
+        super().__init__()
+        routing, expert = spec.moe.routing, spec.moe.expert
+        self.is_hashed, self.num_experts = layer.is_hashed, routing.num_experts
+        self.router = HashRouter(routing, spec.width, spec.vocab_size, build) if layer.is_hashed else Router(routing, spec.width, build)
+        self.experts = ExpertWeights(routing.num_experts, expert, spec.width, build)
+        self.shared = GatedMlp(spec.moe.shared, spec.width, build)
+        query = build.query(width=spec.width, expert_width=expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1)
+        self._run_experts = join_experts(self.experts, expert, build, query)
+
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)
+        return self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)).add_(self.shared(x))

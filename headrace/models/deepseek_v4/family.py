@@ -1,0 +1,34 @@
+"""DeepSeek-V4: attention over a window and over compressed entries, hyper-connections, experts chosen by token or by score.
+
+All that is special is in this folder; its kinds of cache are registered when it is loaded.
+"""
+
+from __future__ import annotations
+
+from headrace.base.cache_kinds import add_cache_kind
+from headrace.models.deepseek_v4 import layout
+from headrace.models.deepseek_v4.spec import cache_specs, read_config
+from headrace.models.family import Family
+
+_CHAINED = "headrace.scheduling.cache.groups.full:FullPolicy"
+_WINDOWED = "headrace.scheduling.cache.groups.sliding_window:SlidingWindowPolicy"
+_OWN = "headrace.models.deepseek_v4"
+
+for _kind, _policy, _pool, _reader, _doc in (
+    (layout.WINDOW, _WINDOWED, "pools:VectorPool", "readers:WindowReader", "vectors of the latest tokens"),
+    (layout.WINDOW_FP8, _WINDOWED, "packed_pools:PackedVectorPool", "readers:WindowReader", "the same in 8 bits"),
+    (layout.ENTRIES, _CHAINED, "pools:VectorPool", "readers:EntriesReader", "a vector for each window of tokens"),
+    (layout.ENTRIES_FP8, _CHAINED, "packed_pools:PackedVectorPool", "readers:EntriesReader", "the same in 8 bits"),
+    (layout.INDEX_KEYS, _CHAINED, "pools:VectorPool", "readers:EntriesReader", "what chooses among entries"),
+    (layout.INDEX_KEYS_FP8, _CHAINED, "packed_pools:PackedKeyPool", "readers:EntriesReader", "the same in 8 bits"),
+    (layout.STATE, f"{_OWN}.accounting:CompressorStatePolicy", "pools:StatePool", "readers:StateReader", "tokens of unfinished windows"),
+):
+    add_cache_kind(_kind, policy=_policy, pool=f"{_OWN}.{_pool}", reader=f"{_OWN}.{_reader}", doc=_doc)
+
+FAMILY = Family(
+    name="deepseek_v4",
+    architectures=("DeepseekV4ForCausalLM",),
+    read_config=read_config,
+    cache_specs=cache_specs,
+    model="headrace.models.deepseek_v4.model:DeepseekV4Model",
+)

@@ -1,0 +1,78 @@
+"""Hyper-connections: instead of one residual, parallel streams that each sublayer reads from and writes to by learned,
+token-dependent weights; streams are mixed by doubly stochastic matrices. T tokens, S streams, D width. All in float32.
+Xie et al., manifold-constrained hyper-connections, as used in DeepSeek-V4.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headrace.layers.build import Build
+from headrace.models.deepseek_v4.spec import HyperSpec
+
+
+class HyperConnection(nn.Module):
+    """The weights of one sublayer: ``fn`` [2S + S * S, S * D], ``base`` and ``scale`` make them of the streams."""
+
+    def __init__(self, spec: HyperSpec, width: int, norm_eps: float, build: Build):
+        super().__init__()
+        build, num_weights = build.in_float32(), (2 + spec.streams) * spec.streams
+        self.spec, self.norm_eps = spec, norm_eps
+        self.fn = build.parameter(num_weights, spec.streams * width)
+        self.base = build.parameter(num_weights)
+        self.scale = build.parameter(3)
+
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``streams`` [T, S, D] to the sublayer's input [T, D], and what `write_back` needs: ``post`` [T, S] and ``mix``
+        [T, S, S], whose rows and columns each sum to 1."""
+        num, eps = self.spec.streams, self.spec.eps
+        pre, post, mix = mix_streams(streams, self.fn, self.norm_eps).split((num, num, num * num), dim=-1)
+        pre_base, post_base, mix_base = self.base.split((num, num, num * num))
+        pre = torch.sigmoid(pre * self.scale[0] + pre_base) + eps
+        post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
+        mix = torch.softmax((mix * self.scale[2] + mix_base).unflatten(-1, (num, num)), dim=-1) + eps
+        return collapse(streams, pre), post, balance(mix, self.spec)
+
+
+class StreamHead(nn.Module):
+    """Streams to one vector at the end of the model: ``[T, S, D] -> [T, D]``."""
+
+    def __init__(self, spec: HyperSpec, width: int, norm_eps: float, build: Build):
+        super().__init__()
+        build = build.in_float32()
+        self.eps, self.norm_eps = spec.eps, norm_eps
+        self.fn = build.parameter(spec.streams, spec.streams * width)
+        self.base = build.parameter(spec.streams)
+        self.scale = build.parameter(1)
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        weights = torch.sigmoid(mix_streams(streams, self.fn, self.norm_eps) * self.scale + self.base) + self.eps
+        return collapse(streams, weights)
+
+
+def mix_streams(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
+    """``fn`` on the normalised streams, taken as one vector: [T, rows of fn]."""
+    flat = streams.flatten(1).float()
+    return F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+
+
+def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of streams, in their dtype."""
+    return torch.einsum("ts,tsd->td", weights, streams.float()).to(streams.dtype)
+
+
+def balance(mix: torch.Tensor, spec: HyperSpec) -> torch.Tensor:
+    """Sinkhorn-Knopp: divide columns and rows of [..., S, S] by their sums in turn, columns first and last."""
+    mix = mix / (mix.sum(-2, keepdim=True) + spec.eps)
+    for _ in range(spec.iterations - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + spec.eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + spec.eps)
+    return mix
+
+
+def write_back(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """New streams: k is ``post[k] * out`` plus the sum over j of ``mix[j, k] * streams[j]``."""
+    mixed = torch.einsum("tjk,tjd->tkd", mix, streams.float())
+    return torch.addcmul(mixed, post.unsqueeze(-1), out.float().unsqueeze(1)).to(streams.dtype)

@@ -1,0 +1,77 @@
+"""How DeepSeek-V4's caches lie in memory, as plain numbers. Torch-free.
+
+Every page of every group stands for the same ``page_size`` tokens; what a group keeps of them differs. N plain and R
+rotated dims of a vector.
+"""
+
+from __future__ import annotations
+
+from headrace.base.cache import CacheSpec
+from headrace.base.errors import ConfigError
+
+WINDOW, WINDOW_FP8 = "deepseek_v4.window", "deepseek_v4.window_fp8"
+ENTRIES, ENTRIES_FP8 = "deepseek_v4.entries", "deepseek_v4.entries_fp8"
+INDEX_KEYS, INDEX_KEYS_FP8 = "deepseek_v4.index_keys", "deepseek_v4.index_keys_fp8"
+STATE = "deepseek_v4.state"
+
+OVERLAPPING, WIDE = 4, 128
+"""The two compress ratios: windows of 4 tokens that see the window before, too, and windows of 128 that do not."""
+
+PAGE_SIZE = 256
+BLOCK = 128
+"""Tokens among which compressor rows share a ring; pages are whole blocks."""
+
+FP8 = "float8_e4m3fn"
+ROTATED = 64
+GROUP = 64
+"""Plain dims that share a scale in a packed slot."""
+SCALE_BYTES = 8
+"""Per packed slot: a byte per group of plain dims, padded."""
+INDEX_SCALE_BYTES = 4
+
+
+def packed_value_bytes(head_dim: int) -> int:
+    """A packed slot without its scales: N bytes of e4m3, then R bfloat16. Raises `ConfigError` for dims it cannot hold."""
+    plain = head_dim - ROTATED
+    if plain <= 0 or plain % GROUP or plain // GROUP > SCALE_BYTES:
+        raise ConfigError(f"head_dim {head_dim} cannot be packed in 8 bits: serve with kv_dtype auto", param="kv_dtype")
+    return plain + 2 * ROTATED
+
+
+def packed_page_bytes(head_dim: int, slots: int) -> int:
+    """All values of a page, then all scales, padded to whole values."""
+    value = packed_value_bytes(head_dim)
+    return -(-slots * (value + SCALE_BYTES) // value) * value
+
+
+def ring_rows(ratio: int) -> int:
+    """Compressor rows kept for each block of tokens: those that an unfinished window, and the one before, may need."""
+    return 2 * ratio if ratio == OVERLAPPING else ratio
+
+
+def slots_per_page(spec: CacheSpec, page_size: int) -> int:
+    """Slots (for compressor state: rows) that a page of ``page_size`` tokens has; raises `ConfigError` for a size that does
+    not hold whole windows."""
+    if page_size % BLOCK:
+        raise ConfigError(f"page_size must be a multiple of {BLOCK} for compressed attention, usually {PAGE_SIZE}; got {page_size}", param="page_size")
+    if spec.kind == STATE:
+        return page_size // BLOCK * ring_rows(spec.compress_ratio)
+    return page_size // spec.compress_ratio
+
+
+def slot_bytes(spec: CacheSpec) -> int:
+    """Bytes of one slot of one layer, without the padding of pages."""
+    if spec.kind == STATE:
+        return 4 * (spec.head_dim + spec.value_dim)
+    if spec.kind == INDEX_KEYS_FP8:
+        return spec.head_dim + INDEX_SCALE_BYTES
+    if spec.kind in (WINDOW_FP8, ENTRIES_FP8):
+        return packed_value_bytes(spec.head_dim) + SCALE_BYTES
+    return spec.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[spec.dtype]
+
+
+def token_bytes(specs: list[CacheSpec], window_share: float) -> float:
+    """Bytes per token that all layers take, when groups with a window have ``window_share`` of the others' pages."""
+    return sum(
+        slot_bytes(spec) * slots_per_page(spec, PAGE_SIZE) / PAGE_SIZE * (window_share if spec.window else 1.0) for spec in specs
+    )

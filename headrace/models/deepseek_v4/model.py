@@ -1,0 +1,116 @@
+"""`DeepseekV4Model`: the served model. T tokens, S streams, D width, V vocabulary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from headrace.base.errors import WeightError
+from headrace.layers.attention.contract import KvPages
+from headrace.layers.batch import ForwardBatch
+from headrace.layers.build import Build
+from headrace.layers.embedding import Embedding
+from headrace.layers.head import Head
+from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.moe.checkpoint import GATE_FIRST, unstack_experts
+from headrace.layers.norm import RmsNorm
+from headrace.layers.rotary import RotaryTable
+from headrace.layers.scaled_checkpoint import join_scales
+from headrace.models.deepseek_v4.attention import V4Attention
+from headrace.models.deepseek_v4.experts import V4Moe
+from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, write_back
+from headrace.models.deepseek_v4.naming import DRAFT, HASH_TABLE, NAMES, rename
+from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
+
+logger = logging.getLogger(__name__)
+
+
+class V4Block(nn.Module):
+    """One layer: attention and experts, each between reading from the streams and writing to them."""
+
+    def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, rotary: RotaryTable, build: Build):
+        super().__init__()
+        self.attention_mix, self.mlp_mix = (HyperConnection(spec.hyper, spec.width, spec.norm_eps, build) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (RmsNorm(build, spec.width, spec.norm_eps) for _ in range(2))
+        self.attention = V4Attention(spec, layer, rotary, build)
+        self.mlp = V4Moe(spec, layer, build)
+
+    def forward(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, S, D] to the same."""
+        x, post, mix = self.attention_mix(streams)
+        streams = write_back(streams, self.attention(self.attention_norm(x), batch), post, mix)
+        x, post, mix = self.mlp_mix(streams)
+        return write_back(streams, self.mlp(self.mlp_norm(x), batch.token_ids), post, mix)
+
+
+class DeepseekV4Model(nn.Module):
+    """See `ServedModel`. Its pages are by place, not by layer: see `spec.places`."""
+
+    is_capturable = False
+
+    def __init__(self, spec: DeepseekV4Spec, build: Build):
+        super().__init__()
+        self.spec = spec
+        length = build.max_model_len or spec.max_model_len
+        plain, compressed = (RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope))
+        self.embedding = Embedding(build, spec.vocab_size, spec.width)
+        self.layers = nn.ModuleList(V4Block(spec, layer, compressed if layer.ratio else plain, build) for layer in spec.layers)
+        self.collapse = StreamHead(spec.hyper, spec.width, spec.norm_eps, build)
+        self.norm = RmsNorm(build, spec.width, spec.norm_eps)
+        self.head = Head(build, spec.vocab_size, spec.width)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill every parameter, and the tables of layers that choose experts by token id."""
+        found: set[str] = set()
+        plain = join_scales(self._take_tables(self._rename(tensors), found))
+        fill_targets(find_targets(self, NAMES, self.spec.num_layers), plain)
+        missing = [name for name in self._tables() if name not in found]
+        if missing:
+            raise WeightError(f"the checkpoint does not fit the model: tensors missing ({len(missing)}): {', '.join(missing)}")
+
+    def _rename(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """To published names; the layers that draft further tokens are left out."""
+        num_drafts = 0
+        for name, tensor in tensors:
+            name = rename(name)
+            if name.startswith(DRAFT):
+                num_drafts += 1
+            elif ".experts." in name and name.rpartition(".")[2] in GATE_FIRST:
+                yield from ((rename(own), part) for own, part in unstack_experts([(name, tensor)], GATE_FIRST))
+            else:
+                yield name, tensor
+        if num_drafts:
+            logger.info("left out %d tensors of the layers that draft tokens", num_drafts)
+
+    def _tables(self) -> dict[str, torch.Tensor]:
+        return {HASH_TABLE.replace("{i}", str(i)): block.mlp.router.table for i, block in enumerate(self.layers) if block.mlp.is_hashed}
+
+    def _take_tables(self, tensors: Iterable[tuple[str, torch.Tensor]], found: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Integers are no parameters: copied here, the rest passes."""
+        tables = self._tables()
+        for name, tensor in tensors:
+            if name not in tables or tensor.shape != tables[name].shape:
+                yield name, tensor
+                continue
+            tables[name].copy_(tensor)
+            found.add(name)
+
+    def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
+        """Attach each place's pages and cache group."""
+        places = (place for layer in self.layers for place in layer.attention.places())
+        for place, place_pages, group in zip(places, pages, group_of_layer, strict=True):
+            place.bind(place_pages, group)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [T, D] after the final norm."""
+        streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.spec.hyper.streams, -1)
+        for layer in self.layers:
+            streams = layer(streams, batch)
+        return self.norm(self.collapse(streams))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden [S, D] to logits [S, V] float32."""
+        return self.head(hidden)

@@ -1,0 +1,84 @@
+"""Names of checkpoint tensors: published ones to our modules, and those of transformers to published ones."""
+
+from __future__ import annotations
+
+import re
+
+DRAFT = "mtp."
+"""Where the names of tensors begin that belong to layers drafting further tokens."""
+
+HASH_TABLE = "layers.{i}.ffn.gate.tid2eid"
+
+NAMES = {
+    "embed": "embedding",
+    "head": "head",
+    "norm": "norm",
+    **{f"hc_head_{kind}": f"collapse.{kind}" for kind in ("fn", "base", "scale")},
+    **{
+        f"layers.{{i}}.hc_{theirs}_{kind}": f"layers.{{i}}.{ours}_mix.{kind}"
+        for theirs, ours in (("attn", "attention"), ("ffn", "mlp")) for kind in ("fn", "base", "scale")
+    },
+    "layers.{i}.attn_norm": "layers.{i}.attention_norm",
+    "layers.{i}.ffn_norm": "layers.{i}.mlp_norm",
+    "layers.{i}.attn.wq_a": "layers.{i}.attention.down#q",
+    "layers.{i}.attn.wkv": "layers.{i}.attention.down#kv",
+    "layers.{i}.attn.q_norm": "layers.{i}.attention.q_norm",
+    "layers.{i}.attn.kv_norm": "layers.{i}.attention.kv_norm",
+    "layers.{i}.attn.wq_b": "layers.{i}.attention.q_up",
+    "layers.{i}.attn.wo_a": "layers.{i}.attention.mix",
+    "layers.{i}.attn.wo_b": "layers.{i}.attention.output",
+    "layers.{i}.attn.attn_sink": "layers.{i}.attention.sinks",
+    **{
+        f"layers.{{i}}.attn.{where}compressor.{theirs}": f"layers.{{i}}.attention.{where}compressor.{ours}"
+        for where in ("", "indexer.")
+        for theirs, ours in (("ape", "ape"), ("wkv", "project#values"), ("wgate", "project#gates"), ("norm", "norm"))
+    },
+    "layers.{i}.attn.indexer.wq_b": "layers.{i}.attention.indexer.q",
+    "layers.{i}.attn.indexer.weights_proj": "layers.{i}.attention.indexer.weights",
+    "layers.{i}.ffn.gate": "layers.{i}.mlp.router.logits",
+    "layers.{i}.ffn.gate.bias": "layers.{i}.mlp.router.choice_bias",
+    "layers.{i}.ffn.experts.{x}.w1": "layers.{i}.mlp.experts.gate_up#{x}/gate",
+    "layers.{i}.ffn.experts.{x}.w3": "layers.{i}.mlp.experts.gate_up#{x}/up",
+    "layers.{i}.ffn.experts.{x}.w2": "layers.{i}.mlp.experts.down#{x}/down",
+    "layers.{i}.ffn.shared_experts.w1": "layers.{i}.mlp.shared.gate_up#gate",
+    "layers.{i}.ffn.shared_experts.w3": "layers.{i}.mlp.shared.gate_up#up",
+    "layers.{i}.ffn.shared_experts.w2": "layers.{i}.mlp.shared.down",
+}
+"""Published name: ours. See `headrace.layers.loading`."""
+
+_RULES = tuple((re.compile(theirs), published) for theirs, published in (
+    (r"^model\.", ""),
+    (r"^embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"^hc_head\.hc_", "hc_head_"),
+    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.attn\.compressor\.indexer\.(q_b_proj)\.", r".attn.indexer.\1."),
+    (r"\.attn\.compressor\.indexer\.scorer\.", ".attn.indexer."),
+    (r"\.attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
+    (r"(compressor\.)position_bias$", r"\1ape"),
+    (r"(compressor\.)gate_proj\.", r"\1wgate."),
+    (r"(compressor\.)kv_norm\.", r"\1norm."),
+    (r"\.attn\.norm\.", ".attn.kv_norm."),  # as transformers saves it
+    (r"\.q_a_proj\.", ".wq_a."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.q_b_proj\.", ".wq_b."),
+    (r"\.kv_proj\.", ".wkv."),
+    (r"\.o_a_proj\.", ".wo_a."),
+    (r"\.o_b_proj\.", ".wo_b."),
+    (r"\.attn\.sinks$", ".attn.attn_sink"),
+    (r"\.e_score_correction_bias$", ".bias"),
+    (r"(experts\.(?:\d+\.)?)gate_proj\.", r"\1w1."),
+    (r"(experts\.(?:\d+\.)?)up_proj\.", r"\1w3."),
+    (r"(experts\.(?:\d+\.)?)down_proj\.", r"\1w2."),
+))
+
+
+def rename(name: str) -> str:
+    """The published name of a tensor; published names stay as they are."""
+    for pattern, published in _RULES:
+        name = pattern.sub(published, name)
+    return name

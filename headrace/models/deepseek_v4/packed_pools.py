@@ -1,0 +1,129 @@
+"""Pools of vectors in 8 bits, and their packing. P pages, S slots of a page, N plain and R rotated dims, E = N + R.
+
+A page of vectors is one run of bytes: S times (N bytes of e4m3, then R bfloat16), then S times 8 bytes, one power of two
+(e8m0) for each 64 plain dims and padding; then padding to a multiple of a slot's value bytes. So a slot is two pieces.
+A page of index keys is S times E bytes of e4m3, then S float32 scales.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.memory.pools.keys_values import allocate_zeros
+from headrace.models.deepseek_v4.layout import (
+    GROUP,
+    INDEX_SCALE_BYTES,
+    ROTATED,
+    SCALE_BYTES,
+    packed_page_bytes,
+    packed_value_bytes,
+    slots_per_page,
+)
+
+LARGEST = 448.0
+"""Of e4m3."""
+LEAST_AMAX = 1e-4
+
+
+class _PackedPool:
+    """Per layer uint8 [P, bytes of a page], and views of it: one of each slot's values, one of its scales."""
+
+    def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
+        spec, slots = group.spec, slots_per_page(group.spec, page_size)
+        page = self.page_bytes(spec, page_size)
+        value, scale = self.slot_parts(spec)
+        self._layers: dict[int, torch.Tensor] = {}
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer in group.layers:
+            pages = self._layers[layer] = allocate_zeros((group.num_pages, page), torch.uint8, device)
+            values, scales = pages[:, : slots * value], pages[:, slots * value : slots * (value + scale)]
+            self._views[layer] = values.unflatten(1, (slots, value)), scales.unflatten(1, (slots, scale))
+        self.num_bytes = page * group.num_pages * len(group.layers)
+
+    @staticmethod
+    def slot_parts(spec: CacheSpec) -> tuple[int, int]:
+        """Bytes of a slot's values and of its scales."""
+        raise NotImplementedError
+
+    @staticmethod
+    def page_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Bytes of one page of one layer."""
+        raise NotImplementedError
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(values [P, S, bytes], scales [P, S, bytes])`` of a layer, uint8, strided."""
+        return self._views[layer]
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
+        for pages in self._layers.values():
+            pages.index_copy_(0, targets, pages.index_select(0, sources))
+
+
+class PackedVectorPool(_PackedPool):
+    """Of a vector the plain dims in e4m3, the rotated ones in bfloat16."""
+
+    @staticmethod
+    def slot_parts(spec: CacheSpec) -> tuple[int, int]:
+        """See `_PackedPool`."""
+        return packed_value_bytes(spec.head_dim), SCALE_BYTES
+
+    @staticmethod
+    def page_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Bytes of one page of one layer, padding included."""
+        return packed_page_bytes(spec.head_dim, slots_per_page(spec, page_size))
+
+
+class PackedKeyPool(_PackedPool):
+    """Index keys in e4m3."""
+
+    @staticmethod
+    def slot_parts(spec: CacheSpec) -> tuple[int, int]:
+        """See `_PackedPool`."""
+        return spec.head_dim, INDEX_SCALE_BYTES
+
+    @staticmethod
+    def page_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Bytes of one page of one layer."""
+        return slots_per_page(spec, page_size) * (spec.head_dim + INDEX_SCALE_BYTES)
+
+
+def ceil_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The exponent byte (e8m0) of the least power of two that is not below positive float32 ``x``."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """e8m0 bytes to float32; byte 0 is the least, 2 ** -127."""
+    return torch.where(exponents == 0, 2.0**-127, (exponents.int() << 23).view(torch.float32))
+
+
+def pack_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., E] to value bytes [..., N + 2 R] and scale bytes [..., 8]."""
+    plain, rotated = x.float().split((x.shape[-1] - ROTATED, ROTATED), dim=-1)
+    groups = plain.unflatten(-1, (-1, GROUP))
+    exponents = ceil_power_of_two(groups.abs().amax(-1).clamp_(min=LEAST_AMAX) / LARGEST)
+    codes = (groups / power_of_two(exponents).unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    values = torch.cat((codes.view(torch.uint8), rotated.bfloat16().contiguous().view(torch.uint8)), dim=-1)
+    return values, torch.nn.functional.pad(exponents, (0, SCALE_BYTES - exponents.shape[-1]))
+
+
+def unpack_vectors(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Back to float32 [..., E]."""
+    codes, rotated = values.split((values.shape[-1] - 2 * ROTATED, 2 * ROTATED), dim=-1)
+    groups = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, GROUP))
+    plain = groups * power_of_two(scales[..., : groups.shape[-2]]).unsqueeze(-1)
+    return torch.cat((plain.flatten(-2), rotated.contiguous().view(torch.bfloat16).float()), dim=-1)
+
+
+def pack_keys(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., E] to e4m3 bytes [..., E] and one float32 scale as bytes [..., 4]."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_(min=LEAST_AMAX) / LARGEST
+    return (x.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale.contiguous().view(torch.uint8)
+
+
+def unpack_keys(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Back to float32 [..., E]."""
+    return codes.contiguous().view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)

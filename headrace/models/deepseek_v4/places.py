@@ -1,0 +1,34 @@
+"""`Place`: one thing that a layer caches: its pages once bound, and its group's part of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.layers.attention.contract import KvPages
+from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.models.deepseek_v4.slots import Slots, open_slots
+
+
+class Place:
+    """Bound before the first step. ``slots`` are for kinds that keep vectors."""
+
+    def __init__(self) -> None:
+        self.group = -1
+        self.pages: KvPages | None = None
+
+    def bind(self, pages: KvPages, group: int) -> None:
+        """Attach the pages and the cache group they belong to."""
+        self.pages, self.group = pages, group
+
+    @property
+    def slots(self) -> Slots:
+        """The bound pages by slot."""
+        return open_slots(self.pages)
+
+    def step(self, batch: ForwardBatch) -> GroupStep:
+        """The group in this step."""
+        return batch.groups[self.group]
+
+    def reader(self, batch: ForwardBatch) -> Any:
+        """The group's prepared reader."""
+        return self.step(batch).backend

@@ -1,0 +1,58 @@
+"""Pools of plain vectors and of compressor state. P pages, S slots of a page, E dims."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.memory.pools.keys_values import allocate_zeros, torch_dtype
+from headrace.models.deepseek_v4.layout import slot_bytes, slots_per_page
+
+
+class VectorPool:
+    """Per layer [P, S, E], key and value in one: both tensors of a layer are the same."""
+
+    def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
+        spec = group.spec
+        shape = (group.num_pages, slots_per_page(spec, page_size), spec.head_dim)
+        self._layers = {layer: allocate_zeros(shape, torch_dtype(spec), device) for layer in group.layers}
+        self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
+
+    @staticmethod
+    def page_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Bytes of one page of one layer."""
+        return slots_per_page(spec, page_size) * slot_bytes(spec)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The vectors of a layer, twice."""
+        return self._layers[layer], self._layers[layer]
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
+        for pages in self._layers.values():
+            pages.index_copy_(0, targets, pages.index_select(0, sources))
+
+
+class StatePool:
+    """Per layer what compressors made of the latest tokens, before pooling: values [P, S, E] and gates [P, S, E], float32."""
+
+    def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
+        spec = group.spec
+        shape = (group.num_pages, slots_per_page(spec, page_size), spec.head_dim)
+        self._layers = {layer: tuple(allocate_zeros(shape, torch.float32, device) for _ in range(2)) for layer in group.layers}
+        self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
+
+    @staticmethod
+    def page_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Bytes of one page of one layer."""
+        return slots_per_page(spec, page_size) * slot_bytes(spec)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(values, gates)`` of a layer."""
+        return self._layers[layer]
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
+        for both in self._layers.values():
+            for pages in both:
+                pages.index_copy_(0, targets, pages.index_select(0, sources))

@@ -1,0 +1,256 @@
+"""DeepSeek-V4 against transformers on a tiny random config in float32, and its parts against formulas."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from deepseek_v4_tiny import TINY, build_harness, make_oracle, oracle_logits, prompt, published_config
+
+from headrace.base.errors import ConfigError, WeightError
+from headrace.kernels.block_fp8.reference import dequantise_blocks
+from headrace.kernels.mxfp4.reference import dequantise_mxfp4
+from headrace.layers.build import Build
+from headrace.layers.rotary import RotaryTable
+from headrace.models.catalog import find_family
+from headrace.models.deepseek_v4.hyper_connections import HyperConnection, balance, write_back
+from headrace.models.deepseek_v4.indexer import choose_entries, hadamard
+from headrace.models.deepseek_v4.spec import HyperSpec
+
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
+LENGTH = 300
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    return make_oracle()
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Any) -> torch.Tensor:
+    return oracle_logits(oracle, prompt(0, LENGTH))
+
+
+def run_in_chunks(harness: Any, tokens: list[int], chunks: list[int]) -> torch.Tensor:
+    sequence, pieces, start = harness.start(), [], 0
+    for length in chunks:
+        pieces.append(harness.step((sequence, tokens[start : start + length]))[0])
+        start += length
+    assert start == len(tokens)
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("page_size", [128, 256])
+@pytest.mark.parametrize("chunks", [
+    [LENGTH],
+    [150, 150],
+    [133, 7, 60, *[1] * 10, 90],
+    [1, 1, 1, 1, 1, 1, 1, 120, 1, 1, 1, 123, 1, 1, 1, 1, 41],
+    [2, 3, 5, 246, 3, 41],
+], ids=str)
+def test_logits_however_prefill_is_cut(oracle: Any, expected: torch.Tensor, chunks: list[int], page_size: int):
+    """Cuts fall inside and at the ends of windows of 4 and of 128 tokens, and of pages."""
+    chunks = [*chunks[:-1], LENGTH - sum(chunks[:-1])]
+    harness = build_harness(published_config(), oracle.state_dict(), page_size=page_size)
+    torch.testing.assert_close(run_in_chunks(harness, prompt(0, LENGTH), chunks), expected, **TOLERANCE)
+
+
+def test_mixed_batches(oracle: Any):
+    """Decodes at different places of their windows together with chunks of others."""
+    harness = build_harness(published_config(), oracle.state_dict(), page_size=256)
+    texts = [prompt(1, 270), prompt(2, 9), prompt(3, 140)]
+    wanted = [oracle_logits(oracle, text) for text in texts]
+    first, second, third = (harness.start() for _ in texts)
+    harness.step((first, texts[0][:254]), (second, texts[1][:2]))
+    at = [254, 2, 0]
+    for chunk in (3, 125, 1, 1, 10):
+        spans = [(first, 0, 1), (second, 1, 1), (third, 2, chunk)]
+        outs = harness.step(*((s, texts[i][at[i] : at[i] + n]) for s, i, n in spans))
+        for out, (_, i, n) in zip(outs, spans, strict=True):
+            torch.testing.assert_close(out, wanted[i][at[i] : at[i] + n], **TOLERANCE)
+            at[i] += n
+
+
+@pytest.mark.parametrize("options", [
+    {"compress_ratios": [128, 128, 4, 128, 4], "num_hash_layers": 0},
+    {"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_hash_layers": 2, "sliding_window": 5},
+    {"swiglu_limit": 0.03, "routed_scaling_factor": 2.5, "n_routed_experts": 5, "num_experts_per_tok": 3},
+    {"num_attention_heads": 8, "o_groups": 4, "hc_mult": 2, "index_topk": 400},
+], ids=str)
+def test_other_shapes(options: dict[str, Any]):
+    oracle, text = make_oracle(**options), prompt(4, 140)
+    harness = build_harness(published_config(**options), oracle.state_dict())
+    torch.testing.assert_close(run_in_chunks(harness, text, [131, 1, 8]), oracle_logits(oracle, text), **TOLERANCE)
+
+
+def test_bfloat16_is_as_near_as_transformers_is(oracle: Any, expected: torch.Tensor):
+    text = prompt(0, LENGTH)[:100]
+    harness = build_harness(published_config(), oracle.state_dict(), dtype=torch.bfloat16, kv_dtype="bfloat16")
+    ours, exact = run_in_chunks(harness, text, [70, 30]), expected[:100]
+    theirs = oracle_logits(make_oracle().bfloat16(), text).float()
+    assert ours.dtype == torch.float32
+    assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+
+
+# -- configuration ------------------------------------------------------------------------------------------------
+
+
+def test_both_spellings_of_the_configuration_read_alike(oracle: Any):
+    read = find_family("DeepseekV4ForCausalLM").read_config
+    assert read(published_config(compress_ratios=[*TINY["compress_ratios"], 0])) == read({**oracle.config.to_dict(), "architectures": ["DeepseekV4ForCausalLM"]})
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ({"compress_ratios": [0, 4]}, "compress_ratios"), ({"compress_ratios": [0, 4, 8, 4, 0]}, "compress_ratios"), ({"num_key_value_heads": 2}, "num_key_value_heads"),
+    ({"o_groups": 3}, "o_groups"), ({"scoring_func": "tanh"}, "scoring_func"), ({"q_lora_rank": None}, "q_lora_rank"),
+])
+def test_values_that_cannot_be_served_are_named(options: dict[str, Any], named: str):
+    with pytest.raises(ConfigError, match=named) as caught:
+        find_family("DeepseekV4ForCausalLM").read_config(published_config(**options))
+    assert caught.value.param == named
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+RENAMES = {
+    "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_norm": "attn.q_norm", "self_attn.q_b_proj": "attn.wq_b", "self_attn.kv_proj": "attn.wkv",
+    "self_attn.kv_norm": "attn.kv_norm", "self_attn.o_a_proj": "attn.wo_a", "self_attn.o_b_proj": "attn.wo_b", "self_attn.sinks": "attn.attn_sink",
+    "self_attn.compressor.indexer.q_b_proj": "attn.indexer.wq_b", "self_attn.compressor.indexer.scorer.weights_proj": "attn.indexer.weights_proj",
+    **{
+        f"self_attn.compressor.{theirs}{name}": f"attn.{ours}compressor.{published}"
+        for theirs, ours in (("", ""), ("indexer.", "indexer."))
+        for name, published in (("position_bias", "ape"), ("kv_proj", "wkv"), ("gate_proj", "wgate"), ("kv_norm", "norm"))
+    },
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate.weight": "ffn.gate.weight", "mlp.gate.tid2eid": "ffn.gate.tid2eid",
+    "mlp.gate.e_score_correction_bias": "ffn.gate.bias", "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1",
+    "mlp.shared_experts.up_proj": "ffn.shared_experts.w3", "mlp.shared_experts.down_proj": "ffn.shared_experts.w2",
+    **{f"{part}_hc.{kind}": f"hc_{part}_{kind}" for part in ("attn", "ffn") for kind in ("fn", "base", "scale")},
+}
+OUTSIDE = {
+    "model.embed_tokens.weight": "embed.weight", "lm_head.weight": "head.weight", "model.norm.weight": "norm.weight",
+    **{f"model.hc_head.hc_{kind}": f"hc_head_{kind}" for kind in ("fn", "base", "scale")},
+}
+
+
+def publish(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' tensors under the names of published checkpoints, written out here once more."""
+    published = {}
+    for name, tensor in state.items():
+        if name in OUTSIDE:
+            published[OUTSIDE[name]] = tensor
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        if rest == "mlp.experts.gate_up_proj":
+            for x, both in enumerate(tensor):
+                published[f"layers.{layer}.ffn.experts.{x}.w1.weight"], published[f"layers.{layer}.ffn.experts.{x}.w3.weight"] = both.chunk(2)
+        elif rest == "mlp.experts.down_proj":
+            published |= {f"layers.{layer}.ffn.experts.{x}.w2.weight": own for x, own in enumerate(tensor)}
+        else:
+            stem, _, kind = rest.rpartition(".")
+            published[f"layers.{layer}.{RENAMES[rest]}" if rest in RENAMES else f"layers.{layer}.{RENAMES[stem]}.{kind}"] = tensor
+    return published
+
+
+def quantise(published: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """As published files are: 4-bit experts, 8-bit matrices, else bfloat16 and float32; and the same without quantisation."""
+    stored, plain = {}, {}
+    draw = torch.Generator().manual_seed(5)
+    for name, tensor in published.items():
+        scale = name.replace(".weight", ".scale")
+        if ".ffn.experts." in name:
+            codes = torch.randint(0, 256, (tensor.shape[0], tensor.shape[1] // 2), generator=draw, dtype=torch.uint8)
+            exponents = torch.full((tensor.shape[0], tensor.shape[1] // 32), 123, dtype=torch.uint8)
+            stored[name], stored[scale] = codes.view(torch.int8), exponents.view(torch.float8_e8m0fnu)
+            plain[name] = dequantise_mxfp4(codes, exponents, torch.float32)
+        elif f".{name}".rsplit(".", 2)[-2] in ("wq_a", "wq_b", "wo_a", "wo_b", "w1", "w2", "w3") or name.endswith("attn.wkv.weight"):
+            exponents = torch.full(tuple(-(-n // 128) for n in tensor.shape), 121, dtype=torch.uint8)
+            stored[name], stored[scale] = (tensor * 64).to(torch.float8_e4m3fn), exponents.view(torch.float8_e8m0fnu)
+            plain[name] = dequantise_blocks(stored[name], stored[scale], torch.float32)
+        else:
+            stored[name] = plain[name] = tensor
+    return stored, plain
+
+
+def test_published_checkpoints(oracle: Any, expected: torch.Tensor):
+    text = prompt(0, LENGTH)[:40]
+    published = publish(oracle.state_dict())
+    harness = build_harness(published_config(), {**published, "mtp.0.e_proj.weight": torch.ones(3, 3), "mtp.0.e_proj.scale": torch.ones(1, 1)})
+    torch.testing.assert_close(run_in_chunks(harness, text, [40]), expected[:40], **TOLERANCE)
+    stored, plain = quantise(published)
+    assert len(stored) > len(plain)
+    results = [run_in_chunks(build_harness(published_config(), tensors), text, [40]) for tensors in (plain, stored)]
+    assert torch.equal(*results)
+
+
+def test_a_checkpoint_that_transformers_saved(oracle: Any, expected: torch.Tensor, tmp_path: Any):
+    from safetensors.torch import load_file
+
+    oracle.save_pretrained(tmp_path)
+    harness = build_harness(published_config(), load_file(tmp_path / "model.safetensors"))
+    torch.testing.assert_close(run_in_chunks(harness, prompt(0, LENGTH)[:40], [40]), expected[:40], **TOLERANCE)
+
+
+def test_missing_tensors_are_named(oracle: Any):
+    for name in ("layers.0.ffn.gate.tid2eid", "layers.1.attn.indexer.compressor.ape"):
+        published = publish(oracle.state_dict())
+        del published[name]
+        with pytest.raises(WeightError, match=name):
+            build_harness(published_config(), published)
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_mixing_matrices_are_doubly_stochastic():
+    spec = HyperSpec(4, 20, 1e-6)
+    connection = HyperConnection(spec, 8, 1e-6, Build(CPU, torch.float32))
+    draw = torch.Generator().manual_seed(0)
+    for parameter in connection.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+    _, post, mix = connection(torch.randn(50, 4, 8, generator=draw))
+    assert ((mix.sum(1) - 1).abs() < 1e-4).all() and ((mix.sum(2) - 1).abs() < 1e-4).all()
+    assert ((post > 0) & (post < 2)).all()
+    assert torch.allclose(balance(torch.eye(4)[None] + 1e-9, spec), torch.eye(4)[None], atol=1e-5)
+
+
+def test_streams_that_are_not_mixed_stay_as_they_are():
+    streams = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(write_back(streams, torch.ones(5, 8), torch.zeros(5, 4), torch.eye(4).expand(5, 4, 4)), streams)
+
+
+def test_frequencies_of_published_models():
+    """Interpolated below one turn in the trained length, kept above 32 turns, blended between."""
+    rope = find_family("DeepseekV4ForCausalLM").read_config(published_config(
+        head_dim=512, qk_rope_head_dim=64, rope_parameters=YARN_PUBLISHED, max_position_embeddings=1048576,
+    )).compressed_rope
+    table = RotaryTable(rope, length=2, device=CPU).cos_sin
+    assert torch.equal(table[0], torch.cat((torch.ones(32), torch.zeros(32)))), "cosines are not stretched"
+    low, high = (f(64 * math.log(65536 / (2 * math.pi * turns)) / (2 * math.log(160000))) for f, turns in ((math.floor, 32), (math.ceil, 1)))
+    for i in (0, low, low + 1, high, 31):
+        plain = 160000.0 ** (-2 * i / 64)
+        ramp = min(max((i - low) / (high - low), 0), 1)
+        assert float(table[1, 32 + i]) == pytest.approx(math.sin(plain / 16 * ramp + plain * (1 - ramp)), abs=1e-6)
+
+
+YARN_PUBLISHED = {"factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_choosing_entries_equals_topk_as_a_set(top_k: int):
+    scores = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
+    visible = torch.arange(40) % 21
+    chosen = choose_entries(scores, visible, top_k)
+    for row, num in enumerate(map(int, visible)):
+        if num <= top_k:
+            assert chosen[row].tolist() == [*range(num), *[-1] * (top_k - num)]
+        else:
+            assert set(chosen[row].tolist()) == set(scores[row, :num].topk(top_k).indices.tolist())
+
+
+def test_hadamard_turns_without_stretching():
+    matrix = hadamard(128, CPU)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(128), atol=1e-6)
+    assert torch.allclose(matrix.abs(), torch.full((128, 128), 128**-0.5))

@@ -1,0 +1,88 @@
+"""DeepSeek-V4, tiny, saved and served: greedy tokens equal ``generate`` whatever is cached, evicted, cut or aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from headrace import LLM, AsyncLLM, SamplingParams
+
+VOCAB, NEW_TOKENS = 256, 8
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4],
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 16, "n_routed_experts": 6,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "num_hash_layers": 1, "sliding_window": 16, "o_groups": 2, "o_lora_rank": 8,
+    "index_n_heads": 32, "index_head_dim": 16, "index_topk": 16, "max_position_embeddings": 2048, "initializer_range": 0.3,
+    "rope_parameters": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1},
+    "eos_token_id": None, "bos_token_id": 0, "pad_token_id": 0,
+}
+BASE = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_pages": 24, "max_model_len": 1024}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """A saved model, prompts that share beginnings of one and two pages, and what ``generate`` says to each."""
+    torch.manual_seed(2)
+    config = transformers.DeepseekV4Config(**CONFIG)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = transformers.DeepseekV4ForCausalLM(config).eval()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("tid2eid"):
+            tensor.copy_(torch.stack([torch.randperm(6)[:2] for _ in range(VOCAB)]))
+        elif name.endswith(("sinks", "position_bias", "base", "correction_bias")):
+            tensor.data.add_(torch.randn_like(tensor) * 0.3)
+    folder = tmp_path_factory.mktemp("deepseek_v4")
+    model.save_pretrained(folder)
+    draw = random.Random(1)
+    shared = [draw.randrange(1, VOCAB) for _ in range(600)]
+    prompts = [shared[:length] + [draw.randrange(1, VOCAB) for _ in range(extra)] for length, extra in ((513, 0), (600, 3), (300, 1), (256, 5), (0, 3), (0, 260))]
+    with torch.inference_mode():
+        expected = [model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(p):].tolist() for p in prompts]
+    assert len({tuple(tokens) for tokens in expected}) > 3
+    return folder, prompts, expected
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"max_step_tokens": 101},
+    {"page_size": 128, "kv_pages": 40, "max_step_tokens": 300, "overlap_depth": 2},
+    {"kv_pages": 8, "overlap_depth": 2, "max_step_tokens": 300},
+    {"kv_pages": 24, "window_share": 0.4, "max_step_tokens": 256},
+    {"prefix_cache": False, "max_running_requests": 2, "max_step_tokens": 700},
+], ids=str)
+def test_greedy_tokens_equal_generate(served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]):
+    folder, prompts, expected = served
+    with LLM(str(folder), **BASE | options) as llm:
+        assert llm.facts.page_size == options.get("page_size", 256)
+        for _ in range(2):
+            outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.check()
+        stats = llm.stats()
+        assert stats.num_running == stats.num_queued == stats.num_used_pages == 0
+        if not options:
+            assert [o.num_cached_tokens for o in outputs] == [512, 512, 256, 256, 0, 256]
+
+
+async def test_aborts_leave_nothing_behind(served: tuple[Path, list[list[int]], list[list[int]]]):
+    folder, prompts, expected = served
+    async with AsyncLLM(str(folder), **BASE | {"max_step_tokens": 64, "skip_tokenizer": True}) as llm:
+        async def run(index: int, stop_early: bool) -> list[int] | None:
+            params = SamplingParams(temperature=0.0, max_tokens=100 if stop_early else NEW_TOKENS, ignore_eos=True)
+            tokens = None
+            async for output in llm.generate(prompts[index], params):
+                if stop_early:
+                    return None
+                tokens = output.outputs[0].token_ids
+            return tokens
+
+        results = await asyncio.gather(*(run(i, stop_early=bool(i % 2)) for i in range(6)))
+        assert [r for r in results if r is not None] == expected[::2]
+        assert [await run(i, stop_early=False) for i in (1, 3, 5)] == expected[1::2]
