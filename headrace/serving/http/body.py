@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
@@ -10,11 +11,12 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.base.errors import RequestError, UnsupportedFeature
-from headrace.serving.http.errors import BodyTooLarge, UnsupportedMediaType
+from headrace.serving.http.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
 from headrace.serving.http.protocol.deferred import DEFERRED, MEDIA
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+GAP_TIMEOUT_S = 60.0
 NESTED = "sampling_params"
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
@@ -27,12 +29,19 @@ async def read_body(request: Request, limit: int) -> bytes:
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared} bytes; at most {limit} are taken")
     chunks, size = [], 0
-    async for chunk in request.stream():
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(GAP_TIMEOUT_S):
+                chunk = await anext(stream, None)
+        except TimeoutError:
+            raise BodyTooSlow(f"nothing of the body came for {GAP_TIMEOUT_S:g} s; {size} bytes had come") from None
+        if chunk is None:
+            return b"".join(chunks)
         size += len(chunk)
         if size > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes")
         chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _check_media_type(request: Request) -> None:
@@ -61,6 +70,8 @@ class JsonBody(Generic[T]):
 
     def decode(self, body: bytes) -> T:
         """The record in ``body``."""
+        if not body.strip():
+            raise RequestError("the body is empty; send a JSON object")
         try:
             return self._decode(body)
         except msgspec.ValidationError as error:

@@ -1,31 +1,75 @@
-"""One bound that uvicorn's fast HTTP parser lacks: the size of a request's head."""
+"""What uvicorn's fast HTTP parser lacks: bounds on the size of a request's head and on the time it may take, and bodies
+of requests that offer an upgrade. Refuses: upgrades; this server speaks HTTP/1.1 alone.
+"""
 
 from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 60.0
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+END_OF_HEAD = b"\r\n\r\n"
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Ends a connection whose request line and headers pass `MAX_HEAD_BYTES`, before they pile up."""
+    """Ends a connection whose request line and headers pass `MAX_HEAD_BYTES`, before they pile up, or do not come within
+    `HEAD_TIMEOUT_S`.
+
+    Takes offers of an upgrade out of a head that comes in one piece: the parser drops the body of such a request, and
+    Java's HTTP client offers HTTP/2 with every one.
+    """
 
     _is_in_head = True
     _num_head_bytes = 0
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_patience()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
+            end = data.find(END_OF_HEAD)
+            if self._num_head_bytes + end > MAX_HEAD_BYTES:
+                self._refuse()
+                return
+            if end > 0 and not self._num_head_bytes:
+                data = UPGRADE.sub(b"", data[:end]) + data[end:]
             self._num_head_bytes += len(data)
         super().data_received(data)
-        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(TOO_LARGE)
-            self.transport.close()
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse()
+        elif self._is_in_head and self._num_head_bytes and self._patience is None:
+            self._await_head()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._forget_patience()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._is_in_head, self._num_head_bytes = True, 0
         super().on_message_complete()
+
+    def _await_head(self) -> None:
+        self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _forget_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _refuse(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(TOO_LARGE)
+            self.transport.close()

@@ -29,6 +29,13 @@ class BodyTooLarge(RequestError):
     kind = "body_too_large"
 
 
+class BodyTooSlow(RequestError):
+    """The client stopped sending in the middle of a body."""
+
+    status = 408
+    kind = "body_too_slow"
+
+
 class UnsupportedMediaType(RequestError):
     """The body is not declared as plain JSON."""
 
@@ -58,14 +65,14 @@ def respond_error(error: HeadraceError) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or DEFAULT_RETRY_AFTER_S)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.status == 413:
+    if error.status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
     return JsonResponse(describe_error(error), error.status, headers)
 
 
 async def _answer_typed(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
-    if error.status >= 500 and error.status != 503:
+    if error.status >= 500 and error.status not in (503, 504):
         logger.error("request failed: %s", error.message)
     return respond_error(error)
 

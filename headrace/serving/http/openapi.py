@@ -14,7 +14,7 @@ from headrace.serving.http.endpoint import Endpoint
 from headrace.serving.http.protocol.answers import ErrorAnswer
 
 ABOUT = "OpenAI-compatible and native routes. Unknown fields are refused by name; null is the same as leaving a field out."
-BODY_ERRORS = (400, 413, 415)
+BODY_ERRORS = (400, 408, 413, 415)
 
 
 def describe_api(endpoints: Sequence[Endpoint], *, root_path: str, has_key: bool, open_paths: frozenset[str]) -> dict[str, Any]:
