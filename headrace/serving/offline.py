@@ -110,17 +110,17 @@ class LLM:
         return [shorten(unpack_floats(packed), dimensions) for packed in results]
 
     def score(
-        self, queries: str | list[str], documents: str | list[str], *, instruction: str | None = None,
+        self, queries: str | list[str], documents: str | list[str], *, instruct: str | None = None,
         truncate_prompt_tokens: int | None = None, progress: bool = False,
     ) -> list[float]:
         """How well each document goes with the query, or each with its own: by a cross-encoder's judgement, by the angle
-        between embeddings, or by the probability that a model which generates says yes to ``instruction``."""
+        between embeddings, or by the probability that a model which generates says yes to ``instruct``."""
         rights = [documents] if isinstance(documents, str) else documents
         lefts = [queries] * len(rights) if isinstance(queries, str) else queries
         if len(lefts) != len(rights):
             raise RequestError(f"queries must be one text, or as many as documents; got {len(lefts)} and {len(rights)}", param="queries")
         reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
-        plan = plan_scores(list(zip(lefts, rights, strict=True)), reader, instruction=instruction)
+        plan = plan_scores(list(zip(lefts, rights, strict=True)), reader, instruct=instruct)
         return plan.finish(self._read(plan.readings, progress))
 
     def classify(

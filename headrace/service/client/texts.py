@@ -77,22 +77,22 @@ class ScorePlan:
     finish: Callable[[list[bytes]], list[float]]
 
 
-def plan_scores(pairs: Sequence[tuple[str, str]], reader: Reader, *, instruction: str | None = None) -> ScorePlan:
-    """Score ``(query, document)`` pairs. ``instruction`` tells a model that is asked for yes or no what to look for.
+def plan_scores(pairs: Sequence[tuple[str, str]], reader: Reader, *, instruct: str | None = None) -> ScorePlan:
+    """Score ``(query, document)`` pairs. ``instruct`` tells a model that is asked for yes or no what to look for.
     Raises `RequestError` when the model has no way to score."""
     pooling = reader.facts.pooling
-    if instruction is not None and pooling is not None and (pooling.kind == "embed" or pooling.takes_pairs):
-        raise RequestError("instruction is for models that are asked in words; this one takes query and document as they are", param="instruction")
+    if instruct is not None and pooling is not None and (pooling.kind == "embed" or pooling.takes_pairs):
+        raise RequestError("instruct is for models that are asked in words; this one takes query and document as they are", param="instruct")
     if pooling is not None and pooling.kind == "embed":
         return _compare_embeddings(pairs, reader)
     if pooling is None:
-        return _ask_yes_or_no(pairs, reader, instruction or INSTRUCTION)
+        return _ask_yes_or_no(pairs, reader, instruct or INSTRUCTION)
     if pooling.width != 1:
         raise RequestError(f"this model tells {pooling.width} classes apart; a score needs a model with one: use /v1/classify", param="model")
     if pooling.takes_pairs:
         readings = [reader.read_pair(*pair) for pair in pairs]
     else:
-        readings = [reader.read_question(*pair, instruction or INSTRUCTION) for pair in pairs]
+        readings = [reader.read_question(*pair, instruct or INSTRUCTION) for pair in pairs]
     return ScorePlan(readings, lambda results: [activate(unpack_floats(packed), pooling.activation)[0] for packed in results])
 
 

@@ -19,10 +19,13 @@ from headrace.base.messages import (
     ModelFacts,
     RequestOutput,
 )
+from headrace.base.pooling import PoolingFacts, PoolingSpec, pack_floats
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.prompts import open_request
 from headrace.service.client.stream import RequestStream
+from headrace.service.tokenization.reading import refuse_generation
 
 BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
 
@@ -35,8 +38,11 @@ class ByteTokenizer:
     eos_ids = (EOS,)
     has_chat_template = True
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [BOS] * add_special_tokens + list(text.encode())
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        return ([BOS] * add_special_tokens + list(text.encode()))[:limit]
+
+    def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> tuple[list[int], int]:
+        return [BOS, *first.encode(), EOS, *second.encode()][:limit], len(first.encode()) + 2
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text = b"".join(bytes([i]) if i < 256 else b"" if skip_special_tokens else self.token_text(i).encode() for i in ids)
@@ -64,6 +70,11 @@ def expected_text(prompt: str, num_tokens: int, *, seed: int = 0, bos: bool = Tr
     """What the fake model answers."""
     ids = ByteTokenizer().encode(prompt, add_special_tokens=bos)
     return bytes(draw_token(ids, seed, i) for i in range(num_tokens)).decode()
+
+
+def fake_result(ids: list[int], width: int) -> list[float]:
+    """What the fake model makes of a text that is read."""
+    return [zlib.crc32(repr((ids, place)).encode()) / 2**32 - 0.5 for place in range(width)]
 
 
 def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
@@ -131,13 +142,14 @@ class FakeClient:
     default_sampling: dict[str, float] = field(default_factory=dict)
     is_flushable: bool = True
     max_len: int = MAX_LEN
+    pooling: PoolingFacts | None = None
     num_tokens: int = 0
     tasks: set[asyncio.Task] = field(default_factory=set)
     children: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.memory = [MemoryLine("weights", 2**20), MemoryLine("KV cache", 2**21, "8192 tokens")]
-        self.facts = ModelFacts("fake-model", "FakeForCausalLM", "fake", "float32", "cpu", self.max_len, VOCAB, [EOS], 1000, 16, 8192, self.default_sampling)
+        self.facts = ModelFacts("fake-model", "FakeForCausalLM", "fake", "float32", "cpu", self.max_len, VOCAB, [EOS], 1000, 16, 8192, self.default_sampling, pooling=self.pooling)
 
     @property
     def num_inflight(self) -> int:
@@ -146,6 +158,9 @@ class FakeClient:
     def submit(self, prompt, params, *, request_id=None, namespace="", priority=0, deadline_s=None, add_special_tokens=True) -> RequestStream:
         if self.state != "ready":
             raise EngineUnavailable(f"the engine is {self.state}", retry_after=3)
+        if isinstance(params, PoolingSpec):
+            return self._read(prompt, params, request_id, namespace, priority)
+        refuse_generation(self.facts)
         params.validate()
         ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -165,6 +180,14 @@ class FakeClient:
             task = asyncio.get_running_loop().create_task(self._run(stream, request, params, (params.seed or 0) + index))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
+        return stream
+
+    def _read(self, ids: list[int], spec: PoolingSpec, request_id: str, namespace: str, priority: int) -> RequestStream:
+        """The result is there at once: a fixed function of the ids, as wide as the facts say."""
+        (request,), assembler = open_request(request_id, ids, spec, facts=self.facts, tokenizer=None)
+        self.submitted.append((request_id, request.pooling, namespace, priority))
+        stream = RequestStream(request_id, [request], assembler, self._abort)
+        stream.feed(RequestOutput(request_id, [], Finish("stop"), pooled=pack_floats(fake_result(ids, len(spec.label_ids) or self.facts.pooling.width))))
         return stream
 
     def _abort(self, aborts) -> None:

@@ -45,9 +45,9 @@ WITHOUT_DOCUMENTS = "/v2/"
 """This version of the rerank route tells documents only when asked to, the others unless told not to."""
 
 
-async def _score(request: Request, pairs: list[tuple[str, str]], fields: ReadFields, *, instruction: str | None, prefix: str) -> tuple[list[float], Results]:
+async def _score(request: Request, pairs: list[tuple[str, str]], fields: ReadFields, *, instruct: str | None, prefix: str) -> tuple[list[float], Results]:
     reader = reader_for(request, fields.truncate_prompt_tokens)
-    plan = await tokenize(lambda: plan_scores(pairs, reader, instruction=instruction), [text for pair in pairs for text in pair])
+    plan = await tokenize(lambda: plan_scores(pairs, reader, instruct=instruct), [text for pair in pairs for text in pair])
     results = await read_all(request, plan.readings, fields, prefix)
     return plan.finish(results.packed), results
 
@@ -60,7 +60,7 @@ async def rerank(request: Request) -> JsonResponse:
     context.check_model(body.model)
     check_amount(len(body.documents), context.server.max_batch_prompts - 1, "documents")
     texts = [d.text if isinstance(d, Document) else d for d in body.documents]
-    scores, results = await _score(request, [(body.query, text) for text in texts], body, instruction=body.instruct, prefix="rerank-")
+    scores, results = await _score(request, [(body.query, text) for text in texts], body, instruct=body.instruct, prefix="rerank-")
     best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
     has_documents = body.return_documents if body.return_documents is not None else WITHOUT_DOCUMENTS not in request.url.path
     ranked = [Ranked(i, scores[i], Document(text=texts[i])) if has_documents else Ranked(i, scores[i]) for i in best]
@@ -77,7 +77,7 @@ async def score(request: Request) -> JsonResponse:
     if body.query is not None or body.items is not None:
         return await _score_labels(request, body, limit)
     pairs = _pairs(body, limit)
-    scores, results = await _score(request, pairs, body, instruction=body.instruct, prefix="score-")
+    scores, results = await _score(request, pairs, body, instruct=body.instruct, prefix="score-")
     data = [Score(i, value) for i, value in enumerate(scores)]
     return JsonResponse(ScoreAnswer(results.request_id, int(time.time()), context.model_name, results.usage, data=data))
 
