@@ -16,7 +16,7 @@ from headrace.base.step import StepPlan
 from headrace.execution.rows import HAS_SECOND_TEXT, Rows
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
-from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.memory.page_tables import PageTables
 
 NO_POSITION = 2**31
@@ -99,8 +99,10 @@ class InputBuilder:
         starts = np.repeat(seconds - shape.begins + shape.query_start[:-1], shape.lengths)
         return (np.arange(shape.num_tokens) >= starts).astype(np.int64)
 
-    def build(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> ForwardBatch:
-        """The batch, with every backend prepared. No waiting; stream order keeps the static tensors safe."""
+    def build(self, shape: StepShape, sent: dict[str, torch.Tensor], wanted: np.ndarray | None = None) -> ForwardBatch:
+        """The batch, with every backend prepared. No waiting; stream order keeps the static tensors safe. ``wanted``: the
+        requests, by place in the plan, whose last tokens alone the model shall compute to the end; the upload has their
+        places among the tokens as ``sample_tokens`` and among the requests as ``sample_requests``."""
         static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
         token_ids, positions = static.token_ids[:num_tokens], static.positions[:num_tokens]
         token_ids[: shape.num_decodes] = self._rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
@@ -109,7 +111,20 @@ class InputBuilder:
         static.query_start[: num_requests + 1] = sent["query_start"]
         static.kv_lens[:num_requests] = sent["kv_lens"]
         groups = [self._build_group(g, shape, sent) for g in range(len(self._backends))]
-        return ForwardBatch(token_ids, positions, groups, list(map(int, shape.lengths)), sent.get("text_kinds"))
+        batch = ForwardBatch(token_ids, positions, groups, list(map(int, shape.lengths)), sent.get("text_kinds"))
+        if wanted is not None:
+            inputs = [self._narrow(group.inputs, shape.ends[wanted], sent["sample_requests"]) for group in groups]
+            batch.wanted = WantedTokens(sent["sample_tokens"], inputs)
+        return batch
+
+    def _narrow(self, whole: AttentionInputs, ends: np.ndarray, requests: torch.Tensor) -> AttentionInputs:
+        """Inputs of the last tokens of some requests, each a decode; ``ends`` [S] are their lengths after the step."""
+        count = len(ends)
+        return AttentionInputs(
+            num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=list(map(int, ends)), max_query_len=1,
+            max_kv_len=int(ends.max(initial=1)), query_start=torch.arange(count + 1, dtype=torch.int32, device=requests.device),
+            kv_lens=whole.kv_lens.index_select(0, requests), page_table=whole.page_table.index_select(0, requests), slots=whole.slots,
+        )
 
     def _build_group(self, group: int, shape: StepShape, sent: dict[str, torch.Tensor]) -> GroupStep:
         static, page_size, num_tokens = self.static, self._layout.page_size, shape.num_tokens

@@ -40,6 +40,7 @@ class Runner:
     ):
         self._model, self._device, self._check_finite = model, device, check_finite
         self._layout, self._backends = layout, backends
+        self._narrows = getattr(model, "narrows", False)
         self._graphs: DecodeGraphs | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
@@ -84,14 +85,17 @@ class Runner:
         upload.add("sample_tokens", shape.query_start[1:][samples] - 1)
         self._sampler.pack(batch, upload)
         spans, reads = self._find_prompt_spans(shape, upload), self._pooler.pack(shape, upload)
+        is_narrow = self._narrows and not spans and not reads and len(samples) < shape.num_tokens
+        if is_narrow:
+            upload.add("sample_requests", samples)
         sent = upload.send(self._device)
         filling = self._grammars.begin(batch) if self._grammars is not None else None
         self._apply_pages(plan, sent)
-        hidden = self._model.forward(self._inputs.build(shape, sent))
+        hidden = self._model.forward(self._inputs.build(shape, sent, samples if is_narrow else None))
         prompts, pooled = self._log_prompts(spans, hidden, sent), self._pooler.pool(reads, hidden, sent)
         drawn = None
         if len(samples):
-            logits = self._model.compute_logits(hidden.index_select(0, sent["sample_tokens"]))
+            logits = self._model.compute_logits(hidden if is_narrow else hidden.index_select(0, sent["sample_tokens"]))
             drawn = self._sampler.draw(logits, batch, sent, filling.result() if filling is not None else None)
         pending = PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite, pooled=pooled)
         return self._follow(filling, pending)

@@ -58,7 +58,8 @@ class ServedModel(Protocol):
         """``pages[layer]`` is that layer's `KvPages` (None for a layer without cache)."""
 
     def forward(self, batch: Any) -> Any:
-        """`ForwardBatch` to hidden states [T, D], after the final norm."""
+        """`ForwardBatch` to hidden states [T, D], after the final norm. A model whose ``narrows`` is true may be given a
+        batch with wanted tokens and returns theirs alone, [S, D]."""
 
     def compute_logits(self, hidden: Any) -> Any:
         """Hidden [S, D] to logits [S, V] in float32, with the model's own scaling and soft-cap applied."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from headrace.base.cache import CacheGroup, CacheSpec, group_layers
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, KvPages
-from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.layers.build import Build
 from headrace.models.catalog import find_family
 
@@ -44,14 +44,20 @@ class Harness:
         return Sequence([[free.pop() for _ in range(num_pages)] for free in self.free])
 
     @torch.inference_mode()
-    def step(self, *spans: tuple[Sequence, list[int]]) -> list[torch.Tensor]:
+    def step(self, *spans: tuple[Sequence, list[int]], wanted: list[int] | None = None) -> list[torch.Tensor]:
         """Append tokens to sequences in one batch; returns each span's logits [tokens, V]. One-token spans go first
-        as decodes, as in a real step."""
+        as decodes, as in a real step. ``wanted``: spans whose last token alone gets logits, [1, V]; the others get none."""
         order = sorted(range(len(spans)), key=lambda i: len(spans[i][1]) > 1)
         spans_in_order = [spans[i] for i in order]
-        logits = self.model.compute_logits(self.model.forward(self._batch(spans_in_order)))
+        batch = self._batch(spans_in_order)
+        if wanted is not None:
+            places = [place for place, i in enumerate(order) if i in wanted]
+            batch.wanted = self._want(batch, places)
+        logits = self.model.compute_logits(self.model.forward(batch))
         for sequence, tokens in spans_in_order:
             sequence.length += len(tokens)
+        if wanted is not None:
+            return [logits[places.index(order.index(i)), None] if i in wanted else logits[:0] for i in range(len(spans))]
         pieces = logits.split([len(tokens) for _, tokens in spans_in_order])
         return [pieces[order.index(i)] for i in range(len(spans))]
 
@@ -65,6 +71,18 @@ class Harness:
             steps.append(GroupStep(inputs, backend))
         token_ids = torch.tensor([t for _, tokens in spans for t in tokens])
         return ForwardBatch(token_ids, torch.tensor([p for ps in positions for p in ps]), steps)
+
+    def _want(self, batch: ForwardBatch, places: list[int]) -> WantedTokens:
+        """The last tokens of the spans at these places in the batch."""
+        inputs = []
+        for step in batch.groups:
+            whole, count = step.inputs, len(places)
+            inputs.append(replace(
+                whole, num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=[whole.kv_lens_cpu[p] for p in places],
+                max_query_len=1, max_kv_len=max([whole.kv_lens_cpu[p] for p in places], default=1),
+                query_start=torch.arange(count + 1, dtype=torch.int32), kv_lens=whole.kv_lens[places], page_table=whole.page_table[places],
+            ))
+        return WantedTokens(batch.groups[0].inputs.query_start[1:][places].long() - 1, inputs)
 
     def _inputs(self, group: int, spans: list[tuple[Sequence, list[int]]], positions: list[list[int]]) -> AttentionInputs:
         query_lens = [len(tokens) for _, tokens in spans]

@@ -214,6 +214,24 @@ def test_greedy_tokens_equal_generate(pair):
     assert drawn == expected
 
 
+def test_last_layer_computes_no_more_than_what_is_wanted(pair):
+    """Last tokens of some spans of a mixed step, and of none; what a later step reads is complete all the same."""
+    model, build = pair
+    harness = build(4)
+    if not harness.model.narrows:
+        pytest.skip("this kind of attention computes every token")
+    prompts = [prompt(seed, length) for seed, length in ((7, 11), (8, 6), (9, 13))]
+    whole = [oracle_logits(model, tokens) for tokens in prompts]
+    sequences = [harness.start() for _ in prompts]
+    assert len(harness.step((sequences[0], prompts[0][:10]), wanted=[])[0]) == 0
+    spans = [(sequences[0], prompts[0][10:]), (sequences[1], prompts[1]), (sequences[2], prompts[2][:9])]
+    decode, finished, unfinished = harness.step(*spans, wanted=[0, 1])
+    torch.testing.assert_close(decode, whole[0][-1:], **TOLERANCE)
+    torch.testing.assert_close(finished, whole[1][-1:], **TOLERANCE)
+    assert len(unfinished) == 0
+    torch.testing.assert_close(harness.step((sequences[2], prompts[2][9:]), wanted=[0])[0], whole[2][-1:], **TOLERANCE)
+
+
 def test_norms_joined_with_products_change_nothing(pair, monkeypatch):
     """The fused product of few rows, in its place in every block whose norm comes first."""
     _, build = pair

@@ -33,7 +33,7 @@ MOST_INPUTS = 16384
 
 def fits(rows: int, width: int) -> bool:
     """Whether so many rows are few enough to be worth it."""
-    return rows <= MOST_ROWS and rows * width <= MOST_INPUTS
+    return 0 < rows <= MOST_ROWS and rows * width <= MOST_INPUTS
 
 
 NORM_LINEAR.add("reference", "headrace.kernels.norm_linear.reference:norm_linear", doc="the separate kernels' references in turn")

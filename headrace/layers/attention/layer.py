@@ -21,9 +21,10 @@ from headrace.layers.rotary import RotaryTable
 
 class AttentionLayer(Branch):
     """What all kinds of attention layers have: heads, the constants their backend is told, and pages once bound.
-    ``values_in_keys``: value pages are views into the key pages."""
+    ``values_in_keys``: value pages are views into the key pages. ``narrows``: obeys ``ForwardBatch.queries``."""
 
     values_in_keys: ClassVar[bool] = False
+    narrows: ClassVar[bool] = False
 
     def __init__(self, num_heads: int, params: AttentionParams):
         super().__init__()
@@ -37,7 +38,10 @@ class AttentionLayer(Branch):
 
 
 class Attention(AttentionLayer):
-    """``x [T, D] -> [T, D]``, reading and writing this layer's pages; ``bind`` gives it those before the first step."""
+    """``x [T, D] -> [T, D]``, or [S, D] for the queries of the batch; reads and writes this layer's pages, which ``bind``
+    gives it before the first step."""
+
+    narrows = True
 
     def __init__(self, spec: AttentionSpec, layer: LayerSpec, *, width: int, norm: NormSpec, rotary: RotaryTable | None, build: Build):
         sinks = build.parameter(spec.num_heads) if spec.sinks else None
@@ -82,4 +86,6 @@ class Attention(AttentionLayer):
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         cos_sin = self.rotary.cos_sin if self.rotary else None
         q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v)
+        if batch.queries is not None:
+            q = q.index_select(0, batch.queries)
         return self.output(step.backend.attend(q, pages, self.params).flatten(1))

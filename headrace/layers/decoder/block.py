@@ -38,8 +38,13 @@ class DecoderBlock(nn.Module):
         self.residual_scale = spec.residual_scale
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` [T, D] is the previous block's last branch, still to be added to ``residual``; returns the same pair."""
+        """``x`` [T, D] is the previous block's last branch, still to be added to ``residual``; returns the same pair, of [S, D]
+        when the batch has S ``queries``."""
         x, residual = self.attention.after_norm(self.attention_norm, x, residual, batch)
+        if batch.queries is not None:
+            residual = residual.index_select(0, batch.queries)
+            if not len(residual):
+                return x, residual  # keys and values are in their pages, and nothing else was wanted
         x = self._scale(self.attention_post_norm(x))
         x, residual = self.mlp.after_norm(self.mlp_norm, x, residual)
         return self._scale(self.mlp_post_norm(x)), residual

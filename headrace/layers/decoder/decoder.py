@@ -75,11 +75,18 @@ class Decoder(nn.Module):
             layer.attention.bind(layer_pages, group)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm."""
+        """Hidden states [T, D] after the final norm; of the batch's wanted tokens alone, if it says so."""
         x, residual = self.embedding(batch.token_ids), None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, batch)
+        last = self.layers[-1]
+        x, residual = last(x, residual, batch.for_last_layer(last.attention.group))
         return self.norm.add(x, residual)[0]
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the last layer computes no more than the tokens wanted of it."""
+        return self.layers[-1].attention.narrows
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] float32."""
