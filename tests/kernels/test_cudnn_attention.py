@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -25,9 +26,13 @@ class FakeGraph:
         self.bounds = bounds
 
     def run(self, tensors):
-        from headrace.kernels.attention import cudnn as names
-
+        names = import_module("headrace.kernels.attention.cudnn")
         b = self.bounds
+        if b.is_exact:
+            q, k, v = (tensors[name] for name in (names.Q, names.K, names.V))
+            assert (len(q), len(k), len(v)) == (b.queries, b.keys, b.keys)
+            tensors[names.OUT].copy_(attend_densely(q, k, v, scale=b.scale, window=b.window))
+            return
         assert tensors[names.TABLE].stride(0) == b.table_stride and tensors[names.K].shape[0] == b.num_pages
         assert tensors[names.TABLE].shape[1] * b.page_size >= b.keys or tensors[names.TABLE].stride(0) * b.page_size >= b.keys
         q, out = tensors[names.Q].flatten(), tensors[names.OUT].view(-1)
@@ -52,15 +57,14 @@ def backend_class(monkeypatch):
     fake.cudnnGraphNotSupportedError = type("cudnnGraphNotSupportedError", (Exception,), {})
     if not find_spec("cudnn"):
         monkeypatch.setitem(sys.modules, "cudnn", fake)
-    from headrace.kernels.attention import cudnn as kernel
-    from headrace.layers.attention import cudnn as backend
-    from headrace.layers.attention.cudnn import CudnnAttention
-
+    kernel = import_module("headrace.kernels.attention.cudnn")
+    backend = import_module("headrace.layers.attention.cudnn")
     monkeypatch.setattr(backend, "LEAST_QUERIES", 16)  # or the interpreter would need minutes
+    monkeypatch.setattr(backend, "EXACT_STEP", 32)
     monkeypatch.setattr(backend.DependentLaunchTritonAttention, "pdl", False)  # the interpreter has no such launches
     monkeypatch.setattr(kernel.cudnn, "create_handle", lambda: None)
     monkeypatch.setattr(kernel, "SdpaGraph", FakeGraph)
-    yield CudnnAttention
+    yield backend.CudnnAttention
     if sys.modules.get("cudnn") is fake:
         for name in ("headrace.kernels.attention.cudnn", "headrace.layers.attention.cudnn"):
             sys.modules.pop(name, None)
@@ -69,16 +73,25 @@ def backend_class(monkeypatch):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", [
     Case(MIXED, **SHAPE), Case(MIXED[2:], **SHAPE), Case(MIXED[:2], **SHAPE), Case(MIXED, **SHAPE, window=9), Case(MIXED, **SHAPE | {"head_dim": 96}, value_dim=64),
-], ids=["mixed", "prefill", "decode", "window", "value-dim"])  # fmt: skip
+    Case(((1, 9), (32, 96)), **SHAPE), Case(((32, 32),), **SHAPE, window=9),
+], ids=["mixed", "prefill", "decode", "window", "value-dim", "round-chunk", "round-prompt"])  # fmt: skip
 def test_hands_over_lengths_offsets_and_tables(case, backend_class):
     problem = make_problem(case, "cpu", torch.float16)
     backend = backend_class(problem.geometry, torch.device("cpu"))
     assert problem.error(problem.run(backend)) < 2e-3
 
 
+def test_a_round_chunk_by_itself_takes_the_exact_graph(backend_class):
+    for spans, is_exact in ((((1, 9), (32, 96)), True), (((32, 95),), False), (((32, 64), (32, 96)), False)):
+        problem = make_problem(Case(spans, **SHAPE), "cpu", torch.float16)
+        backend = backend_class(problem.geometry, torch.device("cpu"))
+        backend.prepare(problem.inputs)
+        assert (backend._exact is not None) == is_exact
+
+
 @pytest.mark.interpreted
 def test_refused_graphs_fall_back(backend_class, monkeypatch):
-    from headrace.kernels.attention import cudnn as kernel
+    kernel = import_module("headrace.kernels.attention.cudnn")
 
     def refuse(*_):
         raise RuntimeError("not here")
@@ -94,6 +107,9 @@ GPU_CASES = {
     "prefill": Case(((130, 130), (1, 1), (700, 3000), (64, 2112)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64, num_decodes=0),
     "decode": Case(tuple((1, 1 + 97 * i) for i in range(33)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=64),
     "decode-long": Case(((1, 131072), (1, 5)), num_heads=32, num_kv_heads=8, head_dim=128, page_size=64),
+    "exact": Case(((1, 700), (1024, 1024)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=64),
+    "exact-chunk": Case(((1024, 3072),), num_heads=8, num_kv_heads=2, head_dim=128, page_size=64),
+    "exact-window": Case(((1024, 2048),), num_heads=8, num_kv_heads=2, head_dim=64, page_size=64, window=300),
     "dim-80": Case(((1, 200), (300, 500)), num_heads=4, num_kv_heads=4, head_dim=80, page_size=64),
     "dim-256": Case(((1, 200), (300, 500)), num_heads=8, num_kv_heads=1, head_dim=256, page_size=64),
     "window": Case(((1, 900), (300, 900)), num_heads=8, num_kv_heads=2, head_dim=128, page_size=64, window=256),

@@ -1,7 +1,8 @@
 """Attention graphs of cuDNN (through nvidia-cudnn-frontend): one per set of bounds, built once and kept.
 
-R requests, H heads, K kv heads, E head dim. A graph fixes the largest number of requests, queries and keys and the pool
-of pages; the real lengths are read from device memory, so an execution may be captured and replayed.
+R requests, H heads, K kv heads, E head dim. A graph over pages fixes the largest number of requests, queries and keys and
+the pool; the real lengths are read from device memory, so an execution may be captured and replayed. An exact graph has
+one request of exactly those lengths, keys and values in a row: several percent faster, having nothing to look up.
 https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 """
 
@@ -23,7 +24,9 @@ Q, K, V, OUT, QUERY_LENS, KV_LENS, TABLE, Q_OFFSETS, OUT_OFFSETS = range(1, 10)
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a graph is built for: q [T, H, E] holds chunks of up to ``queries`` tokens back to back. ``table_stride`` is the page table's row length in entries, ``num_pages`` the pool's."""
+    """What a graph is built for: q [T, H, E] holds chunks of up to ``queries`` tokens back to back. ``table_stride`` is the
+    page table's row length in entries, ``num_pages`` the pool's. Of an exact graph ``num_pages`` is 0; k and v are
+    [keys, K, E] and q is [queries, H, E]."""
 
     requests: int
     queries: int
@@ -39,12 +42,16 @@ class Bounds:
     window: int
     dtype: torch.dtype
 
+    @property
+    def is_exact(self) -> bool:
+        return self.num_pages == 0
+
 
 class SdpaGraph:
     """A built graph and its workspace."""
 
     def __init__(self, bounds: Bounds, handle: Any, device: torch.device):
-        self._graph = _build(bounds, handle)
+        self._graph = (_build_exact if bounds.is_exact else _build_paged)(bounds, handle)
         self._handle = handle
         self._workspace = torch.empty(max(1, self._graph.get_workspace_size()), dtype=torch.uint8, device=device)
 
@@ -73,11 +80,37 @@ class SdpaGraphs:
         return self._graphs[bounds]
 
 
-def _build(b: Bounds, handle: Any) -> Any:
-    graph = cudnn.pygraph(
+def _begin(b: Bounds, handle: Any) -> Any:
+    return cudnn.pygraph(
         io_data_type=getattr(cudnn.data_type, DATA_TYPES[b.dtype]), intermediate_data_type=cudnn.data_type.FLOAT,
         compute_data_type=cudnn.data_type.FLOAT, handle=handle,
     )
+
+
+def _finish(graph: Any) -> Any:
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return graph
+
+
+def _build_exact(b: Bounds, handle: Any) -> Any:
+    graph = _begin(b, handle)
+
+    def rows(name: int, count: int, heads: int, dim: int) -> Any:
+        return graph.tensor(dim=(1, heads, count, dim), stride=(count * heads * dim, dim, heads * dim, 1), uid=name)
+
+    q = rows(Q, b.queries, b.num_heads, b.head_dim)
+    k, v = rows(K, b.keys, b.num_kv_heads, b.head_dim), rows(V, b.keys, b.num_kv_heads, b.value_dim)
+    out, _ = graph.sdpa(name="attention", q=q, k=k, v=v, generate_stats=False, attn_scale=b.scale, **_mask(b))
+    out.set_output(True).set_uid(OUT).set_dim((1, b.num_heads, b.queries, b.value_dim)).set_stride(_query_stride(b, b.value_dim))
+    return _finish(graph)
+
+
+def _build_paged(b: Bounds, handle: Any) -> Any:
+    graph = _begin(b, handle)
 
     def integers(name: int, *dims: int, stride: int = 1) -> Any:
         return graph.tensor(dim=(*dims, 1), stride=(stride, stride, 1, 1), data_type=cudnn.data_type.INT32, uid=name)
@@ -99,12 +132,7 @@ def _build(b: Bounds, handle: Any) -> Any:
     )
     out.set_output(True).set_uid(OUT).set_dim((b.requests, b.num_heads, b.queries, b.value_dim)).set_stride(_query_stride(b, b.value_dim))
     out.set_ragged_offset(integers(OUT_OFFSETS, b.requests + 1, 1, 1))
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    return graph
+    return _finish(graph)
 
 
 def _query_stride(b: Bounds, dim: int) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""The attention backend on cuDNN: long prefill chunks in one ragged graph.
+"""The attention backend on cuDNN: long prefill chunks in one ragged graph, a long chunk of round length in an exact one.
 
 Decodes, steps of short chunks and whatever cuDNN refuses go to the Triton kernels: measured on an H200 they are as fast
 or faster there, and need no plan for each size.
@@ -18,6 +18,8 @@ from headrace.layers.attention.triton import DependentLaunchTritonAttention
 LEAST_KEYS = 1024
 LEAST_QUERIES = 512
 """Below so many query tokens in the longest chunk the Triton kernel is faster."""
+EXACT_STEP = 1024
+"""Exact graphs are built for lengths in these steps alone: each takes tens of milliseconds to build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,15 @@ class _Chunks:
     out_offsets: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Exact:
+    """The one chunk of a step, after the decodes: round numbers of queries and keys, and the ``pages`` [n] of the keys."""
+
+    queries: int
+    keys: int
+    pages: torch.Tensor
+
+
 class CudnnAttention:
     """See `AttentionBackend`."""
 
@@ -45,38 +56,67 @@ class CudnnAttention:
         self._graphs = sdpa.SdpaGraphs(device)
         self._inputs: AttentionInputs | None = None
         self._chunks: _Chunks | None = None
+        self._exact: _Exact | None = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Pad the chunks' lengths and tables to the bounds of a graph that may be there already."""
         is_long = inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
         self._inputs, self._chunks = inputs, self._pad_chunks(inputs) if is_long else None
+        self._exact = self._find_exact(inputs) if is_long else None
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        chunks = self._chunks
-        graph = self._find_graph(q, pages, params)
-        if graph is None:
-            if self._fallback.inputs is not self._inputs:
-                self._fallback.prepare(self._inputs)
-            return self._fallback.attend(q, pages, params)
+        if self._chunks is None or params.softcap or params.sinks is not None:
+            return self._fall_back(q, pages, params)
         out = torch.empty((q.shape[0], q.shape[1], pages.v.shape[-1]), dtype=q.dtype, device=q.device)
+        if not self._run_exact(q, pages, params, out) and not self._run_paged(q, pages, params, out):
+            return self._fall_back(q, pages, params)
         self._fallback.attend_decodes(q, pages, params, self._inputs, out)
-        tensors = {
-            sdpa.Q: q, sdpa.K: pages.k, sdpa.V: pages.v, sdpa.OUT: out, sdpa.QUERY_LENS: chunks.query_lens, sdpa.KV_LENS: chunks.kv_lens,
-            sdpa.TABLE: chunks.table, sdpa.Q_OFFSETS: chunks.q_offsets, sdpa.OUT_OFFSETS: chunks.out_offsets,
-        }
-        graph.run(tensors)
         return out
 
-    def _find_graph(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> sdpa.SdpaGraph | None:
-        chunks, geometry = self._chunks, self._geometry
-        if chunks is None or params.softcap or params.sinks is not None:
-            return None
+    def _fall_back(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
+        if self._fallback.inputs is not self._inputs:
+            self._fallback.prepare(self._inputs)
+        return self._fallback.attend(q, pages, params)
+
+    def _run_exact(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, out: torch.Tensor) -> bool:
+        """Write the chunk's rows of ``out`` if there is an exact graph; its pages are put in a row first."""
+        exact = self._exact
+        graph = self._find_graph(params, q.dtype, 1, exact.queries, exact.keys) if exact is not None else None
+        if graph is None:
+            return False
+        k, v = (t.index_select(0, exact.pages).flatten(0, 1) for t in (pages.k, pages.v))
+        first = self._inputs.num_decodes
+        graph.run({sdpa.Q: q[first:], sdpa.K: k, sdpa.V: v, sdpa.OUT: out[first:]})
+        return True
+
+    def _run_paged(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, out: torch.Tensor) -> bool:
+        chunks = self._chunks
+        sizes = (chunks.requests, chunks.queries, chunks.keys)
+        graph = self._find_graph(params, q.dtype, *sizes, num_pages=pages.k.shape[0], table_stride=chunks.table.stride(0))
+        if graph is None:
+            return False
+        graph.run({
+            sdpa.Q: q, sdpa.K: pages.k, sdpa.V: pages.v, sdpa.OUT: out, sdpa.QUERY_LENS: chunks.query_lens, sdpa.KV_LENS: chunks.kv_lens,
+            sdpa.TABLE: chunks.table, sdpa.Q_OFFSETS: chunks.q_offsets, sdpa.OUT_OFFSETS: chunks.out_offsets,
+        })
+        return True
+
+    def _find_graph(
+        self, params: AttentionParams, dtype: torch.dtype, requests: int, queries: int, keys: int, *, num_pages: int = 0, table_stride: int = 0,
+    ) -> sdpa.SdpaGraph | None:
+        geometry = self._geometry
         return self._graphs.find(sdpa.Bounds(
-            chunks.requests, chunks.queries, chunks.keys, geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, geometry.value_dim,
-            geometry.page_size, num_pages=pages.k.shape[0], table_stride=chunks.table.stride(0), scale=params.scale, window=params.window,
-            dtype=q.dtype,
+            requests, queries, keys, geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, geometry.value_dim,
+            geometry.page_size, num_pages=num_pages, table_stride=table_stride, scale=params.scale, window=params.window, dtype=dtype,
         ))
+
+    def _find_exact(self, inputs: AttentionInputs) -> _Exact | None:
+        queries, keys = inputs.query_lens_cpu[-1], inputs.kv_lens_cpu[-1]
+        is_round = queries % EXACT_STEP == 0 and keys % EXACT_STEP == 0 and keys % self._geometry.page_size == 0
+        if inputs.num_requests - inputs.num_decodes != 1 or not is_round:
+            return None
+        return _Exact(queries, keys, inputs.page_table[-1, : keys // self._geometry.page_size])
 
     def _pad_chunks(self, inputs: AttentionInputs) -> _Chunks:
         first, page_size = inputs.num_decodes, self._geometry.page_size
