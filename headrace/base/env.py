@@ -26,6 +26,13 @@ def disabled_plugins() -> frozenset[str]:
     return frozenset(n.strip() for n in os.environ.get("HEADRACE_DISABLE_PLUGINS", "").split(",") if n.strip())
 
 
+def disable_plugins(names: str) -> None:
+    """Let this process and those it starts do without these too; comma-separated."""
+    wanted = disabled_plugins() | {name.strip() for name in names.split(",") if name.strip()}
+    if wanted:
+        os.environ["HEADRACE_DISABLE_PLUGINS"] = ",".join(sorted(wanted))
+
+
 def log_level() -> str:
     """Name of the logging level, lower case."""
     return os.environ.get("HEADRACE_LOG_LEVEL", "info").lower()

@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         level = invocation.given.get("log_level", "warning" if invocation.command.quiet else "info")
         is_debugging = level == "debug"
         _start_logging(level)
+        env.disable_plugins(invocation.given.get("disable_models", ""))
         return invocation.command.load()(invocation)
     except HeadraceError as error:
         if is_debugging:

@@ -21,6 +21,7 @@ class GeneralOptions(_Section):
     """Every command has these."""
 
     config: str | None = option(None, "TOML or JSON file of options, flat or by section; flags win over it", metavar="FILE")
+    disable_models: str = option("", "comma-separated model families never to be loaded, say because one is broken", metavar="NAMES")
     log_level: str = option(
         "info", "how much is logged, from warning on in generate and chat unless given; debug also shows where an error came from",
         choices=("debug", "info", "warning", "error"),

@@ -1,0 +1,171 @@
+"""One family hurts no other: what is imported to serve a model, what a broken or disabled family changes, and a family that
+lives in a package of its own. Each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sources import ROOT
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "torch_dtype": "float32",
+}
+V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1,
+    "compress_ratios": [0], "num_attention_heads": 2, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "o_groups": 1, "o_lora_rank": 8, "max_position_embeddings": 512, "torch_dtype": "float32",
+}
+SERVE = """
+import sys
+from headrace import LLM, SamplingParams
+def serve(folder):
+    with LLM(folder, load_format="dummy", skip_tokenizer=True, device="cpu", dtype="float32", kv_pages=8, threads=1) as llm:
+        outputs = llm.generate(prompt_token_ids=[[1, 2, 3]], sampling_params=SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+        return outputs[0].outputs[0].token_ids, llm.facts
+"""
+BREAK = """
+import importlib.abc, sys
+class Break(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "headrace.models.deepseek_v4.family":
+            {statement}
+sys.meta_path.insert(0, Break())
+"""
+
+
+def run_python(code: str, **variables: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def write_model(folder: Path, config: dict) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_serving_one_family_imports_no_other(tmp_path: Path):
+    llama, v4 = write_model(tmp_path / "llama", LLAMA), write_model(tmp_path / "v4", V4)
+    found = json.loads(run_python(f"""{SERVE}
+import json
+tokens, facts = serve({llama!r})
+after_llama = sorted(n for n in sys.modules if "deepseek" in n)
+assert len(tokens) == 3 and facts.family == "llama"
+tokens, facts = serve({v4!r})
+families = sorted({{n.split(".")[2] for n in sys.modules if n.startswith("headrace.models.") and n.endswith(".family") and n.count(".") == 3}})
+assert len(tokens) == 3 and facts.page_size == 256
+print(json.dumps([after_llama, families]))
+"""))
+    assert found == [[], ["deepseek_v4", "llama"]]
+
+
+@pytest.mark.parametrize(("statement", "told"), [
+    ('raise SyntaxError("invalid syntax", ("family.py", 3, 1, "def broken(:"))', "SyntaxError: invalid syntax"),
+    ('raise ModuleNotFoundError("No module named \'a_kernel_package\'")', "No module named 'a_kernel_package'"),
+    ('raise RuntimeError("raised at import")', "RuntimeError: raised at import"),
+])
+def test_a_broken_family_fails_alone_and_at_once(tmp_path: Path, statement: str, told: str):
+    """Others are served in the same process; serving the broken one tells the original error; the inventory explains it."""
+    llama, v4 = write_model(tmp_path / "llama", LLAMA), write_model(tmp_path / "v4", V4)
+    said = run_python(f"""{BREAK.format(statement=statement)}{SERVE}
+from headrace.base.errors import HeadraceError
+try:
+    serve({v4!r})
+except HeadraceError as error:
+    print(error)
+assert len(serve({llama!r})[0]) == 3
+from headrace.service.inventory import find_machine, take_inventory
+findings = {{f.name: f for f in take_inventory(find_machine()) if f.kind == "model family"}}
+assert findings["deepseek_v4"].status == "broken" and all(f.status == "ok" for n, f in findings.items() if n != "deepseek_v4")
+print(findings["deepseek_v4"].detail)
+""")
+    assert said.count(told) == 2, said
+
+
+@pytest.mark.parametrize("way", ["variable", "flag"])
+def test_a_disabled_family_is_never_imported(tmp_path: Path, way: str):
+    """The flag holds for the processes that the command starts, too."""
+    v4 = write_model(tmp_path / "v4", V4)
+    said = run_python(f"""{SERVE}
+import contextlib, io, subprocess
+from headrace.base.errors import HeadraceError
+from headrace.serving.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    assert main(["show-config"{', "--disable-models", "deepseek_v4"' if way == "flag" else ""}]) == 0
+try:
+    serve({v4!r})
+except HeadraceError as error:
+    print(error)
+assert not [n for n in sys.modules if "deepseek_v4" in n]
+code = "from headrace.base.env import disabled_plugins; print(sorted(disabled_plugins()))"
+print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+""", **({"HEADRACE_DISABLE_PLUGINS": "deepseek_v4"} if way == "variable" else {}))
+    assert "'deepseek_v4' is disabled" in said and "['deepseek_v4']" in said, said
+
+
+FAMILY = '''
+from headrace.models.family import Family
+from headrace.layers.decoder.spec import decoder_cache_specs
+from headrace.models.reading import Fields, read_decoder, read_layers, read_rope
+
+
+def read_config(config):
+    fields = Fields(config)
+    return read_decoder(fields, read_layers(fields, read_rope(fields)))
+
+
+FAMILY = Family(
+    name="acme", architectures=("AcmeForCausalLM",), read_config=read_config, cache_specs=decoder_cache_specs, model="acme_models.model:AcmeModel",
+)
+OLD = Family(
+    name="acme_old", architectures=("AcmeOldForCausalLM",), read_config=read_config, cache_specs=decoder_cache_specs,
+    model="acme_models.model:AcmeModel", plugin_api=0,
+)
+'''
+MODEL = '''
+from headrace.layers.decoder.decoder import Decoder
+
+
+class AcmeModel(Decoder):
+    """The shared decoder."""
+'''
+ENTRY_POINTS = """[headrace.families]
+acme = acme_models.family:FAMILY
+acme_old = acme_models.family:OLD
+acme_broken = acme_models.not_there:FAMILY
+"""
+
+
+def test_a_family_installed_beside_headrace_is_served(tmp_path: Path):
+    """Found by its entry point; one beside it was made for another version of the contract, another cannot be imported."""
+    site = tmp_path / "site"
+    package, info = site / "acme_models", site / "acme_models-1.0.dist-info"
+    for folder in (package, info):
+        folder.mkdir(parents=True)
+    for path, text in (
+        (package / "__init__.py", ""), (package / "family.py", FAMILY), (package / "model.py", MODEL),
+        (info / "METADATA", "Metadata-Version: 2.1\nName: acme-models\nVersion: 1.0\n"), (info / "entry_points.txt", ENTRY_POINTS),
+    ):
+        path.write_text(text)
+    acme = write_model(tmp_path / "acme", {**LLAMA, "architectures": ["AcmeForCausalLM"]})
+    llama = write_model(tmp_path / "llama", LLAMA)
+    old = write_model(tmp_path / "old", {**LLAMA, "architectures": ["AcmeOldForCausalLM"]})
+    said = run_python(f"""{SERVE}
+from headrace.base.errors import HeadraceError
+tokens, facts = serve({acme!r})
+assert facts.family == "acme" and "headrace.models.llama.family" not in sys.modules
+assert tokens == serve({llama!r})[0], "the same decoder with the same seed"
+try:
+    serve({old!r})
+except HeadraceError as error:
+    print(error)
+""", PYTHONPATH=os.pathsep.join([str(site), str(ROOT)]))
+    assert "plug-in API 0" in said and "'acme_broken' failed to load" in said
