@@ -48,10 +48,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device, dtype, tolerance):
 
 
 def test_chosen_by_shape_and_rows():
-    def reason(width, device="cuda", dtype="bfloat16"):
-        return NORM_LINEAR.reason_against("triton", KernelQuery(device, dtype, (9, 0), {"in_width": width}))
+    def reason(width, outputs=4096, device="cuda", dtype="bfloat16"):
+        return NORM_LINEAR.reason_against("triton", KernelQuery(device, dtype, (9, 0), {"in_width": width, "out_width": outputs}))
 
-    assert reason(4096) is None
+    assert reason(4096) is None and "launches" in reason(4096, 4104)
     assert "steps of 8" in reason(4095) and "steps of 8" in reason(16384)
     assert "cuda" in reason(4096, device="cpu") and "bfloat16" in reason(4096, dtype="float32")
     assert fits(4, 4096) and fits(1, 8192) and not fits(5, 256) and not fits(4, 8192)

@@ -14,6 +14,8 @@ import triton.language as tl
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 LOG2_E = 1.4426950408889634
+JOINED_VALUES = 4096
+"""How many partial values a program that joins splits holds in registers."""
 MASKED = tl.constexpr(-1.0e38)  # finite: a row whose first blocks are all masked must not turn into NaN
 
 
@@ -188,28 +190,33 @@ def _prefill_kernel(
 @triton.jit
 def _combine(
     partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits,
-    K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_EV: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_EV: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Join the partial results of one request and kv head, in the order of the splits, and write the output rows."""
-    row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_EV)
+    """Join the partial results of one request and kv head, CHUNK splits at a time in their order, and write the output
+    rows. Loads of a chunk wait for nothing but each other: one at a time they would take a microsecond a split."""
+    row, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_EV)
     valid = row < G
     inside = valid[:, None] & (dim < EV)[None, :]
-    top = tl.full([BLOCK_M], MASKED, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_G], MASKED, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
     if SINKS:
         top = tl.load(sinks_ptr + head * G + row, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
-    acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
-    for split in range(num_used):
-        at = (tile * splits + split).to(tl.int64) * G + row
+    acc = tl.zeros([BLOCK_G, BLOCK_EV], tl.float32)
+    for first in range(0, num_used, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        known = (split < num_used)[:, None] & valid[None, :]
+        at = (tile * splits + split).to(tl.int64)[:, None] * G + row[None, :]
         # .cg: other programs wrote these lines; the first-level cache may hold what was there before
-        part_top = tl.load(stats_ptr + at * 2, mask=valid, other=0.0, cache_modifier=".cg")
-        part_total = tl.load(stats_ptr + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
-        part = tl.load(partial_ptr + at[:, None] * EV + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, part_top)
-        fade, part_fade = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-        total = total * fade + part_total * part_fade
-        acc = acc * fade[:, None] + part * part_fade[:, None]
+        part_top = tl.load(stats_ptr + at * 2, mask=known, other=MASKED, cache_modifier=".cg")
+        part_total = tl.load(stats_ptr + at * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + at[:, :, None] * EV + dim[None, None, :], mask=known[:, :, None] & (dim < EV)[None, None, :], other=0.0, cache_modifier=".cg"
+        )
+        new_top = tl.maximum(top, tl.max(part_top, axis=0))
+        fade, part_fade = tl.exp2(top - new_top), tl.exp2(part_top - new_top[None, :])
+        total = total * fade + tl.sum(part_total * part_fade, axis=0)
+        acc = acc * fade[:, None] + tl.sum(part * part_fade[:, :, None], axis=0)
         top = new_top
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_at = out_ptr + (request.to(tl.int64) * (K * G) + head * G + row)[:, None] * EV + dim[None, :]
@@ -237,7 +244,7 @@ def _decode_kernel(
     table_stride, page_stride_k, page_stride_v, scale, softcap, splits,
     PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_SPLIT: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, FUSED: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
     # heads fastest: the programs that run together then read whole pages, not stripes of them
@@ -282,7 +289,7 @@ def _decode_kernel(
                     tl.debug_barrier()
                     _combine(
                         partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits,
-                        K, G, EV, SINKS, BLOCK_M, BLOCK_EV,
+                        K, G, EV, SINKS, BLOCK_G, BLOCK_EV, CHUNK,
                     )
                     tl.store(counters_ptr + tile, 0)
 
@@ -290,13 +297,14 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     partial_ptr, stats_ptr, out_ptr, kv_lens_ptr, sinks_ptr, splits, K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
     request, head = tl.program_id(0), tl.program_id(1)
     _, _, num_used, _ = _key_range(tl.load(kv_lens_ptr + request), 0, splits, WINDOW, BLOCK_N)
     tile = request * K + head
-    _combine(partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits, K, G, EV, SINKS, BLOCK_M, BLOCK_EV)
+    _combine(partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits, K, G, EV, SINKS, BLOCK_G, BLOCK_EV, CHUNK)
 
 
 @dataclass(frozen=True)
@@ -421,14 +429,16 @@ def decode(
     splits = split_count(step.num_requests, k_pages.shape[2], reach, programs=workspace.programs)
     sinks = head.sinks if head.sinks is not None else q
     dependent = dict(PDL=launch.pdl, launch_pdl=launch.pdl)
+    rows = next_power_of_2(geometry["G"])
+    joining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, JOINED_VALUES // (rows * geometry["BLOCK_EV"]))))
     _decode_kernel[(k_pages.shape[2], splits, step.num_requests)](
         q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, step.kv_lens, step.page_table, sinks,
         step.page_table.stride(0), splits=splits, **geometry, **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=splits > 1,
-        FUSED=launch.fused, num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent,
+        FUSED=launch.fused, **joining, num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent,
     )
     if splits > 1 and not launch.fused:
         _combine_kernel[(step.num_requests, k_pages.shape[2])](
             workspace.partial, workspace.stats, out, step.kv_lens, sinks, splits, K=geometry["K"], G=geometry["G"], EV=geometry["EV"],
-            WINDOW=constants["WINDOW"], SINKS=constants["SINKS"], BLOCK_M=tile.rows, BLOCK_EV=geometry["BLOCK_EV"], BLOCK_N=tile.keys,
+            WINDOW=constants["WINDOW"], SINKS=constants["SINKS"], **joining, BLOCK_EV=geometry["BLOCK_EV"], BLOCK_N=tile.keys,
             num_warps=4, **dependent,
         )

@@ -23,10 +23,11 @@ NORM_LINEAR = Operation("norm_linear kernel")
 norm of ``total`` times ``weight``, plus ``bias``. With an ``activation``, "silu" or
 "gelu_tanh", ``weight`` stacks gate and up and ``out`` [M, O / 2] is ``activation(gate) * up``. M and D satisfy `fits`.
 
-Each value is rounded to x's dtype where separate kernels would have stored it."""
+``total`` and the product are rounded to x's dtype as if stored; the normalised row is not."""
 
 MOST_ROWS = 4
 MOST_WIDTH = 8192
+MOST_WEIGHTS = 2**24
 MOST_INPUTS = 16384
 """Values of the normalised rows, all of which a program keeps in registers."""
 
@@ -44,7 +45,11 @@ _on_hopper = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=
 
 def _reason_against_shape(query: KernelQuery) -> str | None:
     width = query.shape.get("in_width", 0)
-    return None if width % 8 == 0 and 256 <= width <= MOST_WIDTH else f"takes 256 to {MOST_WIDTH} inputs in steps of 8"
+    if width % 8 or not 256 <= width <= MOST_WIDTH:
+        return f"takes 256 to {MOST_WIDTH} inputs in steps of 8"
+    if width * query.shape.get("out_width", 0) > MOST_WEIGHTS:
+        return f"takes at most {MOST_WEIGHTS} weights: reading more takes longer than the launches that joining saves"
+    return None
 
 
 NORM_LINEAR.add(

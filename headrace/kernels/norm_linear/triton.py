@@ -51,9 +51,10 @@ def _load_weight(weight_ptr, n, k, N, D: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _product(weight, normed, bias_ptr, n, last, HAS_BIAS: tl.constexpr):
-    """[BLOCK_N], rounded to the weight's dtype as if stored."""
-    total = tl.sum(weight.to(tl.float32) * normed[None, :], axis=1)
+def _product(weight, scaled, rstd, bias_ptr, n, last, HAS_BIAS: tl.constexpr):
+    """[BLOCK_N], rounded to the weight's dtype as if stored. The norm's factor comes last: its own sum need not be there
+    before the product's begins."""
+    total = tl.sum(weight.to(tl.float32) * scaled[None, :], axis=1) * rstd
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < last, other=0.0).to(tl.float32)
     return total.to(weight.dtype).to(tl.float32)
@@ -69,11 +70,11 @@ def _gate(gate, up, GATED: tl.constexpr):
 
 
 @triton.jit
-def _store_block(weight, up_weight, normed, bias_ptr, out_ptr, n, N, M: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _store_block(weight, up_weight, scaled, rstds, bias_ptr, out_ptr, n, N, M: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr):
     for m in tl.static_range(M):
-        value = _product(weight, normed[m], bias_ptr, n, N, HAS_BIAS)
+        value = _product(weight, scaled[m], rstds[m], bias_ptr, n, N, HAS_BIAS)
         if GATED > 0:
-            value = _gate(value, _product(up_weight, normed[m], bias_ptr, N + n, 2 * N, HAS_BIAS), GATED)
+            value = _gate(value, _product(up_weight, scaled[m], rstds[m], bias_ptr, N + n, 2 * N, HAS_BIAS), GATED)
         tl.store(out_ptr + m * N + n, value.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -91,7 +92,7 @@ def _norm_linear_kernel(
     up_weight = _load_weight(weight_ptr, N + n, k, 2 * N, D, EVEN) if GATED > 0 else weight
     norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32) + offset
     wait_for_previous(PDL)
-    normed = ()
+    scaled, rstds = (), ()
     for m in tl.static_range(M):
         x = tl.load(x_ptr + m * x_stride + k, mask=inside, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + m * residual_stride + k, mask=inside, other=0.0).to(tl.float32)
@@ -99,14 +100,14 @@ def _norm_linear_kernel(
         if first == 0:
             tl.store(total_ptr + m * D + k, total, mask=inside)
         total = total.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(total * total, axis=0) / D + eps)
-        normed = normed + ((total * rstd * norm).to(out_ptr.dtype.element_ty).to(tl.float32),)  # noqa: RUF005 (no starred tuples in Triton)
-    _store_block(weight, up_weight, normed, bias_ptr, out_ptr, n, N, M, GATED, HAS_BIAS)
+        rstds = rstds + (tl.rsqrt(tl.sum(total * total, axis=0) / D + eps),)  # noqa: RUF005 (no starred tuples in Triton)
+        scaled = scaled + (total * norm,)  # noqa: RUF005
+    _store_block(weight, up_weight, scaled, rstds, bias_ptr, out_ptr, n, N, M, GATED, HAS_BIAS)
     for block in tl.range(first + tl.num_programs(0), (N + BLOCK_N - 1) // BLOCK_N, tl.num_programs(0)):
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         weight = _load_weight(weight_ptr, n, k, N, D, EVEN)
         up_weight = _load_weight(weight_ptr, N + n, k, 2 * N, D, EVEN) if GATED > 0 else weight
-        _store_block(weight, up_weight, normed, bias_ptr, out_ptr, n, N, M, GATED, HAS_BIAS)
+        _store_block(weight, up_weight, scaled, rstds, bias_ptr, out_ptr, n, N, M, GATED, HAS_BIAS)
 
 
 def norm_linear(
