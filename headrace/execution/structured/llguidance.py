@@ -1,13 +1,12 @@
 """Grammars by llguidance. It bounds its own work by fuel, lets other threads run, and refuses what it cannot enforce.
 
-Refuses: JSON schemas that `check_schema` refuses.
+Refuses: sources that `bounds` and `check_schema` refuse.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import llguidance
 import msgspec
@@ -16,6 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
+from headrace.execution.structured.bounds import check_ebnf, check_regex
+from headrace.execution.structured.lark import HEADER, embed_json, quote, slash
 from headrace.execution.structured.schema import check_schema
 from headrace.execution.structured.structural_tag import to_lark
 
@@ -30,7 +31,7 @@ JSON_OPTIONS = {
     # Without \u escapes: they would let a property be named twice, once in disguise.
     "json_allowed_escapes": '"\\bfnrt',
 }
-LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
 MAX_MESSAGE = 400
 MAX_THREADS = 8
 
@@ -43,16 +44,11 @@ class _TokenizerFace:
         self.tokens = known + [b""] * (vocab_size - len(known))
         self.special_token_ids = sorted(i for i in vocabulary.special_ids | set(eos_ids) if i < vocab_size)
         self.eos_token_id, self.bos_token_id = eos_ids[0], None
-        self._encode = vocabulary.encode
         self.split_greedily: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The usual tokens of a text that the grammar forces. Tokenizers that add or change characters are no use there:
-        then the longest tokens are taken."""
+        """Tokens of a text. Grammars do not force any (`HEADER`), so the longest will do."""
         raw = text.encode() if isinstance(text, str) else text
-        ids = self._encode(raw.decode("utf-8", "replace"))
-        if all(i < len(self.tokens) for i in ids) and b"".join(self.tokens[i] for i in ids) == raw:
-            return ids
         return self.split_greedily(raw.decode("utf-8", "replace")) if self.split_greedily is not None else []
 
 
@@ -69,7 +65,7 @@ class GuidanceMatcher:
     @property
     def error(self) -> str | None:
         """See `Matcher`."""
-        return _first_line(self.inner.get_error()) if self.inner.is_error() else None
+        return f"the grammar cannot go on: {_first_line(self.inner.get_error())}" if self.inner.is_error() else None
 
 
 class GuidanceGrammar:
@@ -96,36 +92,44 @@ class GuidanceLibrary:
         texts = {i: vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(face.tokens)}
         self._special_ids = {text: i for i, text in texts.items() if text}
 
-    def compile(self, spec: Grammar) -> GuidanceGrammar:
+    def compile(self, grammar: Grammar) -> GuidanceGrammar:
         """See `GrammarLibrary`. The first mask is computed too: it is the slowest, and shows a grammar that allows nothing."""
         try:
-            grammar = self._read(spec)
+            text = HEADER + self._read(grammar)
+        except RequestError:
+            raise
         except (ValueError, RecursionError) as error:
-            raise _complain(spec, str(error)) from error
-        origin = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            raise _complain(grammar, str(error)) from error
+        origin = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
         allowed = b"" if origin.is_error() else origin.compute_bitmask()
         if origin.is_error():
-            raise _complain(spec, origin.get_error())
+            raise _complain(grammar, origin.get_error())
         if not any(allowed):
-            raise _complain(spec, "it allows no output")
+            raise _complain(grammar, "it allows no output")
         return GuidanceGrammar(self, origin)
 
-    def _read(self, spec: Grammar) -> str:
-        make = llguidance.LLMatcher
-        match spec.kind:
+    def _read(self, grammar: Grammar) -> str:
+        kind, text = grammar.kind, grammar.text
+        match kind:
             case "json_schema":
-                return json_grammar(msgspec.json.decode(spec.text))
+                schema = msgspec.json.decode(text)
+                if schema is False:
+                    raise RequestError("the schema false allows no output", param=kind)
+                check_schema(schema, kind)
+                return "start: " + embed_json(schema, JSON_OPTIONS)
             case "json_object":
-                return json_grammar({"type": "object"})
+                return "start: " + embed_json({"type": "object"}, JSON_OPTIONS)
             case "regex":
-                return make.grammar_from_regex(spec.text)
+                check_regex(text, kind)
+                return "start: " + slash(text)
             case "ebnf":
-                return make.grammar_from_lark(any_to_lark(spec.text))
+                check_ebnf(text, kind)
+                return any_to_lark(text)
             case "choice":
-                return make.grammar_from_lark("start: " + " | ".join(msgspec.json.encode(c).decode() for c in msgspec.json.decode(spec.text)))
+                return "start: " + " | ".join(map(quote, msgspec.json.decode(text)))
             case "structural_tag":
-                return make.grammar_from_lark(to_lark(msgspec.json.decode(spec.text), JSON_OPTIONS, self._special_ids))
-        raise RequestError(f"unknown kind of grammar {spec.kind!r}", param="grammar")
+                return to_lark(msgspec.json.decode(text), JSON_OPTIONS, self._special_ids)
+        raise RequestError(f"unknown kind of grammar {kind!r}", param="grammar")
 
     def fill(self, matchers: Sequence[GuidanceMatcher], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
@@ -134,16 +138,12 @@ class GuidanceLibrary:
         self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
 
 
-def _complain(spec: Grammar, reason: str) -> RequestError:
-    return RequestError(f"the {spec.kind} cannot be used as a grammar: {_first_line(reason)}", param=spec.kind)
+def _complain(grammar: Grammar, reason: str) -> RequestError:
+    return RequestError(f"the {grammar.kind} cannot be used as a grammar: {_first_line(reason)}", param=grammar.kind)
 
 
 def _first_line(text: str) -> str:
     """Its messages go on with the grammar and the state of the parser."""
-    return text.strip().split("\n<state>", 1)[0].replace("\n", " ")[:MAX_MESSAGE]
-
-
-def json_grammar(schema: Any) -> str:
-    """The grammar of a JSON schema, checked; raises `RequestError`."""
-    check_schema(schema, "json_schema")
-    return llguidance.LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=JSON_OPTIONS)
+    if "NoExtensionBias" in text:
+        return "it cannot be begun; does a '$ref' refer to itself, or a rule to nothing but itself?"
+    return text.strip().split("\n<state>", 1)[0].replace("\n", " ").removesuffix(" <non-verbose/>")[:MAX_MESSAGE]

@@ -12,13 +12,15 @@ from headrace.base.errors import RequestError
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
+MAX_REFERRED_DEPTH = 512
+"""Levels of all schemas that others refer to, taken together: libraries follow references by recursion."""
 MAX_MULTIPLE = 10_000
 """A multiple is found by an automaton with as many states."""
 
 NOT_ENFORCED = frozenset({
     "uniqueItems", "contains", "minContains", "maxContains", "if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies",
     "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor",
-    "disallow", "extends", "divisibleBy", "x-guidance",
+    "disallow", "extends", "$anchor", "divisibleBy", "x-guidance",
 })
 """Keywords that restrict values (or change how the library reads the schema) and cannot be enforced token by token."""
 
@@ -30,7 +32,7 @@ _DATA = frozenset({"const", "enum", "default", "example", "examples"})
 
 def check_schema(schema: Any, param: str) -> None:
     """Raise `RequestError` naming the keyword when a schema holds what cannot be enforced, or is too large."""
-    pending, num_nodes = [(schema, 1)], 0
+    pending, num_nodes, targets = [(schema, 1)], 0, set()
     while pending:
         node, depth = pending.pop()
         num_nodes += 1
@@ -38,7 +40,30 @@ def check_schema(schema: Any, param: str) -> None:
             raise RequestError(f"{param}: the schema is too large: at most {MAX_DEPTH} levels and {MAX_NODES} subschemas are taken", param=param)
         if isinstance(node, dict):
             _check_keywords(node, param)
+            targets.update(target for target in (node.get("$ref"),) if isinstance(target, str))
             pending.extend((child, depth + 1) for child in _subschemas(node))
+    if sum(_measure_depth(_find(schema, target)) for target in targets) > MAX_REFERRED_DEPTH:
+        raise RequestError(f"{param}: the keyword '$ref' leads too deep: at most {MAX_REFERRED_DEPTH} levels of schemas may be referred to in all", param=param)
+
+
+def _find(schema: Any, target: str) -> Any:
+    """What a reference within the schema leads to, None for any other."""
+    if not target.startswith("#"):
+        return None
+    for part in filter(None, target[1:].split("/")):
+        key = part.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema
+
+
+def _measure_depth(schema: Any) -> int:
+    deepest, pending = 0, [(schema, 1)]
+    while pending:
+        node, depth = pending.pop()
+        deepest = max(deepest, depth)
+        if isinstance(node, dict):
+            pending.extend((child, depth + 1) for child in _subschemas(node))
+    return deepest
 
 
 def _subschemas(node: dict[str, Any]) -> Iterator[Any]:

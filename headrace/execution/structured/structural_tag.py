@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-import msgspec
-
 from headrace.base.errors import RequestError
+from headrace.execution.structured.bounds import check_regex
+from headrace.execution.structured.lark import embed_json, quote, slash
 from headrace.execution.structured.schema import check_schema
 
 PARAM = "structural_tag"
@@ -88,11 +88,12 @@ class _LarkWriter:
         if not isinstance(schema, dict):
             raise _wrong("json_schema must be an object or true")
         check_schema(schema, PARAM)
-        return self._rule("%json " + msgspec.json.encode({**schema, "x-guidance": self._json_options}).decode())
+        return self._rule(embed_json(schema, self._json_options))
 
     def _regex(self, node: dict[str, Any]) -> str:
         _check_keys(node, {"pattern"})
-        return self._terminal(_regex_literal(_text(node, "pattern")))
+        check_regex(_text(node, "pattern"), PARAM)
+        return self._terminal(slash(_text(node, "pattern")))
 
     def _any_text(self, node: dict[str, Any]) -> str:
         _check_keys(node, set())
@@ -158,7 +159,7 @@ class _LarkWriter:
         spelled = [re.escape(marker) for marker in markers if marker not in self._special_ids]
         if not spelled:
             return self._terminal(ANY_TEXT)
-        return self._terminal(f"{ANY_TEXT} & ~" + _regex_literal(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)*"))
+        return self._terminal(f"{ANY_TEXT} & ~" + slash(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)*"))
 
     def _text_until(self, end: str, markers: list[str]) -> str:
         """Any text up to the first of the markers, which is ``end``."""
@@ -167,8 +168,8 @@ class _LarkWriter:
         if end in self._special_ids:
             return f"({self._text_without(markers)} {self._literal(end)})"
         spelled = [re.escape(marker) for marker in markers if marker not in self._special_ids]
-        earlier = _regex_literal(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)+")
-        return self._terminal(_regex_literal(r"(.|\n)*" + re.escape(end)) + f" & ~{earlier}")
+        earlier = slash(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)+")
+        return self._terminal(slash(r"(.|\n)*" + re.escape(end)) + f" & ~{earlier}")
 
     def _is_special(self, node: Any) -> bool:
         """Whether a format begins with a special token, which no text before it can swallow."""
@@ -183,10 +184,10 @@ class _LarkWriter:
             return '""'
         parts, done = [], 0
         for match in self._special.finditer(text) if self._special is not None else ():
-            parts += [_quote(text[done : match.start()])] if match.start() > done else []
+            parts += [quote(text[done : match.start()])] if match.start() > done else []
             parts.append(f"<[{self._special_ids[match[0]]}]>")
             done = match.end()
-        return " ".join(parts + ([_quote(text[done:])] if done < len(text) else []))
+        return " ".join(parts + ([quote(text[done:])] if done < len(text) else []))
 
     def _rule(self, body: str, attribute: str = "") -> str:
         name = f"r{len(self.rules)}"
@@ -216,16 +217,6 @@ def _is_open(node: Any) -> bool:
         case "optional" | "plus" | "star":
             return _is_open(node.get("content"))
     return False
-
-
-def _regex_literal(pattern: str) -> str:
-    """A regular expression between slashes; those in it that are not escaped are."""
-    respelled = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-    return "/" + re.sub(r"\\.|/|\n", lambda found: respelled.get(found[0], found[0]), pattern, flags=re.DOTALL) + "/"
-
-
-def _quote(text: str) -> str:
-    return msgspec.json.encode(text).decode()
 
 
 def _wrong(reason: str) -> RequestError:
