@@ -76,6 +76,8 @@ class ServerConfig(_Section):
     served_model_name: str | None = option(None, "name clients use; default: the model's own", metavar="NAME")
     api_key: str | None = option(None, "clients must send Authorization: Bearer KEY", metavar="KEY")
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template", metavar="FILE")
+    tool_parser: str = option("auto", "format of the model's tool calls; auto finds it in the chat template, none switches tools off", metavar="NAME")
+    reasoning_parser: str = option("auto", "format of the model's reasoning; auto finds it in the chat template, none leaves reasoning in the text", metavar="NAME")
     max_body_bytes: int = option(32 * 2**20, "largest request body", low=1024)
     max_batch_prompts: int = option(2048, "prompts in one request at most", low=1)
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM", low=0.0)

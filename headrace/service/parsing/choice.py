@@ -8,9 +8,11 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from headrace.base.errors import ConfigError
+from headrace.base.messages import ModelFacts
 from headrace.base.registry import Registry
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, visible_texts
 from headrace.service.parsing.formats import ALIASES, REASONING_FORMATS, TOOL_FORMATS
+from headrace.service.tokenization import Tokenizer
 
 T = TypeVar("T", ToolFormat, ReasoningFormat)
 
@@ -18,6 +20,7 @@ AUTO, NONE = "auto", "none"
 TOOL_GROUP, REASONING_GROUP = "headrace.tool_formats", "headrace.reasoning_formats"
 """Entry points that name a format of another package."""
 TAIL = 256
+EXPLAINED = "hermes"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Formats:
     def visible_texts(self, *, has_tools: bool) -> list[str]:
         """Texts in which special tokens must stay visible (`SamplingParams.keep_special_tokens`)."""
         return visible_texts(self.tools if has_tools else None, self.reasoning)
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the prompt has ended the reasoning, so that none comes."""
+        return self.reasoning is not None and bool(self.reasoning.ends) and prompt[-TAIL:].rstrip().endswith(self.reasoning.ends)
 
     def begins_open(self, prompt: str, *, continued: str | None = None) -> bool:
         """Whether the output goes on with reasoning that the prompt has begun. ``continued`` is the text of the
@@ -52,15 +59,26 @@ def check_names(tool_parser: str, reasoning_parser: str) -> None:
 
 
 def choose_formats(
-    *, tool_parser: str = AUTO, reasoning_parser: str = AUTO, templates: Iterable[str] = (), family_tools: str | None = None,
-    family_reasoning: str | None = None,
+    *, tool_parser: str = AUTO, reasoning_parser: str = AUTO, templates: Iterable[str] = (), takes_tools: bool = True,
+    family_tools: str | None = None, family_reasoning: str | None = None,
 ) -> Formats:
     """The formats. By themselves, the chat template's signs win over the family's declaration: a fine-tuned model
-    keeps its architecture and brings its own template."""
+    keeps its architecture and brings its own template. A model whose template does not show tools (``takes_tools``) is
+    told a format in words, `EXPLAINED` if it has none."""
     texts = list(templates)
-    return Formats(
-        _choose(tool_parser, TOOL_FORMATS, TOOL_GROUP, texts, family_tools),
-        _choose(reasoning_parser, REASONING_FORMATS, REASONING_GROUP, texts, family_reasoning),
+    tools = _choose(tool_parser, TOOL_FORMATS, TOOL_GROUP, texts, family_tools)
+    if tool_parser == AUTO and not takes_tools and (tools is None or tools.writing is None):
+        tools = TOOL_FORMATS.load(EXPLAINED)
+    return Formats(tools, _choose(reasoning_parser, REASONING_FORMATS, REASONING_GROUP, texts, family_reasoning))
+
+
+def formats_of(tokenizer: Tokenizer | None, facts: ModelFacts, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Formats:
+    """The formats of a served model; a model without tokenizer has none."""
+    if tokenizer is None:
+        return Formats()
+    return choose_formats(
+        tool_parser=tool_parser, reasoning_parser=reasoning_parser, templates=tokenizer.chat_templates, takes_tools=tokenizer.takes_tools,
+        family_tools=facts.tool_parser, family_reasoning=facts.reasoning_parser,
     )
 
 

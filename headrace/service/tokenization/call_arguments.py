@@ -30,6 +30,8 @@ class CallArguments(dict[str, Any]):
 
 def read_arguments(arguments: Any, where: str) -> CallArguments:
     """Arguments given as JSON text or as an object; raises `RequestError` naming the field."""
+    if isinstance(arguments, CallArguments):
+        return arguments
     if isinstance(arguments, dict):
         return CallArguments(arguments)
     try:

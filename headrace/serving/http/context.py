@@ -11,6 +11,7 @@ from starlette.requests import Request
 from headrace.base.config import ServerConfig
 from headrace.base.errors import EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
+from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.errors import ModelNotFound
 from headrace.serving.http.metrics import Metrics
 
@@ -34,6 +35,7 @@ class AppContext:
     is_open: bool = True
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    _formats: Formats | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -69,6 +71,15 @@ class AppContext:
         """Raise `ModelNotFound` for another model's name; none means the served one."""
         if name and name != self.model_name:
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is", param="model")
+
+    def formats(self) -> Formats:
+        """How the served model writes tool calls and reasoning."""
+        if self._formats is None:
+            server = self.server
+            self._formats = formats_of(
+                self.client.tokenizer, self.facts(), tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser,
+            )
+        return self._formats
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises `RequestError` when the model is served without one."""

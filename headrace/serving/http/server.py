@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from rich.console import Console
 from headrace.base.config import ServeConfig, ServerConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.service.client.client import EngineClient
+from headrace.service.parsing.choice import check_names
 from headrace.serving.http.announce import announce_ready
 from headrace.serving.http.app import create_app
 from headrace.serving.http.connection import BoundedHttp
@@ -33,6 +35,7 @@ POLL_S = 0.05
 def serve(config: ServeConfig, *, engine: subprocess.Popen[bytes] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; returns after an orderly end. Raises `HeadraceError` when the server cannot start
     or the engine has crashed for good, `SystemExit` after a second signal. ``engine`` was spawned ahead by the caller."""
+    check_names(config.server.tool_parser, config.server.reasoning_parser)
     client = EngineClient(
         config.engine, max_restarts=config.server.max_restarts, chat_template=read_template(config.server.chat_template),
         stall_timeout_s=config.server.stall_timeout_s, process=engine,
@@ -55,7 +58,9 @@ def open_listener(server: ServerConfig) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {error}; choose another with --host and --port", param="port") from error
+        is_plain = isinstance(error, socket.gaierror) or not error.errno
+        reason = error.strerror or str(error) if is_plain else os.strerror(error.errno).lower()
+        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}; choose another with --host and --port", param="port") from error
 
 
 def address_of(listener: socket.socket) -> str:
@@ -148,7 +153,7 @@ class HttpServer:
         facts = self._context.facts()
         announce_ready(
             self._console, address=address + self._config.root_path, name=self._context.model_name, facts=facts, memory=self._client.memory,
-            has_key=self._config.api_key is not None,
+            has_key=self._config.api_key is not None, tokenizer=self._client.tokenizer,
         )
 
     async def _watch(self, serving: asyncio.Task[None], starting: asyncio.Task[None]) -> None:

@@ -31,12 +31,16 @@ BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
 
 
 class ByteTokenizer:
-    """Ids are bytes; 256 begins a text."""
+    """Ids are bytes; 256 begins a text. Keeps what was rendered last; ``ending`` ends every prompt."""
+
+    ending = ""
 
     vocab_size = VOCAB
     bos_id = BOS
     eos_ids = (EOS,)
     has_chat_template = True
+    chat_templates: tuple[str, ...] = ()
+    takes_tools = False
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         return ([BOS] * add_special_tokens + list(text.encode()))[:limit]
@@ -55,10 +59,11 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else b""
 
     def render_chat(self, messages, *, add_generation_prompt=True, continue_final_message=False, tools=None, template=None, **options) -> str:
+        self.messages, self.tools, self.options = messages, tools, options
         if options.get("fail"):
             raise RequestError("the chat template refused the messages", param="messages")
         lines = [f"{m['role']}: {m['content']}" for m in messages]
-        return "\n".join(lines) + ("\nassistant:" if add_generation_prompt else "" if continue_final_message else "\n")
+        return "\n".join(lines) + ("\nassistant:" if add_generation_prompt else "" if continue_final_message else "\n") + self.ending
 
 
 def draw_token(prompt_ids: list[int], seed: int, index: int) -> int:
@@ -109,7 +114,7 @@ class FakeAssembler:
             return None
         self._ids[index] += output.token_ids
         delta = ChoiceDelta(index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs)
-        text = bytes(i for i in self._ids[index] if i < 256).decode(errors="replace")
+        text = bytes(i for i in self._ids[index] if i < 256).decode(errors="ignore")
         end = len(text) - self._hold
         for stop in self._params.stop_strings():
             if stop in text:
@@ -128,7 +133,8 @@ class FakeAssembler:
 @dataclass
 class FakeClient:
     """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, one with ``BREAK3`` fails
-    after three tokens, one with ``HOLD`` yields nothing until aborted. ``delay_s`` passes before each token."""
+    after three tokens, one with ``HOLD`` yields nothing until aborted. ``delay_s`` passes before each token. ``script`` is
+    what the model answers, to everything, instead of drawn letters."""
 
     delay_s: float = 0.0
     state: str = "ready"
@@ -144,6 +150,8 @@ class FakeClient:
     max_len: int = MAX_LEN
     pooling: PoolingFacts | None = None
     num_tokens: int = 0
+    script: bytes = b""
+    prompts: list[str | list[int]] = field(default_factory=list)
     tasks: set[asyncio.Task] = field(default_factory=set)
     children: dict[str, asyncio.Event] = field(default_factory=dict)
 
@@ -172,6 +180,7 @@ class FakeClient:
             raise ContextLengthExceeded(f"at most {self.max_len} tokens fit", param="prompt")
         self.submitted.append((request_id, params, namespace, priority))
         self.deadlines.append(deadline_s)
+        self.prompts.append(prompt)
         names = [request_id] if params.n == 1 else [f"{request_id}/{i}" for i in range(params.n)]
         requests = [EngineRequest(name, ids, SamplingSpec(), StopSpec(params.max_tokens or limit)) for name in names]
         stream = RequestStream(request_id, requests, FakeAssembler(requests, params), self._abort)
@@ -214,10 +223,10 @@ class FakeClient:
             elif broken is not None and len(tokens) == int(broken[1]):
                 finish = Finish("error", error=ErrorInfo("step_failed", "the step failed"))
             else:
-                token = draw_token(request.prompt_token_ids, seed, len(tokens))
+                token = self.script[len(tokens)] if self.script else draw_token(request.prompt_token_ids, seed, len(tokens))
                 tokens.append(token)
                 self.num_tokens += 1
-                finish = Finish("length") if len(tokens) == request.stop.max_tokens else None
+                finish = Finish("length") if len(tokens) == request.stop.max_tokens else Finish("stop") if tokens == list(self.script) else None
                 logprobs = None if params.logprobs is None else [token_logprobs(token, params.logprobs)]
                 stream.feed(RequestOutput(request.request_id, [token], finish, logprobs=logprobs, **facts))
                 facts = {}

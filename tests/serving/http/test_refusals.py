@@ -51,10 +51,10 @@ async def test_bounds_name_the_field(http, field, value):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", [{}]),
+    ("functions", [{}]), ("thinking_budget", 5),
     ("guided_whitespace_pattern", "a+"), ("stop_regex", "a"), ("audio", {"voice": "x"}),
-    ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("reasoning_effort", "low"), ("lora_path", "x"), ("chat_template", "{{ x }}"), ("documents", [{}]),
-    ("use_beam_search", True), ("return_hidden_states", True), ("truncate_prompt_tokens", 5), ("web_search_options", {"a": 1}), ("parallel_tool_calls", True),
+    ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("require_reasoning", True), ("lora_path", "x"), ("chat_template", "{{ x }}"), ("documents", [{}]),
+    ("use_beam_search", True), ("return_hidden_states", True), ("truncate_prompt_tokens", 5), ("web_search_options", {"a": 1}),
 ])
 async def test_features_of_later_are_refused_by_name(http, field, value):
     answer = await http.post(CHAT, json={"messages": [USER], "max_tokens": 1, field: value})
@@ -95,7 +95,7 @@ async def test_null_and_empty_ask_for_nothing(http):
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content is required"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role is required"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "tool"),
+    (CHAT, {"messages": [{"role": "function", "content": "x", "name": "f"}]}, "the role 'tool'"),
     (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages[1].tool_calls"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "'image_url' is not supported"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]}, "unknown field"),

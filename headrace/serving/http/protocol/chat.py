@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.serving.http.protocol.answers import PromptLogprobsJson, Usage
-from headrace.serving.http.protocol.fields import Count, NumTop, StopFields
+from headrace.serving.http.protocol.fields import Count, NumTop
+from headrace.serving.http.protocol.tools import (
+    MAX_CALLS,
+    AnsweredCall,
+    CallId,
+    CallPiece,
+    CallRecord,
+    ToolFields,
+)
 
 
 class TextPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -16,23 +24,35 @@ class TextPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type
     text: str
 
 
+class RefusalPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """A model's refusal, as other servers send it; here it is text."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self.refusal
+
+
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn. The fields after ``reasoning_content`` may only be null or empty: clients send back the assistant
-    messages they got."""
+    """One turn. ``reasoning`` is another name of ``reasoning_content``. The fields after ``tool_call_id`` may only be
+    null or empty: clients send back the assistant messages they got."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Annotated[list[CallRecord], Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
     function_call: dict[str, Any] | None = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: str | None = None
 
 
-class ChatRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
     """A conversation to continue. ``max_completion_tokens`` and ``max_tokens`` are the same limit; without one, output
     may fill the context. The last message is continued, not answered, with ``continue_final_message``."""
 
@@ -41,7 +61,6 @@ class ChatRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     modalities: list[Literal["text"]] | None = None
-    tool_choice: Literal["none"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -72,11 +91,14 @@ class ChatLogprobs(Struct):
 
 
 class AssistantMessage(Struct):
-    """The answer's text."""
+    """The answer: its text (null beside calls when there is none), its reasoning under both names, its calls."""
 
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -108,6 +130,9 @@ class ChatDelta(Struct):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallPiece] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

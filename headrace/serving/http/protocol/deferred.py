@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-TOOLS = "tool calls are not served yet"
+TOOLS = "use tools and tool_choice, and the role 'tool' for results"
 STRUCTURE = "the server chooses the grammar library and allows blanks where JSON does"
 MEDIA = "only text is served so far"
-REASONING = "reasoning control is not served yet; a template's own switches go into chat_template_kwargs"
+REASONING = "use reasoning_effort, enable_thinking, separate_reasoning, stream_reasoning, include_reasoning or chat_template_kwargs"
+BUDGET = "thinking budgets are not served yet"
 ADAPTERS = "adapters are not served yet"
 INTERNALS = "model internals are not returned"
 PLACEMENT = "requests cannot be placed by hand"
 
 DEFERRED: dict[str, str] = {
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"), TOOLS),
+    **dict.fromkeys(("functions", "function_call"), TOOLS),
     **dict.fromkeys((
         "guided_decoding_backend", "guided_whitespace_pattern",
     ), STRUCTURE),
@@ -19,10 +20,8 @@ DEFERRED: dict[str, str] = {
         "audio", "modalities", "image_data", "video_data", "audio_data", "mm_processor_kwargs", "media_io_kwargs", "mm_hashes",
         "video_config", "use_audio_in_video",
     ), MEDIA),
-    **dict.fromkeys((
-        "reasoning_effort", "reasoning", "thinking", "separate_reasoning", "stream_reasoning", "include_reasoning", "thinking_token_budget",
-        "max_thinking_tokens", "require_reasoning", "verbosity",
-    ), REASONING),
+    **dict.fromkeys(("reasoning", "require_reasoning", "verbosity"), REASONING),
+    **dict.fromkeys(("thinking_budget", "thinking_token_budget", "max_thinking_tokens"), BUDGET),
     **dict.fromkeys(("lora_path", "lora_id", "lora_request"), ADAPTERS),
     **dict.fromkeys((
         "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_entropy", "return_meta_info", "return_sampling_mask",

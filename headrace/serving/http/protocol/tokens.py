@@ -8,10 +8,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.serving.http.protocol.chat import ChatMessage
 from headrace.serving.http.protocol.fields import TokenId
+from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text (``prompt`` or ``text``) or a conversation (``messages``) to turn into token ids."""
+    """Text (``prompt`` or ``text``) or a conversation (``messages``, with its ``tools``) to turn into token ids."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     prompt: str | None = None
@@ -21,6 +22,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -1,0 +1,91 @@
+"""`AnswerPlan`: how the output of one chat request is told apart into reasoning, text and calls, and forced into calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.base.grammar import Grammar
+from headrace.base.sampling import SamplingParams
+from headrace.service.parsing.calls import MAX_CALLS
+from headrace.service.parsing.choice import Formats
+from headrace.service.parsing.forcing import force_calls
+from headrace.service.parsing.message import new_parser
+from headrace.service.parsing.parser import OutputParser
+from headrace.serving.http.context import AppContext
+from headrace.serving.http.protocol.chat import ChatRequest
+from headrace.serving.http.protocol.tools import NamedTool
+from headrace.serving.http.tools import offered_tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerPlan:
+    """``tools`` are those that may be called, ``callable_tools`` those of them that a grammar allows when calls are forced
+    (``is_forced``). ``is_open``: the prompt has begun the reasoning; ``is_closed``: it has ended it."""
+
+    formats: Formats
+    tools: list[dict[str, Any]]
+    callable_tools: list[dict[str, Any]]
+    is_forced: bool
+    is_parallel: bool
+    is_open: bool
+    is_closed: bool
+    separates: bool
+    streams_reasoning: bool
+    tells_reasoning: bool
+
+    @property
+    def parses(self) -> bool:
+        """Whether there is anything to look for in the output."""
+        return bool(self.tools) or self.formats.reasoning is not None
+
+    def parser(self) -> OutputParser:
+        """A parser for one choice."""
+        return new_parser(
+            self.formats, tools=self.tools, is_open=self.is_open, separates=self.separates, max_calls=MAX_CALLS if self.is_parallel else 1,
+        )
+
+    def extend(self, params: SamplingParams) -> SamplingParams:
+        """The sampling parameters with what parsing needs: markers that stay visible, and the grammar of calls."""
+        if not self.parses:
+            return params
+        kept = self.formats.visible_texts(has_tools=bool(self.tools))
+        params = msgspec.structs.replace(params, keep_special_tokens=kept)
+        is_strict = any(tool["function"].get("strict") for tool in self.tools)
+        if not self.is_forced and (not is_strict or params.grammar is not None):
+            return params
+        if params.grammar is not None:
+            raise RequestError("a forced tool call cannot be combined with structured output: both decide what comes", param="tool_choice")
+        assert self.formats.tools is not None
+        if self.formats.tools.writing is None:
+            raise UnsupportedFeature(f"calls in the format {self.formats.tools.name} cannot be forced", param="tool_choice")
+        tag = force_calls(
+            self.callable_tools, self.formats.tools, None if self.is_closed else self.formats.reasoning, is_open=self.is_open,
+            is_parallel=self.is_parallel, is_forced=self.is_forced,
+        )
+        return msgspec.structs.replace(params, grammar=Grammar.structural_tag(tag, param="tools"))
+
+
+def plan_answer(context: AppContext, request: ChatRequest, prompt: str) -> AnswerPlan:
+    """The plan for a request whose prompt has been rendered. Raises typed errors for tools that cannot be served."""
+    tools, formats, choice = offered_tools(request), context.formats(), request.tool_choice
+    if tools and formats.tools is None:
+        raise UnsupportedFeature(
+            "tools cannot be served: it is not known how this model writes tool calls; name the format with --tool-parser", param="tools",
+        )
+    last = request.messages[-1].content
+    continued = None
+    if request.continue_final_message:
+        continued = "".join(part.text for part in last) if isinstance(last, list) else last or ""
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    return AnswerPlan(
+        formats=formats, tools=tools, callable_tools=[t for t in tools if named in (None, t["function"]["name"])],
+        is_forced=named is not None or choice == "required",
+        is_parallel=request.parallel_tool_calls is not False and named is None,
+        is_open=formats.begins_open(prompt, continued=continued), is_closed=formats.is_closed(prompt),
+        separates=request.separate_reasoning is not False, streams_reasoning=request.stream_reasoning is not False,
+        tells_reasoning=request.include_reasoning is not False,
+    )

@@ -1,0 +1,146 @@
+"""Grammars of forced calls: what they let through is what the parser reads as calls of the tools, in every format."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from samples import PAIRS, parser, run, summary
+
+pytest.importorskip("llguidance")
+
+from headrace.base.grammar import Grammar, Vocabulary
+from headrace.execution.structured.llguidance import GuidanceLibrary
+from headrace.service.parsing.forcing import after_reasoning, force_calls, write_call
+from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from headrace.service.parsing.schemas import loosen
+
+WEATHER = {
+    "type": "object", "required": ["city"],
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"], "type": "string"}, "metric": {"type": "boolean"},
+        "where": {"$ref": "#/$defs/place"},
+    },
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}, {"type": "function", "function": {"name": "noop", "parameters": {}}},
+    {"type": "function", "function": {"name": "opt", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}}},
+]
+SPECIAL = ["</s>", "｜DSML｜", *(f"<|{t}|>" for t in ("channel", "message", "end", "start", "constrain", "call"))]
+TOKENS = [bytes([i]) for i in range(256)] + [t.encode() for t in SPECIAL]
+EOS = 256
+
+
+def encode(text: str) -> list[int]:
+    ids = []
+    while text:
+        special = next((i for i, t in enumerate(SPECIAL) if text.startswith(t)), None)
+        ids += list(text[0].encode()) if special is None else [256 + special]
+        text = text[1 if special is None else len(SPECIAL[special]) :]
+    return ids
+
+
+@functools.cache
+def library() -> GuidanceLibrary:
+    return GuidanceLibrary(Vocabulary(TOKENS, frozenset(range(256, len(TOKENS)))), len(TOKENS), [EOS])
+
+
+def allows(tag: dict, text: str) -> bool:
+    """Whether the grammar derives the text as a whole."""
+    matcher = library().compile(Grammar.structural_tag(tag)).start()
+    matcher.accept(encode(text))
+    if matcher.error:
+        return False
+    mask = np.zeros((1, -(-len(TOKENS) // 32)), dtype=np.int32)
+    library().fill([matcher], mask)
+    return bool(mask[0, EOS // 32] >> (EOS % 32) & 1)
+
+
+def written(name: str, *calls: tuple[str, dict]) -> str:
+    writing = TOOL_FORMATS.load(name).writing
+    texts = [write_call(writing, n, a, lambda v: json.dumps(v, ensure_ascii=False)).replace("$index", "0") for n, a in calls]
+    return writing.begin + (writing.between or "").join(texts) + writing.end
+
+
+RIGHT = {"city": "Pa<ris> [\"\\ 日", "days": -3, "unit": "F", "metric": True, "where": {"x": 1.5}}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_forced_calls_are_what_the_parser_reads(name):
+    tag = force_calls(TOOLS, TOOL_FORMATS.load(name))
+    for calls in ([("noop", {})], [("get_weather", RIGHT)], [("get_weather", {"city": "x", "metric": False})], [("opt", {})], [("opt", {"b": None})], [("opt", {"a": 1, "b": None})]):
+        text = written(name, *calls)
+        assert allows(tag, text), text
+        _, content, found = summary(run(parser(name), [text]))
+        assert content == "" and [(n, json.loads(a), c) for n, a, c in found] == [(*c, True) for c in calls]
+    wrong = [
+        [("evil", {})], [("get_weather", {})], [("get_weather", {"city": "x", "unit": "K"})], [("get_weather", {"city": "x", "days": "a\nb"})],
+        [("get_weather", {"city": "x", "where": {"y": 1}})], [("get_weather", {"city": "x", "other": 1})], [("opt", {"a": 1.5})],
+    ]
+    for calls in wrong:
+        assert not allows(tag, written(name, *calls)), calls
+    for text in ("", "Hello", written(name, ("noop", {})) + " and more", written(name, ("noop", {}))[:-1]):
+        assert not allows(tag, text)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_several_calls(name):
+    several = written(name, ("get_weather", {"city": "x"}), ("noop", {}), ("noop", {}))
+    can_repeat = TOOL_FORMATS.load(name).writing.between is not None
+    assert allows(force_calls(TOOLS, TOOL_FORMATS.load(name)), several) is can_repeat
+    assert not allows(force_calls(TOOLS, TOOL_FORMATS.load(name), is_parallel=False), several)
+    if can_repeat:
+        assert len(summary(run(parser(name), [several]))[2]) == 3
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_calls_after_reasoning(name):
+    reasoning = REASONING_FORMATS.load(PAIRS[name])
+    start, end = reasoning.writing or (reasoning.starts[0], reasoning.ends[0])
+    call = written(name, ("noop", {}))
+    tag = force_calls(TOOLS, TOOL_FORMATS.load(name), reasoning)
+    open_tag = force_calls(TOOLS, TOOL_FORMATS.load(name), reasoning, is_open=True)
+    space = "" if reasoning.channels or call.startswith("\n") else "\n\n"
+    thought = f"Hm, {{\n1 < 2}}\n{end}{space}{call}"
+    assert allows(tag, call) and allows(tag, start + thought) and allows(open_tag, thought)
+    assert not allows(open_tag, "Hm") and not allows(tag, start + thought + "x") and not allows(tag, f"{start}Hm{end}Hello")
+    found = summary(run(parser(name, PAIRS[name]), [start + thought]))
+    assert found[0].startswith("Hm") and (found[1], [n for n, _, _ in found[2]]) == ("", ["noop"])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_strict_calls_where_text_may_stand(name):
+    strict = [{"type": "function", "function": {**t["function"], "strict": True}} for t in TOOLS[:2]]
+    strict[0]["function"]["parameters"] = {**WEATHER, "additionalProperties": False}
+    tag = force_calls(strict, TOOL_FORMATS.load(name), is_forced=False)
+    answer = TOOL_FORMATS.load(name).writing.answer
+    assert allows(tag, answer + "Hello < {there} [you].\n") and allows(tag, written(name, ("get_weather", {"city": "x"})))
+    assert not allows(tag, written(name, ("evil", {}))) and not allows(tag, written(name, ("get_weather", {"city": "x", "other": 1})))
+    if name not in ("llama3_json", "pythonic", "gemma", "gpt_oss"):
+        assert allows(tag, "So:\n" + written(name, ("noop", {}))) and not allows(tag, "So:\n" + written(name, ("evil", {})))
+
+
+def test_a_format_after_reasoning():
+    body = {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}}
+    tag = {"type": "structural_tag", "format": after_reasoning(body, REASONING_FORMATS.load("qwen3"), is_open=False)}
+    for text in ('{"a": 1}', '<think>\nx{</think>\n\n{"a": 1}', '<think></think>{"a": 1}'):
+        assert allows(tag, text)
+    for text in ("<think>x</think>", "<think>x", "x", '<think>x</think>{"a": "b"}'):
+        assert not allows(tag, text)
+
+
+def test_schemas_that_need_not_be_exact_lose_what_cannot_be_enforced():
+    schema = {
+        "type": "object", "title": "T", "properties": {"a": {"oneOf": [{"type": "string", "pattern": "(?=x)"}, {"not": {}}]}, "b": {"$ref": "http://x"}, "c": True},
+        "uniqueItems": True, "if": {}, "required": ["a"], "$defs": {"d": {"format": "date"}},
+    }
+    assert loosen(schema) == {
+        "type": "object", "required": ["a"], "properties": {"a": {"anyOf": [{"type": "string"}, {}]}, "b": {}, "c": {}}, "$defs": {"d": {}}, "additionalProperties": False,
+    }
+    deep: dict = {}
+    for _ in range(500):
+        deep = {"type": "array", "items": deep}
+    loosen(deep)
