@@ -26,6 +26,9 @@ class Family:
     ``gguf_architectures`` are values of ``general.architecture`` it serves; ``gguf_config(metadata)`` makes the
     config.json dict from GGUF metadata; ``gguf_weights`` is ``"module:function"`` ``(spec) -> GgufNaming``, or None for
     the naming shared by decoders.
+
+    ``chat_encoder`` is ``"module:Class"`` for a family whose chat format is code: built with the model's folder, it renders
+    as ``service.tokenization.chat_template.ChatTemplates`` does. Torch-free; used when the model brings no template.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Family:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     generates: bool = True
+    chat_encoder: str | None = None
     plugin_api: int = PLUGIN_API
 
 

@@ -31,4 +31,7 @@ FAMILY = Family(
     read_config=read_config,
     cache_specs=cache_specs,
     model="headrace.models.deepseek_v4.model:DeepseekV4Model",
+    tool_parser="deepseek_v4",
+    reasoning_parser="deepseek_v4",
+    chat_encoder="headrace.models.deepseek_v4.encoding:ChatEncoder",
 )

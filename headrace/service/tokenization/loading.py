@@ -15,7 +15,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from headrace.base.config import ModelConfig
-from headrace.base.errors import ConfigError, HeadraceError, ModelError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError, PluginError, UnknownArchitecture
+from headrace.base.registry import load_target
+from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.gguf_file import read_gguf_metadata
 from headrace.service.tokenization.gguf_vocabulary import adds_bos, build_gguf
@@ -42,7 +44,19 @@ def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_te
     facts = replace(facts, eos_ids=tuple(i for i in dict.fromkeys(ends) if 0 <= i < size))
     if chat_template is not None:
         facts = replace(facts, chat_templates={"default": _read_template(chat_template)})
-    return Tokenizer(backend, facts)
+    return Tokenizer(backend, facts, None if facts.chat_templates else _find_encoder(source))
+
+
+def _find_encoder(source: ModelSource) -> Any:
+    """What renders messages for a family whose chat format is code; None for all others. A family that cannot be loaded is
+    told by the engine."""
+    if not source.config.get("architectures"):
+        return None
+    try:
+        family = find_family(source.architecture)
+    except (PluginError, UnknownArchitecture):
+        return None
+    return load_target(family.chat_encoder)(source.folder) if family.chat_encoder else None
 
 
 def _load_source(source: ModelSource) -> tuple[Backend, TokenizerFacts]:

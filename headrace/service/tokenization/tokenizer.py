@@ -29,9 +29,10 @@ class TokenizerFacts:
 
 
 class Tokenizer:
-    """Text to ids and back for one model. Safe to use from several threads."""
+    """Text to ids and back for one model. Safe to use from several threads. ``chat`` renders messages where the model's
+    format is code instead of a template."""
 
-    def __init__(self, backend: Backend, facts: TokenizerFacts):
+    def __init__(self, backend: Backend, facts: TokenizerFacts, chat: ChatTemplates | None = None):
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -42,11 +43,11 @@ class Tokenizer:
         eos_id = self._id_of("eos_token")
         self.eos_ids = tuple(dict.fromkeys(i for i in (eos_id, *facts.eos_ids) if i is not None and i >= 0))
         self._before, self._after = self._surroundings(eos_id)
-        self._chat = ChatTemplates(facts.chat_templates, facts.names)
+        self._chat = chat or ChatTemplates(facts.chat_templates, facts.names)
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._facts.chat_templates)
+        return bool(self._chat.texts)
 
     @property
     def chat_templates(self) -> list[str]:
