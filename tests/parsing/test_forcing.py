@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.llguidance import GuidanceLibrary
-from headrace.service.parsing.forcing import after_reasoning, force_calls, write_call
+from headrace.service.parsing.forcing import after_reasoning, delay_grammar, force_calls, write_call
 from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from headrace.service.parsing.schemas import loosen
 
@@ -130,6 +130,20 @@ def test_a_format_after_reasoning():
         assert allows(tag, text)
     for text in ("<think>x</think>", "<think>x", "x", '<think>x</think>{"a": "b"}'):
         assert not allows(tag, text)
+
+
+@pytest.mark.parametrize("grammar, right, wrong", [
+    (Grammar.json_object(), '{"a": [1]}', "[1]"), (Grammar.json_schema({"type": "integer"}), "12", '"x"'), (Grammar.regex("a+"), "aa", "ab"), (Grammar.choice(["yes", "no"]), "no", "nope"),
+    (Grammar.structural_tag({"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}), "x", "y"),
+], ids=lambda v: getattr(v, "kind", ""))
+def test_structured_output_begins_after_the_reasoning(grammar, right, wrong):
+    reasoning = REASONING_FORMATS.load("qwen3")
+    for is_open, start in ((True, ""), (False, "<think>")):
+        delayed = json.loads(delay_grammar(grammar, reasoning, is_open=is_open).text)
+        assert allows(delayed, f"{start}Hm, maybe.\n</think>\n\n{right}") and not allows(delayed, f"{start}Hm.</think>{wrong}")
+        assert allows(delayed, right) is not is_open
+    assert delay_grammar(grammar, None, is_open=False) == grammar
+    assert delay_grammar(Grammar.ebnf('start: "a"'), reasoning, is_open=True) == Grammar.ebnf('start: "a"')
 
 
 def test_schemas_that_need_not_be_exact_lose_what_cannot_be_enforced():

@@ -5,10 +5,12 @@ Made from a format's `Writing` and the tools' schemas. Refuses: compiling and en
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from headrace.base.grammar import Grammar
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, Writing
 from headrace.service.parsing.schemas import STRING, ToolSchemas, loosen
 
@@ -51,6 +53,30 @@ def after_reasoning(body: Node, reasoning: ReasoningFormat | None, *, is_open: b
     tags = [{"type": "tag", "begin": start, "content": ANY_TEXT, "end": [mark for mark, _ in marks]} for start in ([""] if is_open else starts)]
     thought = _sequence([_either(tags), _text(marks[0][1]), *([_optional(_either([_text("\n\n"), _text("\n")]))] if has_space and not reasoning.channels else [])])
     return _sequence([thought if is_open else _optional(thought), body])
+
+
+def delay_grammar(grammar: Grammar, reasoning: ReasoningFormat | None, *, is_open: bool) -> Grammar:
+    """The grammar for what follows the reasoning. Grammars in EBNF stay as they are and bind the reasoning, too."""
+    if reasoning is None:
+        return grammar
+    body = _as_node(grammar)
+    if body is None:
+        return grammar
+    return Grammar.structural_tag({"type": "structural_tag", "format": after_reasoning(body, reasoning, is_open=is_open)})
+
+
+def _as_node(grammar: Grammar) -> Node | None:
+    """A grammar as a format of structural tags, if it can be one."""
+    if grammar.kind == "regex":
+        return {"type": "regex", "pattern": grammar.text}
+    if grammar.kind == "json_object":
+        return _json(ANY_OBJECT)
+    value = json.loads(grammar.text) if grammar.kind in ("json_schema", "choice", "structural_tag") else None
+    if grammar.kind == "choice":
+        return _either([_text(choice) for choice in value])
+    if grammar.kind == "json_schema" and value is not False:
+        return _json(value)
+    return value.get("format") if isinstance(value, dict) else None
 
 
 def _allow_text(writer: _CallWriter, writing: Writing, can_repeat: bool) -> Node:

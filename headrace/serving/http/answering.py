@@ -12,7 +12,7 @@ from headrace.base.grammar import Grammar
 from headrace.base.sampling import SamplingParams
 from headrace.service.parsing.calls import MAX_CALLS
 from headrace.service.parsing.choice import Formats
-from headrace.service.parsing.forcing import force_calls
+from headrace.service.parsing.forcing import delay_grammar, force_calls
 from headrace.service.parsing.message import new_parser
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.context import AppContext
@@ -54,8 +54,11 @@ class AnswerPlan:
             return params
         kept = self.formats.visible_texts(has_tools=bool(self.tools))
         params = msgspec.structs.replace(params, keep_special_tokens=kept)
+        reasoning = None if self.is_closed else self.formats.reasoning
         is_strict = any(tool["function"].get("strict") for tool in self.tools)
-        if not self.is_forced and (not is_strict or params.grammar is not None):
+        if not self.is_forced and params.grammar is not None:
+            return msgspec.structs.replace(params, grammar=delay_grammar(params.grammar, reasoning, is_open=self.is_open))
+        if not self.is_forced and not is_strict:
             return params
         if params.grammar is not None:
             raise RequestError("a forced tool call cannot be combined with structured output: both decide what comes", param="tool_choice")
@@ -63,8 +66,7 @@ class AnswerPlan:
         if self.formats.tools.writing is None:
             raise UnsupportedFeature(f"calls in the format {self.formats.tools.name} cannot be forced", param="tool_choice")
         tag = force_calls(
-            self.callable_tools, self.formats.tools, None if self.is_closed else self.formats.reasoning, is_open=self.is_open,
-            is_parallel=self.is_parallel, is_forced=self.is_forced,
+            self.callable_tools, self.formats.tools, reasoning, is_open=self.is_open, is_parallel=self.is_parallel, is_forced=self.is_forced,
         )
         return msgspec.structs.replace(params, grammar=Grammar.structural_tag(tag, param="tools"))
 

@@ -175,6 +175,10 @@ async def test_forced_calls_are_a_grammar(server, client):
     strict = {"type": "function", "function": {**NOOP["function"], "strict": True}}
     _, tag = await grammar(tools=[TOOL, strict])
     assert '"triggers": ["<tool_call>' in tag
+    kind, tag = await grammar(response_format={"type": "json_object"})
+    assert kind == "structural_tag" and "</think>" in tag
+    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert (await server.post(CHAT, json=body)).json()["error"]["param"] == "tool_choice"
     client.tokenizer.ending = "<think>\n\n</think>\n\n"
     _, tag = await grammar(tool_choice="required")
     assert "</think>" not in tag
