@@ -22,6 +22,7 @@ from headrace.layers.build import Build
 from headrace.models.catalog import find_family
 from headrace.models.family import Family
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
+from headrace.models.reading import naming
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights import draw_dummy_weights, open_weights
 from headrace.models.weights.dummy import DEFAULT_STD
@@ -61,7 +62,8 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     source = resolve_source(config.model)
     family = find_family(source.architecture)
     task = read_task(source, family, config.model.task)
-    spec, pooling = family.read_config(config_for(source, task)), plan_pooling(source, family, task)
+    with naming(f"the configuration of {source.path}"):
+        spec, pooling = family.read_config(config_for(source, task)), plan_pooling(source, family, task)
     dtype = resolve_dtype(config.model.dtype, source.config, device)
     kv_dtype = dtype if config.cache.kv_dtype == "auto" else getattr(torch, config.cache.kv_dtype)
     specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))

@@ -50,6 +50,8 @@ def read_shared(metadata: dict[str, Any], architecture: str, *, keys: dict[str, 
     for key, field in SPECIAL_TOKENS.items():
         if metadata.get(f"tokenizer.ggml.{key}") is not None:
             config[field] = metadata[f"tokenizer.ggml.{key}"]
+    if "head_dim" not in config and isinstance(config.get("hidden_size"), int) and config.get("num_attention_heads"):
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]  # whatever a family's own default
     _read_rope(metadata, prefix, config)
     return config
 
@@ -65,8 +67,6 @@ def _single(key: str, value: Any) -> Any:
 
 def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) -> None:
     rotary_dim, head_dim = metadata.get(f"{prefix}.rope.dimension_count"), config.get("head_dim")
-    if head_dim is None and "hidden_size" in config and "num_attention_heads" in config:
-        head_dim = config["hidden_size"] // config["num_attention_heads"]
     if rotary_dim and head_dim and rotary_dim < head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     scaling = {

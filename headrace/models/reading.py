@@ -5,10 +5,12 @@ Refuses: what is special to one family. Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, HeadraceError
 from headrace.layers.decoder.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -28,6 +30,17 @@ ROPE_KINDS = {"default": "default", "linear": "linear", "dynamic": "dynamic", "l
 
 CLASSIFIERS, BARE = ("ForSequenceClassification",), "Model"
 """Endings of architectures with a classifier instead of the vocabulary's head, and of those with neither."""
+
+
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """What a value of a wrong kind raises somewhere inside becomes a `ConfigError` that names the file."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{place} holds a value that its model family cannot read: {type(error).__name__}: {error}") from error
 
 
 class Fields:

@@ -148,6 +148,11 @@ def test_threads_follow_option_then_environment(monkeypatch: pytest.MonkeyPatch)
         torch.set_num_threads(before)
 
 
+def test_values_that_break_a_family_are_blamed_on_the_file(folder: Path):
+    with pytest.raises(ConfigError, match=str(folder)):
+        build_executor(config_of(folder, config_overrides=json.dumps({"hidden_act": ["silu"]})))
+
+
 @pytest.mark.parametrize("eos", ["x", [1, "x"], 1.5])
 def test_end_of_text_ids_are_ids(folder: Path, eos: object):
     with pytest.raises(ConfigError, match="eos_token_id"):

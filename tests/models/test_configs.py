@@ -54,6 +54,16 @@ def test_gguf_metadata_reads_like_config_json(name: str):
     assert family.read_config(config) == family.read_config({**WIDE, "architectures": [architecture], **options})
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "glm4", "gemma3"])
+def test_without_a_key_length_heads_share_the_width(name: str):
+    """That is the format's rule, whatever a config.json of the family would mean by leaving it out."""
+    stated = {key: value for key, value in metadata(name, **{"rope.dimension_count": 16, "attention.sliding_window": 16}).items() if "_length" not in key or "context" in key}
+    stated |= {f"{name}.embedding_length": 64, f"{name}.feed_forward_length": 96}
+    family = find_gguf_family(name)
+    spec = family.read_config(family.gguf_config(stated))
+    assert spec.attention.head_dim == 16
+
+
 def test_rotary_divisors_of_a_gguf_file_are_taken_from_the_metadata():
     divisors = np.linspace(1, 9, 16, dtype=np.float32)
     family = find_gguf_family("llama")

@@ -404,3 +404,17 @@ def test_a_download_takes_only_what_is_needed(hub, monkeypatch):
     files[:] = ["a.Q4.gguf", "a.Q8.gguf"]
     with pytest.raises(ModelError, match=r"name one of the GGUF files.*acme/ggufs/a\.Q4\.gguf"):
         resolve("acme/ggufs")
+
+
+def test_metadata_that_no_family_can_read_is_blamed_on_the_file(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_embedding_length(8)
+    writer.add_string("llama.attention.head_count", "two")
+    writer.add_tensor("token_embd.weight", np.ones((3, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=str(path)):
+        resolve(path)
