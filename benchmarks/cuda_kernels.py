@@ -95,6 +95,7 @@ class Item:
 
 def time_calls(calls: list[Call], seconds: float = 0.02) -> float:
     """Seconds a call, median of graph replays; each replay runs all calls at least once and 16 calls in all."""
+    torch.cuda.synchronize()  # the buffers were drawn on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:

@@ -114,8 +114,8 @@ class CudnnAttention:
     def _find_exact(self, inputs: AttentionInputs) -> _Exact | None:
         queries, keys = inputs.query_lens_cpu[-1], inputs.kv_lens_cpu[-1]
         is_round = queries % EXACT_STEP == 0 and keys % EXACT_STEP == 0 and keys % self._geometry.page_size == 0
-        if inputs.num_requests - inputs.num_decodes != 1 or not is_round:
-            return None
+        if self._geometry.window or inputs.num_requests - inputs.num_decodes != 1 or not is_round:
+            return None  # with a window, an exact graph would also read the pages before it, which are others' by now
         return _Exact(queries, keys, inputs.page_table[-1, : keys // self._geometry.page_size])
 
     def _pad_chunks(self, inputs: AttentionInputs) -> _Chunks:
