@@ -22,7 +22,7 @@ With ``"type": "triggered_tags", "triggers": ["<tool_call>"]`` text may stand ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,7 @@ def _json_text(value: Any, param: str) -> str:
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer as grammars see it. ``tokens[i]`` are the bytes that token i adds to the text (empty for none);
-    ``special_ids`` are control tokens, which no text spells; ``encode`` gives the usual token ids of a text."""
+    ``special_ids`` are control tokens, which no text spells."""
 
     tokens: list[bytes]
     special_ids: frozenset[int]
-    encode: Callable[[str], list[int]]

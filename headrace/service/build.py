@@ -24,7 +24,7 @@ def read_vocabulary(config: ModelConfig) -> Vocabulary:
     if tokenizer is None:
         raise ConfigError("the model is served without one", param="skip_tokenizer")
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-    return Vocabulary(tokens, tokenizer.bytes_table.special_ids, partial(tokenizer.encode, add_special_tokens=False))
+    return Vocabulary(tokens, tokenizer.bytes_table.special_ids)
 
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> Engine:

@@ -48,7 +48,7 @@ class GrammarGate:
             del self._waiting[request_id]
             if error is None:
                 self._scheduler.release(request_id)
-            elif (output := self._scheduler.refuse(request_id, _describe(error))) is not None:
+            elif (output := self._scheduler.refuse(request_id, describe_failure(error))) is not None:
                 outputs.append(output)
         return outputs
 
@@ -57,6 +57,6 @@ class GrammarGate:
         wait([compiled for compiled, _ in self._waiting.values()], IDLE_WAIT_S, FIRST_COMPLETED)
 
 
-def _describe(error: BaseException) -> HeadraceError:
+def describe_failure(error: BaseException) -> HeadraceError:
     """What users are told. Whatever a grammar library raises was caused by the grammar."""
     return error if isinstance(error, HeadraceError) else RequestError(f"the grammar cannot be compiled: {type(error).__name__}: {error}"[:500], param="grammar")

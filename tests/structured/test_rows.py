@@ -1,0 +1,206 @@
+"""Masks by row: what the device must know before the host knows the token before, replay, held tokens, broken grammars."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.base.errors import ConfigError, RequestError, UnsupportedFeature
+from headrace.base.grammar import Grammar, Vocabulary
+from headrace.base.sampling import LogitRules, SamplingSpec
+from headrace.base.step import RowStart
+from headrace.execution.rows import Rows, RowTokens
+from headrace.execution.sampling import RowMasks, SampleBatch
+from headrace.execution.structured.rows import GrammarRows
+from headrace.execution.structured.store import GrammarStore
+
+torch = pytest.importorskip("torch")
+
+VOCAB_SIZE, EOS = 40, 39
+
+
+class CountMatcher:
+    """Allows the one token that is the number of tokens so far; after ``end`` of them end-of-text alone."""
+
+    def __init__(self, end: int):
+        self.end, self.seen, self.error = end, [], None
+
+    def accept(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            if token not in self.allowed():
+                self.error = f"{token} is not allowed"
+                return
+            self.seen.append(token)
+
+    def allowed(self) -> set[int]:
+        return {EOS} if len(self.seen) >= self.end else {len(self.seen), *({EOS} if len(self.seen) >= self.end - 1 else ())}
+
+
+class CountGrammar:
+    def __init__(self, library: CountLibrary, end: int):
+        self.library, self.end = library, end
+
+    def start(self) -> CountMatcher:
+        return CountMatcher(self.end)
+
+
+class CountLibrary:
+    """The text of a grammar is the number of tokens; compiles when ``gate`` is open."""
+
+    def __init__(self, *_: Any):
+        self.gate, self.compiled = Event(), []
+        self.gate.set()
+
+    def compile(self, grammar: Grammar) -> CountGrammar:
+        self.gate.wait(10)
+        self.compiled.append(grammar.text)
+        if grammar.text == "bad":
+            raise RequestError("a bad grammar", param="regex")
+        return CountGrammar(self, int(grammar.text))
+
+    def fill(self, matchers: list[CountMatcher], masks: np.ndarray) -> None:
+        masks[:] = 0
+        for mask, matcher in zip(masks, matchers, strict=True):
+            for token in matcher.allowed():
+                mask[token // 32] |= np.int32(1 << token % 32) if token % 32 < 31 else np.int32(-(2**31))
+
+
+class Step:
+    """A launched step whose ids are known when ``is_done``."""
+
+    def __init__(self, ids: list[int], *, is_done: bool = True):
+        self.ids, self.is_done, self.num_reads = ids, is_done, 0
+
+    def read_ids(self) -> list[int]:
+        self.num_reads += 1
+        return self.ids
+
+
+def store_of(library: CountLibrary, **options: Any) -> GrammarStore:
+    return GrammarStore(lambda: Vocabulary([], frozenset()), VOCAB_SIZE, [EOS], choose=lambda _: ("count", lambda *_: library), **options)
+
+
+class Bench:
+    """Rows and their grammars, as the runner drives them."""
+
+    def __init__(self) -> None:
+        self.rows = Rows(8, torch.device("cpu"))
+        self.grammars = GrammarRows(store_of(CountLibrary()), VOCAB_SIZE)
+
+    def start(self, row: int, end: int | None, *, output: tuple[int, ...] = (), rules: LogitRules | None = None) -> RowTokens:
+        grammar = None if end is None else Grammar("regex", str(end))
+        known = self.rows.start(RowStart(row, f"r{row}", [1, 2, *output], 2, SamplingSpec(grammar=grammar, rules=rules)))
+        if grammar is not None:
+            self.grammars.start(row, known)
+        return known
+
+    def batch(self, *rows: int) -> SampleBatch:
+        return SampleBatch.of(np.array(rows), np.full(len(rows), 2), self.rows)
+
+    def step(self, ids: dict[int, int], *, is_done: bool = True) -> tuple[dict[int, set[int]], dict[int, str | None], Step]:
+        """One step of the rows of ``ids``, which then draw those: the tokens each was allowed, errors, the step."""
+        batch = self.batch(*ids)
+        filling = self.grammars.begin(batch)
+        assert filling is not None
+        masks = filling.result()
+        step = Step(list(ids.values()), is_done=is_done)
+        filling.follow(step)
+        return read_masks(masks, list(ids)), masks.errors, step
+
+
+def read_masks(masks: RowMasks, rows: list[int]) -> dict[int, set[int]]:
+    bits = np.unpackbits(masks.masks.astype("<i4").view(np.uint8), bitorder="little", axis=-1)[:, :VOCAB_SIZE]
+    return {rows[place]: set(map(int, np.flatnonzero(row))) for place, row in zip(masks.places, bits, strict=True)}
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_masks_follow_the_tokens_whenever_they_become_known(is_done: bool):
+    bench = Bench()
+    bench.start(0, 3), bench.start(5, 2)
+    bench.start(2, None)
+    assert bench.grammars.begin(bench.batch(2)) is None
+    allowed, _, first = bench.step({2: 9, 5: 0, 0: 0}, is_done=is_done)
+    assert allowed == {5: {0}, 0: {0}}
+    allowed, _, second = bench.step({0: 1, 2: 9, 5: 1}, is_done=is_done)
+    assert allowed == {0: {1}, 5: {1, EOS}} and first.num_reads == 1 and second.num_reads == 0
+    assert bench.step({5: EOS, 0: 2})[0] == {5: {EOS}, 0: {2, EOS}}
+
+
+def test_a_step_beyond_the_end_is_free():
+    bench = Bench()
+    bench.start(0, 1)
+    bench.step({0: EOS}, is_done=False)
+    allowed, errors, _ = bench.step({0: 7})
+    assert allowed == {0: set(range(VOCAB_SIZE))} and errors == {}
+    assert bench.step({0: 7})[1] == {}
+
+
+def test_a_token_that_was_not_allowed_ends_the_row():
+    bench = Bench()
+    bench.start(0, 5), bench.start(1, 5)
+    bench.step({0: 30, 1: 0})
+    allowed, errors, _ = bench.step({0: 1, 1: 1})
+    assert allowed == {0: set(), 1: {1}} and errors == {0: "30 is not allowed"}
+
+
+def test_rows_resume_after_a_retraction_and_are_not_confused_with_their_successors():
+    bench = Bench()
+    bench.start(0, 4)
+    bench.step({0: 0}, is_done=False)
+    bench.grammars.release(0)
+    bench.start(0, 4, output=(0, 1))
+    assert bench.step({0: 2})[0] == {0: {2}}, "what the step before drew for the row's former request is not its token"
+    bench.grammars.reset()
+    bench.start(0, 4)
+    assert bench.step({0: 0})[0] == {0: {0}}
+
+
+def test_ends_are_held_back_while_there_is_something_else():
+    bench = Bench()
+    bench.start(0, 1, rules=LogitRules(min_tokens=3, held_ids=[EOS]))
+    assert bench.step({0: 0})[0] == {0: {0}}, "the end is allowed, and held back"
+    assert bench.step({0: EOS})[0] == {0: {EOS}}, "nothing else is allowed"
+    bench.start(1, 2, rules=LogitRules(min_tokens=1, held_ids=[EOS]))
+    assert [bench.step({1: t})[0][1] for t in (0, 1)] == [{0}, {1, EOS}]
+
+
+def test_the_store_compiles_each_grammar_once_and_forgets_the_oldest():
+    library = CountLibrary()
+    store = store_of(library, max_kept=2)
+    first = store.prepare(Grammar("regex", "1"))
+    assert store.prepare(Grammar("regex", "1")) is first and first.result(10).end == 1
+    for text in ("2", "3", "4"):
+        store.prepare(Grammar("regex", text)).result(10)
+    again = store.prepare(Grammar("regex", "1"))
+    assert again is not first and again.result(10).end == 1
+    assert store.find(Grammar("regex", "4")).end == 4 and library.compiled == ["1", "2", "3", "4", "1"]
+    with pytest.raises(RequestError, match="bad grammar"):
+        store.prepare(Grammar("regex", "bad")).result(10)
+    store.close()
+
+
+def test_what_is_being_compiled_is_not_forgotten():
+    library = CountLibrary()
+    library.gate.clear()
+    store = store_of(library, max_kept=1)
+    futures: list[Future[Any]] = [store.prepare(Grammar("regex", str(i))) for i in range(4)]
+    assert store.prepare(Grammar("regex", "0")) is futures[0] and not any(f.done() for f in futures)
+    library.gate.set()
+    assert [f.result(10).end for f in futures] == [0, 1, 2, 3]
+    store.close()
+
+
+def test_models_that_cannot_be_constrained_say_why():
+    no_end = GrammarStore(lambda: Vocabulary([], frozenset()), VOCAB_SIZE, [], choose=lambda _: ("count", CountLibrary))
+    with pytest.raises(UnsupportedFeature, match="end-of-text"):
+        no_end.prepare(Grammar.json_object()).result(10)
+
+    def no_tokenizer() -> Vocabulary:
+        raise ConfigError("no tokenizer.json")
+
+    with pytest.raises(UnsupportedFeature, match=r"no tokenizer\.json"):
+        GrammarStore(no_tokenizer, VOCAB_SIZE, [EOS], choose=lambda _: ("count", CountLibrary)).prepare(Grammar.json_object()).result(10)
