@@ -11,19 +11,21 @@ import gc
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from headrace.base import env
 from headrace.base.config import EngineConfig
-from headrace.base.errors import ConfigError, HeadraceError, ModelError, RequestError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError, PluginError, RequestError
 from headrace.base.messages import (
     Abort,
     Call,
@@ -126,8 +128,9 @@ def produce_token(engine: Engine) -> None:
     engine.reset_prefix_cache()
 
 
-def die_with_parent(pipe: int, parent: int) -> None:
-    """Watch the pipe to the parent from a thread and end the process at once when the parent is gone."""
+def die_with_parent(pipe: int, parent: int, folder: Path) -> None:
+    """Watch the pipe to the parent from a thread; when the parent is gone, remove the ``folder`` of its sockets, which it
+    could not, and end the process at once."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -135,6 +138,7 @@ def die_with_parent(pipe: int, parent: int) -> None:
             if readable and not os.read(pipe, 1024):
                 break
         logger.warning("the parent process is gone; the engine ends")
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -178,13 +182,15 @@ def main(argv: list[str] | None = None) -> int:
     gc.disable()  # while importing, which makes many objects and hardly any garbage
     builder = ThreadPoolExecutor(1, "engine-import").submit(load_target, arguments.builder)  # takes seconds; the launch comes meanwhile
     launch = _read_launch()
-    die_with_parent(sys.stdin.fileno(), parent)
+    die_with_parent(sys.stdin.fileno(), parent, launch.folder)
     channel = EngineChannel(launch)
     try:
         _start(launch, builder, channel).run()
     except Exception as error:  # process main: tell the client why, then end
-        is_plain = isinstance(error, HeadraceError) and error.__cause__ is None
-        logger.error("the engine ends: %s", error, exc_info=not is_plain)
+        if isinstance(error, HeadraceError) and not isinstance(error, PluginError):  # the client tells it to the user
+            logger.debug("the engine ends: %s", error, exc_info=error)
+        else:
+            logger.error("the engine ends: %s", error, exc_info=error)
         channel.send(Fatal(ErrorInfo.of(error)))
         return 1
     finally:

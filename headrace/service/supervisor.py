@@ -162,7 +162,8 @@ class Supervisor:
             code = await self._live(life)
             pause = self._plan_restart()
             error = self._last_words or EngineUnavailable(f"the engine process ended with exit code {code}", retry_after=5.0)
-            logger.error("the engine process ended (exit code %s); %s", code, "no restart" if pause is None else f"restart in {pause:.1f} s")
+            if self._was_ready:  # else the caller of `wait_ready` hears it
+                logger.error("the engine process ended (exit code %s): %s; %s", code, error, "no restart" if pause is None else f"restart in {pause:.1f} s")
             self._listener.on_exit(error, is_final=pause is None)
             if pause is None:
                 return

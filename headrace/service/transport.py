@@ -18,6 +18,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.base.messages import FromEngine, ToEngine, decode_from_engine, decode_to_engine, encode
 
+IPC = "ipc://"
 LENGTH = struct.Struct("<I")
 MAX_LAUNCH_BYTES = 1 << 20
 MAX_ADDRESS = 100
@@ -33,6 +34,11 @@ class Launch(msgspec.Struct, frozen=True):
     config: EngineConfig
     requests_address: str
     outputs_address: str
+
+    @property
+    def folder(self) -> Path:
+        """The private folder of the sockets."""
+        return Path(self.requests_address.removeprefix(IPC)).parent
 
     def write(self, pipe: BinaryIO) -> None:
         """Send to the new process: four bytes of length, then msgpack."""
@@ -91,8 +97,8 @@ class ClientChannel:
     """The client's end, one per life of the engine process, so that no message outlives it. Belongs to one event loop."""
 
     def __init__(self, folder: Path, life: int):
-        self.requests_address = f"ipc://{folder}/{life}-requests"
-        self.outputs_address = f"ipc://{folder}/{life}-outputs"
+        self.requests_address = f"{IPC}{folder}/{life}-requests"
+        self.outputs_address = f"{IPC}{folder}/{life}-outputs"
         if len(self.requests_address) > MAX_ADDRESS:
             raise ConfigError(f"the temporary folder's path is too long for a socket: {folder}; set TMPDIR to a shorter one")
         self._context = zmq.Context()

@@ -122,12 +122,12 @@ def test_json_files_and_lists(tmp_path: Path):
     ("serve", ["--xyzzy"], "--help lists"),
     ("serve", ["--port", "http"], "--port takes a whole number"),
     ("serve", ["--port", "99999"], "from 0 to 65535"),
-    ("serve", ["--port"], "--port: expected one argument"),
+    ("serve", ["--port"], "--port: needs a value"),
     ("serve", ["--memory-fraction", "lots"], "--memory-fraction takes a number"),
     ("serve", ["--dtype", "bf16"], "one of auto, float32, bfloat16, float16"),
     ("serve", ["a", "--model", "b"], "given twice"),
     ("serve", ["a", "b"], "unexpected argument 'b'"),
-    ("check", ["--strict=yes"], "strict"),
+    ("check", ["--strict=yes"], "--strict/--no-strict: takes no value"),
     ("serve", ["--config", "missing.toml"], "cannot read missing.toml"),
 ])
 def test_wrong_flags_are_explained(command: str, argv: list[str], message: str):

@@ -99,6 +99,36 @@ def test_bad_requests_fail_alone(tiny_server):
     assert api.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens <= 2
 
 
+def test_deadlines_end_requests(tiny_server):
+    body = {"prompt": "go on", "max_tokens": 1900, "temperature": 0, "ignore_eos": True, "deadline_s": 0.4}
+    late = tiny_server.post("/v1/completions", body)
+    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+    frames = tiny_server.post("/v1/completions", {**body, "stream": True}).text.split("\n\n")
+    assert frames[-2] == "data: [DONE]" and "deadline_exceeded" in frames[-3] and '"text":' in frames[0]
+    assert idle_stats(tiny_server)["num_used_pages"] == 0
+    assert tiny_server.post("/v1/completions", {**body, "max_tokens": 2, "deadline_s": 30}).status_code == 200
+
+
+def test_cache_metrics_tell_held_from_evictable(tiny_server):
+    idle_stats(tiny_server)
+    tiny_server.post("/flush_cache")
+
+    def pages() -> tuple[float, float]:
+        lines = dict(line.rsplit(" ", 1) for line in tiny_server.get("/metrics").text.splitlines() if not line.startswith("#"))
+        return float(lines["headrace_kv_cache_usage_ratio"]), float(lines["headrace_kv_cache_evictable_ratio"])
+
+    assert pages() == (0, 0)
+    body = {"prompt": list(range(100, 300)), "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", tiny_server.url + "/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()  # dropping it would close the connection
+        next(lines)
+        used, _ = pages()
+        assert used >= 13 / 2048
+    idle_stats(tiny_server)
+    used, evictable = pages()
+    assert used == 0 and evictable >= 12 / 2048
+
+
 def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 

@@ -282,6 +282,18 @@ async def test_nothing_is_left_behind(start_client: Callable):
     assert len(asyncio.all_tasks()) == 1
 
 
+async def test_an_orphan_cleans_up(config_only: Path, tmp_path: Path):
+    """A parent that is killed cannot remove the sockets; its engine does."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])}
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(config_only)], stdout=subprocess.PIPE, env=environment) as parent:
+        await asyncio.to_thread(parent.stdout.readline)
+        assert list(folder.glob("headrace-*"))
+        parent.kill()
+    await until(lambda: not list(folder.iterdir()))
+
+
 PARENT = """
 import asyncio, sys
 from headrace.base.config import engine_config

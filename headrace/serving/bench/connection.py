@@ -53,6 +53,8 @@ class ServerConnection:
     """One server under load. Used as ``async with``; raises `ConfigError` when it cannot be reached at all."""
 
     def __init__(self, target: TargetOptions, traffic: TrafficOptions):
+        if not target.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url must begin with http:// or https://, got {target.base_url!r}", param="base_url")
         self._root = target.base_url.rstrip("/").removesuffix("/v1")
         self._target, self._traffic = target, traffic
         self._model = target.model or ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tomllib
@@ -163,7 +164,8 @@ def no_flag(info: OptionInfo) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ").replace("expected one argument", "needs a value")
+        raise ConfigError(re.sub(r"ignored explicit argument .*", "takes no value", message))
 
 
 def build_parser(command: Command) -> argparse.ArgumentParser:

@@ -132,7 +132,9 @@ def _prepare(item: Item, llm: LLM, options: GenerateOptions, sampling: SamplingO
             item.token_ids = encode_prompt(item.content, llm.tokenizer)
         build_requests("check", item.token_ids, item.params, facts=llm.facts, tokenizer=llm.tokenizer)
     except msgspec.ValidationError as error:
-        item.error = RequestError(f"sampling parameters: {error}")
+        what, _, where = str(error).partition(" - at `$.")
+        param = where.rstrip("`") or None
+        item.error = RequestError(f"{param or 'sampling parameters'}: {what}", param=param)
     except HeadraceError as error:
         item.error = error
 

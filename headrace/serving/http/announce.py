@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from headrace.base.messages import MemoryLine, ModelFacts
+
+if TYPE_CHECKING:
+    from headrace.service.tokenization import Tokenizer
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -34,6 +37,8 @@ def memory_table(lines: list[MemoryLine], device: str) -> Table:
 
 FIRST_QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "generate": ("chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}),
+    "complete": ("completions", {"prompt": "The capital of France is", "max_tokens": 32}),
+    "complete ids": ("completions", {"prompt": [1, 2, 3], "max_tokens": 32}),
     "embed": ("embeddings", {"input": ["What is the capital of France?"]}),
     "classify": ("classify", {"input": ["The mill wheel turns."]}),
 }
@@ -47,13 +52,22 @@ def curl_line(address: str, model: str, *, has_key: bool, task: str = "generate"
     return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
-def announce_ready(console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool) -> None:
+def _first_task(facts: ModelFacts, tokenizer: Tokenizer | None) -> str:
+    """Which of the first questions the model can take."""
+    if facts.pooling is not None:
+        return facts.pooling.kind
+    return "complete ids" if tokenizer is None else "generate" if tokenizer.has_chat_template else "complete"
+
+
+def announce_ready(
+    console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool, tokenizer: Tokenizer | None,
+) -> None:
     """Print the memory plan, the address and a first command."""
     console.print(memory_table(memory, facts.device))
     about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}"
     if facts.num_kv_tokens:
         about += f", room for {facts.num_kv_tokens:,} tokens"
-    task = facts.pooling.kind if facts.pooling is not None else "generate"
+    task = _first_task(facts, tokenizer)
     console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
     console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json", highlight=False, soft_wrap=True)
     console.print(curl_line(address, name, has_key=has_key, task=task), highlight=False, markup=False, soft_wrap=True)

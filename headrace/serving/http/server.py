@@ -153,7 +153,7 @@ class HttpServer:
         facts = self._context.facts()
         announce_ready(
             self._console, address=address + self._config.root_path, name=self._context.model_name, facts=facts, memory=self._client.memory,
-            has_key=self._config.api_key is not None,
+            has_key=self._config.api_key is not None, tokenizer=self._client.tokenizer,
         )
 
     async def _watch(self, serving: asyncio.Task[None], starting: asyncio.Task[None]) -> None:

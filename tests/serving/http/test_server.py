@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_apps import events_of, httpx
@@ -155,7 +156,7 @@ def test_addresses():
     with open_listener(ServerConfig(port=0, host="0.0.0.0")) as listener:
         port = listener.getsockname()[1]
         assert address_of(listener) == f"http://127.0.0.1:{port}"
-        with pytest.raises(ConfigError, match=f"cannot listen on 0.0.0.0 port {port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 0.0.0.0 port {port}: address already in use; choose"):
             open_listener(ServerConfig(port=port, host="0.0.0.0"))
     with pytest.raises(ConfigError, match="no-such-host"):
         open_listener(ServerConfig(host="no-such-host.invalid"))
@@ -171,8 +172,12 @@ def test_chat_template_file(tmp_path):
 def test_announcement():
     console = Console(record=True, width=60, file=io.StringIO())
     client = FakeClient()
-    announce_ready(console, address="http://h:1", name="[red]m'", facts=client.facts, memory=client.memory, has_key=True)
+    announce_ready(console, address="http://h:1", name="[red]m'", facts=client.facts, memory=client.memory, has_key=True, tokenizer=client.tokenizer)
     text = console.export_text()
     assert "curl http://h:1/v1/chat/completions -H 'Content-Type: application/json' -H 'Authorization: Bearer KEY'" in text
     assert "[red]m' is ready" in text
+    for tokenizer, asked in ((SimpleNamespace(has_chat_template=False), '"prompt": "The capital'), (None, '"prompt": [1, 2, 3]')):
+        announce_ready(console, address="http://h:1", name="m", facts=client.facts, memory=[], has_key=False, tokenizer=tokenizer)
+        text = console.export_text()
+        assert "curl http://h:1/v1/completions " in text and asked in text
     assert [format_bytes(n) for n in (5, 2048, 3 * 2**30)] == ["5 B", "2.00 KiB", "3.00 GiB"]
