@@ -183,6 +183,12 @@ def test_published_checkpoints(oracle: Any, expected: torch.Tensor):
     assert len(stored) > len(plain)
     results = [run_in_chunks(build_harness(published_config(), tensors), text, [40]) for tensors in (plain, stored)]
     assert torch.equal(*results)
+    kept = build_harness(published_config(expert_dtype="fp4"), stored)
+    assert not [name for name, _ in kept.model.named_parameters() if ".experts." in name]
+    torch.testing.assert_close(run_in_chunks(kept, text, [40]), results[0], **TOLERANCE)
+    del stored["layers.3.ffn.experts.7.w2.scale"]
+    with pytest.raises(WeightError, match=r"layers\.3\.ffn\.experts\.7\.w2"):
+        build_harness(published_config(expert_dtype="fp4"), stored)
 
 
 def test_a_checkpoint_that_transformers_saved(oracle: Any, expected: torch.Tensor, tmp_path: Any):

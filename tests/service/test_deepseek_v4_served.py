@@ -86,3 +86,14 @@ async def test_aborts_leave_nothing_behind(served: tuple[Path, list[list[int]], 
         results = await asyncio.gather(*(run(i, stop_early=bool(i % 2)) for i in range(6)))
         assert [r for r in results if r is not None] == expected[::2]
         assert [await run(i, stop_early=False) for i in (1, 3, 5)] == expected[1::2]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 101, "overlap_depth": 2}], ids=str)
+def test_a_gpu_says_the_same(served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]):
+    folder, prompts, expected = served
+    with LLM(str(folder), **BASE | {"device": "cuda"} | options) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.check()

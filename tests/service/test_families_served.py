@@ -57,3 +57,12 @@ def test_greedy_tokens_equal_generate(served: tuple[Path, list[list[int]], list[
         llm.check()
         if not options:
             assert outputs[1].num_cached_tokens >= 56
+
+
+@pytest.mark.cuda
+def test_a_gpu_says_the_same(served: tuple[Path, list[list[int]], list[list[int]]]):
+    folder, prompts, expected = served
+    with LLM(str(folder), **BASE | {"device": "cuda", "page_size": 16, "max_step_tokens": 32}) as llm:
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True))
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.check()

@@ -7,6 +7,16 @@ DISPATCHERS.add(
     "none", "headrace.layers.moe.local:LocalDispatcher", speaks=CHOICES, supports=support.reason_against_many_ranks,
     doc="every expert is on this device",
 )
-EXPERTS.add("reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES, doc="plain torch, an expert at a time")
-EXPERTS.add("grouped", "headrace.layers.moe.grouped:GroupedExperts", speaks=GROUPED, priority=10, doc="all experts in one product")
+EXPERTS.add(
+    "reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES, supports=support.reason_against_packed,
+    doc="plain torch, an expert at a time",
+)
+EXPERTS.add(
+    "grouped", "headrace.layers.moe.grouped:GroupedExperts", speaks=GROUPED, supports=support.reason_against_packed, priority=10,
+    doc="all experts in one product",
+)
+EXPERTS.add(
+    "mxfp4", "headrace.layers.moe.packed:PackedExperts", speaks=CHOICES, supports=support.reason_against_plain,
+    doc="experts kept in MXFP4, dequantised one at a time",
+)
 ADAPTERS.add(adapter_name(CHOICES, GROUPED), "headrace.layers.moe.adapters:group_choices", doc="sort pairs of token and expert by expert")

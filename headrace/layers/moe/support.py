@@ -10,3 +10,13 @@ def reason_against_many_ranks(query: KernelQuery) -> str | None:
     """For what moves no tokens between devices."""
     ranks = query.shape.get("ranks", 1)
     return f"keeps tokens on one device, and the experts are on {ranks}" if ranks > 1 else None
+
+
+def reason_against_packed(query: KernelQuery) -> str | None:
+    """For what takes experts as plain matrices."""
+    return "takes plain matrices, and the experts are kept in 4 bits" if query.shape.get("mxfp4") else None
+
+
+def reason_against_plain(query: KernelQuery) -> str | None:
+    """For what takes experts in MXFP4 alone."""
+    return None if query.shape.get("mxfp4") else "takes experts that are kept in MXFP4"

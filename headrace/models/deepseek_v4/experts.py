@@ -15,6 +15,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joining import join_experts
+from headrace.layers.moe.packed import PackedExpertWeights
 from headrace.layers.moe.router import Router
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
@@ -46,10 +47,11 @@ class V4Moe(nn.Module):
         routing, expert = spec.moe.routing, spec.moe.expert
         self.is_hashed, self.num_experts = layer.is_hashed, routing.num_experts
         self.router = HashRouter(routing, spec.width, spec.vocab_size, build) if layer.is_hashed else Router(routing, spec.width, build)
-        self.experts = ExpertWeights(routing.num_experts, expert, spec.width, build)
+        weights = PackedExpertWeights if spec.keeps_mxfp4 else ExpertWeights
+        self.experts = weights(routing.num_experts, expert, spec.width, build)
         self.shared = GatedMlp(spec.moe.shared, spec.width, build)
-        query = build.query(width=spec.width, expert_width=expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1)
-        self._run_experts = join_experts(self.experts, expert, build, query)
+        shape = dict(width=spec.width, expert_width=expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1)
+        self._run_experts = join_experts(self.experts, expert, build, build.query(**shape, mxfp4=int(spec.keeps_mxfp4)))
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)

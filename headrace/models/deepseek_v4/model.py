@@ -22,7 +22,7 @@ from headrace.layers.scaled_checkpoint import join_scales
 from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, write_back
-from headrace.models.deepseek_v4.naming import DRAFT, HASH_TABLE, NAMES, rename
+from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, NAMES, rename
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 
 logger = logging.getLogger(__name__)
@@ -63,13 +63,13 @@ class DeepseekV4Model(nn.Module):
         self.head = Head(build, spec.vocab_size, spec.width)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill every parameter, and the tables of layers that choose experts by token id."""
-        found: set[str] = set()
-        plain = join_scales(self._take_tables(self._rename(tensors), found))
+        """Fill every parameter, and what is kept as it is stored."""
+        stored, found = self._stored(), set[str]()
+        plain = join_scales(self._take_stored(self._rename(tensors), stored, found))
         fill_targets(find_targets(self, NAMES, self.spec.num_layers), plain)
-        missing = [name for name in self._tables() if name not in found]
+        missing = [name for name in stored if name not in found]
         if missing:
-            raise WeightError(f"the checkpoint does not fit the model: tensors missing ({len(missing)}): {', '.join(missing)}")
+            raise WeightError(f"the checkpoint does not fit the model: tensors missing ({len(missing)}): {', '.join(missing[:6])}")
 
     def _rename(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """To published names; the layers that draft further tokens are left out."""
@@ -85,17 +85,24 @@ class DeepseekV4Model(nn.Module):
         if num_drafts:
             logger.info("left out %d tensors of the layers that draft tokens", num_drafts)
 
-    def _tables(self) -> dict[str, torch.Tensor]:
-        return {HASH_TABLE.replace("{i}", str(i)): block.mlp.router.table for i, block in enumerate(self.layers) if block.mlp.is_hashed}
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """What is kept as checkpoints store it: tables of experts by token id, experts in 4 bits."""
+        stored = {}
+        for i, block in enumerate(self.layers):
+            if block.mlp.is_hashed:
+                stored[HASH_TABLE.replace("{i}", str(i))] = block.mlp.router.table
+            if self.spec.keeps_mxfp4:
+                stored |= block.mlp.experts.stored(EXPERTS.replace("{i}", str(i)), MATRICES)
+        return stored
 
-    def _take_tables(self, tensors: Iterable[tuple[str, torch.Tensor]], found: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Integers are no parameters: copied here, the rest passes."""
-        tables = self._tables()
+    def _take_stored(self, tensors: Iterable[tuple[str, torch.Tensor]], stored: dict[str, torch.Tensor], found: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copy those, as bytes if they are such; the rest passes."""
         for name, tensor in tensors:
-            if name not in tables or tensor.shape != tables[name].shape:
+            place = stored.get(name)
+            if place is None or tensor.shape != place.shape:
                 yield name, tensor
                 continue
-            tables[name].copy_(tensor)
+            place.copy_(tensor.view(torch.uint8) if place.dtype == torch.uint8 else tensor)
             found.add(name)
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:

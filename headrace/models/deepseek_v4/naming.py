@@ -8,6 +8,8 @@ DRAFT = "mtp."
 """Where the names of tensors begin that belong to layers drafting further tokens."""
 
 HASH_TABLE = "layers.{i}.ffn.gate.tid2eid"
+EXPERTS = "layers.{i}.ffn.experts"
+MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 NAMES = {
     "embed": "embedding",
@@ -37,9 +39,9 @@ NAMES = {
     "layers.{i}.attn.indexer.weights_proj": "layers.{i}.attention.indexer.weights",
     "layers.{i}.ffn.gate": "layers.{i}.mlp.router.logits",
     "layers.{i}.ffn.gate.bias": "layers.{i}.mlp.router.choice_bias",
-    "layers.{i}.ffn.experts.{x}.w1": "layers.{i}.mlp.experts.gate_up#{x}/gate",
-    "layers.{i}.ffn.experts.{x}.w3": "layers.{i}.mlp.experts.gate_up#{x}/up",
-    "layers.{i}.ffn.experts.{x}.w2": "layers.{i}.mlp.experts.down#{x}/down",
+    f"{EXPERTS}.{{x}}.w1": "layers.{i}.mlp.experts.gate_up#{x}/gate",
+    f"{EXPERTS}.{{x}}.w3": "layers.{i}.mlp.experts.gate_up#{x}/up",
+    f"{EXPERTS}.{{x}}.w2": "layers.{i}.mlp.experts.down#{x}/down",
     "layers.{i}.ffn.shared_experts.w1": "layers.{i}.mlp.shared.gate_up#gate",
     "layers.{i}.ffn.shared_experts.w3": "layers.{i}.mlp.shared.gate_up#up",
     "layers.{i}.ffn.shared_experts.w2": "layers.{i}.mlp.shared.down",

@@ -70,7 +70,8 @@ class V4LayerSpec:
 
 @dataclass(frozen=True)
 class DeepseekV4Spec:
-    """``plain_rope`` is for layers without compression, ``compressed_rope`` for all else. ``moe`` is that of every layer."""
+    """``plain_rope`` is for layers without compression, ``compressed_rope`` for all else. ``moe`` is that of every layer.
+    ``keeps_mxfp4``: experts stay in 4 bits, as they are stored."""
 
     width: int
     max_model_len: int
@@ -83,6 +84,7 @@ class DeepseekV4Spec:
     plain_rope: RopeSpec
     compressed_rope: RopeSpec
     layers: tuple[V4LayerSpec, ...]
+    keeps_mxfp4: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -110,6 +112,7 @@ def read_config(config: dict[str, Any]) -> DeepseekV4Spec:
         indexer=IndexerSpec(fields.integer("index_n_heads", 64), fields.integer("index_head_dim", 128), fields.integer("index_topk", 512)),
         hyper=HyperSpec(fields.integer("hc_mult", 4), fields.integer("hc_sinkhorn_iters", 20), fields.number("hc_eps", 1e-6)),
         moe=_read_moe(fields), plain_rope=plain, compressed_rope=compressed, layers=_read_layers(fields),
+        keeps_mxfp4=(config.get("expert_dtype") or (config.get("quantization_config") or {}).get("expert_dtype")) == "fp4",
     )
 
 
