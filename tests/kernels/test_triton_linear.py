@@ -59,3 +59,22 @@ def test_chosen_by_shape():
 
     assert reason(4096, 6144) is None
     assert reason(1024, 151936) and reason(100, 4096) and reason(4096, 6144, dtype="float32") and reason(4096, 6144, device="cpu")
+
+
+def test_dependent_launch_wherever_there_is_any():
+    """One kernel of a chain that is launched without it makes all the next ones wait."""
+    import importlib
+    import pkgutil
+
+    import headrace.kernels
+    from headrace.kernels.operation import Operation
+
+    query = KernelQuery("cuda", "bfloat16", (9, 0), {"in_width": 4096, "out_width": 4096, "width": 4096})
+    checked = 0
+    for module in pkgutil.iter_modules(headrace.kernels.__path__):
+        for operation in vars(importlib.import_module(f"headrace.kernels.{module.name}")).values():
+            if isinstance(operation, Operation) and "triton_pdl" in operation:
+                usable = [entry.name for entry in operation if operation.reason_against(entry.name, query) is None]
+                assert usable[0] == "triton_pdl", operation.noun
+                checked += 1
+    assert checked >= 7

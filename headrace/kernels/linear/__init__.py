@@ -26,7 +26,7 @@ LINEAR.add(
     doc="GEMV for up to 4 rows, skinny GEMM for up to 8, torch beyond",
 )
 LINEAR.add(
-    "triton_pdl", "headrace.kernels.linear.triton:linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=5,
+    "triton_pdl", "headrace.kernels.linear.triton:linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
     doc="with dependent launch",
 )
 
