@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence, Set
-from typing import Any
+from typing import Any, TypedDict, Unpack
+
+from msgspec.structs import replace
 
 from headrace.base import env
 from headrace.base.config import engine_config
@@ -22,6 +24,10 @@ from headrace.service.client.local import Job, LocalClient
 from headrace.service.client.outputs import GenerationOutput
 from headrace.service.client.prompts import require_tokenizer
 from headrace.service.client.texts import Reader, Reading, activate, plan_scores, shorten
+from headrace.service.parsing.choice import AUTO, Formats, formats_of
+from headrace.service.parsing.forcing import grammar_of_calls
+from headrace.service.parsing.message import ParsedMessage, parse_output
+from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
@@ -29,6 +35,13 @@ Prompt = str | list[int] | dict[str, Any]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Message = dict[str, Any]
+
+
+class Running(TypedDict, total=False):
+    """How `LLM.chat` runs, as in `LLM.generate`."""
+
+    progress: bool
+    errors: str
 
 
 class LLM:
@@ -83,21 +96,38 @@ class LLM:
     def chat(
         self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, *,
         add_generation_prompt: bool = True, continue_final_message: bool = False, chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None, progress: bool = False, errors: str = "raise",
+        chat_template_kwargs: dict[str, Any] | None = None, tools: list[dict[str, Any]] | None = None, tool_choice: str = "auto",
+        **running: Unpack[Running],
     ) -> list[GenerationOutput]:
-        """Answer one conversation or many, rendered by the model's chat template (or ``chat_template``, Jinja text)."""
+        """Answer one conversation or many, rendered by the model's chat template (or ``chat_template``, Jinja text).
+        ``tools`` are functions in OpenAI's form; `parse` finds their calls in the answers. ``tool_choice`` is "auto",
+        "required", or the name of the one that must be called; forced calls are a grammar."""
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = require_tokenizer(self.tokenizer)
+        formats = formats_of(tokenizer, self.facts)
         texts = [
-            tokenizer.render_chat(
-                conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                template=chat_template, **(chat_template_kwargs or {}),
+            render_with_tools(
+                tokenizer, conversation, formats, tools=tools, template=chat_template, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
             )
             for conversation in conversations
         ]
-        return self.generate(texts, sampling_params, add_special_tokens=False, progress=progress, errors=errors)
+        params = _params_for_each(sampling_params, len(texts), self.facts)
+        if tools:
+            callable_tools = _callable_tools(tools, tool_choice)
+            params = [_prepare_calls(p, formats, callable_tools, text, tool_choice) for p, text in zip(params, texts, strict=True)]
+        return self.generate(texts, params, add_special_tokens=False, **running)
+
+    def parse(
+        self, output: GenerationOutput, *, tools: list[dict[str, Any]] | None = None, tool_parser: str = AUTO, reasoning_parser: str = AUTO,
+    ) -> list[ParsedMessage]:
+        """What the answers of `chat` say, one message for each of ``output.outputs``: ``content``, ``reasoning`` and
+        ``tool_calls`` (looked for when ``tools`` are given). The formats are the model's own unless named."""
+        formats = formats_of(self.tokenizer, self.facts, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        is_open = formats.begins_open(output.prompt or "")
+        return [parse_output(choice.text, formats, tools=tools, is_open=is_open) for choice in output.outputs]
 
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None, progress: bool = False,
@@ -292,6 +322,25 @@ def _params_for_each(params: Params, count: int, facts: ModelFacts) -> list[Samp
     if len(params) != count:
         raise RequestError(f"sampling_params has {len(params)} entries for {count} prompts", param="sampling_params")
     return list(params)
+
+
+def _callable_tools(tools: list[dict[str, Any]], choice: str) -> list[dict[str, Any]]:
+    if choice in ("auto", "required"):
+        return tools
+    named = [tool for tool in tools if tool["function"]["name"] == choice]
+    if not named:
+        raise RequestError(f"tool_choice must be 'auto', 'required' or the name of one of the tools, got {choice!r}", param="tool_choice")
+    return named
+
+
+def _prepare_calls(params: SamplingParams, formats: Formats, tools: list[dict[str, Any]], prompt: str, choice: str) -> SamplingParams:
+    """The parameters with the special tokens visible that mark calls and reasoning, and with the grammar of forced calls."""
+    params = params if params.keep_special_tokens else replace(params, keep_special_tokens=formats.visible_texts(has_tools=True))
+    if choice == "auto":
+        return params
+    if params.grammar is not None:
+        raise RequestError("a forced tool call cannot be combined with a grammar: both decide what comes", param="tool_choice")
+    return replace(params, grammar=grammar_of_calls(formats, tools, prompt, is_parallel=choice == "required"))
 
 
 def _raise_first_error(outputs: list[GenerationOutput]) -> None:

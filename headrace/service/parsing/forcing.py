@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from headrace.base.errors import UnsupportedFeature
 from headrace.base.grammar import Grammar
+from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, Writing
 from headrace.service.parsing.schemas import STRING, ToolSchemas, loosen
 
@@ -24,6 +26,20 @@ NO_CALL = r"([^\s{\[](.|\n)*)?"
 """Text that no call without a marker can be: it begins with neither bracket nor space."""
 _SLOT = re.compile(r"\$(name|arguments|index|key|value)")
 _LOCAL = ("$defs", "definitions")
+
+
+def grammar_of_calls(
+    formats: Formats, tools: Sequence[Mapping[str, Any]], prompt: str, *, is_parallel: bool = True, is_forced: bool = True, continued: str | None = None,
+) -> Grammar:
+    """`force_calls` in a served model's formats, for an output that follows ``prompt``. Raises `UnsupportedFeature` when
+    the model's format is unknown or cannot be forced."""
+    if formats.tools is None or formats.tools.writing is None:
+        known = "of an unknown format" if formats.tools is None else f"in the format {formats.tools.name}"
+        raise UnsupportedFeature(f"calls {known} cannot be forced; another format is named with --tool-parser", param="tool_choice")
+    reasoning = None if formats.is_closed(prompt) else formats.reasoning
+    is_open = formats.begins_open(prompt, continued=continued)
+    tag = force_calls(tools, formats.tools, reasoning, is_open=is_open, is_parallel=is_parallel, is_forced=is_forced)
+    return Grammar.structural_tag(tag, param="tools")
 
 
 def force_calls(

@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import RequestError, UnsupportedFeature
-from headrace.base.grammar import Grammar
 from headrace.base.sampling import SamplingParams
 from headrace.service.parsing.calls import MAX_CALLS
 from headrace.service.parsing.choice import Formats
-from headrace.service.parsing.forcing import delay_grammar, force_calls
+from headrace.service.parsing.forcing import delay_grammar, grammar_of_calls
 from headrace.service.parsing.message import new_parser
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.context import AppContext
@@ -24,18 +23,23 @@ from headrace.serving.http.tools import offered_tools
 @dataclass(frozen=True, kw_only=True)
 class AnswerPlan:
     """``tools`` are those that may be called, ``callable_tools`` those of them that a grammar allows when calls are forced
-    (``is_forced``). ``is_open``: the prompt has begun the reasoning; ``is_closed``: it has ended it."""
+    (``is_forced``). ``continued`` is the text of the assistant's message that the output goes on with, if it does."""
 
     formats: Formats
     tools: list[dict[str, Any]]
     callable_tools: list[dict[str, Any]]
     is_forced: bool
     is_parallel: bool
-    is_open: bool
-    is_closed: bool
+    prompt: str
+    continued: str | None
     separates: bool
     streams_reasoning: bool
     tells_reasoning: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the prompt has begun the reasoning."""
+        return self.formats.begins_open(self.prompt, continued=self.continued)
 
     @property
     def parses(self) -> bool:
@@ -54,21 +58,18 @@ class AnswerPlan:
             return params
         kept = self.formats.visible_texts(has_tools=bool(self.tools))
         params = msgspec.structs.replace(params, keep_special_tokens=kept)
-        reasoning = None if self.is_closed else self.formats.reasoning
         is_strict = any(tool["function"].get("strict") for tool in self.tools)
         if not self.is_forced and params.grammar is not None:
+            reasoning = None if self.formats.is_closed(self.prompt) else self.formats.reasoning
             return msgspec.structs.replace(params, grammar=delay_grammar(params.grammar, reasoning, is_open=self.is_open))
         if not self.is_forced and not is_strict:
             return params
         if params.grammar is not None:
             raise RequestError("a forced tool call cannot be combined with structured output: both decide what comes", param="tool_choice")
-        assert self.formats.tools is not None
-        if self.formats.tools.writing is None:
-            raise UnsupportedFeature(f"calls in the format {self.formats.tools.name} cannot be forced", param="tool_choice")
-        tag = force_calls(
-            self.callable_tools, self.formats.tools, reasoning, is_open=self.is_open, is_parallel=self.is_parallel, is_forced=self.is_forced,
+        grammar = grammar_of_calls(
+            self.formats, self.callable_tools, self.prompt, is_parallel=self.is_parallel, is_forced=self.is_forced, continued=self.continued,
         )
-        return msgspec.structs.replace(params, grammar=Grammar.structural_tag(tag, param="tools"))
+        return msgspec.structs.replace(params, grammar=grammar)
 
 
 def plan_answer(context: AppContext, request: ChatRequest, prompt: str) -> AnswerPlan:
@@ -87,7 +88,7 @@ def plan_answer(context: AppContext, request: ChatRequest, prompt: str) -> Answe
         formats=formats, tools=tools, callable_tools=[t for t in tools if named in (None, t["function"]["name"])],
         is_forced=named is not None or choice == "required",
         is_parallel=request.parallel_tool_calls is not False and named is None,
-        is_open=formats.begins_open(prompt, continued=continued), is_closed=formats.is_closed(prompt),
+        prompt=prompt, continued=continued,
         separates=request.separate_reasoning is not False, streams_reasoning=request.stream_reasoning is not False,
         tells_reasoning=request.include_reasoning is not False,
     )
