@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, TypedDict, Unpack
 
@@ -53,9 +54,9 @@ class LLM:
     is a `ConfigError`. Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, model: str, **options: Any):
+    def __init__(self, model: str | os.PathLike[str], **options: Any):
         env.set_passive_waiting()
-        self._client = LocalClient(engine_config(model=model, **options))
+        self._client = LocalClient(engine_config(model=_plain_name(model), **options))
 
     def __enter__(self) -> LLM:
         return self
@@ -209,8 +210,8 @@ class AsyncLLM:
     Use it as ``async with``, or let the first `generate` start it and call `close`. Belongs to one event loop.
     """
 
-    def __init__(self, model: str, **options: Any):
-        self._client = EngineClient(engine_config(model=model, **options))
+    def __init__(self, model: str | os.PathLike[str], **options: Any):
+        self._client = EngineClient(engine_config(model=_plain_name(model), **options))
         self._starting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> AsyncLLM:
@@ -282,6 +283,10 @@ class AsyncLLM:
 def default_params(facts: ModelFacts) -> SamplingParams:
     """The sampling parameters the model's authors recommend."""
     return SamplingParams(**facts.default_sampling)
+
+
+def _plain_name(model: str | os.PathLike[str]) -> str:
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def _plain_prompt(prompt: Prompt) -> str | list[int]:

@@ -143,7 +143,7 @@ def test_an_exception_in_the_block_closes(config_only: Path):
     with pytest.raises(EngineUnavailable, match="closed"):
         llm.generate([1], GREEDY)
     llm.close()
-    with LLM(str(config_only), skip_tokenizer=True) as first, LLM(str(config_only), skip_tokenizer=True) as second:
+    with LLM(config_only, skip_tokenizer=True) as first, LLM(str(config_only), skip_tokenizer=True) as second:
         assert first.generate([5], GREEDY)[0].outputs[0].token_ids == second.generate([5], GREEDY)[0].outputs[0].token_ids == continuation([5], 3)
 
 
