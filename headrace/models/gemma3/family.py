@@ -104,4 +104,5 @@ FAMILY = Family(
     gguf_architectures=("gemma3",),
     gguf_config=gguf_config,
     gguf_weights="headrace.models.weights.gguf_naming:unit_norm_offset_naming",
+    tool_parser="gemma",
 )

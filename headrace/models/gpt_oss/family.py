@@ -61,4 +61,6 @@ FAMILY = Family(
     gguf_architectures=("gpt-oss",),
     gguf_config=gguf_config,
     gguf_weights="headrace.models.gpt_oss.gguf_naming:name_router",
+    tool_parser="gpt_oss",
+    reasoning_parser="gpt_oss",
 )

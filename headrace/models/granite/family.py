@@ -43,4 +43,6 @@ FAMILY = Family(
     gguf_architectures=("granite",),
     gguf_config=gguf_config,
     gguf_weights="headrace.models.weights.gguf_naming:interleaved_rotary_naming",
+    tool_parser="granite",
+    reasoning_parser="granite",
 )

@@ -24,4 +24,5 @@ FAMILY = Family(
     read_config=read_config,
     cache_specs=decoder_cache_specs,
     model="headrace.models.mixtral.model:MixtralModel",
+    tool_parser="mistral",
 )
