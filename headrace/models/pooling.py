@@ -25,6 +25,9 @@ REDUCTIONS: dict[str, Reduction] = {
     "pooling_mode_cls_token": "first", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_max_tokens": "max",
     "first": "first", "last": "last",
 }
+GGUF_REDUCTIONS: dict[object, Reduction] = {1: "mean", 2: "first", 3: "last"}
+"""``ARCHITECTURE.pooling_type`` of a GGUF file that embeds."""
+
 DENSE_ACTIVATIONS = {"identity": "identity", "tanh": "tanh", "gelu": "gelu", "relu": "relu", "sigmoid": "sigmoid", "silu": "silu"}
 WITH_VOCABULARY, BARE = "ForCausalLM", "Model"
 
@@ -71,7 +74,8 @@ def read_task(source: ModelSource, family: Family, task: str) -> str:
     architecture = source.architecture
     is_classifier = architecture.endswith(CLASSIFIERS)
     is_bare = not family.generates or architecture.endswith(BARE)
-    made_for = "classify" if is_classifier else "embed" if is_bare or (source.folder / "modules.json").is_file() else "generate"
+    is_embedder = is_bare or _gguf_reduction(source) is not None or (source.kind == "folder" and (source.folder / "modules.json").is_file())
+    made_for = "classify" if is_classifier else "embed" if is_embedder else "generate"
     wanted = made_for if task == "auto" else task
     if (wanted == "classify") != is_classifier or (wanted == "generate" and is_bare):
         raise ConfigError(f"task must be {made_for} or auto: {architecture} cannot {wanted}", param="task")
@@ -84,8 +88,8 @@ def plan_pooling(source: ModelSource, family: Family, task: str) -> PoolingPlan 
         return None
     if task == "classify":
         return _plan_classifier(source, family)
-    plan = PoolingPlan("embed", "last" if family.generates else "mean", normalise=True)
-    if (source.folder / "modules.json").is_file():
+    plan = PoolingPlan("embed", _gguf_reduction(source) or ("last" if family.generates else "mean"), normalise=True)
+    if source.kind == "folder" and (source.folder / "modules.json").is_file():
         plan = _read_modules(source.folder, replace(plan, normalise=False))
     stated = source.config.get("pooling")
     if stated is not None:
@@ -98,6 +102,11 @@ def config_for(source: ModelSource, task: str) -> dict[str, Any]:
     if task != "embed" or not source.architecture.endswith(WITH_VOCABULARY):
         return source.config
     return {**source.config, "architectures": [source.architecture.removesuffix(WITH_VOCABULARY) + BARE]}
+
+
+def _gguf_reduction(source: ModelSource) -> Reduction | None:
+    metadata = source.gguf_metadata
+    return GGUF_REDUCTIONS.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
 
 def _plan_classifier(source: ModelSource, family: Family) -> PoolingPlan:

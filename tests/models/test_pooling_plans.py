@@ -59,6 +59,15 @@ def test_without_files_encoders_take_the_mean_and_decoders_the_last(tmp_path: Pa
     assert plan(tmp_path, "BertModel", pooling="cls").reduction == "first"
 
 
+@pytest.mark.parametrize(("stated", "reduction"), [(1, "mean"), (2, "first"), (3, "last"), (0, None), (None, None)])
+def test_gguf_files_state_their_pooling(tmp_path: Path, stated: int | None, reduction: str | None):
+    metadata = {"general.architecture": "qwen3"} | ({} if stated is None else {"qwen3.pooling_type": stated})
+    source = ModelSource("m", "gguf", tmp_path / "m.gguf", {"architectures": ["Qwen3ForCausalLM"]}, gguf_metadata=metadata)
+    family = find_family("Qwen3ForCausalLM")
+    found = plan_pooling(source, family, read_task(source, family, "auto"))
+    assert found == (None if reduction is None else PoolingPlan("embed", reduction, True))
+
+
 def test_an_embedder_is_built_without_the_head(tmp_path: Path):
     source = ModelSource("m", "folder", tmp_path, {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 9})
     assert config_for(source, "embed") == {"architectures": ["Qwen3Model"], "vocab_size": 9}

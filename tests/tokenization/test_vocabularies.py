@@ -213,7 +213,7 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path):
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("vocab.json", "{}", "vocab.json must be converted"), ("tokenizer.json", "{", "cannot be read"), ("readme", "", "--skip-tokenizer"),
-    ("x.tiktoken", "", "x.tiktoken must be converted"),
+    ("x.tiktoken", "", "x.tiktoken must be converted"), ("sentencepiece.bpe.model", "", "sentencepiece.bpe.model must be converted"),
 ])
 def test_folder_without_a_usable_tokenizer(tmp_path: Path, name: str, content: str, message: str):
     (tmp_path / name).write_text(content)

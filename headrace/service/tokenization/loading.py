@@ -29,7 +29,10 @@ MAX_JSON_BYTES = 256 << 20
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GGUF_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator", "cls_token": "cls", "mask_token": "mask"}
 _GGUF_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-_PIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_PIECE_FILES = ("tokenizer.model", "spiece.model")
+_FOREIGN_FILES = ("tekken.json", "vocab.json", "vocab.txt", "sentencepiece.bpe.model")
+"""Vocabularies whose ids follow from rules outside the file; the last one's are shifted by one."""
+
 
 
 def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_template: str | None = None) -> Tokenizer:
@@ -87,7 +90,7 @@ def _load_folder(folder: Path) -> tuple[Backend, TokenizerFacts]:
     for name in _PIECE_FILES:
         if (folder / name).is_file():
             return _load_pieces(folder / name, folder)
-    other = sorted(p.name for p in folder.iterdir() if p.name in ("tekken.json", "vocab.json", "vocab.txt") or p.suffix == ".tiktoken")
+    other = sorted(p.name for p in folder.iterdir() if p.name in _FOREIGN_FILES or p.suffix == ".tiktoken")
     found = f"; {', '.join(other)} must be converted first: load it once with transformers and call save_pretrained" if other else ""
     raise ModelError(
         f"{folder} holds no tokenizer.json and no SentencePiece model ({', '.join(_PIECE_FILES)}){found}. "

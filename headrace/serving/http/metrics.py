@@ -120,7 +120,8 @@ class RequestTimer:
             self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
         if delta.finish_reason is not None:
             self._metrics.finished.labels(delta.finish_reason).inc()
-            self._metrics.generation_tokens.observe(self._num_tokens.get(index, 0))
+            if delta.pooled is None:
+                self._metrics.generation_tokens.observe(self._num_tokens.get(index, 0))
             self._num_running -= 1
             if not self._num_running:
                 self._metrics.end_to_end.observe(now - self._arrival)
