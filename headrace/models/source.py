@@ -15,7 +15,7 @@ from headrace.base.errors import ConfigError, ModelError
 from headrace.models.catalog import find_gguf_family
 from headrace.models.finding import Found, find_model
 from headrace.models.reading import naming
-from headrace.models.weights.gguf_file import CONSTANT_TENSORS, read_floats, read_gguf_header
+from headrace.models.weights.gguf_file import CONSTANT_TENSORS, GgufTensor, read_floats, read_gguf_header
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -26,7 +26,8 @@ class ModelSource:
     first of a split one). ``config`` is the config.json dict (made from metadata for GGUF), ``generation_config`` that
     of generation_config.json or {}. ``architecture`` is ``config["architectures"][0]``. ``name`` is what to call the
     model: the name typed, or the folder's or file's own. ``weight_files`` is empty when there are none and random
-    weights were asked for. ``gguf_metadata`` has the file's constant tensors too, as float32 arrays under their names."""
+    weights were asked for. ``gguf_metadata`` has the file's constant tensors too, as float32 arrays under their names;
+    ``gguf_tensors`` says where all of them lie."""
 
     name: str
     kind: str
@@ -35,6 +36,7 @@ class ModelSource:
     generation_config: dict[str, Any] = field(default_factory=dict)
     weight_files: tuple[Path, ...] = ()
     gguf_metadata: dict[str, Any] = field(default_factory=dict)
+    gguf_tensors: tuple[GgufTensor, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -131,4 +133,4 @@ def _read_gguf(found: Found) -> ModelSource:
     if "tie_word_embeddings" not in config:
         config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in tensors)
     generation = _generation_config(found.path.parent)
-    return ModelSource(found.name, "gguf", found.path, config, generation, found.weight_files, metadata)
+    return ModelSource(found.name, "gguf", found.path, config, generation, found.weight_files, metadata, tuple(tensors))

@@ -11,7 +11,6 @@ from headrace.base.registry import load_target
 from headrace.models.catalog import find_gguf_family
 from headrace.models.source import ModelSource
 from headrace.models.weights.device_copy import copy_ahead
-from headrace.models.weights.gguf_file import read_gguf_header
 from headrace.models.weights.gguf_naming import GgufNaming, name_tensors
 from headrace.models.weights.gguf_tensors import read_tensors
 from headrace.models.weights.safetensors_file import read_safetensors
@@ -40,10 +39,8 @@ def _num_threads() -> int:
 
 
 def _open_gguf(source: ModelSource, dtype: torch.dtype | None) -> Iterable[tuple[str, torch.Tensor]]:
-    headers = [read_gguf_header(path) for path in source.weight_files]
-    tensors = [tensor for header in headers for tensor in header.tensors]
-    metadata = headers[0].metadata
-    return read_tensors(name_tensors(tensors, metadata, _find_naming(source)), dtype=dtype, threads=_num_threads())
+    named = name_tensors(source.gguf_tensors, source.gguf_metadata, _find_naming(source))
+    return read_tensors(named, dtype=dtype, threads=_num_threads())
 
 
 def _find_naming(source: ModelSource) -> GgufNaming:
