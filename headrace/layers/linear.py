@@ -37,7 +37,7 @@ class Linear(nn.Module):
 
     def can_join(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
         """Whether `join` takes these: few rows, an RMS norm, and a residual to add."""
-        return self._norm_linear is not None and residual is not None and isinstance(norm, RmsNorm) and fits(*x.shape)
+        return self._norm_linear is not None and residual is not None and isinstance(norm, RmsNorm) and fits(x.shape[0])
 
     def join(self, norm: RmsNorm, x: torch.Tensor, residual: torch.Tensor, activation: str = "") -> tuple[torch.Tensor, torch.Tensor]:
         """``(product(norm(x + residual)), x + residual)`` in one kernel, the product followed by the gated activation."""

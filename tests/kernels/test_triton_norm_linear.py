@@ -54,4 +54,4 @@ def test_chosen_by_shape_and_rows():
     assert reason(4096) is None and "launches" in reason(4096, 4104)
     assert "steps of 8" in reason(4095) and "steps of 8" in reason(16384)
     assert "cuda" in reason(4096, device="cpu") and "bfloat16" in reason(4096, dtype="float32")
-    assert fits(4, 4096) and fits(1, 8192) and not fits(5, 256) and not fits(4, 8192)
+    assert fits(1) and fits(2) and not fits(3) and not fits(0)

@@ -23,7 +23,7 @@ def _reason_against_shape(query: KernelQuery) -> str | None:
 
 LINEAR.add(
     "triton", "headrace.kernels.linear.triton:linear", supports=lambda q: _in_half(q) or _reason_against_shape(q), priority=10,
-    doc="GEMV for up to 4 rows, skinny GEMM for up to 8, torch beyond",
+    doc="GEMV for one row or two, skinny GEMM for up to 8, torch beyond",
 )
 LINEAR.add(
     "triton_pdl", "headrace.kernels.linear.triton:linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,

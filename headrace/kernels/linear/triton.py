@@ -1,4 +1,4 @@
-"""Matrix products with few rows, bound by reading the weight once: a GEMV for up to 4 rows, a skinny GEMM for up to 8.
+"""Matrix products with few rows, bound by reading the weight once: a GEMV for one row or two, a skinny GEMM for up to 8.
 
 M rows of x, N outputs, K inputs, S splits. Sums are float32 in a fixed order: the same input gives the same output.
 """
@@ -13,11 +13,16 @@ import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
-GEMV_ROWS = 4
 SKINNY_ROWS = 8
-
+MOST_GEMV_WEIGHTS = 2**24
+"""Of a larger weight a GEMV of two rows is bound by its arithmetic; of a smaller one, by its launch."""
 MOST_SKINNY_WEIGHTS = 2**26
-"""Of a larger weight torch's own GEMM reads at the speed of memory already when there are more rows than a GEMV's."""
+"""Of a larger weight torch's own GEMM reads at the speed of memory already when there is more than one row."""
+
+
+def gemv_rows(num_weights: int) -> int:
+    """Up to how many rows the GEMV is the fastest; measured on an H200."""
+    return 2 if num_weights <= MOST_GEMV_WEIGHTS else 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def _join_kernel(partial_ptr, bias_ptr, out_ptr, M, N: tl.constexpr, SPLITS: tl.
 
 
 def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False) -> torch.Tensor:
-    """`LINEAR` for up to `GEMV_ROWS` rows."""
+    """`LINEAR` for few rows, see `gemv_rows`."""
     (rows, width), outputs = x.shape, weight.shape[0]
     tile = tile or gemv_tile(outputs, width)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -159,10 +164,11 @@ def skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, til
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, pdl: bool = False) -> torch.Tensor:
     """See `LINEAR`; more rows than these kernels are for go to torch."""
     rows = x.shape[0]
-    most = GEMV_ROWS if weight.numel() > MOST_SKINNY_WEIGHTS else SKINNY_ROWS
+    for_gemv = gemv_rows(weight.numel())
+    most = for_gemv if weight.numel() > MOST_SKINNY_WEIGHTS else SKINNY_ROWS
     if rows > most or rows == 0 or not weight.is_contiguous() or x.stride(1) != 1:
         return F.linear(x, weight, bias)
-    return (gemv if rows <= GEMV_ROWS else skinny)(x, weight, bias, pdl=pdl)
+    return (gemv if rows <= for_gemv else skinny)(x, weight, bias, pdl=pdl)
 
 
 linear_pdl = partial(linear, pdl=True)

@@ -21,20 +21,18 @@ class Norm:
 NORM_LINEAR = Operation("norm_linear kernel")
 """``norm_linear(x, residual [M, D], norm: Norm, weight [O, D], bias [O] | None, activation="") -> (out, total)``: ``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS
 norm of ``total`` times ``weight``, plus ``bias``. With an ``activation``, "silu" or
-"gelu_tanh", ``weight`` stacks gate and up and ``out`` [M, O / 2] is ``activation(gate) * up``. M and D satisfy `fits`.
+"gelu_tanh", ``weight`` stacks gate and up and ``out`` [M, O / 2] is ``activation(gate) * up``. M satisfies `fits`.
 
 ``total`` and the product are rounded to x's dtype as if stored; the normalised row is not."""
 
-MOST_ROWS = 4
+MOST_ROWS = 2
 MOST_WIDTH = 8192
 MOST_WEIGHTS = 2**24
-MOST_INPUTS = 16384
-"""Values of the normalised rows, all of which a program keeps in registers."""
 
 
-def fits(rows: int, width: int) -> bool:
+def fits(rows: int) -> bool:
     """Whether so many rows are few enough to be worth it."""
-    return 0 < rows <= MOST_ROWS and rows * width <= MOST_INPUTS
+    return 0 < rows <= MOST_ROWS
 
 
 NORM_LINEAR.add("reference", "headrace.kernels.norm_linear.reference:norm_linear", doc="the separate kernels' references in turn")
