@@ -19,9 +19,10 @@ class Norm:
 
 
 NORM_LINEAR = Operation("norm_linear kernel")
-"""``norm_linear(x, residual [M, D], norm: Norm, weight [O, D], bias [O] | None, activation="") -> (out, total)``: ``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS
-norm of ``total`` times ``weight``, plus ``bias``. With an ``activation``, "silu" or
-"gelu_tanh", ``weight`` stacks gate and up and ``out`` [M, O / 2] is ``activation(gate) * up``. M satisfies `fits`.
+"""``norm_linear(x, residual [M, D], norm: Norm, weight [O, D], bias [O] | None, activation="") -> (out, total)``:
+``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS norm of ``total``
+times ``weight``, plus ``bias``. With an ``activation``, "silu" or "gelu_tanh", ``weight`` stacks gate and up and ``out``
+[M, O / 2] is ``activation(gate) * up``. M satisfies `fits`.
 
 ``total`` and the product are rounded to x's dtype as if stored; the normalised row is not."""
 
