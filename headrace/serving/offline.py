@@ -31,6 +31,9 @@ from headrace.service.parsing.message import ParsedMessage, parse_output
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import Tokenizer
 
+OWN_VARIABLES = frozenset({"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"})
+"""Names that ``chat_template_kwargs`` may not take."""
+
 Prompt = str | list[int] | dict[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
 
@@ -51,7 +54,7 @@ class LLM:
     ``options`` are the options of ``headrace serve`` that concern the engine: ``device``, ``dtype``, ``load_format``,
     ``tokenizer``, ``skip_tokenizer``, ``max_model_len``, ``max_running_requests``, ``page_size``, ``prefix_cache``,
     ``memory_fraction``, ``kv_pages``, ``seed`` and the rest; ``headrace serve --help`` documents each. An unknown one
-    is a `ConfigError`. Use it as a context manager, or call `close`.
+    is a `ConfigError`. Use it as a context manager, or call `close`. Threads may share it: their calls take turns.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
@@ -103,15 +106,14 @@ class LLM:
         """Answer one conversation or many, rendered by the model's chat template (or ``chat_template``, Jinja text).
         ``tools`` are functions in OpenAI's form; `parse` finds their calls in the answers. ``tool_choice`` is "auto",
         "required", or the name of the one that must be called; forced calls are a grammar."""
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise RequestError(f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations = _conversations(messages)
+        options = _template_options(chat_template, chat_template_kwargs)
         tokenizer = require_tokenizer(self.tokenizer)
         formats = formats_of(tokenizer, self.facts)
         texts = [
             render_with_tools(
                 tokenizer, conversation, formats, tools=tools, template=chat_template, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, **(chat_template_kwargs or {}),
+                continue_final_message=continue_final_message, **options,
             )
             for conversation in conversations
         ]
@@ -317,6 +319,29 @@ def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[
     if token_ids is not None and any(isinstance(prompt, str) for prompt in plain):
         raise RequestError("prompt_token_ids takes lists of token ids; text goes into prompts", param="prompt_token_ids")
     return plain
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """One conversation or many, as many."""
+    if not isinstance(messages, (list, tuple)):
+        raise RequestError(f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages")
+    conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+    for conversation in conversations:
+        if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
+            raise RequestError("a conversation is a list of messages, and a message an object with role and content", param="messages")
+    return conversations
+
+
+def _template_options(template: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables of the chat template; what `LLM.chat` has arguments for is set by those."""
+    if template is not None and not isinstance(template, str):
+        raise RequestError(f"chat_template is Jinja text, got {type(template).__name__}", param="chat_template")
+    if not isinstance(options or {}, dict):
+        raise RequestError(f"chat_template_kwargs is an object, got {type(options).__name__}", param="chat_template_kwargs")
+    wrong = [name for name in options or {} if not isinstance(name, str) or name in OWN_VARIABLES]
+    if wrong:
+        raise RequestError(f"chat_template_kwargs cannot set {wrong[0]!r}", param="chat_template_kwargs")
+    return dict(options or {})
 
 
 def _params_for_each(params: Params, count: int, facts: ModelFacts) -> list[SamplingParams]:

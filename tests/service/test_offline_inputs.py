@@ -76,11 +76,18 @@ def test_arguments_of_the_wrong_type(llm: LLM, arguments: dict[str, Any], param:
     assert llm.stats().requests_total == 0
 
 
-@pytest.mark.parametrize("messages", [5, None, "hello", {"role": "user"}])
-def test_messages_of_the_wrong_type(llm: LLM, messages: Any):
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(("arguments", "param"), [
+    *[({"messages": value}, "messages") for value in (5, None, "hello", USER, [5], [[5]], [None], [USER, 5], [[USER], USER], [USER, [USER]])],
+    ({"messages": [USER], "chat_template": 5}, "chat_template"),
+    *[({"messages": [USER], "chat_template_kwargs": value}, "chat_template_kwargs") for value in (5, {5: 1}, {"messages": 1}, {"template": "x"})],
+])
+def test_conversations_of_the_wrong_type(llm: LLM, arguments: dict[str, Any], param: str):
     with pytest.raises(RequestError) as caught:
-        llm.chat(messages, GREEDY)
-    assert caught.value.param == "messages"
+        llm.chat(**{"sampling_params": GREEDY, **arguments})
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("prompts", [(3, 4), [(3, 4)], ((3, 4),), iter([[3, 4]]), {"prompt_token_ids": (3, 4)}])
