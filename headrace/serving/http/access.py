@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -99,7 +100,8 @@ class RequestLedger:
             self._metrics.http_requests.labels(_method_of(scope), self._route_of(scope), str(status)).inc()
             if self._has_log:
                 client = scope.get("client") or ("-", 0)
-                logger.info("%s %s %s -> %d in %.3f s", client[0], scope["method"], scope["path"], status, time.perf_counter() - begin)
+                seconds, name = time.perf_counter() - begin, state["request_id"] or "-"
+                logger.info("%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], quote(scope["path"]), status, seconds, name)
 
     def _route_of(self, scope: Scope) -> str:
         path = _path_of(scope)

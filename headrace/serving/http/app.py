@@ -47,7 +47,7 @@ def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
         app.add_middleware(KeyGate, key=check_key(server.api_key))
     origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
     if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
     app.add_middleware(RequestLedger, context=context, routes=frozenset({"/", "/openapi.json", *(e.path for e in ENDPOINTS)}))
     if server.root_path:
         app.add_middleware(Prefix, prefix=server.root_path)

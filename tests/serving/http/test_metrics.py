@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fake_apps import http_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.serving.http.metrics import Metrics
@@ -46,6 +47,14 @@ async def test_requests_are_counted(http, client):
     assert found["headrace_http_requests_active", ()] == 1 and found["headrace_ready", ()] == 1
 
 
+async def test_a_line_for_each_request_when_asked_for(client, caplog):
+    async with http_for(client, log_requests=True) as http:
+        with caplog.at_level("INFO", "headrace.serving.http.access"):
+            await http.get("/x%0a2026-01-01 INFO forged", headers={"X-Request-Id": "me"})
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert re.fullmatch(r"[\d.]+ GET /x%0A2026-01-01%20INFO%20forged -> 404 in [\d.]+ s, id me", line)
+
+
 async def test_engine_figures(http, client):
     found = await series(http)
     assert found["headrace_kv_cache_usage_ratio", ()] == 0.4 and found["headrace_kv_cache_evictable_ratio", ()] == 0.15
@@ -56,7 +65,6 @@ async def test_engine_figures(http, client):
 
 
 async def test_applications_do_not_share_metrics(http):
-    from fake_apps import http_for
     from fake_client import FakeClient
 
     await http.get("/health")

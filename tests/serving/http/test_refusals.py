@@ -51,7 +51,7 @@ async def test_bounds_name_the_field(http, field, value):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("functions", [{}]), ("thinking_budget", 5),
+    ("functions", [{}]),
     ("guided_whitespace_pattern", "a+"), ("stop_regex", "a"), ("audio", {"voice": "x"}),
     ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("require_reasoning", True), ("lora_path", "x"), ("chat_template", "{{ x }}"), ("documents", [{}]),
     ("use_beam_search", True), ("return_hidden_states", True), ("truncate_prompt_tokens", 5), ("web_search_options", {"a": 1}),
@@ -197,6 +197,9 @@ async def test_cors_and_root_path(client):
         answer = await http.options(TEXT, headers=asked)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://b.example"
         assert (await http.options(TEXT, headers={**asked, "Origin": "https://c.example"})).status_code == 400
+        refused = await http.post(TEXT, json={"prompt": "x"}, headers={"Origin": "https://b.example", "X-Request-Id": "me"})
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://b.example"
+        assert refused.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After" and refused.headers["x-request-id"] == "me"
         for path in ("/health", "/llm/health"):
             assert (await http.get(path)).status_code == 200
         document = (await http.get("/openapi.json", headers={"Authorization": "Bearer k"})).json()
