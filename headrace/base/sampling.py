@@ -25,6 +25,15 @@ GREEDY_TEMPERATURE = 1e-5
 TokenIds = list[Annotated[int, Meta(ge=0)]]
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Reasoning of at most ``max_tokens``: then its ``end``, a text of one token, is forced. ``start``, one token too, is
+    what the output begins its reasoning with; None when the prompt has begun it."""
+
+    max_tokens: int
+    end: str
+    start: str | None = None
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a user asks of sampling; names and meaning as in vLLM's class of the same name.
 
@@ -60,6 +69,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     grammar: Grammar | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     def stop_strings(self) -> list[str]:
         """``stop`` as a list."""
@@ -112,6 +122,8 @@ def _check_ranges(p: SamplingParams) -> None:
         _check_number(p, "max_tokens", 1, 2**31 - 1)
         if p.min_tokens > p.max_tokens:
             _fail("min_tokens", f"at most max_tokens ({p.max_tokens})", p.min_tokens)
+    if p.thinking_budget is not None and p.thinking_budget.max_tokens < 0:
+        _fail("thinking_budget", "at least 0", p.thinking_budget.max_tokens)
     if p.seed is not None and not -(2**63) <= p.seed < 2**63:
         _fail("seed", "a 64-bit integer", p.seed)
     if p.n > 1 and p.temperature < GREEDY_TEMPERATURE:
@@ -146,8 +158,17 @@ class Penalties(msgspec.Struct, frozen=True, array_like=True):
     frequency: float = 0.0
 
 
+class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
+    """From output token ``limit`` on, reasoning that has not ended is ended by ``end_id``. Reasoning begins at the output's
+    start, or with ``start_id`` if that is not -1."""
+
+    limit: int
+    end_id: int
+    start_id: int = -1
+
+
 class LogitRules(msgspec.Struct, frozen=True, array_like=True):
-    """Hard and soft edits of the logits, by token id, in this order: bias, allowed, bad words, minimum length.
+    """Hard and soft edits of the logits, by token id, in this order: bias, allowed, bad words, minimum length, thinking.
 
     ``min_tokens``: while fewer tokens have been output, every id in ``held_ids`` (end-of-text and stop ids) is masked;
     with a grammar only where it allows something else.
@@ -159,6 +180,7 @@ class LogitRules(msgspec.Struct, frozen=True, array_like=True):
     bad_words: list[list[int]] = []
     min_tokens: int = 0
     held_ids: list[int] = []
+    thinking: ThinkingLimit | None = None
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):

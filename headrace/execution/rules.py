@@ -1,4 +1,4 @@
-"""`RuleState`: bias, allowed tokens, bad words and minimum length of the rows that have such rules. V vocabulary.
+"""`RuleState`: bias, allowed tokens, bad words, minimum length and thinking limits of the rows that have such rules. V vocabulary.
 
 What a set of rows needs is joined into flat index tensors once and kept while the set stays the same.
 """
@@ -13,6 +13,7 @@ import torch
 
 from headrace.base.sampling import LogitRules
 from headrace.execution.rows import RowTokens
+from headrace.execution.thinking import ThinkingState
 from headrace.execution.upload import Upload, to_device
 
 NO_TOKEN = -1
@@ -42,6 +43,7 @@ class RuleState:
         self._device, self._vocab_size = device, vocab_size
         self._recent = torch.full((max_rows + 1, 0), NO_TOKEN, dtype=torch.int64, device=device)
         self._rules: dict[int, LogitRules] = {}
+        self._thinking = ThinkingState(max_rows, device)
         self._joined: tuple[tuple[tuple[int, bool], ...], _JoinedRules] | None = None
 
     def start(self, row: int, known: RowTokens) -> None:
@@ -52,6 +54,7 @@ class RuleState:
             rules = msgspec.structs.replace(rules, min_tokens=0)
         self._rules[row] = rules
         self._joined = None
+        self._thinking.start(row, known)
         width = max((len(word) - 1 for word in rules.bad_words), default=0)
         if not width:
             return
@@ -66,16 +69,18 @@ class RuleState:
         """Forget a row's rules, if it has any."""
         if self._rules.pop(row, None) is not None:
             self._joined = None
+            self._thinking.release(row)
 
     def pack(self, rows: np.ndarray, output_lens: np.ndarray, upload: Upload) -> None:
         """Join the rules of these rows, whose next tokens have these indices in their outputs."""
         upload.add("rule_rows", rows)
+        self._thinking.pack(rows, output_lens, upload)
         key = tuple((int(row), int(length) < self._rules[int(row)].min_tokens) for row, length in zip(rows, output_lens, strict=True))
         if self._joined is None or self._joined[0] != key:
             self._joined = (key, self._join(key))
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Edit logits [n, V], contiguous, of the packed rows in place: bias, allowed, bad words, minimum length."""
+    def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
+        """Edit logits [n, V], contiguous, of the packed rows in place: bias, allowed, bad words, minimum length, thinking."""
         assert self._joined is not None
         joined, flat = self._joined[1], logits.view(-1)
         flat.index_add_(0, joined.bias_index, joined.bias)
@@ -89,12 +94,14 @@ class RuleState:
             is_due = ((recent == joined.word_prefix) | (joined.word_prefix == NO_TOKEN)).all(-1)
             limit = torch.where(is_due, -torch.inf, torch.inf)
             flat.scatter_reduce_(0, joined.word_last, limit, "amin")
+        self._thinking.apply(logits, sent)
 
     def push(self, ids: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
         """Remember the tokens [n] drawn for the packed rows."""
         if self._recent.shape[1]:
             rows = sent["rule_rows"]
             self._recent[rows] = torch.cat((self._recent[rows, 1:], ids.unsqueeze(1)), dim=1)
+        self._thinking.push(ids, sent)
 
     def _join(self, key: tuple[tuple[int, bool], ...]) -> _JoinedRules:
         bias_index, bias, confined, kept, banned = [], [], [], [], []

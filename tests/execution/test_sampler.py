@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_oracle import draw, edited_logits, kept_probabilities, uniform
 
-from headrace.base.sampling import LogitRules, Penalties, SamplingSpec
+from headrace.base.sampling import LogitRules, Penalties, SamplingSpec, ThinkingLimit
 from headrace.base.step import RowStart
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import NOT_FINITE, NOTHING_ALLOWED, OK, Drawn, SampleBatch, Sampler
@@ -265,3 +265,30 @@ def test_longer_bad_words_of_a_later_row_keep_the_history_of_others():
     best[9], best[8] = 2.0, 1.0
     assert bench.draw({0: best.clone(), 1: best.clone()})[1].tokens[0].tolist() == [8, 8]
     assert bench.draw({0: best.clone(), 1: best.clone()})[1].tokens[0].tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_reasoning_is_ended_at_its_limit(temperature):
+    """End is token 7, start token 3; what a row would say without a limit is fixed by its logits."""
+    def say(spec_limit: ThinkingLimit | None, wanted: list[int], known: tuple[int, ...] = ()) -> list[int]:
+        bench = Bench(12)
+        bench.start(1, [3, 5], SamplingSpec(temperature=temperature, rules=LogitRules(bias={11: -1.0}, thinking=spec_limit)), output=known)
+        bench.start(2, [5], SamplingSpec(rules=LogitRules(bias={0: 1.0})))
+        said = []
+        for token in wanted:
+            logits = torch.full((12,), -50.0)
+            logits[token] = 50.0
+            _, drawn = bench.draw({2: logits.clone(), 1: logits})
+            said.append(int(drawn.tokens[0, 1]))
+            assert int(drawn.tokens[0, 0]) == token, "other rows are left alone"
+        return said
+
+    assert say(None, [1, 2, 4, 5]) == [1, 2, 4, 5]
+    assert say(ThinkingLimit(2, 7), [1, 2, 4, 5]) == [1, 2, 7, 5], "ended once, then free"
+    assert say(ThinkingLimit(0, 7), [1, 2]) == [7, 2]
+    assert say(ThinkingLimit(2, 7), [1, 7, 4, 5]) == [1, 7, 4, 5], "ended by itself"
+    assert say(ThinkingLimit(3, 7, 3), [3, 2, 4, 5, 6]) == [3, 2, 4, 7, 6]
+    assert say(ThinkingLimit(3, 7, 3), [1, 2, 4, 5, 6]) == [1, 2, 4, 5, 6], "never begun"
+    assert say(ThinkingLimit(2, 7), [4, 5], known=(1, 2)) == [7, 5], "started again with what it had said"
+    assert say(ThinkingLimit(2, 7), [4, 5], known=(7, 2)) == [4, 5]
+    assert say(ThinkingLimit(3, 7, 3), [4, 5], known=(3, 2, 1)) == [7, 5]

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_samples import byte_level, model_facts, pieces
 
-from headrace.base.errors import ContextLengthExceeded, RequestError
+from headrace.base.errors import ContextLengthExceeded, RequestError, UnsupportedFeature
 from headrace.base.grammar import Grammar
 from headrace.base.messages import EngineRequest, decode_to_engine, encode
-from headrace.base.sampling import LogitRules, Penalties, SamplingParams
+from headrace.base.sampling import LogitRules, Penalties, SamplingParams, ThinkingBudget, ThinkingLimit
 from headrace.service.tokenization.requests import build_requests, special_stops
 
 FACTS = model_facts(500)
@@ -115,3 +115,19 @@ def test_a_grammar_ends_the_output_itself():
     assert [(r.stop.eos_ids, r.stop.min_tokens) for r in (plain, longer, endless)] == [([2], 0)] * 3
     assert longer.sampling.rules == LogitRules(min_tokens=3, held_ids=[2, 9])
     assert endless.sampling.rules == LogitRules(min_tokens=20, held_ids=[2])
+
+
+def test_thinking_budgets_become_token_ids():
+    tokenizer = byte_level()
+    end, start = tokenizer.special_id("<|pad|>"), tokenizer.special_id("<s>")
+
+    def limit(**budget):
+        params = SamplingParams(thinking_budget=ThinkingBudget(max_tokens=5, **budget))
+        return build_requests("r", [5], params, facts=model_facts(tokenizer.vocab_size), tokenizer=tokenizer)[0].sampling.rules.thinking
+
+    assert limit(end="<|pad|>") == ThinkingLimit(5, end) and limit(end="<|pad|>", start="<s>") == ThinkingLimit(6, end, start)
+    for budget in ({"end": "<|pad|>a"}, {"end": ""}, {"end": "<|pad|>", "start": "xyz no token"}):
+        with pytest.raises(UnsupportedFeature, match="thinking budget"):
+            limit(**budget)
+    with pytest.raises(RequestError, match="thinking_budget"):
+        SamplingParams(thinking_budget=ThinkingBudget(max_tokens=-1, end="x")).validate()

@@ -8,12 +8,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from headrace.base.errors import ContextLengthExceeded, RequestError
+from headrace.base.errors import ContextLengthExceeded, RequestError, UnsupportedFeature
 from headrace.base.messages import EngineRequest, ModelFacts
-from headrace.base.sampling import LogitRules, Penalties, SamplingParams, SamplingSpec, StopSpec
+from headrace.base.sampling import (
+    LogitRules,
+    Penalties,
+    SamplingParams,
+    SamplingSpec,
+    StopSpec,
+    ThinkingBudget,
+    ThinkingLimit,
+)
 from headrace.service.tokenization.tokenizer import Tokenizer
 
 SEED_BITS = 63
+
+USES = {"embed": "embeddings: use /v1/embeddings", "classify": "scores of texts: use /v1/classify, /v1/score or /v1/rerank"}
+"""What a model that reads makes, and where to ask for it."""
 MAX_PRIORITY = 2**31
 
 
@@ -26,6 +37,7 @@ def build_requests(
     Choice i draws with the seed plus i. Raises `RequestError` naming the field that is wrong, and
     `ContextLengthExceeded` when prompt plus ``max_tokens`` do not fit ``facts.max_model_len``.
     """
+    refuse_generation(facts)
     params.validate()
     _check_prompt(prompt_token_ids, facts)
     _check_strings(params, tokenizer)
@@ -41,6 +53,12 @@ def build_requests(
         )
         for i in range(params.n)
     ]
+
+
+def refuse_generation(facts: ModelFacts) -> None:
+    """Raise `RequestError` when the model reads texts and generates none."""
+    if facts.pooling is not None:
+        raise RequestError(f"{facts.model} does not generate text; it makes {USES[facts.pooling.kind]}", param="model")
 
 
 def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[int, str]:
@@ -115,12 +133,25 @@ def _logit_rules(params: SamplingParams, stop: StopSpec, facts: ModelFacts, toke
     min_tokens = stop.max_tokens if params.ignore_eos and params.grammar is not None else params.min_tokens
     held = [*stop.eos_ids, *(stop.stop_ids if params.min_tokens else ())] if min_tokens else []
     bad_words = _bad_word_ids(params.bad_words, tokenizer, facts.vocab_size) if params.bad_words and tokenizer is not None else []
-    if not (params.logit_bias or params.allowed_token_ids or bad_words or held):
+    thinking = _thinking_limit(params.thinking_budget, tokenizer) if params.thinking_budget is not None else None
+    if not (params.logit_bias or params.allowed_token_ids or bad_words or held or thinking):
         return None
     return LogitRules(
         bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()}, allowed_ids=list(params.allowed_token_ids or ()),
         bad_words=bad_words, min_tokens=min_tokens if held else 0, held_ids=list(dict.fromkeys(held)),
+        thinking=thinking,
     )
+
+
+def _thinking_limit(budget: ThinkingBudget, tokenizer: Tokenizer | None) -> ThinkingLimit:
+    def one_token(text: str) -> int:
+        ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else []
+        if len(ids) != 1:
+            raise UnsupportedFeature(f"a thinking budget cannot be kept: {text!r} is not one token of this model", param="thinking_budget")
+        return ids[0]
+
+    start_id = -1 if budget.start is None else one_token(budget.start)
+    return ThinkingLimit(budget.max_tokens + (start_id >= 0), one_token(budget.end), start_id)
 
 
 def _bad_word_ids(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:

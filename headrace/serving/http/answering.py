@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from headrace.base.errors import RequestError, UnsupportedFeature
-from headrace.base.sampling import SamplingParams
+from headrace.base.sampling import SamplingParams, ThinkingBudget
 from headrace.service.parsing.calls import MAX_CALLS
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.forcing import delay_grammar, grammar_of_calls
@@ -35,6 +35,7 @@ class AnswerPlan:
     separates: bool
     streams_reasoning: bool
     tells_reasoning: bool
+    max_thinking: int | None
 
     @property
     def is_open(self) -> bool:
@@ -52,12 +53,23 @@ class AnswerPlan:
             self.formats, tools=self.tools, is_open=self.is_open, separates=self.separates, max_calls=MAX_CALLS if self.is_parallel else 1,
         )
 
+    def _thinking_budget(self, params: SamplingParams) -> ThinkingBudget | None:
+        """The limit for the engine; None when there is none or nothing to limit."""
+        reasoning = self.formats.reasoning
+        if self.max_thinking is None or self.formats.is_closed(self.prompt):
+            return None
+        if reasoning is None or not reasoning.starts:
+            _refuse_budget("it is not known how this model marks its reasoning; see --reasoning-parser")
+        if params.grammar is not None and params.grammar.kind == "ebnf":
+            _refuse_budget("a grammar in EBNF binds the reasoning, too")
+        return ThinkingBudget(max_tokens=self.max_thinking, end=reasoning.ends[0], start=None if self.is_open else reasoning.starts[0])
+
     def extend(self, params: SamplingParams) -> SamplingParams:
         """The sampling parameters with what parsing needs: markers that stay visible, and the grammar of calls."""
         if not self.parses:
-            return params
+            return params if self.max_thinking is None else _refuse_budget("it is not known how this model marks its reasoning; see --reasoning-parser")
         kept = self.formats.visible_texts(has_tools=bool(self.tools))
-        params = msgspec.structs.replace(params, keep_special_tokens=kept)
+        params = msgspec.structs.replace(params, keep_special_tokens=kept, thinking_budget=self._thinking_budget(params))
         is_strict = any(tool["function"].get("strict") for tool in self.tools)
         if not self.is_forced and params.grammar is not None:
             reasoning = None if self.formats.is_closed(self.prompt) else self.formats.reasoning
@@ -70,6 +82,18 @@ class AnswerPlan:
             self.formats, self.callable_tools, self.prompt, is_parallel=self.is_parallel, is_forced=self.is_forced, continued=self.continued,
         )
         return msgspec.structs.replace(params, grammar=grammar)
+
+
+def _refuse_budget(reason: str) -> NoReturn:
+    raise UnsupportedFeature(f"thinking_budget cannot be kept: {reason}", param="thinking_budget")
+
+
+def _read_budget(request: ChatRequest) -> int | None:
+    switch = None if request.thinking is None else request.thinking.budget_tokens
+    given = {request.thinking_budget, request.thinking_token_budget, request.max_thinking_tokens, switch} - {None}
+    if len(given) > 1:
+        raise RequestError("thinking_budget, thinking_token_budget, max_thinking_tokens and thinking.budget_tokens are the same; give one", param="thinking_budget")
+    return given.pop() if given else None
 
 
 def plan_answer(context: AppContext, request: ChatRequest, prompt: str) -> AnswerPlan:
@@ -91,4 +115,5 @@ def plan_answer(context: AppContext, request: ChatRequest, prompt: str) -> Answe
         prompt=prompt, continued=continued,
         separates=request.separate_reasoning is not False, streams_reasoning=request.stream_reasoning is not False,
         tells_reasoning=request.include_reasoning is not False,
+        max_thinking=_read_budget(request),
     )

@@ -9,6 +9,8 @@ import pytest
 from fake_apps import http_for
 from fake_client import ByteTokenizer, FakeClient
 
+from headrace.base.sampling import ThinkingBudget
+
 TOOL = {"type": "function", "function": {
     "name": "get_weather", "description": "The weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]},
 }}
@@ -158,6 +160,27 @@ async def test_reasoning_switches_reach_the_template(server, client, options, sw
     assert client.tokenizer.options == switches
 
 
+@pytest.mark.parametrize("fields", [{"thinking_budget": 5}, {"max_thinking_tokens": 5}, {"thinking_token_budget": 5}, {"thinking": {"type": "enabled", "budget_tokens": 5}}], ids=str)
+async def test_thinking_budgets_reach_the_engine(server, client, fields):
+    async def budget():
+        answer = await server.post(CHAT, json={"messages": [USER], "max_tokens": 1, **fields})
+        assert answer.status_code == 200, answer.text
+        return client.submitted[-1][1].thinking_budget
+
+    assert await budget() == ThinkingBudget(max_tokens=5, end="</think>", start="<think>")
+    client.tokenizer.ending = "<think>\n"
+    assert await budget() == ThinkingBudget(max_tokens=5, end="</think>")
+    client.tokenizer.ending = "<think>\n\n</think>\n\n"
+    assert await budget() is None
+
+
+async def test_thinking_budgets_of_models_that_do_not_reason(client):
+    async with http_for(client) as http:
+        for fields in ({}, {"tools": [TOOL]}):
+            error = (await http.post(CHAT, json={"messages": [USER], "max_thinking_tokens": 5, **fields})).json()["error"]
+            assert (error["param"], error["code"]) == ("thinking_budget", "unsupported_feature")
+
+
 async def test_forced_calls_are_a_grammar(server, client):
     async def grammar(**options):
         answer = await server.post(CHAT, json={"messages": [USER], "max_tokens": 1, "tools": [TOOL, NOOP], **options})
@@ -239,6 +262,8 @@ def function(**fields) -> dict:
     ({"tools": [{"type": "function"}]}, "tools[0].function"), ({"tools": [{**TOOL, "x": 1}]}, "tools[0].x"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"thinking_budget": -1}, "thinking_budget"), ({"thinking_budget": 5, "max_thinking_tokens": 6}, "thinking_budget"),
+    ({"thinking_budget": 5, "ebnf": 'root ::= "a"'}, "thinking_budget"),
     ({"enable_thinking": True, "reasoning_effort": "none"}, "enable_thinking"), ({"reasoning_effort": "enormous"}, "reasoning_effort"),
     ({"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"), ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":'}}]}]}, "messages[0].tool_calls[0].function.arguments"),

@@ -6,7 +6,6 @@ TOOLS = "use tools and tool_choice, and the role 'tool' for results"
 STRUCTURE = "the server chooses the grammar library and allows blanks where JSON does"
 MEDIA = "only text is served so far"
 REASONING = "use reasoning_effort, enable_thinking, separate_reasoning, stream_reasoning, include_reasoning or chat_template_kwargs"
-BUDGET = "thinking budgets are not served yet"
 ADAPTERS = "adapters are not served yet"
 INTERNALS = "model internals are not returned"
 PLACEMENT = "requests cannot be placed by hand"
@@ -21,7 +20,6 @@ DEFERRED: dict[str, str] = {
         "video_config", "use_audio_in_video",
     ), MEDIA),
     **dict.fromkeys(("reasoning", "require_reasoning", "verbosity"), REASONING),
-    **dict.fromkeys(("thinking_budget", "thinking_token_budget", "max_thinking_tokens"), BUDGET),
     **dict.fromkeys(("lora_path", "lora_id", "lora_request"), ADAPTERS),
     **dict.fromkeys((
         "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_entropy", "return_meta_info", "return_sampling_mask",

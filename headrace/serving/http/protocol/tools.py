@@ -73,7 +73,8 @@ class ThinkingSwitch(Struct, kw_only=True, forbid_unknown_fields=True):
 class ReasoningFields(StopFields, kw_only=True, forbid_unknown_fields=True):
     """How a reasoning model thinks, and how that is told. ``reasoning_effort``, ``thinking`` and ``enable_thinking`` set
     the switches of the chat template. ``separate_reasoning`` false leaves reasoning in the content, ``stream_reasoning``
-    false sends it in one piece, ``include_reasoning`` false leaves it out."""
+    false sends it in one piece, ``include_reasoning`` false leaves it out. ``thinking_budget``, by any of its names, is
+    the number of tokens after which reasoning is ended."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
@@ -81,6 +82,9 @@ class ReasoningFields(StopFields, kw_only=True, forbid_unknown_fields=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     include_reasoning: bool | None = None
+    thinking_budget: Budget | None = None
+    thinking_token_budget: Budget | None = None
+    max_thinking_tokens: Budget | None = None
 
 
 class ToolFields(ReasoningFields, kw_only=True, forbid_unknown_fields=True):
