@@ -19,7 +19,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.models.source import resolve_source
 from headrace.service.tokenization import Tokenizer, load_tokenizer
 from headrace.service.tokenization.assembler import OutputAssembler
-from headrace.service.tokenization.reading import ReadAssembler, build_reading, refuse_generation
+from headrace.service.tokenization.reading import ReadAssembler, build_reading
 from headrace.service.tokenization.requests import build_requests
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ def open_request(
     options = dict(facts=facts, namespace=namespace, priority=priority, deadline_s=deadline_s)
     if isinstance(params, PoolingSpec):
         return [build_reading(request_id, token_ids, params, **options)], ReadAssembler()
-    refuse_generation(facts)
     requests = build_requests(request_id, token_ids, params, tokenizer=tokenizer, **options)
     return requests, OutputAssembler(requests, params, tokenizer)
 

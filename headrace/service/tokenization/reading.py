@@ -14,15 +14,7 @@ from headrace.base.messages import Abort, EngineRequest, ModelFacts, RequestOutp
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.client.outputs import ChoiceDelta
-from headrace.service.tokenization.requests import check_ids
-
-USES = {"embed": "embeddings: use /v1/embeddings", "classify": "scores of texts: use /v1/classify, /v1/score or /v1/rerank"}
-
-
-def refuse_generation(facts: ModelFacts) -> None:
-    """Raise `RequestError` when the model reads texts and generates none."""
-    if facts.pooling is not None:
-        raise RequestError(f"{facts.model} does not generate text; it makes {USES[facts.pooling.kind]}", param="model")
+from headrace.service.tokenization.requests import USES, check_ids
 
 
 def build_reading(

@@ -25,7 +25,7 @@ from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.prompts import open_request
 from headrace.service.client.stream import RequestStream
-from headrace.service.tokenization.reading import refuse_generation
+from headrace.service.tokenization.requests import refuse_generation
 
 BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
 
