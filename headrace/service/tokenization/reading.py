@@ -14,7 +14,7 @@ from headrace.base.messages import Abort, EngineRequest, ModelFacts, RequestOutp
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.client.outputs import ChoiceDelta
-from headrace.service.tokenization.requests import USES, check_ids
+from headrace.service.tokenization.requests import USES, check_ids, check_schedule
 
 
 def build_reading(
@@ -31,8 +31,7 @@ def build_reading(
             f"the text has {len(token_ids)} tokens; the model takes at most {facts.max_model_len}. Shorten it, or send "
             "truncate_prompt_tokens: -1 to have its end cut off", param="input",
         )
-    if deadline_s is not None and deadline_s <= 0:
-        raise RequestError(f"deadline_s must be positive, got {deadline_s!r}", param="deadline_s")
+    check_schedule(priority, deadline_s)
     check_ids(spec.label_ids, "label_token_ids", facts.vocab_size)
     if facts.pooling is None and not spec.label_ids:
         raise RequestError(

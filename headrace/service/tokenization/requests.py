@@ -41,7 +41,7 @@ def build_requests(
     params.validate()
     _check_prompt(prompt_token_ids, facts)
     _check_strings(params, tokenizer)
-    _check_schedule(priority, deadline_s)
+    check_schedule(priority, deadline_s)
     prompt = list(prompt_token_ids)
     stop = _stop_spec(params, len(prompt), facts, tokenizer)
     rules = _logit_rules(params, stop, facts, tokenizer)
@@ -70,7 +70,8 @@ def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[i
     return {token_id: text for token_id, text in found.items() if token_id is not None}
 
 
-def _check_schedule(priority: int, deadline_s: float | None) -> None:
+def check_schedule(priority: int, deadline_s: float | None) -> None:
+    """Raise `RequestError` for a priority or deadline out of bounds."""
     if type(priority) is not int or abs(priority) > MAX_PRIORITY:
         raise RequestError(f"priority must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {priority!r}", param="priority")
     if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s > 0):
