@@ -18,6 +18,7 @@ CASES = {
     "mixed-big-pages": Case(MIXED, page_size=64),
     "multi-head": Case(MIXED, num_heads=3, num_kv_heads=3),
     "multi-query-odd-group": Case(MIXED, num_heads=7, num_kv_heads=1, page_size=4),
+    "dim-8": Case(MIXED, head_dim=8),
     "dim-80": Case(MIXED, head_dim=80),
     "dim-96": Case(MIXED, head_dim=96, page_size=32),
     "dim-128": Case(MIXED, head_dim=128, page_size=128),

@@ -19,6 +19,11 @@ JOINED_VALUES = 4096
 MASKED = tl.constexpr(-1.0e38)  # finite: a row whose first blocks are all masked must not turn into NaN
 
 
+def block_dim(dim: int) -> int:
+    """The width of a tile that holds a head: a tensor core multiplies no fewer than 16."""
+    return max(16, next_power_of_2(dim))
+
+
 @dataclass(frozen=True)
 class Tile:
     """Block sizes of one kernel. ``rows`` are query rows (tokens times heads of a kv head), ``keys`` cached positions."""
@@ -29,21 +34,21 @@ class Tile:
     num_stages: int
 
 
-def prefill_tile(block_dim: int, element_size: int) -> Tile:
+def prefill_tile(width: int, element_size: int) -> Tile:
     """Chosen for 227 KiB of shared memory: queries plus ``num_stages`` blocks of keys and values fit."""
     if element_size > 2:
-        return Tile(64, 32, 4, 1) if block_dim <= 128 else Tile(32, 16, 4, 1)
-    if block_dim <= 64:
+        return Tile(64, 32, 4, 1) if width <= 128 else Tile(32, 16, 4, 1)
+    if width <= 64:
         return Tile(128, 64, 4, 4)
-    return Tile(128, 64, 8, 5) if block_dim <= 128 else Tile(128, 64, 8, 2)
+    return Tile(128, 64, 8, 5) if width <= 128 else Tile(128, 64, 8, 2)
 
 
-def decode_tile(group: int, block_dim: int, element_size: int) -> Tile:
+def decode_tile(group: int, width: int, element_size: int) -> Tile:
     """A tensor-core tile takes at least 16 query rows; smaller groups are padded."""
     rows = max(16, next_power_of_2(group))
     if element_size > 2:
-        return Tile(rows, 32 if block_dim <= 128 else 16, 4, 1)
-    return Tile(rows, 64 if block_dim <= 128 else 32, 4, 5)
+        return Tile(rows, 32 if width <= 128 else 16, 4, 1)
+    return Tile(rows, 64 if width <= 128 else 32, 4, 5)
 
 
 def split_count(num_requests: int, num_kv_heads: int, max_kv_len: int, *, programs: int, min_keys: int = 128) -> int:
@@ -326,7 +331,7 @@ def _geometry(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> 
     num_kv_heads, head_dim, value_dim = k_pages.shape[2], k_pages.shape[3], v_pages.shape[3]
     return dict(
         PAGE=k_pages.shape[1], K=num_kv_heads, G=q.shape[1] // num_kv_heads, E=head_dim, EV=value_dim,
-        BLOCK_E=next_power_of_2(head_dim), BLOCK_EV=next_power_of_2(value_dim),
+        BLOCK_E=block_dim(head_dim), BLOCK_EV=block_dim(value_dim),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         page_stride_k=k_pages.stride(0), page_stride_v=v_pages.stride(0),
     )
@@ -343,10 +348,10 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, block_dim: int, dtype: torch.dtype, tile: Tile | None = None
+    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, width: int, dtype: torch.dtype, tile: Tile | None = None
 ) -> PrefillPlan:
     """Plan requests ``first`` and later. ``query_lens`` are host-known, all requests; no device synchronisation."""
-    tile = tile or prefill_tile(block_dim, dtype.itemsize)
+    tile = tile or prefill_tile(width, dtype.itemsize)
     if group > tile.rows:
         tile = Tile(next_power_of_2(group), tile.keys, tile.num_warps, tile.num_stages)
     tokens = tile.rows // group

@@ -1,7 +1,7 @@
 """The attention backend on cuDNN: long prefill chunks in one ragged graph, a long chunk of round length in an exact one.
 
-Decodes, steps of short chunks and whatever cuDNN refuses go to the Triton kernels: measured on an H200 they are as fast
-or faster there, and need no plan for each size.
+Decodes, steps of short chunks, layers with a window (whose pages before it are others' by now) and whatever cuDNN refuses
+go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no plan for each size.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.base.cache import NULL_PAGE
 from headrace.kernels.attention import cudnn as sdpa
 from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
@@ -24,7 +25,8 @@ EXACT_STEP = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """A step's prefill chunks, padded to a power of two of requests: the padding has no queries and no keys."""
+    """A step's prefill chunks, padded to a power of two of requests: the padding has no queries and no keys. ``unwritten``
+    are the slots behind the keys in their last pages, and the null page, which stands for all pages behind them."""
 
     requests: int
     queries: int
@@ -34,6 +36,7 @@ class _Chunks:
     table: torch.Tensor
     q_offsets: torch.Tensor
     out_offsets: torch.Tensor
+    unwritten: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class CudnnAttention:
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Pad the chunks' lengths and tables to the bounds of a graph that may be there already."""
-        is_long = inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
+        is_long = inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES and not self._geometry.window
         self._inputs, self._chunks = inputs, self._pad_chunks(inputs) if is_long else None
         self._exact = self._find_exact(inputs) if is_long else None
 
@@ -96,6 +99,9 @@ class CudnnAttention:
         graph = self._find_graph(params, q.dtype, *sizes, num_pages=pages.k.shape[0], table_stride=chunks.table.stride(0))
         if graph is None:
             return False
+        # cuDNN multiplies what it masks by zero, so what lies there must be a number: NaN of a request long gone would spread
+        for t in (pages.k, pages.v):
+            t.flatten(0, 1).index_fill_(0, chunks.unwritten, 0)
         graph.run({
             sdpa.Q: q, sdpa.K: pages.k, sdpa.V: pages.v, sdpa.OUT: out, sdpa.QUERY_LENS: chunks.query_lens, sdpa.KV_LENS: chunks.kv_lens,
             sdpa.TABLE: chunks.table, sdpa.Q_OFFSETS: chunks.q_offsets, sdpa.OUT_OFFSETS: chunks.out_offsets,
@@ -114,8 +120,8 @@ class CudnnAttention:
     def _find_exact(self, inputs: AttentionInputs) -> _Exact | None:
         queries, keys = inputs.query_lens_cpu[-1], inputs.kv_lens_cpu[-1]
         is_round = queries % EXACT_STEP == 0 and keys % EXACT_STEP == 0 and keys % self._geometry.page_size == 0
-        if self._geometry.window or inputs.num_requests - inputs.num_decodes != 1 or not is_round:
-            return None  # with a window, an exact graph would also read the pages before it, which are others' by now
+        if inputs.num_requests - inputs.num_decodes != 1 or not is_round:
+            return None
         return _Exact(queries, keys, inputs.page_table[-1, : keys // self._geometry.page_size])
 
     def _pad_chunks(self, inputs: AttentionInputs) -> _Chunks:
@@ -130,8 +136,13 @@ class CudnnAttention:
         starts[count + 1 :] = inputs.query_start[-1]
         kv_lens = torch.zeros(requests, dtype=torch.int32, device=self._device)
         kv_lens[:count] = inputs.kv_lens[first : inputs.num_requests]
+        lengths = kv_lens[:count, None]
+        is_used = torch.arange(columns, device=self._device) * page_size < lengths
         table = torch.zeros((requests, ceil_div(keys, page_size)), dtype=torch.int32, device=self._device)
-        table[:count, :columns] = inputs.page_table[first : inputs.num_requests, :columns]
+        table[:count, :columns] = torch.where(is_used, inputs.page_table[first : inputs.num_requests, :columns], NULL_PAGE)
+        offset = torch.arange(page_size, device=self._device)
+        last_page = table[:count].gather(1, (lengths.long() - 1) // page_size) * page_size
+        unwritten = torch.cat((offset, torch.where(offset > (lengths - 1) % page_size, last_page + offset, offset).flatten()))
         heads = self._geometry.num_heads
         offsets = (starts * (heads * self._geometry.head_dim), starts * (heads * self._geometry.value_dim))
-        return _Chunks(requests, queries, keys, starts.diff(), kv_lens, table, *offsets)
+        return _Chunks(requests, queries, keys, starts.diff(), kv_lens, table, *offsets, unwritten.long())

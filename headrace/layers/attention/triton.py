@@ -10,11 +10,11 @@ from headrace.kernels.attention.triton import (
     DecodeWorkspace,
     Head,
     PrefillPlan,
+    block_dim,
     decode,
     plan_prefill,
     prefill,
 )
-from headrace.kernels.launch import next_power_of_2
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -42,7 +42,7 @@ class TritonAttention:
         if inputs.num_decodes < inputs.num_requests:
             self._plan = plan_prefill(
                 inputs.query_start, inputs.query_lens_cpu, first=inputs.num_decodes, group=self._group,
-                block_dim=next_power_of_2(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype),
+                width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype),
             )
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
