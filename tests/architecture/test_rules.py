@@ -129,3 +129,9 @@ def test_the_repository_is_about_the_product():
             if path.is_file() and path.suffix in suffixes and path != Path(__file__) and "__pycache__" not in path.parts and hosts.search(path.read_text(errors="ignore")):
                 found.append(path.relative_to(ROOT).as_posix())
     assert not found
+
+
+def test_modules_of_tests_have_names_of_their_own():
+    """They are imported by their bare names, so two with one name would be one."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))

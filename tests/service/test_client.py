@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -282,10 +283,10 @@ async def test_nothing_is_left_behind(start_client: Callable):
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_an_orphan_cleans_up(config_only: Path, tmp_path: Path):
+async def test_an_orphan_cleans_up(config_only: Path, request: pytest.FixtureRequest):
     """A parent that is killed cannot remove the sockets; its engine does."""
-    folder = tmp_path / "t"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="hr-"))  # a path of pytest's own may be too long for a socket
+    request.addfinalizer(lambda: shutil.rmtree(folder, ignore_errors=True))
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])}
     with subprocess.Popen([sys.executable, "-c", PARENT, str(config_only)], stdout=subprocess.PIPE, env=environment) as parent:
         await asyncio.to_thread(parent.stdout.readline)
