@@ -98,6 +98,10 @@ class StepFailed(HeadraceError):
     kind = "step_failed"
 
 
+class OutOfDeviceMemory(StepFailed):
+    """The device had no memory for a step; smaller steps may still fit."""
+
+
 class OutOfPages(HeadraceError):
     """The request alone needs more KV pages than the device has."""
 

@@ -16,7 +16,7 @@ import torch
 
 from headrace.base.cache import CacheLayout
 from headrace.base.config import DeviceConfig, EngineConfig, resolve_for_device
-from headrace.base.errors import ConfigError, UnsupportedFeature
+from headrace.base.errors import ConfigError, OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan
@@ -52,7 +52,10 @@ class LocalExecutor:
     def execute(self, plan: StepPlan) -> PendingSample:
         """Launch a plan. On a CPU the step is done when this returns."""
         assert self._runner is not None, "the executor is closed"
-        return self._runner.execute(plan)
+        try:
+            return self._runner.execute(plan)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
 
     def serve_grammars(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
         """Take requests with grammars from now on. ``read_vocabulary`` reads the tokenizer; it is called when the first
@@ -73,6 +76,7 @@ class LocalExecutor:
         """Wait for the device after a failed step. Rows need no clearing: whatever still runs is started anew."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
         if self._runner is not None:
             self._runner.reset()
 

@@ -9,6 +9,7 @@ from headrace.base.step import PageAppend, StepPlan
 from headrace.scheduling.admission import Admission, Verdict
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.flight import Flight
+from headrace.scheduling.limit import StepLimit
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
 from headrace.scheduling.retraction import Retraction
@@ -30,8 +31,8 @@ class Draft:
 
 
 class Planner:
-    """Composes plans. A step takes at most ``max_step_tokens`` tokens and ``max_running`` requests run at once; as a
-    decode is one token and ``max_running <= max_step_tokens``, all decodes fit every step."""
+    """Composes plans. A step takes at most ``limit.tokens`` tokens, and no more requests than that or ``max_running`` are
+    let in; as a decode is one token, all decodes fit every step."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Planner:
         queue: WaitingQueue,
         admission: Admission,
         retraction: Retraction,
-        max_step_tokens: int,
+        limit: StepLimit,
         max_running: int,
     ):
         self._ledger = ledger
@@ -49,7 +50,7 @@ class Planner:
         self._queue = queue
         self._admission = admission
         self._retraction = retraction
-        self._max_step_tokens = max_step_tokens
+        self._limit = limit
         self._max_running = max_running
         self._next_step_id = 0
 
@@ -71,7 +72,7 @@ class Planner:
     def _compose(self) -> Draft:
         draft = Draft()
         self._add_decodes(draft)
-        budget = self._max_step_tokens - draft.num_decodes
+        budget = self._limit.tokens - draft.num_decodes
         for request in list(self._roster.prefilling):
             if budget <= 0:
                 break
@@ -132,7 +133,7 @@ class Planner:
         rest: otherwise a large request would wait for ever behind small ones. Where nothing is kept between steps, a
         request is computed whole."""
         queue, roster, is_whole = self._queue, self._roster, self._ledger.keeps_nothing
-        while budget > 0 and roster.has_free_row and roster.num_running < self._max_running:
+        while budget > 0 and roster.has_free_row and roster.num_running < min(self._max_running, self._limit.tokens):
             request = queue.peek()
             if request is None or (is_whole and request.known_len > budget):
                 break
@@ -164,4 +165,5 @@ class Planner:
             appends=draft.appends,
         )
         self._next_step_id += 1
+        self._limit.count_step()
         return Flight(plan, draft.requests)

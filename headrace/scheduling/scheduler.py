@@ -23,6 +23,7 @@ from headrace.scheduling.commit import Committer
 from headrace.scheduling.counters import Counters
 from headrace.scheduling.exits import Exits
 from headrace.scheduling.flight import Flight
+from headrace.scheduling.limit import StepLimit
 from headrace.scheduling.planner import Planner
 from headrace.scheduling.policy import POLICIES
 from headrace.scheduling.queue import WaitingQueue
@@ -63,9 +64,10 @@ class Scheduler:
         forecast = self._admission.forecast
         self._exits = Exits(**parts, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters)
         retraction = Retraction(**parts, exits=self._exits, forecast=forecast, by_priority=config.policy == "priority")
+        self._limit = StepLimit(max_step_tokens)
         self._planner = Planner(
             **parts, queue=self._queue, admission=self._admission, retraction=retraction,
-            max_step_tokens=max_step_tokens, max_running=max_running,
+            limit=self._limit, max_running=max_running,
         )  # fmt: skip
         self._committer = Committer(exits=self._exits, sharing=self._sharing, counters=self._counters)
 
@@ -156,13 +158,25 @@ class Scheduler:
         finish = Finish("error", error=ErrorInfo.of(error))
         doomed = flight.live_requests() if flight is not None else []
         outputs = [self._exits.finish(request, finish, [], keep_pages=False) for request in doomed]
+        self._forget_device()
+        self._counters.failed_steps += flight is not None
+        return outputs
+
+    def retry(self, plan: StepPlan) -> bool:
+        """The device had no memory for a step: every running request goes back to the queue, as for `fail`, and steps are
+        smaller for a while. False, and nothing done, when they cannot be: then the step has failed."""
+        if plan.step_id < self._first_valid_step or self._ledger.keeps_nothing or not self._limit.shrink():
+            return False
+        self._take_flight(plan)
+        self._forget_device()
+        return True
+
+    def _forget_device(self) -> None:
         for request in list(self._roster.running()):
             self._exits.retract(request)
         self._roster.forget_device()
         self._flights.clear()
         self._first_valid_step = self._planner.next_step_id
-        self._counters.failed_steps += flight is not None
-        return outputs
 
     def _take_flight(self, plan: StepPlan) -> Flight | None:
         if plan.step_id < self._first_valid_step:

@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
-from headrace.base.errors import HeadraceError, StepFailed
+from headrace.base.errors import HeadraceError, OutOfDeviceMemory, StepFailed
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
 from headrace.service.executor import Executor, PendingStep
@@ -39,7 +39,8 @@ class Engine:
 
     A bad request ends alone, with an error as its output. An exception inside a step ends the requests of that step;
     plans launched behind it are void, and other running requests resume from their committed tokens. Then the accounts
-    are checked and the loop goes on. Whatever `step` raises itself means that the engine can no longer be trusted and
+    are checked and the loop goes on. A step for which the device has no memory ends nobody: all running requests resume,
+    in smaller steps. Whatever `step` raises itself means that the engine can no longer be trusted and
     must be thrown away.
     """
 
@@ -130,8 +131,13 @@ class Engine:
             outputs += self._scheduler.commit(plan, result)
 
     def _fail(self, plans: list[StepPlan], error: Exception, outputs: list[RequestOutput]) -> None:
-        logger.error("step %d failed with %d plans in flight", plans[0].step_id, len(plans), exc_info=error)
         self._in_flight.clear()
+        if isinstance(error, OutOfDeviceMemory) and self._scheduler.retry(plans[0]):
+            logger.warning("step %d found no memory; its requests are computed again in smaller steps: %s", plans[0].step_id, error)
+            self.executor.reset()
+            self._scheduler.check()
+            return
+        logger.error("step %d failed with %d plans in flight", plans[0].step_id, len(plans), exc_info=error)
         failure = StepFailed(f"the step computing this request failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         for plan in plans:

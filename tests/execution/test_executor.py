@@ -10,7 +10,7 @@ import torch
 from driver import Driver
 
 from headrace.base.config import EngineConfig, engine_config
-from headrace.base.errors import ConfigError, HeadraceError, ModelError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError, OutOfDeviceMemory
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import StepPlan
 from headrace.execution import device as device_module
@@ -174,3 +174,15 @@ def test_model_without_numbers_is_refused_at_start(folder: Path, monkeypatch: py
 
 def test_result_without_tokens_has_the_step_id():
     assert PendingSample(12).result().step_id == 12
+
+
+def test_no_memory_for_a_step_is_a_typed_error(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The engine makes smaller steps of it; see the tests of the step loop."""
+    executor = build_executor(config_of(folder))
+
+    def run_out(_: StepPlan) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(executor._runner, "execute", run_out)
+    with pytest.raises(OutOfDeviceMemory, match=r"step of 5 tokens: tried to allocate 2\.00 GiB"):
+        executor.execute(StepPlan(0, 0, [0, 1], [0, 0], [3, 2], [1, 1]))

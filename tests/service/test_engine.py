@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from fakes import Boom, FakeExecutor, continuation, engine_over, fake_engine
+from fakes import Boom, FakeExecutor, FakePending, continuation, engine_over, fake_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.config import engine_config
+from headrace.base.errors import OutOfDeviceMemory
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.base.step import StepPlan
+from headrace.scheduling import limit as limit_module
 from headrace.service import engine as engine_module
 from headrace.service.engine import Engine
 
@@ -116,6 +119,58 @@ def test_step_launched_before_a_failed_launch_still_counts():
     known = tokens(outputs["early"])
     assert known == continuation([1], 20)[1:1 + len(known)] and known, "the step in flight was committed"
     assert outputs["early"][-1].finish.reason == "error"
+
+
+class TightExecutor(FakeExecutor):
+    """Has memory for steps of ``room`` tokens."""
+
+    room = 24
+
+    def execute(self, plan: StepPlan) -> FakePending:
+        if sum(plan.lengths) > self.room:
+            self.launched.append(plan)
+            raise OutOfDeviceMemory("no room")
+        return super().execute(plan)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_without_memory_is_computed_again_in_smaller_ones(depth: int):
+    engine = engine_over(TightExecutor(engine_config(overlap_depth=depth, max_step_tokens=128, max_running_requests=40)))
+    prompts = {f"r{i}": [(i + j) % 250 for j in range(5 + 9 * i)] for i in range(12)}
+    for name, prompt in prompts.items():
+        engine.submit(request(name, prompt, max_tokens=6))
+    outputs = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens(outputs[name]) == continuation(prompt, 6), name
+        assert [o.finish.reason for o in outputs[name] if o.finish] == ["length"]
+    engine.check()
+    assert engine.executor.num_resets == sum(sum(p.lengths) > TightExecutor.room for p in engine.executor.launched) == 3
+    assert engine.stats().failed_steps_total == 0
+
+
+def test_steps_grow_again_after_a_calm(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limit_module, "CALM_STEPS", 8)
+    executor = TightExecutor(engine_config(overlap_depth=1, max_step_tokens=128, max_running_requests=4))
+    engine = engine_over(executor)
+    engine.submit(request("first", [3] * 100, max_tokens=40))
+    run(engine)
+    executor.room, executor.launched = 128, []
+    engine.submit(request("second", [4] * 120, max_tokens=2))
+    assert tokens(run(engine)["second"]) == continuation([4] * 120, 2)
+    assert max(sum(p.lengths) for p in executor.launched) == 120
+
+
+def test_memory_for_not_even_the_smallest_step_fails_it_alone():
+    executor = TightExecutor(engine_config(max_step_tokens=64, max_running_requests=4))
+    executor.room = 2
+    engine = engine_over(executor)
+    engine.submit(request("large", list(range(40))))
+    engine.submit(request("small", [7], max_tokens=3))
+    outputs = run(engine)
+    assert outputs["large"][-1].finish.error.kind == "step_failed" and "no room" in outputs["large"][-1].finish.error.message
+    engine.submit(request("after", [8], max_tokens=3))
+    assert tokens(run(engine)["after"]) == continuation([8], 3)
+    engine.check()
 
 
 def break_accounts() -> None:
