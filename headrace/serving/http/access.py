@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import ConfigError, Unauthorized
 from headrace.serving.http.context import AppContext
+from headrace.serving.http.error_forms import path_of
 from headrace.serving.http.errors import respond_error
 from headrace.serving.http.sampling import read_request_id
 
@@ -35,12 +36,6 @@ class Prefix:
         await self._app(scope, receive, send)
 
 
-def _path_of(scope: Scope) -> str:
-    """The path as routes see it: without the prefix of the proxy."""
-    path, prefix = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path
-
-
 def check_key(key: str) -> str:
     """The key, when it is one; raises `ConfigError` for a blank one, which anybody could send."""
     if not key.strip():
@@ -49,21 +44,22 @@ def check_key(key: str) -> str:
 
 
 class KeyGate:
-    """Lets a request pass that brings ``Authorization: Bearer KEY``; compared in constant time."""
+    """Lets a request pass that brings ``Authorization: Bearer KEY``, or ``x-api-key: KEY`` as Anthropic's clients; compared in constant time."""
 
     def __init__(self, app: ASGIApp, key: str):
         self._app = app
         self._key = key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _path_of(scope) in OPEN_PATHS or self._is_known(Headers(scope=scope)):
+        if scope["type"] != "http" or path_of(scope) in OPEN_PATHS or self._is_known(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        await respond_error(Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY"))(scope, receive, send)
+        await respond_error(Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY"), scope)(scope, receive, send)
 
     def _is_known(self, headers: Headers) -> bool:
         kind, _, given = headers.get("authorization", "").partition(" ")
-        return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        keys = [given if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        return any([hmac.compare_digest(key.strip().encode("latin-1"), self._key) for key in keys])
 
 
 class RequestLedger:
@@ -104,7 +100,7 @@ class RequestLedger:
                 logger.info("%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], quote(scope["path"]), status, seconds, name)
 
     def _route_of(self, scope: Scope) -> str:
-        path = _path_of(scope)
+        path = path_of(scope)
         if path in self._routes:
             return path
         return next((r for r in self._routes if "{" in r and path.startswith(r.partition("{")[0])), "unmatched")

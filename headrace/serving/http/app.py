@@ -15,13 +15,24 @@ from headrace.serving.http.errors import install_handlers
 from headrace.serving.http.metrics import Metrics
 from headrace.serving.http.openapi import describe_api
 from headrace.serving.http.page import page_handler
-from headrace.serving.http.routes import chat, completions, control, embeddings, health, models, native, scoring, tokens
+from headrace.serving.http.routes import (
+    chat,
+    completions,
+    control,
+    embeddings,
+    health,
+    messages,
+    models,
+    native,
+    scoring,
+    tokens,
+)
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
 ENDPOINTS = (
-    *chat.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS, *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS,
+    *chat.ENDPOINTS, *messages.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS, *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS,
     *control.ENDPOINTS, *health.ENDPOINTS,
 )
 
@@ -29,7 +40,10 @@ ENDPOINTS = (
 def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
     """The application. Starting and closing ``client`` is the caller's part; until it is ready, requests get 503.
     What routes share is at ``app.state.context``."""
-    app = FastAPI(title="Headrace", version=__version__, docs_url=None, redoc_url=None)  # their pages need a CDN
+    app = FastAPI(
+        title="Headrace", version=__version__, docs_url=None, redoc_url=None,  # their pages need a CDN
+        redirect_slashes=False,  # a redirect would lead wherever the Host header says
+    )
     context = app.state.context = AppContext(client, server, Metrics())
     for endpoint in ENDPOINTS:
         app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods), include_in_schema=False)

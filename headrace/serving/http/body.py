@@ -20,7 +20,7 @@ GAP_TIMEOUT_S = 60.0
 NESTED = "sampling_params"
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
-_PART = re.compile(r"^Invalid value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
+_PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

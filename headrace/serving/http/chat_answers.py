@@ -24,7 +24,7 @@ from headrace.serving.http.protocol.chat import (
 )
 from headrace.serving.http.protocol.tools import AnsweredCall, AnsweredFunction, CallPiece
 from headrace.serving.http.sampling import check_stream_options
-from headrace.serving.http.stream import frame
+from headrace.serving.http.stream import Events, frame
 
 
 def finish_reason(reason: str | None, parser: OutputParser | None) -> str | None:
@@ -110,7 +110,7 @@ def _add_call(news: ChatDelta, event: Event) -> None:
         news.tool_calls = UNSET
 
 
-class ChatEvents:
+class ChatEvents(Events):
     """The wording of a streamed chat answer: a role chunk for each choice, then its news, then usage when asked for."""
 
     def __init__(self, body: ChatRequest, generation: Generation, plan: AnswerPlan, model: str, names: TokenNames):

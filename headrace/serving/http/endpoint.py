@@ -16,8 +16,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """``answer`` is the msgspec type of the 200 answer (None: plain text). ``event`` is the type of a server-sent event
-    when the route can stream. ``errors`` are statuses beside 200 (500 is always possible)."""
+    """``answer`` is the msgspec type of the 200 answer (None: plain text). ``event`` is the type of an event
+    when the route can stream, as ``event_media``. ``errors`` are statuses beside 200 (500 is always possible)."""
 
     path: str
     handler: Handler
@@ -27,5 +27,6 @@ class Endpoint:
     body: JsonBody[Any] | None = None
     answer: Any = None
     event: Any = None
+    event_media: str = "text/event-stream"
     query: dict[str, dict[str, Any]] | None = None
     errors: tuple[int, ...] = ()

@@ -11,9 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from headrace.base.errors import HeadraceError, NotFound, RequestError
-from headrace.serving.http.protocol.answers import ErrorAnswer, ErrorDetail, describe_error
+from headrace.serving.http.error_forms import form_of, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def respond_error(error: HeadraceError) -> Response:
-    """The answer to a request that failed before anything was sent."""
+def respond_error(error: HeadraceError, scope: Scope) -> Response:
+    """The answer to a request that failed before anything was sent, in the form of its path."""
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or DEFAULT_RETRY_AFTER_S)))
@@ -67,37 +68,40 @@ def respond_error(error: HeadraceError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return JsonResponse(describe_error(error), error.status, headers)
+    return JsonResponse(form_of(path_of(scope)).describe(error), error.status, headers)
 
 
-async def _answer_typed(_request: Request, error: Exception) -> Response:
+async def _answer_typed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
     if error.status >= 500 and error.status not in (503, 504):
         logger.error("request failed: %s", error.message)
-    return respond_error(error)
+    return respond_error(error, request.scope)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed here"}.get(error.status_code, str(error.detail))
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return JsonResponse(ErrorAnswer(ErrorDetail(message, kind)), error.status_code, dict(error.headers or {}))
+    plain = HeadraceError(message)
+    plain.status = error.status_code
+    answer = respond_error(plain, request.scope)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
-async def _answer_invalid(_request: Request, error: Exception) -> Response:
-    return respond_error(RequestError(str(error)))
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    return respond_error(RequestError(str(error)), request.scope)
 
 
 async def _answer_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _answer_fault(_request: Request, _error: Exception) -> Response:
-    return JsonResponse(ErrorAnswer(ErrorDetail(SERVER_FAULT, "server_error")), 500)
+async def _answer_fault(request: Request, _error: Exception) -> Response:
+    return respond_error(HeadraceError(SERVER_FAULT), request.scope)
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Make every error of the application answer in OpenAI's form."""
+    """Make every error of the application answer in the form of its path."""
     app.add_exception_handler(HeadraceError, _answer_typed)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_invalid)

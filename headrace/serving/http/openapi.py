@@ -11,7 +11,7 @@ from msgspec.json import schema_components
 
 from headrace import __version__
 from headrace.serving.http.endpoint import Endpoint
-from headrace.serving.http.protocol.answers import ErrorAnswer
+from headrace.serving.http.error_forms import form_of
 
 ABOUT = "OpenAI-compatible and native routes. Unknown fields are refused by name; null is the same as leaving a field out."
 BODY_ERRORS = (400, 408, 413, 415)
@@ -19,9 +19,9 @@ BODY_ERRORS = (400, 408, 413, 415)
 
 def describe_api(endpoints: Sequence[Endpoint], *, root_path: str, has_key: bool, open_paths: frozenset[str]) -> dict[str, Any]:
     """The document. ``open_paths`` need no key."""
-    types: dict[Any, None] = {ErrorAnswer: None}
+    types: dict[Any, None] = {}
     for endpoint in endpoints:
-        types |= dict.fromkeys(t for t in (endpoint.body and endpoint.body.record, endpoint.answer, endpoint.event) if t is not None)
+        types |= dict.fromkeys(t for t in (form_of(endpoint.path).record, endpoint.body and endpoint.body.record, endpoint.answer, endpoint.event) if t is not None)
     schemas, components = schema_components(list(types), ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def describe_api(endpoints: Sequence[Endpoint], *, root_path: str, has_key: bool
 
 def _describe_operation(endpoint: Endpoint, method: str, schema_of: dict[Any, Any], *, is_guarded: bool) -> dict[str, Any]:
     statuses = {500, *endpoint.errors, *(BODY_ERRORS if endpoint.body else ()), *((401,) if is_guarded else ())}
-    error = {"application/json": {"schema": schema_of[ErrorAnswer]}}
+    error = {"application/json": {"schema": schema_of[form_of(endpoint.path).record]}}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": _describe_answer(endpoint, schema_of)}}
     responses |= {str(s): {"description": HTTPStatus(s).phrase, "content": error} for s in sorted(statuses)}
     name = re.sub(r"\W+", "_", endpoint.path).strip("_") or "root"
@@ -67,5 +67,5 @@ def _describe_answer(endpoint: Endpoint, schema_of: dict[Any, Any]) -> dict[str,
         return {"text/plain": {"schema": {"type": "string"}}}
     content = {"application/json": {"schema": schema_of[endpoint.answer]}}
     if endpoint.event is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": schema_of[endpoint.event]}
+        content[endpoint.event_media] = {"schema": {"type": "string"}, "x-event": schema_of[endpoint.event]}
     return content

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -24,11 +24,8 @@ from headrace.serving.http.protocol.answers import describe_error
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+SSE = b"text/event-stream; charset=utf-8"
+HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _encode = msgspec.json.Encoder().encode
 
 Deltas = AsyncGenerator[tuple[int, ChoiceDelta], None]
@@ -39,14 +36,27 @@ def frame(event: object) -> bytes:
     return b"data: " + _encode(event) + b"\n\n"
 
 
+def named_frame(name: str, event: object) -> bytes:
+    """One server-sent event with a name of its own."""
+    return b"event: " + name.encode() + b"\n" + frame(event)
+
+
 class Events(Protocol):
-    """How a route words a stream. Both may return nothing, and several frames at once."""
+    """How a route words a stream. All may return nothing, and several frames at once. ``done`` ends every stream, also
+    one that failed; unless a dialect says otherwise, all is as at OpenAI's."""
+
+    media_type: ClassVar[bytes] = SSE
+    done: ClassVar[bytes] = DONE
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         """The frames of one delta."""
 
     def end(self) -> bytes:
-        """The frames after the last delta, without ``[DONE]``."""
+        """The frames after the last delta, without ``done``."""
+
+    def fail(self, error: HeadraceError) -> bytes:
+        """The frames instead of `end` when the request failed half-way."""
+        return frame(describe_error(error))
 
 
 class EventStream:
@@ -61,15 +71,15 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self._events.media_type), *HEADERS]})
             ending = await self._send_deltas(send)
-            await send({"type": "http.response.body", "body": ending + DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": ending + self._events.done, "more_body": False})
         finally:
             await self._deltas.aclose()
             self._generation.close()
 
     async def _send_deltas(self, send: Send) -> bytes:
-        """Send all deltas; what is left to say before ``[DONE]``."""
+        """Send all deltas; what is left to say before the end mark."""
         try:
             body = self._events.render(*self._first)
             if body:
@@ -77,14 +87,14 @@ class EventStream:
             async for index, delta in self._deltas:
                 error = delta_error(delta)
                 if error is not None:
-                    return frame(describe_error(error))
+                    return self._events.fail(error)
                 body = self._events.render(index, delta)
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             return self._events.end()
         except Exception:  # the request's edge: the status is out, only an event can tell the client
             logger.exception("a stream failed")
-            return frame(describe_error(HeadraceError(SERVER_FAULT)))
+            return self._events.fail(HeadraceError(SERVER_FAULT))
 
 
 class EventsFactory(Protocol):

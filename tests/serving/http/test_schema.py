@@ -37,7 +37,8 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", application())
 def test_answers_conform(case):
     response = case.call()
     if response.headers["content-type"][0].startswith("text/event-stream"):
-        assert response.content.endswith(b"data: [DONE]\n\n")
+        last = b'{"type":"message_stop"}' if case.path == "/v1/messages" else b"[DONE]"
+        assert response.content.endswith(b"data: " + last + b"\n\n")
         return
     case.validate_response(response, checks=CHECKS)
 

@@ -43,5 +43,7 @@ DEFERRED: dict[str, str] = {
     "repetition_detection": "repetition detection is not served; use repetition_penalty or stop",
     "typical_p": "typical sampling is not served; use top_p or min_p",
     "stream_interval": "chunks are sent as they come",
+    **dict.fromkeys(("mcp_servers", "container"), "the server runs no tools; run them in the client"),
+    "context_management": "conversations are never shortened; leave out what the model need not see",
     "background": "requests cannot outlive their connection",
 }

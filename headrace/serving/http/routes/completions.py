@@ -25,7 +25,7 @@ from headrace.serving.http.protocol.completions import (
     CompletionRequest,
 )
 from headrace.serving.http.sampling import check_stream_options, given_request_id, pick_request_id, sampling_params
-from headrace.serving.http.stream import EventStream, frame, start_stream
+from headrace.serving.http.stream import Events, EventStream, frame, start_stream
 
 BODY = JsonBody(CompletionRequest)
 
@@ -139,7 +139,7 @@ class ChoiceWriter:
         return prompt, writer.write_prompt(ids, delta.prompt_logprobs or [])
 
 
-class CompletionEvents:
+class CompletionEvents(Events):
     """The wording of a streamed completion."""
 
     def __init__(self, body: CompletionRequest, generation: Generation, context: AppContext):

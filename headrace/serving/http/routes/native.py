@@ -27,7 +27,7 @@ from headrace.serving.http.protocol.native import (
     NativeSampling,
 )
 from headrace.serving.http.sampling import pick_request_id, read_defaults
-from headrace.serving.http.stream import EventStream, frame, start_stream
+from headrace.serving.http.stream import Events, EventStream, frame, start_stream
 from headrace.serving.http.structure import read_grammar
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class ResultWriter:
         return native_triples([entry], self._texts)[0]
 
 
-class NativeEvents:
+class NativeEvents(Events):
     """The wording of a stream: each frame holds a choice as far as it has come. Frames of a batch tell their index."""
 
     def __init__(self, writer: ResultWriter, *, is_list: bool):
