@@ -51,7 +51,10 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
         """JSON that a schema allows; the schema is text or a value. Properties come in the schema's order."""
         if not isinstance(schema, str | dict | bool):
             raise RequestError(f"{param} must be a JSON schema: an object, true, or its text", param=param)
-        return cls._sized("json_schema", _json_text(schema, param), param)
+        text = _json_text(schema, param)
+        if not text.startswith(("{", "true", "false")):
+            raise RequestError(f"{param} must be a JSON schema: an object, true or false; its text is another JSON value", param=param)
+        return cls._sized("json_schema", text, param)
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -93,6 +93,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     ``logprobs`` is None unless a row asked; else aligned with ``token_ids`` with None for rows that did not.
     ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone.
+    ``refused_rows`` are those of rows whose own grammar or limits allow no token: the request was wrong.
     ``pooled`` are ``(row, float32 values, little-endian)`` of the rows with ``pooling`` whose last token was computed.
     """
 
@@ -102,3 +103,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[PromptLogprobs] = []
     failed_rows: list[tuple[int, str]] = []
     pooled: list[tuple[int, bytes]] = []
+    refused_rows: list[tuple[int, str]] = []

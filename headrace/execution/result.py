@@ -74,7 +74,10 @@ class PendingSample:
             ids = [ids[place] for place in self._places]
             logprobs = logprobs and [logprobs[place] for place in self._places]
         failed, pooled = self._read_pooled()
-        return StepResult(self._step_id, ids, logprobs, prompts, self._failed_rows(states) + failed, pooled)
+        troubled = self._troubled_rows(states)
+        failed += [(row, MESSAGES[state]) for row, state in troubled if state != NOTHING_ALLOWED]
+        refused = [(row, self._errors.get(row) or MESSAGES[state]) for row, state in troubled if state == NOTHING_ALLOWED]
+        return StepResult(self._step_id, ids, logprobs, prompts, failed, pooled, refused)
 
     def _read_pooled(self) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
         """``(failed rows, results)`` of the rows that are read."""
@@ -89,8 +92,8 @@ class PendingSample:
             spread[place] = record
         return spread
 
-    def _failed_rows(self, states: list[int]) -> list[tuple[int, str]]:
+    def _troubled_rows(self, states: list[int]) -> list[tuple[int, int]]:
+        """``(row, state)`` of rows that nothing can be drawn for."""
         assert self._batch is not None
         harmless = (OK,) if self._check_finite else (OK, NOT_FINITE)
-        found = [(int(row), state) for row, state in zip(self._batch.rows, states, strict=True) if state not in harmless]
-        return [(row, (state == NOTHING_ALLOWED and self._errors.get(row)) or MESSAGES[state]) for row, state in found]
+        return [(int(row), state) for row, state in zip(self._batch.rows, states, strict=True) if state not in harmless]

@@ -5,7 +5,7 @@ Refuses: news of requests that have finished or were retracted since the step wa
 
 from __future__ import annotations
 
-from headrace.base.errors import StepFailed
+from headrace.base.errors import HeadraceError, RequestError, StepFailed
 from headrace.base.messages import ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepResult, TokenLogprobs
 from headrace.scheduling.counters import Counters
@@ -25,7 +25,7 @@ class Committer:
 
     def commit(self, flight: Flight, result: StepResult) -> list[RequestOutput]:
         """One output for every request with news."""
-        outputs = self._end_failed(flight, result) if result.failed_rows else []
+        outputs = self._end_failed(flight, result) if result.failed_rows or result.refused_rows else []
         self._commit_decodes(flight, result, outputs)
         self._commit_prefills(flight, result, outputs)
         counters = self._counters
@@ -35,12 +35,13 @@ class Committer:
 
     def _end_failed(self, flight: Flight, result: StepResult) -> list[RequestOutput]:
         """Rows that failed fail their request alone."""
-        messages = dict(result.failed_rows)
+        errors: dict[int, HeadraceError] = {row: StepFailed(message) for row, message in result.failed_rows}
+        errors |= {row: RequestError(message) for row, message in result.refused_rows}
         outputs = []
         for request in flight.live_requests():
-            if request.row in messages:
-                error = StepFailed(messages[request.row])
-                outputs.append(self._exits.finish(request, Finish("error", error=ErrorInfo.of(error)), [], keep_pages=False))
+            if request.row in errors:
+                error = ErrorInfo.of(errors[request.row])
+                outputs.append(self._exits.finish(request, Finish("error", error=error), [], keep_pages=False))
         return outputs
 
     def _commit_decodes(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:

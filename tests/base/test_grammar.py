@@ -38,6 +38,8 @@ def _nested(depth: int) -> dict:
 @pytest.mark.parametrize("make", [
     lambda: Grammar.json_schema("{", param="field"),
     lambda: Grammar.json_schema(3, param="field"),
+    lambda: Grammar.json_schema("[]", param="field"),
+    lambda: Grammar.json_schema(" null", param="field"),
     lambda: Grammar.json_schema({"const": object()}, param="field"),
     lambda: Grammar.json_schema(_nested(100_000), param="field"),
     lambda: Grammar.json_schema('{"items":' * 100_000 + "{}" + "}" * 100_000, param="field"),

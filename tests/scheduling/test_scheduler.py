@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from headrace.base.errors import ContextLengthExceeded, OutOfPages, QueueFull, RequestError
@@ -249,6 +250,16 @@ def test_a_failed_row_fails_its_request_alone_and_is_not_cached() -> None:
     assert engine.scheduler.stats().num_evictable_pages == 0
     engine.drain()
     engine.check_outputs()
+
+
+def test_a_row_whose_own_grammar_allows_nothing_is_a_wrong_request() -> None:
+    engine = make_engine(make_layout(60))
+    engine.add(make_ask("bad", [1] * 8, 5))
+    engine.launch({"bad"})
+    plan, result = engine.flights[-1]
+    engine.flights[-1] = (plan, msgspec.structs.replace(result, failed_rows=[], refused_rows=result.failed_rows))
+    engine.land()
+    assert engine.finishes["bad"].finish.error.kind == "invalid_request_error"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

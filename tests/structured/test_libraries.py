@@ -136,6 +136,7 @@ def test_a_missing_library_names_what_to_install(monkeypatch: pytest.MonkeyPatch
     ("oneOf", {"oneOf": [I, N]}), ("unevaluatedProperties", obj({"a": I}, unevaluatedProperties=False)), ("format", {"type": "string", "format": "shoe-size"}),
     ("multipleOf", {"type": "integer", "multipleOf": 10**7}), ("x-guidance", {"type": "object", "x-guidance": {"lenient": True}}),
     ("ref", {"$ref": "#"}), ("http", {"$ref": "http://127.0.0.1/x"}), ("Unsatisfiable", {"allOf": [S, I]}), ("look", {"type": "string", "pattern": "^(?=a)b$"}),
+    ("not whole", {"type": "string", "pattern": "a\\"}), ("not whole", {"type": "string", "pattern": "a)|(b"}), ("not whole", {"type": "object", "patternProperties": {"[a": {}}}),
     ("large", json.loads('{"items":' * 70 + "{}" + "}" * 70)), ("allows no output", False),
     ("ref", {"$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1500)}, "$ref": "#/$defs/d0"}),
 ])  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.base.errors import RequestError
+from headrace.execution.structured.bounds import check_whole
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -80,8 +81,11 @@ def _subschemas(node: dict[str, Any]) -> Iterator[Any]:
 
 
 def _check_keywords(node: dict[str, Any], param: str) -> None:
-    for name in NOT_ENFORCED.intersection(node):
+    for name in sorted(NOT_ENFORCED.intersection(node)):
         raise RequestError(f"{param}: the keyword {name!r} cannot be enforced; leave it out and check the output yourself", param=param)
+    for pattern in (node.get("pattern"), *(node["patternProperties"] if isinstance(node.get("patternProperties"), dict) else ())):
+        if isinstance(pattern, str):
+            check_whole(pattern, param)
     multiple = node.get("multipleOf")
     if isinstance(multiple, int | float) and not 0 < multiple <= MAX_MULTIPLE:
         raise RequestError(f"{param}: the keyword 'multipleOf' must be above 0 and at most {MAX_MULTIPLE}, got {multiple}", param=param)
