@@ -143,7 +143,7 @@ async def test_bodies_that_are_too_large(client):
 
 
 async def test_unknown_paths_and_methods(http):
-    for method, path, status in (("GET", "/nope", 404), ("GET", TEXT, 405), ("DELETE", "/health", 405), ("POST", "/health", 405)):
+    for method, path, status in (("GET", "/nope", 404), ("GET", TEXT, 405), ("DELETE", "/health", 405), ("POST", "/health", 405), ("POST", TEXT + "/", 404)):
         answer = await http.request(method, path)
         assert answer.status_code == status and answer.json()["error"]["type"]
     assert "POST" in (await http.get(TEXT)).headers["allow"]
