@@ -15,6 +15,7 @@ _HOMES = {
     "general": "headrace.serving.cli.options:GeneralOptions",
     "sampling": "headrace.serving.cli.options:SamplingOptions",
     "generate": "headrace.serving.cli.options:GenerateOptions",
+    "batch": "headrace.serving.cli.options:BatchOptions",
     "chat": "headrace.serving.cli.options:ChatOptions",
     "check": "headrace.serving.cli.options:CheckOptions",
     "show": "headrace.serving.cli.options:ShowOptions",
@@ -28,7 +29,8 @@ _HOMES = {
 @dataclass(frozen=True)
 class Command:
     """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``words`` describes what may
-    follow without a flag: ``model`` for a model's name, ``prompts`` for any number of prompts, empty for nothing. A
+    follow without a flag: ``model`` for a model's name, ``prompts`` for any number of prompts, ``files`` for an input and an
+    output, empty for nothing. A
     command that is ``quiet`` logs from warning on unless told otherwise: its output is the user's."""
 
     name: str
@@ -71,6 +73,12 @@ _ALL = (
             ("the default model", "headrace chat"),
             ("with a role", 'headrace chat --system "You are a pirate." --temperature 0.8'),
         ), "model", quiet=True,
+    ),
+    Command(
+        "batch", "answer a file of requests in OpenAI's batch format", (*ENGINE, "batch"), "headrace.serving.cli.batch:run", (
+            ("run it again after an interruption: what is answered is skipped", "headrace batch requests.jsonl answers.jsonl"),
+            ("requests that call the model by another name", "headrace batch requests.jsonl answers.jsonl --served-model-name gpt-4o-mini"),
+        ), "files", quiet=True,
     ),
     Command(
         "bench serve", "load any OpenAI-compatible server and measure it", ("target", "load", "traffic"), "headrace.serving.cli.bench:run_serve", (

@@ -182,6 +182,8 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
         parser.add_argument("words", nargs="?", metavar="MODEL", help="the same as --model")
     elif command.words == "prompts":
         parser.add_argument("words", nargs="*", metavar="PROMPT", help="prompts to complete")
+    elif command.words == "files":
+        parser.add_argument("words", nargs="*", metavar="FILE", help="the input, then the output")
     for name, kind in command.section_types().items():
         group = parser.add_argument_group(name, (kind.__doc__ or "").strip().replace("``", ""))
         for info in options_of(kind, name):
@@ -192,7 +194,7 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
 
 
 def _usage_of_words(words: str) -> str:
-    return {"model": "[MODEL] ", "prompts": "[PROMPT ...] "}.get(words, "")
+    return {"model": "[MODEL] ", "prompts": "[PROMPT ...] ", "files": "INPUT OUTPUT "}.get(words, "")
 
 
 def _epilog(command: Command) -> str | None:

@@ -63,6 +63,13 @@ class GenerateOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchOptions(_Section):
+    """How requests of the input are taken."""
+
+    served_model_name: str | None = option(None, "name that the requests call the model by; default: the model's own", metavar="NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatOptions(_Section):
     """The conversation."""
 
