@@ -24,6 +24,7 @@ from headrace.serving.http.routes import (
     messages,
     models,
     native,
+    ollama,
     responses,
     scoring,
     tokens,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
 ENDPOINTS = (
-    *chat.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS,
+    *chat.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS, *ollama.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS,
     *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *health.ENDPOINTS,
 )
 

@@ -11,6 +11,7 @@ from starlette.types import Scope
 from headrace.base.errors import HeadraceError
 from headrace.serving.http.protocol.answers import ErrorAnswer, describe_error
 from headrace.serving.http.protocol.messages import MessagesError, describe_messages_error
+from headrace.serving.http.protocol.ollama import OllamaError, describe_ollama_error
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ErrorForm:
 OPENAI = ErrorForm(ErrorAnswer, describe_error)
 BY_PREFIX = {
     "/v1/messages": ErrorForm(MessagesError, describe_messages_error),
+    "/api/": ErrorForm(OllamaError, describe_ollama_error),
 }
 
 

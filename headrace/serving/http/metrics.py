@@ -92,7 +92,7 @@ class Metrics:
 
 
 class RequestTimer:
-    """Observes one engine request from its deltas."""
+    """Observes one engine request from its deltas. ``first_token_s``: seconds from its coming to its first token."""
 
     def __init__(self, metrics: Metrics, prompt_len: int, num_choices: int):
         self._metrics = metrics
@@ -100,6 +100,7 @@ class RequestTimer:
         self._latest: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
         self._num_running = num_choices
+        self.first_token_s = 0.0
         metrics.prompt_tokens.observe(prompt_len)
 
     @property
@@ -115,7 +116,8 @@ class RequestTimer:
             if latest is not None:
                 self._metrics.inter_token.observe((now - latest) / num_tokens)
             elif not self._latest:
-                self._metrics.first_token.observe(now - self._arrival)
+                self.first_token_s = now - self._arrival
+                self._metrics.first_token.observe(self.first_token_s)
             self._latest[index] = now
             self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
         if delta.finish_reason is not None:
