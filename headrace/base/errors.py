@@ -78,6 +78,13 @@ class Unauthorized(HeadraceError):
     kind = "authentication_error"
 
 
+class Forbidden(HeadraceError):
+    """Nobody may do this here, as the server was started."""
+
+    status = 403
+    kind = "forbidden"
+
+
 class QueueFull(HeadraceError):
     """``max_queued`` requests are waiting; try again after ``retry_after`` seconds."""
 

@@ -60,7 +60,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    """A control call answered by `Reply` between two steps: ``stats``, ``reset_prefix_cache``, ``check``, ``shutdown``, and
+    """A control call answered by `Reply` between two steps: ``stats``, ``reset_prefix_cache``, ``check``, ``pause``, ``continue``, ``freeze_gc``, ``shutdown``, and
     ``ping``, whose answer only proves that the loop turns."""
 
     call_id: int

@@ -52,6 +52,12 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._outputs: list[RequestOutput] = []
         self._num_empty = 0
+        self._is_paused = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is paused and nothing is in flight any more: `step` only ends requests then."""
+        return self._is_paused and not self._in_flight and not self._outputs
 
     @property
     def has_work(self) -> bool:
@@ -81,7 +87,7 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
         outputs += self._gate.settle()
-        while len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None:
+        while not self._is_paused and len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None:
             if not self._execute(plan):
                 while self._in_flight:  # what was launched before the failure stands; nothing may follow it
                     self._commit(outputs)
@@ -91,9 +97,13 @@ class Engine:
             self._num_empty = 0
         elif self._gate.is_waiting:
             self._gate.pause()
-        elif not outputs:
+        elif not outputs and not self._is_paused:
             self._notice_empty_step()
         return outputs
+
+    def pause(self, is_paused: bool = True) -> None:
+        """Plan no more steps, or plan again. What is in flight is committed; requests wait, and may be added and ended."""
+        self._is_paused = is_paused
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of the last step."""

@@ -49,6 +49,7 @@ from headrace.service.transport import EngineChannel, Launch
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 250
+PAUSED_WAIT_MS = 20
 STATS_PERIOD_S = 0.25
 MAX_DRAIN = 1024
 """Messages taken in between two steps at most."""
@@ -72,11 +73,15 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until stopped. An exception from here means that the engine cannot be trusted any more."""
         while not self._is_stopping:
-            wait_ms = 0 if self._engine.has_work else IDLE_WAIT_MS
-            for message in self._channel.receive(wait_ms, at_most=MAX_DRAIN):
+            for message in self._channel.receive(self._patience_ms(), at_most=MAX_DRAIN):
                 self._take(message)
             if self._engine.has_work:
                 self._step()
+
+    def _patience_ms(self) -> int:
+        if not self._engine.has_work:
+            return IDLE_WAIT_MS
+        return PAUSED_WAIT_MS if self._engine.is_held else 0
 
     def _step(self) -> None:
         outputs = self._engine.step()
@@ -105,6 +110,11 @@ class EngineLoop:
                     return Reply(call.call_id, self._engine.reset_prefix_cache())
                 case "check":
                     return Reply(call.call_id, self._engine.check())
+                case "pause" | "continue":
+                    return Reply(call.call_id, self._engine.pause(call.method == "pause"))
+                case "freeze_gc":
+                    gc.collect()
+                    return Reply(call.call_id, gc.freeze())
                 case "ping":
                     return Reply(call.call_id)
                 case "shutdown":

@@ -65,6 +65,34 @@ def test_overrun_after_a_stop_is_discarded():
     assert outputs[-1].finish.reason == "stop" and outputs[-1].finish.stop_id == expected[2]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_pause_holds_everything_and_loses_nothing(depth: int):
+    prompts = {"a": [1, 2, 3], "b": [4, 5]}
+    undisturbed = fake_engine(overlap_depth=depth)
+    engine = fake_engine(overlap_depth=depth)
+    for name, prompt in prompts.items():
+        undisturbed.submit(request(name, prompt, 6))
+        engine.submit(request(name, prompt, 6))
+    expected = {name: tokens(outputs) for name, outputs in run(undisturbed).items()}
+    got: dict[str, list[RequestOutput]] = {"a": [], "b": [], "late": []}
+    for is_paused in (False, True, False):
+        engine.pause(is_paused)
+        for _ in range(2000 if is_paused else 2):
+            for output in engine.step():
+                got[output.request_id].append(output)
+        if is_paused:
+            assert engine.is_held and engine.has_work
+            num_before = sum(len(o.token_ids) for outputs in got.values() for o in outputs)
+            engine.submit(request("late", [7], 6))
+            assert engine.step() == []
+            engine.abort("late")
+            assert [o.finish.reason for o in engine.step()] == ["abort"]
+            assert sum(len(o.token_ids) for outputs in got.values() for o in outputs) == num_before
+    for name, outputs in run(engine).items():
+        got[name] += outputs
+    assert {name: tokens(outputs) for name, outputs in got.items() if name != "late"} == expected
+
+
 def test_bad_request_fails_alone():
     engine = fake_engine(max_queued=2)
     engine.submit(request("long", [1] * 5000))

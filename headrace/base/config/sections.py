@@ -68,13 +68,21 @@ class DeviceConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(_Section):
+class AccessConfig(_Section):
+    """Who may ask the HTTP process."""
+
+    api_key: str | None = option(None, "clients must send Authorization: Bearer KEY", metavar="KEY")
+    admin_api_key: str | None = option(None, "key of the admin routes; without one they are closed unless host is a loopback address", metavar="KEY")
+    cors_origins: str = option("", "comma-separated origins browsers may call from; * for any")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(AccessConfig):
     """The HTTP process."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
     port: int = option(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
     served_model_name: str | None = option(None, "name clients use; default: the model's own", metavar="NAME")
-    api_key: str | None = option(None, "clients must send Authorization: Bearer KEY", metavar="KEY")
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template", metavar="FILE")
     tool_parser: str = option("auto", "format of the model's tool calls; auto finds it in the chat template, none switches tools off", metavar="NAME")
     reasoning_parser: str = option("auto", "format of the model's reasoning; auto finds it in the chat template, none leaves reasoning in the text", metavar="NAME")
@@ -83,7 +91,6 @@ class ServerConfig(_Section):
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM", low=0.0)
     max_restarts: int = option(5, "restarts of a crashed engine within ten minutes before giving up", low=0)
     stall_timeout_s: float = option(300.0, "seconds a loaded engine may give no sign of life before it is restarted; above its longest step; 0: for ever", low=0.0)
-    cors_origins: str = option("", "comma-separated origins browsers may call from; * for any")
     root_path: str = option("", "path prefix when behind a proxy")
     log_requests: bool = option(False, "log one line per request")
 

@@ -13,7 +13,7 @@ import logging
 import random
 import subprocess
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -164,6 +164,11 @@ class EngineClient:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when some are in use and stayed."""
         return bool(await self._call("reset_prefix_cache"))
+
+    async def control(self, method: Literal["pause", "continue", "freeze_gc"]) -> None:
+        """Hold all generation (requests wait), go on with it, or take the engine's heap out of garbage collection. A new
+        engine after a crash is not paused."""
+        await self._call(method)
 
     async def check(self) -> None:
         """Let the engine prove its accounts; raises when a page or row is not accounted for."""

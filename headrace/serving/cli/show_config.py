@@ -9,7 +9,7 @@ from headrace.base.config import all_options, flatten
 from headrace.serving.cli.flags import Invocation
 from headrace.serving.cli.serve import serve_config
 
-SECRET = {"api_key"}
+SECRET = {"api_key", "admin_api_key"}
 
 
 def effective_options(invocation: Invocation) -> list[dict[str, Any]]:

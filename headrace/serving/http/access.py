@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import time
 from urllib.parse import quote
@@ -10,7 +11,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.base.errors import ConfigError, Unauthorized
+from headrace.base.config import ServerConfig
+from headrace.base.errors import ConfigError, Forbidden, HeadraceError, Unauthorized
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.error_forms import path_of
 from headrace.serving.http.errors import respond_error
@@ -36,11 +38,54 @@ class Prefix:
         await self._app(scope, receive, send)
 
 
-def check_key(key: str) -> str:
+def check_key(key: str, name: str = "api_key") -> str:
     """The key, when it is one; raises `ConfigError` for a blank one, which anybody could send."""
     if not key.strip():
-        raise ConfigError("api_key must not be empty; leave the option out to serve without a key", param="api_key")
+        raise ConfigError(f"{name} must not be empty; leave the option out to serve without a key", param=name)
     return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _brings_key(headers: Headers, key: bytes) -> bool:
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    keys = [given if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    return any([hmac.compare_digest(k.strip().encode("latin-1"), key) for k in keys])
+
+
+class AdminGate:
+    """Before the routes that concern the server and everybody on it. With an admin key, only that opens them, and nothing
+    else; without one they are closed, unless the server listens to this machine alone. Then pages of other sites that a
+    browser here has open stay outside."""
+
+    def __init__(self, app: ASGIApp, server: ServerConfig, paths: frozenset[str]):
+        self._app, self._paths = app, paths
+        self._key = check_key(server.admin_api_key, "admin_api_key").strip().encode() if server.admin_api_key is not None else None
+        self._is_local = is_loopback(server.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or path_of(scope) not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal: HeadraceError | None = None
+        if self._key is not None:
+            refusal = None if _brings_key(headers, self._key) else Unauthorized("the admin key is missing or wrong; send Authorization: Bearer KEY")
+        elif not self._is_local:
+            refusal = Forbidden("admin routes are closed: the server listens to other machines and has no --admin-api-key")
+        elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            refusal = Forbidden("admin routes are closed to pages of other sites")
+        if refusal is not None:
+            await respond_error(refusal, scope)(scope, receive, send)
+        else:
+            scope["is_admin"] = self._key is not None
+            await self._app(scope, receive, send)
 
 
 class KeyGate:
@@ -51,16 +96,10 @@ class KeyGate:
         self._key = key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or path_of(scope) in OPEN_PATHS or self._is_known(Headers(scope=scope)):
+        if scope["type"] != "http" or path_of(scope) in OPEN_PATHS or scope.get("is_admin") or _brings_key(Headers(scope=scope), self._key):
             await self._app(scope, receive, send)
             return
         await respond_error(Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY"), scope)(scope, receive, send)
-
-    def _is_known(self, headers: Headers) -> bool:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        keys = [given if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
-        return any([hmac.compare_digest(key.strip().encode("latin-1"), self._key) for key in keys])
-
 
 class RequestLedger:
     """Counts requests by method, route and status; logs a line for each when asked to. Puts the request's id on the

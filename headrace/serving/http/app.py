@@ -9,13 +9,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from headrace import __version__
 from headrace.base.config import ServerConfig
-from headrace.serving.http.access import OPEN_PATHS, KeyGate, Prefix, RequestLedger, check_key
+from headrace.serving.http.access import OPEN_PATHS, AdminGate, KeyGate, Prefix, RequestLedger, check_key
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.errors import install_handlers
 from headrace.serving.http.metrics import Metrics
 from headrace.serving.http.openapi import describe_api
 from headrace.serving.http.page import page_handler
 from headrace.serving.http.routes import (
+    admin,
     chat,
     completions,
     control,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 ENDPOINTS = (
     *chat.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS, *ollama.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS,
-    *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *health.ENDPOINTS,
+    *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *admin.ENDPOINTS, *health.ENDPOINTS,
 )
 
 
@@ -61,6 +62,7 @@ def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
     install_handlers(app)
     if server.api_key is not None:
         app.add_middleware(KeyGate, key=check_key(server.api_key))
+    app.add_middleware(AdminGate, server=server, paths=frozenset(e.path for e in ENDPOINTS if e.is_admin))
     origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])

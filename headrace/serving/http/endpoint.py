@@ -17,7 +17,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """``answer`` is the msgspec type of the 200 answer (None: plain text). ``event`` is the type of an event
-    when the route can stream, as ``event_media``. ``errors`` are statuses beside 200 (500 is always possible)."""
+    when the route can stream, as ``event_media``. ``errors`` are statuses beside 200 (500 is always possible).
+    ``is_admin``: concerns the server and not its caller alone; see `AdminGate`."""
 
     path: str
     handler: Handler
@@ -30,3 +31,4 @@ class Endpoint:
     event_media: str = "text/event-stream"
     query: dict[str, dict[str, Any]] | None = None
     errors: tuple[int, ...] = ()
+    is_admin: bool = False

@@ -246,5 +246,8 @@ class FakeClient:
     async def reset_prefix_cache(self) -> bool:
         return self.is_flushable
 
+    async def control(self, method: str) -> None:
+        self.controls = [*getattr(self, "controls", []), method]
+
     async def close(self, drain_s: float = 0.0) -> None:
         self.state = "stopped"

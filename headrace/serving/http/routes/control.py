@@ -1,4 +1,4 @@
-"""SGLang's control routes: flush the prefix cache, abort requests, server and model information."""
+"""SGLang's control routes: abort requests, server and model information."""
 
 from __future__ import annotations
 
@@ -15,20 +15,11 @@ from headrace.serving.http.body import JsonBody
 from headrace.serving.http.context import AppContext, context_of
 from headrace.serving.http.endpoint import Endpoint
 from headrace.serving.http.errors import JsonResponse
-from headrace.serving.http.protocol.native import AbortAnswer, AbortRequest, FlushAnswer, ModelInfo, ServerInfo
+from headrace.serving.http.protocol.native import AbortAnswer, AbortRequest, ModelInfo, ServerInfo
 from headrace.serving.http.routes.health import current_stats
 
 ABORT_BODY = JsonBody(AbortRequest)
-SECRETS = ("api_key",)
-
-
-async def flush_cache(request: Request) -> JsonResponse:
-    """Empty the prefix cache; pages of running requests stay."""
-    context = context_of(request)
-    context.check_available()
-    is_empty = await context.client.reset_prefix_cache()
-    message = "the prefix cache is empty" if is_empty else "running requests hold pages; try again when they have finished"
-    return JsonResponse(FlushAnswer(is_empty, message), 200 if is_empty else 400)
+SECRETS = ("api_key", "admin_api_key")
 
 
 async def abort_request(request: Request) -> JsonResponse:
@@ -75,10 +66,6 @@ async def show_model_info(request: Request) -> JsonResponse:
 
 
 ENDPOINTS = (
-    Endpoint(
-        path="/flush_cache", methods=("GET", "POST"), handler=flush_cache, tag="control", doc="Empty the prefix cache.", answer=FlushAnswer,
-        errors=(400, 503),
-    ),
     Endpoint(
         path="/abort_request", methods=("POST",), handler=abort_request, tag="control", doc="End running requests.", body=ABORT_BODY,
         answer=AbortAnswer,

@@ -1,0 +1,96 @@
+"""Admin routes: what they do, and to whom they are closed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_apps import http_for
+from fake_client import FakeClient
+
+from headrace.base.config import ServerConfig
+from headrace.base.errors import ConfigError
+from headrace.serving.http.access import is_loopback
+from headrace.serving.http.app import ENDPOINTS, create_app
+
+ADMIN = sorted(e.path for e in ENDPOINTS if e.is_admin)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_they_are_told_to_the_engine(http, client):
+    for path in ("/pause_generation", "/continue_generation", "/freeze_gc"):
+        answer = await http.post(path)
+        assert answer.status_code == 200 and answer.json()["success"] is True
+    assert client.controls == ["pause", "continue", "freeze_gc"]
+    assert (await http.post("/reset_prefix_cache")).json()["success"] is True
+
+
+@pytest.mark.parametrize(("mode", "num_ended"), [("abort", 1), (None, 1), ("in_place", 0)])
+async def test_a_pause_ends_what_runs_unless_told_otherwise(http, client, mode, num_ended):
+    asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "HOLD"}))
+    while not http.app.state.context.running:
+        await asyncio.sleep(0.01)
+    answer = await http.post("/pause_generation", json={"mode": mode})
+    assert f"; {num_ended} running" in answer.json()["message"]
+    assert len(client.aborted) == num_ended
+    for running in list(http.app.state.context.running):
+        http.app.state.context.abort(running)
+    await asking
+
+
+async def test_wrong_pauses(http, client):
+    for body in ({"mode": "retract"}, {"mode": 1}, {"x": 1}, []):
+        assert (await http.post("/pause_generation", json=body)).status_code == 400
+    assert (await http.get("/pause_generation")).status_code == 405
+    client.state = "restarting"
+    assert (await http.post("/pause_generation")).status_code == 503
+
+
+async def test_loads(http):
+    loads = (await http.get("/v1/loads")).json()
+    (load,) = loads["loads"]
+    assert loads["dp_rank_count"] == 1 and load["num_total_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] and 0 <= load["token_usage"] <= 1
+
+
+@pytest.mark.parametrize("path", ADMIN)
+async def test_they_are_closed_where_others_can_reach_them(path):
+    fake = FakeClient()
+    async with http_for(fake, host="0.0.0.0", api_key="k") as http:
+        answer = await http.post(path, headers=bearer("k"))
+        assert answer.status_code == 403 and "--admin-api-key" in answer.json()["error"]["message"]
+        assert (await http.get("/v1/models", headers=bearer("k"))).status_code == 200
+    async with http_for(fake, host="0.0.0.0", api_key="k", admin_api_key="a") as http:
+        for headers in ({}, bearer("k"), bearer("a "[:1] + "b"), bearer("")):
+            assert (await http.post(path, headers=headers)).status_code == 401
+        assert (await http.post(path, headers=bearer("a"))).status_code == 200
+        assert (await http.get("/v1/models", headers=bearer("a"))).status_code == 401, "the admin key opens nothing else"
+    async with http_for(fake, api_key="k") as http:
+        assert (await http.post(path)).status_code == 401
+        assert (await http.post(path, headers=bearer("k"))).status_code == 200
+
+
+@pytest.mark.parametrize("path", ADMIN)
+async def test_pages_of_other_sites_stay_outside(http, path):
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+        assert (await http.post(path, headers={"Sec-Fetch-Site": site})).status_code == status
+
+
+async def test_the_admin_key_is_no_secret_told():
+    async with http_for(FakeClient(), admin_api_key="hidden") as http:
+        assert "hidden" not in (await http.get("/server_info")).text
+        assert (await http.post("/root/../pause_generation", headers={})).status_code in (401, 404)
+    with pytest.raises(ConfigError, match="must not be empty"):
+        await _use(ServerConfig(admin_api_key=" "))
+
+
+async def _use(config: ServerConfig) -> None:
+    app = create_app(FakeClient(), config)
+    app.build_middleware_stack()
+
+
+def test_which_addresses_are_this_machine():
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "192.168.0.1", "example.com", "", "localhost.example.com")))
