@@ -34,7 +34,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", application())
 
 
 @schema.parametrize()
-@settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
+@settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
           suppress_health_check=list(HealthCheck))
 def test_answers_conform(case):
     response = case.call()
