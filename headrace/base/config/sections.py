@@ -77,7 +77,15 @@ class AccessConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(AccessConfig):
+class KeepingConfig(AccessConfig):
+    """What the HTTP process keeps between requests."""
+
+    responses_store: int = option(0, "answers of /v1/responses kept in memory for previous_response_id, in MiB; 0 keeps none", low=0, high=2**20, metavar="MIB")
+    responses_ttl_s: float = option(3600.0, "seconds an answer is kept after it was last used", low=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(KeepingConfig):
     """The HTTP process."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")

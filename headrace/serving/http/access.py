@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import logging
@@ -57,6 +58,13 @@ def _brings_key(headers: Headers, key: bytes) -> bool:
     kind, _, given = headers.get("authorization", "").partition(" ")
     keys = [given if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
     return any([hmac.compare_digest(k.strip().encode("latin-1"), key) for k in keys])
+
+
+def owner_of(headers: Headers) -> bytes:
+    """Whom a client's stored things belong to: whoever brings the same key. Keys themselves are not kept."""
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    key = (given if kind.lower() == "bearer" else "").strip() or headers.get("x-api-key", "").strip()
+    return hashlib.sha256(key.encode("latin-1")).digest()
 
 
 class AdminGate:

@@ -14,11 +14,13 @@ from headrace.base.messages import ModelFacts
 from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.errors import ModelNotFound
 from headrace.serving.http.metrics import Metrics
+from headrace.serving.http.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
     from headrace.service.client.stream import RequestStream
     from headrace.service.tokenization import Tokenizer
+    from headrace.serving.http.dialects.response_answers import ResponseWriter
 
 RETRY_AFTER_S = 5.0
 
@@ -35,7 +37,11 @@ class AppContext:
     is_open: bool = True
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore[ResponseWriter] = field(init=False)
     _formats: Formats | None = None
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.server.responses_store * 2**20, self.server.responses_ttl_s)
 
     @property
     def is_ready(self) -> bool:

@@ -59,6 +59,14 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
+class EncodedResponse(JsonResponse):
+    """An answer that is JSON already."""
+
+    def render(self, content: object) -> bytes:
+        assert isinstance(content, bytes)
+        return content
+
+
 def respond_error(error: HeadraceError, scope: Scope) -> Response:
     """The answer to a request that failed before anything was sent, in the form of its path."""
     headers = {}

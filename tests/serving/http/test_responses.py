@@ -132,7 +132,7 @@ async def test_forced_and_structured_answers(api, client):
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0].type"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": [{"role": "user"}]}, "input[0].content"), ({"input": []}, "input"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"), ({"conversation": "c"}, "conversation"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"previous_response_id": ""}, "previous_response_id"), ({"background": True}, "background"), ({"conversation": "c"}, "conversation"),
     ({"truncation": "auto"}, "truncation"), ({"include": ["file_search_call.results"]}, "include[0]"), ({"max_tool_calls": 3}, "max_tool_calls"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"), ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
 ], ids=lambda v: str(v)[:60])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -31,7 +31,10 @@ from headrace.serving.http.protocol.responses import (
 )
 from headrace.serving.http.stream import Events, named_frame
 
-ASKED = ("instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "metadata")
+ASKED = (
+    "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "metadata",
+    "previous_response_id",
+)
 
 
 class ItemWriter:
@@ -112,15 +115,18 @@ class ItemWriter:
 
 
 class ResponseWriter:
-    """Makes the answer of one request, as far as it has come."""
+    """Makes the answer of one request, as far as it has come. ``is_running`` until the whole answer was made; ``is_kept``
+    is what it says of itself."""
 
-    def __init__(self, body: ResponsesRequest, plan: AnswerPlan, request_id: str, model: str):
+    def __init__(self, body: ResponsesRequest, plan: AnswerPlan, request_id: str, model: str, *, owner: bytes = b"", is_kept: bool = False):
+        self.owner = owner
         self._reader = AnswerReader(plan)
         self._items = ItemWriter(request_id)
-        self._base = Response(id=request_id, created_at=int(time.time()), status="in_progress", output=[], model=model, **{
+        self._base = Response(id=request_id, created_at=int(time.time()), status="in_progress", output=[], model=model, store=is_kept, **{
             name: value for name in ASKED if (value := getattr(body, name)) is not None
         })
         self._finish: str | None = None
+        self.is_running = True
 
     def write(self, news: ChoiceDelta | CompletionOutput) -> Iterator[ResponseEvent]:
         """The events of a delta, or of a whole output."""
@@ -134,6 +140,7 @@ class ResponseWriter:
         """The answer: with what came and what it took when ``generation`` is given, else as it begins."""
         if generation is None:
             return self._base
+        self.is_running = False
         status = {"stop": "completed", "length": "incomplete"}.get(self._finish or "", "cancelled")
         usage = generation.usage()
         return msgspec.structs.replace(
@@ -151,9 +158,10 @@ class ResponseEvents(Events):
 
     done = b""
 
-    def __init__(self, writer: ResponseWriter, generation: Generation):
+    def __init__(self, writer: ResponseWriter, generation: Generation, keep: Callable[[Response], None] | None = None):
         self._writer = writer
         self._generation = generation
+        self._keep = keep
         self._number = 0
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
@@ -167,14 +175,19 @@ class ResponseEvents(Events):
         """The whole answer."""
         response = self._writer.response(self._generation)
         kind = "response.completed" if response.status == "completed" else "response.incomplete"
-        return self._frame(ResponseEvent(type=kind, response=response))
+        return self._conclude(kind, response)
 
     def fail(self, error: HeadraceError) -> bytes:
         """The answer as far as it came, failed."""
         response = msgspec.structs.replace(
             self._writer.response(self._generation), status="failed", error=ResponseError("server_error", error.message), incomplete_details=None,
         )
-        return self._frame(ResponseEvent(type="response.failed", response=response))
+        return self._conclude("response.failed", response)
+
+    def _conclude(self, kind: str, response: Response) -> bytes:
+        if self._keep is not None:
+            self._keep(response)
+        return self._frame(ResponseEvent(type=kind, response=response))
 
     def _tell(self, kind: str) -> bytes:
         return self._frame(ResponseEvent(type=kind, response=self._writer.response()))

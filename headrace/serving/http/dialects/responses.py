@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from headrace.base.errors import RequestError
@@ -74,16 +75,20 @@ def _read_format(asked: TextFormat) -> ResponseFormat:
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=schema, name=asked.name, strict=asked.strict))
 
 
-def read_response(body: ResponsesRequest) -> ChatRequest:
-    """The chat request of ``body``. Raises `RequestError` for items that miss a field."""
+def input_items(body: ResponsesRequest) -> list[InputItem]:
+    """What a request says, as items."""
+    return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def read_response(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> ChatRequest:
+    """The chat request of ``body``, said after ``history``. Raises `RequestError` for items that miss a field."""
     items = MessageList()
     if body.instructions:
         items.messages.append(ChatMessage(role="system", content=body.instructions))
-    if isinstance(body.input, str):
-        items.messages.append(ChatMessage(role="user", content=body.input))
-    else:
-        for index, item in enumerate(body.input):
-            items.add(item, f"input[{index}]")
+    for item in history:
+        items.add(item, "previous_response_id")
+    for index, item in enumerate(input_items(body)):
+        items.add(item, f"input[{index}]")
     chat = ChatRequest(
         messages=items.messages, model=body.model, stream=body.stream, max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature, top_p=body.top_p, parallel_tool_calls=body.parallel_tool_calls,

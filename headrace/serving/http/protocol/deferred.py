@@ -45,7 +45,7 @@ DEFERRED: dict[str, str] = {
     "stream_interval": "chunks are sent as they come",
     **dict.fromkeys(("mcp_servers", "container"), "the server runs no tools; run them in the client"),
     "context_management": "conversations are never shortened; leave out what the model need not see",
-    **dict.fromkeys(("previous_response_id", "conversation"), "answers are not stored; send the items so far as input"),
+    "conversation": "conversations are not stored as such; use previous_response_id, or send the items so far as input",
     "max_tool_calls": "the server runs no tools; use parallel_tool_calls",
     **dict.fromkeys(("raw", "template", "context"), "prompts are made by the model's own chat template; use /v1/completions for others"),
     "images": MEDIA,

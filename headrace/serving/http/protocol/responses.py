@@ -14,7 +14,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputPart(Struct, kw_only=True, forbid_unknown_fields=True):
+class InputPart(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A piece of text. ``annotations`` and ``logprobs`` come back from answers and are not looked at."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
@@ -24,7 +24,7 @@ class InputPart(Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: list[Any] | None = None
 
 
-class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
+class InputItem(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A message (``role``, ``content``), a call (``call_id``, ``name``, ``arguments``), its result (``call_id``, ``output``),
     or reasoning (``content``, else ``summary``). The fields after ``summary`` come back from answers and change nothing."""
 
@@ -119,6 +119,7 @@ class ResponsesRequest(TakenFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
@@ -219,7 +220,7 @@ class AskedFields(Struct, kw_only=True):
     metadata: dict[str, Any] | None = None
     store: bool = False
     truncation: Literal["disabled"] = "disabled"
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     background: bool = False
 
 
@@ -234,6 +235,24 @@ class Response(AskedFields, kw_only=True):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     object: Literal["response"] = "response"
+
+
+class DeletedResponse(Struct):
+    """An answer that was forgotten."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(Struct):
+    """A page of the items that an answer was made of."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
 
 
 class ResponseEvent(Struct, kw_only=True):
