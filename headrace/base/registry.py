@@ -6,6 +6,7 @@ Refuses: knowing what T is, and swallowing errors: a failed load is kept with it
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -14,7 +15,13 @@ from typing import Any, Generic, TypeVar
 from headrace.base import env
 from headrace.base.errors import PluginError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+PLUGIN_API = 1
+"""Raised whenever a contract that packages outside this one fulfil changes incompatibly. What such a package brings says as
+``plugin_api`` for which number it was made; another one is refused."""
 
 
 def load_target(target: str) -> Any:
@@ -31,13 +38,15 @@ def _always(_: Any) -> str | None:
 @dataclass(frozen=True)
 class Entry:
     """One plug-in. ``supports(query)`` returns None when it can serve the query, else the reason why not;
-    it must be cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen."""
+    it must be cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen. ``is_foreign``:
+    it comes from another package and must say that it was made for our `PLUGIN_API`."""
 
     name: str
     target: str
     supports: Callable[[Any], str | None] = field(default=_always)
     priority: int = 0
     doc: str = ""
+    is_foreign: bool = False
 
 
 class Registry(Generic[T]):
@@ -49,18 +58,39 @@ class Registry(Generic[T]):
         self._loaded: dict[str, T] = {}
         self._failures: dict[str, Exception] = {}
 
-    def add(self, name: str, target: str, *, supports: Callable[[Any], str | None] = _always, priority: int = 0, doc: str = "") -> None:
+    def add(
+        self, name: str, target: str, *, supports: Callable[[Any], str | None] = _always, priority: int = 0, doc: str = "", is_foreign: bool = False,
+    ) -> None:
         """Register lazily. Adding the same name and target twice is a no-op; another target is an error."""
         known = self._entries.get(name)
         if known is not None and known.target != target:
             raise PluginError(f"{self.noun} {name!r} is already registered as {known.target}; {target} must take another name")
-        self._entries[name] = Entry(name, target, supports, priority, doc)
+        self._entries[name] = Entry(name, target, supports, priority, doc, is_foreign)
+
+    def add_installed(self, group: str, *, supports: Callable[[str], Callable[[Any], str | None]] = lambda name: _always, priority: int = 0) -> list[str]:
+        """Register what installed packages offer in an entry-point group, without importing it; returns the names.
+        ``supports(name)`` makes an entry's predicate. One that takes the name of another entry is left out with a warning."""
+        from importlib.metadata import entry_points  # slow to import, and most processes never ask
+
+        names = []
+        for point in entry_points(group=group):
+            try:
+                self.add(point.name, point.value, supports=supports(point.name), priority=priority, is_foreign=True)
+            except PluginError as error:
+                logger.warning("left out: %s", error)
+                continue
+            names.append(point.name)
+        return names
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(sorted(self._entries.values(), key=lambda e: (-e.priority, e.name)))
+
+    def entry(self, name: str) -> Entry:
+        """What is known of a registered plug-in without loading it."""
+        return self._entries[name]
 
     def names(self) -> list[str]:
         """All registered names, best priority first."""
@@ -81,7 +111,16 @@ class Registry(Generic[T]):
         except Exception as error:  # a plug-in load: any failure belongs to the plug-in
             self._failures[name] = error
             raise PluginError(f"{self.noun} {name!r} failed to load: {type(error).__name__}: {error}") from error
+        if entry.is_foreign:
+            self._check_api(name)
         return self._loaded[name]
+
+    def _check_api(self, name: str) -> None:
+        made_for = getattr(self._loaded[name], "plugin_api", None)
+        if made_for != PLUGIN_API:
+            del self._loaded[name]
+            known = f"was made for plug-in API {made_for}" if made_for is not None else "does not say for which plug-in API it was made"
+            raise PluginError(f"{self.noun} {name!r} {known}; this is {PLUGIN_API}")
 
     def reason_against(self, name: str, query: Any) -> str | None:
         """Why the named entry cannot serve the query, without importing it; None when it can."""

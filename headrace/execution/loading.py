@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from headrace.base.cache import CacheGroup, group_layers
-from headrace.base.config import EngineConfig
-from headrace.base.errors import ConfigError
+from headrace.base.config import EngineConfig, ModelConfig
+from headrace.base.errors import ConfigError, RequestError
 from headrace.base.registry import load_target
 from headrace.execution.device import resolve_dtype
 from headrace.execution.read_out import attach_read_out
 from headrace.layers.build import Build
+from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
 from headrace.models.catalog import find_family
 from headrace.models.family import Family
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
@@ -59,24 +60,40 @@ class LoadedModel:
 def load_model(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:
     """Find, build and fill the model; raises `ModelError`, `ConfigError` or `WeightError`."""
     progress("reading the model's configuration", 0.0)
-    source = resolve_source(config.model)
-    family = find_family(source.architecture)
-    task = read_task(source, family, config.model.task)
-    with naming(f"the configuration of {source.path}"):
-        spec, pooling = family.read_config(config_for(source, task)), plan_pooling(source, family, task)
+    source, family, spec, pooling = _read(config.model)
     dtype = resolve_dtype(config.model.dtype, source.config, device)
     kv_dtype = dtype if config.cache.kv_dtype == "auto" else getattr(torch, config.cache.kv_dtype)
     specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
     max_model_len = _limit_context(config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0)
     try:
-        build = Build(device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts)
+        schemes = _choose_schemes(source, config, dtype, device)
+        build = Build(device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts, schemes=schemes)
         model = load_target(family.model)(spec, build)
         _fill(model, source, config, dtype, device, progress)
+        schemes.finish(model)
         if pooling is not None:
             attach_read_out(model, pooling, build)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit the memory of {device}: choose a smaller model or dtype, or free the device", param="model") from error
     return LoadedModel(source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling)
+
+
+def _read(model: ModelConfig) -> tuple[ModelSource, Family, Any, PoolingPlan | None]:
+    """Everything about a model but its weights."""
+    source = resolve_source(model)
+    family = find_family(source.architecture)
+    task = read_task(source, family, model.task)
+    with naming(f"the configuration of {source.path}"):
+        return source, family, family.read_config(config_for(source, task)), plan_pooling(source, family, task)
+
+
+def read_alike(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Raise `RequestError` unless the configured model could stand in for the loaded one: the same family, and the same
+    configuration but for what does not concern the model's inside."""
+    source, family, spec, _ = _read(config.model)
+    if family.name != loaded.family.name or spec != loaded.spec:
+        differing = "architecture" if source.architecture != loaded.source.architecture else "configuration"
+        raise RequestError(f"{source.name} has another {differing} than the served model; only weights of the same shapes can be replaced", param="model_path")
 
 
 def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:
@@ -87,6 +104,12 @@ def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:
             "or change the model's own limit with config_overrides", param="max_model_len",
         )
     return wanted or min(usual or native, native)
+
+
+def _choose_schemes(source: ModelSource, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> SchemeChain:
+    """What the checkpoint says of its weights matters only where they are read."""
+    stated = {} if config.model.load_format == "dummy" else source.config.get("quantization_config") or {}
+    return chain_schemes(SchemeQuery(device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or "")))
 
 
 @torch.no_grad()

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from headrace.kernels.operation import KernelQuery
+from headrace.layers.quantization import SchemeChain, default_chain
 
 
 @dataclass(frozen=True)
 class Build:
     """Passed to every layer's constructor. ``dtype`` is that of weights and activations. ``max_model_len`` is the
     longest context to be served, in tokens (0: what the checkpoint claims); position tables are that long. ``moe_experts``
-    names the implementation of mixtures of experts (``auto``: the best that can serve the model here)."""
+    names the implementation of mixtures of experts (``auto``: the best that can serve the model here). ``schemes``: what
+    weights go through on their way from the checkpoint, and what layers make of them."""
 
     device: torch.device
     dtype: torch.dtype
     max_model_len: int = 0
     moe_experts: str = "auto"
+    schemes: SchemeChain = field(default_factory=default_chain)
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -6,16 +6,12 @@ architecture. Torch-free.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 
 from headrace.base.errors import PluginError, UnknownArchitecture
 from headrace.base.registry import Registry
-from headrace.models.family import PLUGIN_API, Family
-
-logger = logging.getLogger(__name__)
+from headrace.models.family import Family
 
 ENTRY_POINT_GROUP = "headrace.families"
 
@@ -83,23 +79,12 @@ def load_family(name: str) -> Family:
     family = FAMILIES.load(name)
     if not isinstance(family, Family):
         raise PluginError(f"model family {name!r} is a {type(family).__name__}, not a Family")
-    if family.plugin_api != PLUGIN_API:
-        raise PluginError(f"model family {name!r} was made for plug-in API {family.plugin_api}; this is {PLUGIN_API}")
     return family
 
 
 def add_out_of_tree_families() -> list[str]:
-    """Register the families of installed packages, without importing them; returns their names. One that takes the
-    name of another family is left out with a warning."""
-    names = []
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            FAMILIES.add(point.name, point.value)
-        except PluginError as error:
-            logger.warning("left out: %s", error)
-            continue
-        names.append(point.name)
-    return names
+    """Register the families of installed packages, without importing them; returns their names."""
+    return FAMILIES.add_installed(ENTRY_POINT_GROUP)
 
 
 def _find(architecture: str, known: dict[str, str], serves: Callable[[Family], tuple[str, ...]]) -> Family:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.base.cache import CacheSpec
-
-PLUGIN_API = 1
-"""Raised whenever `Family` or `ServedModel` changes incompatibly; a family built for another number is refused."""
+from headrace.base.registry import PLUGIN_API
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from headrace.base.errors import WeightError
 from headrace.kernels.block_fp8.reference import dequantise_blocks
 from headrace.kernels.mxfp4.reference import dequantise_mxfp4
-from headrace.layers.scaled_checkpoint import join_scales
+from headrace.layers.quantization import default_chain
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -48,7 +48,7 @@ def test_weights_meet_their_scales_in_any_order(is_scale_first: bool):
     codes, exponents = torch.full((3, 32), 0x2A, dtype=torch.int8), torch.full((3, 2), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     plain = torch.arange(6.0).bfloat16().view(2, 3)
     pairs = [("a.weight", values), ("b.w1.weight", codes), ("b.w1.scale", exponents), ("c.weight", plain), ("a.weight_scale_inv", scales)]
-    joined = dict(join_scales(reversed(pairs) if is_scale_first else pairs))
+    joined = dict(default_chain().read(reversed(pairs) if is_scale_first else pairs))
     assert set(joined) == {"a.weight", "b.w1.weight", "c.weight"}
     assert torch.equal(joined["a.weight"], torch.cat((torch.full((4, 128), 2.0), torch.full((4, 2), 8.0)), dim=1))
     assert torch.equal(joined["b.w1.weight"], torch.tensor([[-2.0, 2.0]], dtype=torch.bfloat16).repeat(3, 32))
@@ -57,9 +57,9 @@ def test_weights_meet_their_scales_in_any_order(is_scale_first: bool):
 
 @pytest.mark.parametrize("tensors", [
     [("a.weight", torch.ones(4, 4).to(torch.float8_e4m3fn))],
-    [("a.scale", torch.ones(1, 1))],
+    [("a.weight", torch.ones(4, 16, dtype=torch.int8)), ("b.scale", torch.ones(4, 1))],
     [("a.weight", torch.ones(4, 4).to(torch.float8_e4m3fn)), ("a.scale", torch.ones(4, 4))],
 ])
 def test_what_does_not_fit_is_named(tensors: list[tuple[str, torch.Tensor]]):
     with pytest.raises(WeightError, match="a"):
-        list(join_scales(tensors))
+        list(default_chain().read(tensors))

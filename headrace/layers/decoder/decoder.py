@@ -37,7 +37,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
-        self.spec = spec
+        self.spec, self._schemes = spec, build.schemes
         vocabulary = spec.vocabulary
         tables: dict[RopeSpec, RotaryTable] = {
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)
@@ -63,7 +63,12 @@ class Decoder(nn.Module):
         if self.spec.vocabulary.tied or self.head is None:
             names = {theirs: ours for theirs, ours in names.items() if ours != "head"}
             harmless += tuple(f"{theirs}.weight" for theirs, ours in self.names.items() if ours == "head")
-        fill_targets(find_targets(self, names, self.spec.num_layers), self.translate(tensors), harmless=harmless)
+        read = self._schemes.read((name, tensor) for name, tensor in tensors if not self.ignores(name))
+        fill_targets(find_targets(self, names, self.spec.num_layers), self.translate(read), harmless=harmless)
+
+    def ignores(self, name: str) -> bool:
+        """Whether this model has no use for a checkpoint tensor; a family whose checkpoints have such replaces this."""
+        return False
 
     def translate(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Checkpoint tensors in the form that ``names`` speaks of; a family whose checkpoints have others replaces this."""

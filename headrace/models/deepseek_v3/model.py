@@ -12,7 +12,6 @@ from headrace.layers.decoder.decoder import Decoder
 from headrace.layers.decoder.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES
 from headrace.layers.decoder.spec import DecoderSpec
 from headrace.layers.moe.checkpoint import GATE_FIRST, MATRICES_APART, unstack_experts
-from headrace.layers.scaled_checkpoint import join_scales
 
 LATENT_NAMES = {
     "model.layers.{i}.self_attn.q_a_layernorm": "layers.{i}.attention.q_norm",
@@ -44,12 +43,11 @@ class DeepseekModel(Decoder):
             f"model.layers.{{i}}.self_attn.{query}": "layers.{i}.attention.down#q",
         }
 
-    def translate(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Stacked experts apart, scaled 8-bit floats as plain ones; the layers after the last, which predict further tokens,
-        are left out."""
-        kept = ((name, tensor) for name, tensor in tensors if not self._is_beyond(name))
-        return unstack_experts(join_scales(kept), {**GATE_FIRST, **MATRICES_APART})
-
-    def _is_beyond(self, name: str) -> bool:
+    def ignores(self, name: str) -> bool:
+        """The layers after the last, which predict further tokens."""
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) >= self.spec.num_layers
+
+    def translate(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Stacked experts apart."""
+        return unstack_experts(tensors, {**GATE_FIRST, **MATRICES_APART})

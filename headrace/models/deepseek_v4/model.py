@@ -18,7 +18,6 @@ from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.moe.checkpoint import GATE_FIRST, unstack_experts
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
-from headrace.layers.scaled_checkpoint import join_scales
 from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, write_back
@@ -53,7 +52,7 @@ class DeepseekV4Model(nn.Module):
 
     def __init__(self, spec: DeepseekV4Spec, build: Build):
         super().__init__()
-        self.spec = spec
+        self.spec, self._schemes = spec, build.schemes
         length = build.max_model_len or spec.max_model_len
         plain, compressed = (RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope))
         self.embedding = Embedding(build, spec.vocab_size, spec.width)
@@ -65,7 +64,7 @@ class DeepseekV4Model(nn.Module):
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter, and what is kept as it is stored."""
         stored, found = self._stored(), set[str]()
-        plain = join_scales(self._take_stored(self._rename(tensors), stored, found))
+        plain = self._schemes.read(self._take_stored(self._rename(tensors), stored, found))
         fill_targets(find_targets(self, NAMES, self.spec.num_layers), plain)
         missing = [name for name in stored if name not in found]
         if missing:

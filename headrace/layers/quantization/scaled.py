@@ -1,0 +1,95 @@
+"""Checkpoint forms with a scale beside each weight, joined and dequantised as they stream past. They are known by the types
+and shapes of their tensors. Refuses: what families call their modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from headrace.base.errors import WeightError
+from headrace.kernels.block_fp8 import BLOCK, DEQUANTISE_BLOCKS
+from headrace.kernels.mxfp4 import BLOCK as MXFP4_BLOCK
+from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
+from headrace.kernels.operation import KernelQuery
+from headrace.layers.quantization.contract import Named, SchemeQuery
+
+WEIGHT = "weight"
+SCALES = ("weight_scale_inv", "scale", "weight_scale")
+"""How the scale of ``<module>.weight`` is called, after the module's name."""
+
+Dequantise = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class BlockFp8:
+    """8-bit floats with a scale per square block, to float32; see `Scheme`."""
+
+    def __init__(self, query: SchemeQuery):
+        pass
+
+    def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """See `Scheme`."""
+        return join_scales(tensors, (torch.float8_e4m3fn,), dequantise_block_fp8)
+
+    def finish(self, model: nn.Module) -> None:
+        """Layers keep plain weights."""
+
+
+class Mxfp4:
+    """4-bit floats two to a byte with a power of two per 32, to bfloat16, which holds them exactly; see `Scheme`."""
+
+    def __init__(self, query: SchemeQuery):
+        pass
+
+    def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """See `Scheme`."""
+        return join_scales(tensors, (torch.int8, torch.uint8), dequantise_mxfp4)
+
+    def finish(self, model: nn.Module) -> None:
+        """Layers keep plain weights."""
+
+
+def join_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequantise: Dequantise) -> Iterator[Named]:
+    """Pass tensors on, matrices of these types multiplied by their scales, which go away. A scale that meets a weight of
+    another type passes, and so does one that meets none. Raises `WeightError` for a weight that never meets a scale."""
+    weights: dict[str, torch.Tensor] = {}
+    scales: dict[str, Named] = {}
+    for name, tensor in tensors:
+        module, _, kind = name.rpartition(".")
+        if kind in SCALES and module in weights:
+            yield f"{module}.{WEIGHT}", dequantise(module, weights.pop(module), tensor)
+        elif kind in SCALES:
+            scales[module] = (name, tensor.clone())  # a tensor is ours until the next one is asked for
+        elif kind != WEIGHT or tensor.dtype not in types or tensor.dim() != 2:
+            if kind == WEIGHT and module in scales:
+                yield scales.pop(module)
+            yield name, tensor
+        elif module in scales:
+            yield name, dequantise(module, tensor, scales.pop(module)[1])
+        else:
+            weights[module] = tensor.clone()
+    yield from scales.values()
+    if weights:
+        raise WeightError(f"{len(weights)} quantised weights have no scale: {', '.join(sorted(weights)[:6])}")
+
+
+def dequantise_block_fp8(module: str, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[O, I] e4m3 and [O / 128, I / 128] to float32."""
+    rows, columns = values.shape
+    _check_shape(module, values, scales, (-(-rows // BLOCK), -(-columns // BLOCK)))
+    return DEQUANTISE_BLOCKS.choose(KernelQuery(values.device.type, "float32"))(values, scales, torch.float32)
+
+
+def dequantise_mxfp4(module: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[O, I / 2] bytes and [O, I / 32] to bfloat16."""
+    rows, columns = codes.shape
+    _check_shape(module, codes, scales, (rows, 2 * columns // MXFP4_BLOCK))
+    dequantise = DEQUANTISE_MXFP4.choose(KernelQuery(codes.device.type, "bfloat16"))
+    return dequantise(codes.view(torch.uint8), scales.view(torch.uint8), torch.bfloat16)
+
+
+def _check_shape(module: str, values: torch.Tensor, scales: torch.Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(scales.shape) != expected:
+        raise WeightError(f"{module}: {values.dtype} {list(values.shape)} needs scales {list(expected)}, the checkpoint has {list(scales.shape)}")

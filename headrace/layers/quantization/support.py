@@ -1,0 +1,38 @@
+"""What schemes serve; asked before one is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.layers.quantization.contract import SchemeQuery
+
+Predicate = Callable[[SchemeQuery], str | None]
+
+
+def stored_as(*methods: str) -> Predicate:
+    """For a checkpoint form: where config.json says one of these, or nothing."""
+
+    def reason_against(query: SchemeQuery) -> str | None:
+        return None if query.stored in ("", *methods) else f"reads {' and '.join(methods)}, not {query.stored}"
+
+    return reason_against
+
+
+def wanted_as(name: str, *, device: str | None = None) -> Predicate:
+    """For what layers keep: where the user wants it, on a kind of device if one is given."""
+
+    def reason_against(query: SchemeQuery) -> str | None:
+        if query.wanted != name:
+            return f"serves {name} alone"
+        return f"needs a {device} device" if device is not None and query.device != device else None
+
+    return reason_against
+
+
+def called(name: str) -> Predicate:
+    """For a scheme of another package: where the checkpoint or the user calls it by its name."""
+
+    def reason_against(query: SchemeQuery) -> str | None:
+        return None if name in (query.stored, query.wanted) else f"serves {name} alone"
+
+    return reason_against
