@@ -1,0 +1,37 @@
+// compiled for: torch
+// The operators of headrace_cpu, through torch's stable ABI: fast to compile, and one library for all torch since 2.11.
+// What each group of operators does is in its bind_*.h; the work is done by kernels that know nothing of torch.
+#include "operators.h"
+
+#include "bind_rows.h"
+
+namespace headrace {
+
+// Let kernels use this instruction set at most; returns the one that they use from now on.
+static int64_t select_isa(int64_t most) {
+  const int64_t found = machine_isa();
+  allowed_isa() = static_cast<int>(most < found ? most : found);
+#ifndef HEADRACE_HAS_AMX
+  if (allowed_isa() == kAmx) allowed_isa() = kAvx512;
+#endif
+#ifndef HEADRACE_HAS_AVX512
+  if (allowed_isa() == kAvx512) allowed_isa() = kAvx2;
+#endif
+#ifndef HEADRACE_HAS_AVX2
+  if (allowed_isa() == kAvx2) allowed_isa() = kScalar;
+#endif
+  return allowed_isa();
+}
+
+}  // namespace headrace
+
+STABLE_TORCH_LIBRARY(headrace_cpu, m) {
+  m.def("select_isa(int most) -> int");
+  headrace::define_rows(m);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CompositeExplicitAutograd, m) { m.impl("select_isa", TORCH_BOX(&headrace::select_isa)); }
+
+STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
+  headrace::implement_rows(m);
+}

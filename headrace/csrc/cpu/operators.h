@@ -1,0 +1,63 @@
+// What the bind_*.h files share: tensors of torch's stable ABI, checked and taken apart. Included by binding.cpp alone.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "dispatch.h"
+#include "types.h"
+
+namespace headrace {
+
+using torch::stable::Tensor;
+using Library = torch::stable::detail::StableLibrary;
+using torch::headeronly::ScalarType;
+
+// Float types are told to kernels by number.
+inline int float_type(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return kFloat32;
+    case ScalarType::BFloat16: return kBFloat16;
+    case ScalarType::Half: return kFloat16;
+    default: STD_TORCH_CHECK(false, "takes float32, bfloat16 or float16"); return -1;
+  }
+}
+
+inline void check_rows_are_dense(const Tensor& x) { STD_TORCH_CHECK(x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) == 1, "the last dimension must be contiguous"); }
+
+// A new contiguous tensor of x's type; cheaper than torch::stable::empty, which goes through the dispatcher.
+inline Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) {
+  int64_t strides[8], step = 1;
+  for (int i = static_cast<int>(sizes.size()) - 1; i >= 0; --i) {
+    strides[i] = step;
+    step *= sizes.begin()[i];
+  }
+  int32_t dtype;
+  aoti_torch_get_dtype(like.get(), &dtype);
+  AtenTensorHandle out;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, dtype, aoti_torch_device_type_cpu(), 0, &out));
+  return Tensor(out);
+}
+
+template <class T = void>
+const T* pointer(const Tensor& x) { return static_cast<const T*>(x.const_data_ptr()); }
+
+template <class T = void>
+T* writable(const Tensor& x) { return static_cast<T*>(x.mutable_data_ptr()); }
+
+template <class T = void>
+const T* pointer(const std::optional<Tensor>& x) { return x ? pointer<T>(*x) : nullptr; }
+
+// Rows [0, rows) over torch's own threads, none with less than some 16K values' work.
+template <class F>
+void over_rows(int64_t rows, int64_t values_per_row, const F& f) {
+  const int64_t grain = values_per_row > 0 ? 1 + (16384 - 1) / values_per_row : rows;
+  if (rows <= grain) return f(int64_t{0}, rows);
+  torch::stable::parallel_for(0, rows, grain, f);
+}
+
+}  // namespace headrace

@@ -1,0 +1,68 @@
+// compiled for: scalar avx2 avx512
+#include "rows.h"
+
+#include "vector.h"
+
+namespace headrace::HEADRACE_ISA {
+
+// RMS norm: Zhang & Sennrich, arXiv:1910.07467.
+template <class T, class W>
+static void norm_rows(const NormRows& a, int64_t begin, int64_t end) {
+  const W* weight = static_cast<const W*>(a.weight);
+  const Vec offset(a.offset);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    T* out = static_cast<T*>(a.out) + row * a.width;
+    Vec squares(0.0f);
+    if (a.residual) {
+      T* residual = static_cast<T*>(a.residual) + row * a.residual_stride;
+      over_lanes(a.width, [&](int64_t i, auto part) {
+        part.store(residual + i, part.load(residual + i) + part.load(x + i));
+        const Vec total = part.load(residual + i);  // rounded: the norm sees what the next layer will
+        squares = fma(total, total, squares);
+      });
+      x = residual;
+    } else {
+      over_lanes(a.width, [&](int64_t i, auto part) {
+        const Vec value = part.load(x + i);
+        squares = fma(value, value, squares);
+      });
+    }
+    const Vec scale(1.0f / sqrtf(sum(squares) / static_cast<float>(a.width) + a.eps));
+    over_lanes(a.width, [&](int64_t i, auto part) { part.store(out + i, part.load(x + i) * scale * (part.load(weight + i) + offset)); });
+  }
+}
+
+template <class T>
+static void norm_of_type(const NormRows& a, int64_t begin, int64_t end) {
+  a.is_weight_float32 ? norm_rows<T, float>(a, begin, end) : norm_rows<T, T>(a, begin, end);
+}
+
+static void norm(int type, const NormRows& a, int64_t begin, int64_t end) {
+  type == kFloat32 ? norm_of_type<float>(a, begin, end) : type == kBFloat16 ? norm_of_type<bf16>(a, begin, end) : norm_of_type<fp16>(a, begin, end);
+}
+
+template <class T, class F>
+static void gate_rows(const GatedRows& a, int64_t begin, int64_t end, const F& activate) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    T* out = static_cast<T*>(a.out) + row * a.width;
+    over_lanes(a.width, [&](int64_t i, auto part) { part.store(out + i, activate(part.load(x + i)) * part.load(x + a.width + i)); });
+  }
+}
+
+template <class T>
+static void gate_of_type(const GatedRows& a, int64_t begin, int64_t end) {
+  if (a.activation == kSilu) return gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid(x); });
+  // Hendrycks & Gimpel, arXiv:1606.08415: x / 2 * (1 + tanh(z)) = x * sigmoid(2z), z = sqrt(2 / pi) (x + 0.044715 x^3)
+  gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid(Vec(1.5957691216057308f) * fma(Vec(0.044715f) * x * x, x, x)); });
+}
+
+static void gate(int type, const GatedRows& a, int64_t begin, int64_t end) {
+  type == kFloat32 ? gate_of_type<float>(a, begin, end) : type == kBFloat16 ? gate_of_type<bf16>(a, begin, end) : gate_of_type<fp16>(a, begin, end);
+}
+
+extern const RowKernels row_kernels;
+const RowKernels row_kernels = {norm, gate};
+
+}  // namespace headrace::HEADRACE_ISA

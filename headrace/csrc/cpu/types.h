@@ -1,0 +1,13 @@
+// Element types as kernels see them; numbers tell them apart where the type is known only at run time. No torch here.
+#pragma once
+
+#include <stdint.h>
+
+namespace headrace {
+
+enum FloatType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+
+}  // namespace headrace

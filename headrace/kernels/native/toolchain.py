@@ -1,0 +1,63 @@
+"""Compilers and instruction sets: what this machine has, and the flags for it. Compiles nothing by itself but probes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+COMPILERS = ("g++", "c++", "clang++")
+
+
+@dataclass(frozen=True)
+class Isa:
+    """An instruction set that kernels are compiled for. ``needs`` are names of `torch.cpu.get_capabilities`."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni")))
+_HAS_AVX512 = tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni"))
+
+ISAS = (
+    Isa("scalar"),
+    Isa("avx2", _AVX2, ("avx2", "fma3", "f16c")),
+    Isa("avx512", _AVX512, _HAS_AVX512),
+    Isa("amx", (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (*_HAS_AVX512, "amx_tile", "amx_bf16", "amx_int8")),
+)
+"""From the plainest to the fastest; each has what those before it have. The order is that of ``Isa`` in isa.h."""
+
+
+def machine_isas() -> tuple[Isa, ...]:
+    """Those that this machine seems to have; the kernels ask the processor again before they use one."""
+    known = torch.cpu.get_capabilities()
+    return tuple(isa for isa in ISAS if all(known.get(name, True) for name in isa.needs))
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler, called directly. ``identity`` changes when another one is installed in its place."""
+
+    path: str
+    identity: str
+
+    def accepts(self, flags: tuple[str, ...]) -> bool:
+        """Whether it knows these flags."""
+        return not flags or subprocess.run([self.path, *flags, "-x", "c++", "-fsyntax-only", "/dev/null"], capture_output=True).returncode == 0
+
+
+def find_compiler() -> Compiler | None:
+    """The first of `COMPILERS` on the path."""
+    for name in COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            real = Path(found).resolve()
+            status = real.stat()
+            return Compiler(found, f"{real} {status.st_size} {status.st_mtime_ns}")
+    return None
