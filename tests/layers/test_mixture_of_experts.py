@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from headrace.base.errors import ConfigError
+from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MlpSpec, MoeSpec, RoutingSpec, SwigluClamp
-from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS
+from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS, packed
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joining import choose_pair, find_adapter, joinable_pairs
 from headrace.layers.moe.layer import MoeMlp
+from headrace.layers.moe.packed import PackedExpertWeights
+from headrace.layers.moe.weights import ExpertWeights
 
 CPU = torch.device("cpu")
 QUERY = KernelQuery("cpu", "float32", shape={"ranks": 1})
@@ -54,6 +57,26 @@ def test_layer_equals_all_experts_on_all_tokens(experts: str, clamp: SwigluClamp
     layer = build_layer(experts, bias=clamp is not None, clamp=clamp)
     x = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(num_tokens))
     torch.testing.assert_close(layer(x).double(), compute_densely(layer, x, clamp), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 64])
+@pytest.mark.parametrize("num_tokens", [1, 5, 33, 90])
+def test_experts_in_four_bits_are_their_matrices_dequantised(num_tokens: int, at_once: int, monkeypatch: pytest.MonkeyPatch):
+    """A few pairs, and more than `packed.FEW_PAIRS`, some experts without any; a few matrices at a time."""
+    monkeypatch.setattr(packed, "CHUNK_ELEMENTS", at_once * 64 * 32)
+    spec, build, draw = MlpSpec(32, clamp=SwigluClamp(0.7)), Build(CPU, torch.float32), torch.Generator().manual_seed(num_tokens)
+    kept, plain = PackedExpertWeights(7, spec, 32, build), ExpertWeights(7, spec, 32, build)
+    for name in ("gate_up", "down"):
+        stacked = getattr(kept, name)
+        stacked.draw(0.3, draw)
+        stacked.scales.sub_(torch.randint(0, 3, stacked.scales.shape, generator=draw, dtype=torch.uint8))
+        getattr(plain, name).weight.copy_(dequantise_mxfp4(stacked.codes, stacked.scales, torch.float32))
+    assert 0.1 < float(plain.down.weight.std()) < 0.5
+    ids = torch.stack([torch.randperm(4, generator=draw)[:3] for _ in range(num_tokens)]) * 2
+    tokens = ChosenTokens(torch.randn(num_tokens, 32, generator=draw), ids, torch.rand(num_tokens, 3, generator=draw), 7)
+    expected = EXPERTS.load("reference")(plain, spec, build).run(tokens)
+    out = find_adapter("choices", "grouped")(tokens, EXPERTS.load("mxfp4")(kept, spec, build).run)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_token_does_not_depend_on_the_others():

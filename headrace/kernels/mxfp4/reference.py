@@ -5,15 +5,27 @@ from __future__ import annotations
 import torch
 
 from headrace.kernels.mxfp4 import BLOCK
+from headrace.kernels.once import cache_once
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `DEQUANTISE_MXFP4`."""
-    half = torch.tensor((*MAGNITUDES, *(-m for m in MAGNITUDES)), dtype=dtype, device=codes.device)
-    byte = torch.arange(256, device=codes.device)
+    values = pairs_of_bytes(dtype, codes.device)[codes.int()].view(dtype).view(*scales.shape, BLOCK)
+    return values.mul_(powers_of_two(dtype, codes.device)[scales.int()].unsqueeze(-1)).flatten(-2)
+
+
+@cache_once
+def pairs_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[256]: the two values of each byte side by side, as one integer of twice the width of ``dtype``."""
+    half = torch.tensor((*MAGNITUDES, *(-m for m in MAGNITUDES)), dtype=dtype)
+    byte = torch.arange(256)
     pairs = torch.stack((half[byte & 15], half[byte >> 4]), dim=-1)
-    values = pairs[codes.int()].view(*scales.shape, BLOCK)
-    factors = scales.contiguous().view(torch.float8_e8m0fnu).to(dtype)
-    return values.mul_(factors.unsqueeze(-1)).flatten(-2)
+    return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).squeeze(-1).to(device)
+
+
+@cache_once
+def powers_of_two(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[256]: the value of each e8m0 byte."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).to(dtype).to(device)

@@ -16,7 +16,7 @@ EXPERTS.add(
     doc="all experts in one product",
 )
 EXPERTS.add(
-    "mxfp4", "headrace.layers.moe.packed:PackedExperts", speaks=CHOICES, supports=support.reason_against_plain,
-    doc="experts kept in MXFP4, dequantised one at a time",
+    "mxfp4", "headrace.layers.moe.packed:PackedExperts", speaks=GROUPED, supports=support.reason_against_plain,
+    doc="experts kept in MXFP4, dequantised a few at a time",
 )
 ADAPTERS.add(adapter_name(CHOICES, GROUPED), "headrace.layers.moe.adapters:group_choices", doc="sort pairs of token and expert by expert")

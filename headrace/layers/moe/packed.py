@@ -1,14 +1,14 @@
-"""Experts kept in MXFP4: a quarter of the memory; matrices are dequantised when they are used, one expert at a time.
+"""Experts kept in MXFP4: a quarter of the memory; matrices are dequantised when they are used, a few at a time.
 
-X experts, O outputs, I inputs, F expert width, D model width.
+X experts, O outputs, I inputs, F expert width, D model width, N pairs of token and expert.
 """
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from headrace.base.errors import ConfigError
@@ -16,7 +16,16 @@ from headrace.kernels.mxfp4 import BLOCK, DEQUANTISE_MXFP4
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.mlp import choose_activation
-from headrace.layers.moe.contract import ChosenTokens
+from headrace.layers.moe.contract import GroupedTokens
+
+CHUNK_ELEMENTS = 2**28
+"""Of dequantised weights that are held at a time."""
+
+FEW_PAIRS = 64
+"""Up to here each pair gets a copy of its expert's matrix: hardly two have the same, and nobody need know who chose whom."""
+
+CODE_RMS = 2.926
+"""Of the 16 values of a code, all equally likely."""
 
 
 class PackedLinear(nn.Module):
@@ -36,9 +45,19 @@ class PackedLinear(nn.Module):
         )
         self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_width=in_width, out_width=ends[-1]))
 
-    def multiply(self, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [n, I] through one expert's matrix: [n, O]."""
-        return F.linear(x, self._dequantise(self.codes[expert], self.scales[expert], x.dtype))
+    @property
+    def num_at_once(self) -> int:
+        """How many matrices may be dequantised at a time."""
+        return max(1, CHUNK_ELEMENTS // (2 * self.codes[0].numel()))
+
+    def draw(self, std: float, generator: torch.Generator) -> None:
+        """Random weights in place, about ``std`` wide."""
+        self.codes.view(torch.int64).random_(-(2**63), None, generator=generator)
+        self.scales.fill_(127 + round(math.log2(std / CODE_RMS)))
+
+    def matrices(self, experts: torch.Tensor | slice, dtype: torch.dtype) -> torch.Tensor:
+        """Those of some experts, by index or a range: [n, O, I]."""
+        return self._dequantise(self.codes[experts], self.scales[experts], dtype)
 
 
 class PackedExpertWeights(nn.Module):
@@ -63,16 +82,34 @@ class PackedExpertWeights(nn.Module):
 
 
 class PackedExperts:
-    """See `Experts`; speaks `CHOICES`. Sums in float32. On a GPU it waits for the choices."""
+    """See `Experts`; speaks `GROUPED`. On a GPU it waits for the row counts where there are more than `FEW_PAIRS`."""
 
     def __init__(self, weights: PackedExpertWeights, spec: MlpSpec, build: Build):
         self._weights = weights
         self._activate = choose_activation(spec, build)
 
-    def run(self, tokens: ChosenTokens) -> torch.Tensor:
-        out = torch.zeros(tokens.hidden.shape, dtype=torch.float32, device=tokens.hidden.device)
-        for expert in tokens.ids.unique():
-            rows, choice = torch.where(tokens.ids == expert)
-            x = self._weights.down.multiply(expert, self._activate(self._weights.gate_up.multiply(expert, tokens.hidden[rows])))
-            out.index_add_(0, rows, x.float() * tokens.weights[rows, choice, None])
-        return out.to(tokens.hidden.dtype)
+    def run(self, tokens: GroupedTokens) -> torch.Tensor:
+        weights, few = self._weights, tokens.hidden.shape[0] <= FEW_PAIRS
+        multiply = _multiply_pairs if few else _multiply_groups
+        rows = tokens.experts if few else tokens.ends.tolist()
+        return multiply(weights.down, self._activate(multiply(weights.gate_up, tokens.hidden, rows)), rows)
+
+
+def _multiply_pairs(linear: PackedLinear, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """``x`` [N, I], each row through the matrix of its expert: [N, O]."""
+    parts = zip(x.unsqueeze(-1).split(linear.num_at_once), experts.split(linear.num_at_once), strict=True)
+    return torch.cat([torch.bmm(linear.matrices(chosen, x.dtype), rows) for rows, chosen in parts]).squeeze(-1)
+
+
+def _multiply_groups(linear: PackedLinear, x: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """The same of rows sorted by expert; those of expert e are ``ends[e - 1]`` to ``ends[e]``."""
+    out = x.new_empty(x.shape[0], linear.codes.shape[1])
+    starts = [0, *ends[:-1]]
+    for low in range(0, linear.num_stacked, linear.num_at_once):
+        span = slice(low, min(low + linear.num_at_once, linear.num_stacked))
+        if ends[span.stop - 1] > starts[low]:
+            matrices = linear.matrices(span, x.dtype)
+            for matrix, start, end in zip(matrices, starts[span], ends[span], strict=True):
+                if end > start:
+                    torch.mm(x[start:end], matrix.t(), out=out[start:end])
+    return out

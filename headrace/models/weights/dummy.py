@@ -12,14 +12,22 @@ def draw_dummy_weights(model: nn.Module, seed: int, *, std: float = DEFAULT_STD)
     """Overwrite every parameter in place: matrices from N(0, std), norm weights from N(1, std), biases from N(0, std).
 
     ``std`` is the config's ``initializer_range``. One generator per device walks the parameters in the model's order,
-    so the values depend on the seed, the device type and the model alone. Integer parameters are set to zero.
+    so the values depend on the seed, the device type and the model alone. Integer parameters are set to zero. Modules that
+    keep weights in a form of their own draw them themselves: ``draw(std, generator)``.
     """
     generators: dict[torch.device, torch.Generator] = {}
+
+    def on(device: torch.device) -> torch.Generator:
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        return generators[device]
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.device not in generators:
-                generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
-            _draw(parameter.data, 1.0 if _is_norm(name, parameter) else 0.0, std, generators[parameter.device])
+            _draw(parameter.data, 1.0 if _is_norm(name, parameter) else 0.0, std, on(parameter.device))
+        for module in model.modules():
+            if hasattr(module, "draw"):
+                module.draw(std, on(next(module.buffers()).device))
 
 
 def _is_norm(name: str, parameter: torch.Tensor) -> bool:
