@@ -89,9 +89,15 @@ def _fail(param: str, rule: str, value: object) -> None:
     raise RequestError(f"{param} must be {rule}, got {value!r}", param=param)
 
 
+_DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.fields(SamplingParams))
+
+
 def _check_types(p: SamplingParams) -> None:
     """A record made in Python holds whatever it was given: types are checked only where one is decoded."""
-    fields = {name: float(value) if isinstance(value, float) else value for name, value in msgspec.structs.asdict(p).items() if name != "grammar"}
+    fields = {
+        name: float(value) if isinstance(value, float) else value  # numpy's floats are floats
+        for name, default in _DEFAULTS if (value := getattr(p, name)) is not default and name != "grammar"
+    }
     try:
         msgspec.convert(fields, SamplingParams)
     except msgspec.ValidationError as error:

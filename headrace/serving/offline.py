@@ -85,17 +85,17 @@ class LLM:
         """Complete prompts; outputs come in the prompts' order.
 
         ``prompts``: one or many, as text or token ids; or ``prompt_token_ids``, lists of ids. ``sampling_params``: one
-        for all, one per prompt, or None for the model's own defaults. A prompt that is wrong raises before anything
-        runs. What fails while it runs (``finish_reason`` "error") raises after all others have ended, or is returned
+        for all, one per prompt, or None for the model's own defaults. A prompt that is wrong raises, and ends the
+        others: prompts are checked while the first ones begin to run. What fails while it runs (``finish_reason`` "error") raises after all others have ended, or is returned
         with ``.error`` set when ``errors`` is "return". Ctrl-C aborts all prompts and leaves the model usable.
         """
         chosen = _one_of(prompts, prompt_token_ids)
         params = _params_for_each(sampling_params, len(chosen), self.facts)
-        jobs = [
+        jobs = (
             self._client.prepare(prompt, p, add_special_tokens=add_special_tokens, priority=priority)
             for prompt, p in zip(chosen, params, strict=True)
-        ]
-        return self._run(jobs, progress, errors)
+        )
+        return self._run(jobs, len(chosen), progress, errors)
 
     def chat(
         self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, *,
@@ -193,13 +193,13 @@ class LLM:
         return pooling
 
     def _read(self, readings: list[Reading], progress: bool) -> list[bytes]:
-        jobs = [self._client.prepare(reading.token_ids, reading.spec) for reading in readings]
-        return [output.outputs[0].pooled or b"" for output in self._run(jobs, progress, "raise")]
+        jobs = (self._client.prepare(reading.token_ids, reading.spec) for reading in readings)
+        return [output.outputs[0].pooled or b"" for output in self._run(jobs, len(readings), progress, "raise")]
 
-    def _run(self, jobs: list[Job], progress: bool, errors: str) -> list[GenerationOutput]:
+    def _run(self, jobs: Iterable[Job], num_jobs: int, progress: bool, errors: str) -> list[GenerationOutput]:
         if errors not in ("raise", "return"):
             raise RequestError(f"errors must be 'raise' or 'return', got {errors!r}", param="errors")
-        with _progress_bar(len(jobs)) if progress else contextlib.nullcontext(lambda: None) as advance:
+        with _progress_bar(num_jobs) if progress else contextlib.nullcontext(lambda: None) as advance:
             outputs = self._client.run(jobs, advance)
         if errors == "raise":
             _raise_first_error(outputs)

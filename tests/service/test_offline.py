@@ -91,6 +91,15 @@ def test_a_wrong_call_raises_before_anything_runs(llm: LLM, arguments: dict, err
     assert llm.stats().requests_total == 0
 
 
+def test_a_wrong_prompt_found_late_ends_those_that_run(llm: LLM):
+    long = [[i % 250] * 3000 for i in range(40)]  # more than is prepared before the first step
+    with pytest.raises(RequestError, match="99999"):
+        llm.generate([*long, [99999]], greedy(2))
+    assert 0 < llm.stats().requests_total < 40 and llm.stats().num_running == 0
+    llm.check()
+    assert [o.outputs[0].token_ids for o in llm.generate([[5], [6]], greedy(2))] == [continuation([5], 2), continuation([6], 2)]
+
+
 def test_unknown_option_names_the_nearest(config_only: Path):
     with pytest.raises(ConfigError, match="page_size"):
         LLM(str(config_only), pagesize=16)

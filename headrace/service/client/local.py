@@ -6,12 +6,13 @@ Refuses: streaming; it runs a batch of jobs to their end.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -28,6 +29,9 @@ from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.assembler import OutputAssembler
 from headrace.service.tokenization.reading import ReadAssembler
+
+TOKENS_DRAWN = 32768
+"""Prompt tokens drawn and queued before a step; beyond that a longer queue would not change the next step."""
 
 
 @dataclass(slots=True)
@@ -63,12 +67,51 @@ def defer_interrupt() -> Iterator[threading.Event]:
         raise KeyboardInterrupt
 
 
+class _Intake:
+    """Jobs on their way into the engine. ``jobs``: all drawn so far; ``running``: by the ids of requests that have not ended."""
+
+    def __init__(self, source: Iterator[Job], window: int):
+        self.jobs: list[Job] = []
+        self.running: dict[str, Job] = {}
+        self._source: Iterator[Job] | None = source
+        self._waiting: deque[tuple[EngineRequest, Job]] = deque()
+        self._window = window
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._source or self._waiting or self.running)
+
+    def draw(self) -> Iterator[EngineRequest]:
+        """The requests to submit before the next step: never more than the queue takes, so that none is refused."""
+        self._draw_jobs()
+        num_tokens = 0
+        while self._waiting and len(self.running) < self._window and num_tokens < TOKENS_DRAWN:
+            request, job = self._waiting.popleft()
+            num_tokens += len(request.prompt_token_ids)
+            self.running[request.request_id] = job
+            yield request
+
+    def _draw_jobs(self) -> None:
+        num_tokens = 0
+        while self._source is not None and num_tokens < TOKENS_DRAWN:
+            job = next(self._source, None)
+            if job is None:
+                self._source = None
+                return
+            self.jobs.append(job)
+            for request in job.requests:
+                num_tokens += len(request.prompt_token_ids)
+                self._waiting.append((request, job))
+
+
 class LocalClient:
     """Prepares jobs (every check happens here, before anything is scheduled) and runs them. Threads take turns."""
 
     def __init__(self, config: EngineConfig, *, builder: str = ENGINE_BUILDER):
         self.config = config
         self._engine = load_target(builder)(config, lambda stage, fraction: None)
+        gc.collect()
+        gc.freeze()  # torch and the model are here to stay: no collection need look at their objects again
         # Both may be taken again by a signal handler that interrupts their owner.
         self._turn = threading.RLock()  # for a whole run
         self._touch = threading.RLock()  # for one call of the engine, which is not thread-safe
@@ -111,20 +154,22 @@ class LocalClient:
         collector = Collector(request_id, prompt if is_text else None, ids, len(requests))
         return Job(requests, assembler, collector)
 
-    def run(self, jobs: Sequence[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
+    def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.
 
+        The first are already running while more are drawn from ``jobs``, some before each step, so that the device does
+        not wait for the preparation of all. What drawing one raises ends the run, and all that were begun.
         Ctrl-C aborts them all between two steps and leaves the engine as it was; so does `close` in another thread.
         """
         with self._turn, defer_interrupt() as interrupt:
             self._require_sound()
-            running: dict[str, Job] = {}
+            intake = _Intake(iter(jobs), self.config.scheduler.max_queued)
             try:
-                self._drive(jobs, running, interrupt, on_finish)
+                self._drive(intake, interrupt, on_finish)
             finally:
                 if self._is_sound and not self._is_freed:
-                    self._abort(running)
-        return [job.collector.output for job in jobs]
+                    self._abort(intake.running)
+        return [job.collector.output for job in intake.jobs]
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
@@ -149,18 +194,14 @@ class LocalClient:
                 self._is_freed = True
                 self._engine.close()
 
-    def _drive(self, jobs: Sequence[Job], running: dict[str, Job], interrupt: threading.Event, on_finish: Callable[[], None]) -> None:
-        waiting = deque((request, job) for job in jobs for request in job.requests)
-        window = self.config.scheduler.max_queued  # never more than the queue takes, so that none is refused
-        while waiting or running:
+    def _drive(self, intake: _Intake, interrupt: threading.Event, on_finish: Callable[[], None]) -> None:
+        while intake.has_work:
             self._require_sound()
-            while waiting and len(running) < window:
-                request, job = waiting.popleft()
-                running[request.request_id] = job
+            for request in intake.draw():
                 with self._touch:
                     self._engine.submit(request)
             for output in self._step():
-                self._deliver(output, running, on_finish)
+                self._deliver(output, intake.running, on_finish)
             if interrupt.is_set():
                 raise KeyboardInterrupt
 
