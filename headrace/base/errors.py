@@ -85,6 +85,13 @@ class Forbidden(HeadraceError):
     kind = "forbidden"
 
 
+class Conflict(HeadraceError):
+    """It cannot be done now, as things stand; the message says what stands in the way."""
+
+    status = 409
+    kind = "conflict"
+
+
 class QueueFull(HeadraceError):
     """``max_queued`` requests are waiting; try again after ``retry_after`` seconds."""
 
@@ -121,6 +128,12 @@ class EngineUnavailable(HeadraceError):
 
     status = 503
     kind = "engine_unavailable"
+
+
+class EngineAsleep(EngineUnavailable):
+    """The engine has given its memory back and takes no requests until it is woken."""
+
+    kind = "engine_asleep"
 
 
 def error_from_kind(kind: str, message: str, *, param: str | None = None, retry_after: float | None = None) -> HeadraceError:

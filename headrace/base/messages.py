@@ -60,8 +60,9 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    """A control call answered by `Reply` between two steps: ``stats``, ``reset_prefix_cache``, ``check``, ``pause``, ``continue``, ``freeze_gc``, ``shutdown``, and
-    ``ping``, whose answer only proves that the loop turns."""
+    """A control call answered by `Reply` between two steps: ``stats``, ``reset_prefix_cache``, ``check``, ``pause``,
+    ``continue``, ``freeze_gc``, ``shutdown``, those of base/upkeep with their records as ``arguments``, and ``ping``, whose
+    answer only proves that the loop turns."""
 
     call_id: int
     method: str

@@ -5,55 +5,65 @@ Refuses: scheduling. The parts are built here in order and handed what they need
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
 
-import msgspec
 import torch
 
 from headrace.base.cache import CacheLayout
-from headrace.base.config import DeviceConfig, EngineConfig, resolve_for_device
-from headrace.base.errors import ConfigError, OutOfDeviceMemory, UnsupportedFeature
+from headrace.base.config import EngineConfig, resolve_for_device
+from headrace.base.errors import OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan
-from headrace.execution.backends import ChosenBackends, choose_backends
+from headrace.base.upkeep import DevicePart, StartProfile
+from headrace.execution.assembly import Assembly, graph_reserve, layout_of, limit_graphs, measure_activations
+from headrace.execution.backends import choose_backends
 from headrace.execution.device import resolve_device, set_threads
 from headrace.execution.facts import read_facts
-from headrace.execution.graphs import bucket_sizes
 from headrace.execution.loading import LoadedModel, Progress, load_model
+from headrace.execution.profiling import Profiler
+from headrace.execution.residence import Residence
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
 from headrace.execution.structured.library import CompiledGrammar
 from headrace.execution.structured.store import GrammarStore
-from headrace.execution.warmup import measure_largest_steps, run_tiny_steps
 from headrace.layers.build import Build
 from headrace.memory.capacity import free_bytes
-from headrace.memory.plan import CacheDemand, CachePlan, kv_budget, memory_lines, plan_cache
+from headrace.memory.plan import CacheDemand, kv_budget, memory_lines, plan_cache
 
 logger = logging.getLogger(__name__)
-
-DRIVER_BYTES_PER_GRAPH = 8 * 2**20
-"""Launch parameters and node state of a captured step; more than was measured for 32 layers."""
 
 
 class LocalExecutor:
     """Runs plans in this process; see `headrace.service.executor.Executor`."""
 
-    def __init__(self, config: EngineConfig, runner: Runner, layout: CacheLayout, *, facts: ModelFacts, memory: list[MemoryLine], device: torch.device):
-        self.config, self.layout, self.facts, self.memory = config, layout, facts, memory
-        self._runner: Runner | None = runner
-        self._device = device
+    def __init__(self, assembly: Assembly, residence: Residence, *, facts: ModelFacts, memory: list[MemoryLine], progress: Progress):
+        self.config, self.facts, self.memory = assembly.config, facts, memory
+        self.layout: CacheLayout = assembly.layout
+        self._residence, self._progress = residence, progress
+        self._device = assembly.device
+        self._profiler = Profiler(assembly.device)
         self._grammars: GrammarStore | None = None
+
+    @property
+    def _runner(self) -> Runner | None:
+        return self._residence.runner
+
+    @property
+    def released(self) -> frozenset[DevicePart]:
+        """What is off the device; nothing runs without `VITAL_PARTS`."""
+        return self._residence.released
 
     def execute(self, plan: StepPlan) -> PendingSample:
         """Launch a plan. On a CPU the step is done when this returns."""
-        assert self._runner is not None, "the executor is closed"
+        runner = self._runner
+        assert runner is not None, "the executor is closed, or asleep"
+        self._profiler.count_step()
         try:
-            return self._runner.execute(plan)
+            return runner.execute(plan)
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
 
@@ -61,8 +71,9 @@ class LocalExecutor:
         """Take requests with grammars from now on. ``read_vocabulary`` reads the tokenizer; it is called when the first
         of them comes, on another thread."""
         assert self._runner is not None, "the executor is closed"
-        self._grammars = GrammarStore(read_vocabulary, self.facts.vocab_size, self.facts.eos_ids)
-        self._runner.serve_grammars(self._grammars)
+        store = self._grammars = GrammarStore(read_vocabulary, self.facts.vocab_size, self.facts.eos_ids)
+        self._residence.equip = lambda runner: runner.serve_grammars(store)
+        self._runner.serve_grammars(store)
 
     def prepare_grammar(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Compile a grammar on another thread."""
@@ -80,15 +91,34 @@ class LocalExecutor:
         if self._runner is not None:
             self._runner.reset()
 
+    def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
+        """Take parts off the device; see `headrace.base.upkeep`. Nothing may be running."""
+        self._residence.release(parts, self._progress, discards_weights=discards_weights)
+
+    def acquire_memory(self, parts: Collection[DevicePart]) -> None:
+        """Bring them back."""
+        self._residence.acquire(parts, self._progress)
+
+    def replace_weights(self, model: str, load_format: str) -> None:
+        """Serve another checkpoint of the same shapes; nothing of a row is kept."""
+        wanted = replace(self.config.model, model=model, load_format=load_format, revision=None)
+        self._residence.replace_weights(wanted, self._progress)
+        self.config = replace(self.config, model=wanted)
+
+    def start_profile(self, options: StartProfile) -> None:
+        """Record what this process and its device do."""
+        self._profiler.start(options)
+
+    def stop_profile(self) -> str:
+        """Write the trace; returns its file's name."""
+        return self._profiler.stop()
+
     def close(self) -> None:
         """Free the device; idempotent."""
-        self._runner = None
+        self._residence.close()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def ignore_progress(stage: str, fraction: float) -> None:
@@ -105,30 +135,25 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     chosen = choose_backends(
         loaded.model, loaded.groups, Build(device=device, dtype=loaded.dtype), config.cache, config.device.attention_backend,
     )
-    config = replace(config, cache=replace(config.cache, page_size=chosen.page_size), device=_limit_graphs(config.device, loaded, chosen))
+    config = replace(config, cache=replace(config.cache, page_size=chosen.page_size), device=limit_graphs(config.device, loaded, chosen))
     progress("sizing the KV cache", 0.8)
-    activations = _measure_activations(config, loaded, chosen, device)
+    activations = measure_activations(config, loaded, chosen, device)
     free = free_bytes(device)
-    budget = kv_budget(device.type, free - _graph_reserve(config, loaded, device), config.cache.memory_fraction)
+    budget = kv_budget(device.type, free - graph_reserve(config, loaded, device), config.cache.memory_fraction)
     plan = plan_cache(_demand(config, loaded), config.cache, budget)
-    layout = _layout(config, plan)
-    runner = _build_runner(config, loaded, chosen, layout, device)
+    assembly = Assembly(config, layout_of(config, plan), device)
     progress("running a first step", 0.9)
-    run_tiny_steps(runner.execute, layout, is_reader=loaded.pooling is not None)
-    graphs = _capture_graphs(config, runner, layout, device, progress)
+    runner = assembly.build_runner(loaded, chosen)
+    graphs = assembly.capture_graphs(runner, progress)
     kv_bytes = sum(pool.num_bytes for pool in runner.pools)
     memory = memory_lines(
-        weights=loaded.num_bytes, activations=activations, graphs=graphs, plan=plan, page_size=layout.page_size, free=free - kv_bytes - graphs,
+        weights=loaded.num_bytes, activations=activations, graphs=graphs, plan=plan, page_size=assembly.layout.page_size,
+        free=free - kv_bytes - graphs,
     )
-    facts = read_facts(loaded, layout, str(device))
+    facts = read_facts(loaded, assembly.layout, str(device))
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
     progress("ready", 1.0)
-    return LocalExecutor(config, runner, layout, facts=facts, memory=memory, device=device)
-
-
-def _limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
-    """Without graphs where the model or a backend says that it cannot be captured."""
-    return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
+    return LocalExecutor(assembly, Residence(assembly, loaded, runner), facts=facts, memory=memory, progress=progress)
 
 
 def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
@@ -147,46 +172,3 @@ def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
         loaded.groups, config.cache.page_size, loaded.max_model_len, is_len_fixed=config.model.max_model_len is not None,
         max_step_tokens=scheduler.max_step_tokens, max_rows=scheduler.max_running_requests,
     )
-
-
-def _layout(config: EngineConfig, plan: CachePlan) -> CacheLayout:
-    assert config.cache.page_size and config.scheduler.max_running_requests
-    return CacheLayout(config.cache.page_size, config.scheduler.max_running_requests, plan.max_model_len, plan.groups)
-
-
-def _build_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, layout: CacheLayout, device: torch.device) -> Runner:
-    assert config.scheduler.max_step_tokens
-    try:
-        return Runner(
-            loaded.model, layout, chosen.backends, num_layers=loaded.num_layers, vocab_size=loaded.vocab_size,
-            max_tokens=config.scheduler.max_step_tokens, device=device, check_finite=config.device.check_finite,
-        )
-    except torch.OutOfMemoryError as error:
-        raise ConfigError("the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction") from error
-
-
-def _graph_reserve(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
-    """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): the logits
-    of the largest bucket in three forms, and what the driver takes for each graph."""
-    if device.type != "cuda" or not config.device.graphs:
-        return 0
-    sizes = bucket_sizes(config.scheduler.max_running_requests or 1)
-    return sizes[-1] * loaded.vocab_size * 10 + len(sizes) * DRIVER_BYTES_PER_GRAPH
-
-
-def _capture_graphs(config: EngineConfig, runner: Runner, layout: CacheLayout, device: torch.device, progress: Progress) -> int:
-    if device.type != "cuda" or not config.device.graphs:
-        return 0
-    return runner.capture_graphs(bucket_sizes(layout.max_rows), lambda done, total: progress("capturing decode steps", 0.9 + 0.1 * done / total))
-
-
-def _measure_activations(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
-    """Run the largest steps over two pages per group and keep torch's pool warm for them. A CPU has nothing to reserve."""
-    if device.type != "cuda":
-        return 0
-    groups = [msgspec.structs.replace(group, num_pages=2) for group in loaded.groups]
-    layout = _layout(config, CachePlan(groups, loaded.max_model_len))
-    runner = _build_runner(config, loaded, chosen, layout, device)
-    assert config.scheduler.max_step_tokens
-    return measure_largest_steps(runner.execute, layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None)
-

@@ -87,10 +87,10 @@ def _read(model: ModelConfig) -> tuple[ModelSource, Family, Any, PoolingPlan | N
         return source, family, family.read_config(config_for(source, task)), plan_pooling(source, family, task)
 
 
-def read_alike(config: EngineConfig, loaded: LoadedModel) -> None:
-    """Raise `RequestError` unless the configured model could stand in for the loaded one: the same family, and the same
-    configuration but for what does not concern the model's inside."""
-    source, family, spec, _ = _read(config.model)
+def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
+    """Raise `RequestError` unless a model could stand in for the loaded one: the same family, and the same configuration
+    as far as it concerns the model's inside."""
+    source, family, spec, _ = _read(model)
     if family.name != loaded.family.name or spec != loaded.spec:
         differing = "architecture" if source.architecture != loaded.source.architecture else "configuration"
         raise RequestError(f"{source.name} has another {differing} than the served model; only weights of the same shapes can be replaced", param="model_path")

@@ -39,6 +39,7 @@ class Runner:
         device: torch.device, check_finite: bool = True,
     ):
         self._model, self._device, self._check_finite = model, device, check_finite
+        self._num_layers = num_layers
         self._layout, self._backends = layout, backends
         self._narrows = getattr(model, "narrows", False)
         self._graphs: DecodeGraphs | None = None
@@ -72,6 +73,11 @@ class Runner:
         """Forget what failed steps left behind; every row is started anew before it is computed again."""
         if self._grammars is not None:
             self._grammars.reset()
+
+    def detach(self) -> None:
+        """Take the pools from the model, which may get another runner. This one cannot be used afterwards."""
+        self._model.bind_cache([None] * self._num_layers, [None] * self._num_layers)
+        self._graphs = None
 
     def capture_graphs(self, sizes: list[int], progress: Callable[[int, int], None]) -> int:
         """Capture decode steps of these numbers of requests; returns the bytes they take. On a GPU only."""

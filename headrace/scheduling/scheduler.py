@@ -192,8 +192,13 @@ class Scheduler:
         """Whether any request has not ended or any step has not been committed."""
         return bool(self._roster.requests or self._flights)
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop all stored prefixes that no running request reads; True when none is left."""
+    def reset_prefix_cache(self, *, retracts: bool = False) -> bool:
+        """Drop all stored prefixes that no running request reads; True when none is left. With ``retracts`` running
+        requests go back to the queue first, to resume from their tokens on a device that has forgotten everything; no
+        step may be in flight then."""
+        if retracts:
+            assert not self._flights, "a step in flight would be computed over pages that are gone"
+            self._forget_device()
         return self._ledger.tree.clear()
 
     def stats(self) -> EngineStats:

@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
-from headrace.base.errors import HeadraceError, OutOfDeviceMemory, StepFailed
+from headrace.base.errors import Conflict, EngineAsleep, HeadraceError, OutOfDeviceMemory, StepFailed
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
 from headrace.service.executor import Executor, PendingStep
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 MAX_EMPTY_STEPS = 1000
 """Steps in a row that find work but nothing to plan; more means that the scheduler is stuck, which it never may be."""
+
+
+ASLEEP_RETRY_AFTER_S = 5.0
 
 
 class _FailedLaunch:
@@ -53,6 +56,7 @@ class Engine:
         self._outputs: list[RequestOutput] = []
         self._num_empty = 0
         self._is_paused = False
+        self.is_asleep = False  # memory that every request needs is off the device
 
     @property
     def is_held(self) -> bool:
@@ -68,6 +72,8 @@ class Engine:
         """Queue a request. Never raises for the request's sake: what is wrong with it is its output of the next step."""
         grammar = request.sampling.grammar
         try:
+            if self.is_asleep:
+                raise EngineAsleep("the engine sleeps and takes no requests", retry_after=ASLEEP_RETRY_AFTER_S)
             self._scheduler.add(request, is_held=grammar is not None)
         except HeadraceError as error:
             finish = Finish("error", error=ErrorInfo.of(error))
@@ -112,6 +118,18 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when some are in use and therefore stayed."""
         return self._scheduler.reset_prefix_cache()
+
+    def vacate(self, *, retracts: bool = False) -> None:
+        """Leave nothing of any request on the device, which may forget everything then. Raises `Conflict` while there are
+        requests, unless they may be retracted: they resume from the tokens they have."""
+        while self._in_flight:
+            self._commit(self._outputs)
+        if self._scheduler.has_work and not retracts:
+            stats = self._scheduler.stats()
+            raise Conflict(f"{stats.num_running + stats.num_queued} requests are running or waiting")
+        is_clear = self._scheduler.reset_prefix_cache(retracts=True)
+        assert is_clear, "pages are in use, and nobody runs"
+        self.executor.reset()
 
     def check(self) -> None:
         """Raise `AssertionError` when a page or row is not accounted for exactly once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.grammar import Grammar
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan, StepResult
+from headrace.base.upkeep import DevicePart, StartProfile
 
 Progress = Callable[[str, float], None]
 """Called during start-up with a stage's name and the fraction done, in [0, 1]."""
@@ -40,6 +41,26 @@ class Executor(Protocol):
 
     def reset(self) -> None:
         """After a failed step: wait for the device and forget all rows (the scheduler has ended their requests)."""
+
+    @property
+    def released(self) -> frozenset[DevicePart]:
+        """What is off the device; without `headrace.base.upkeep.VITAL_PARTS` nothing can be executed."""
+
+    def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
+        """Take parts off the device, and forget all rows and pages. No plan may be in flight, here and below."""
+
+    def acquire_memory(self, parts: Collection[DevicePart]) -> None:
+        """Bring parts back, empty; raises `EngineAsleep` when there is no room for them."""
+
+    def replace_weights(self, model: str, load_format: str) -> None:
+        """Read another checkpoint of the same shapes, and forget all rows and pages. Raises typed errors, the old weights in
+        place again."""
+
+    def start_profile(self, options: StartProfile) -> None:
+        """Record a trace; `Conflict` while another is recorded."""
+
+    def stop_profile(self) -> str:
+        """Write the trace; returns its file's name. `Conflict` when there is none."""
 
     def close(self) -> None:
         """Free the device."""

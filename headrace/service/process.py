@@ -21,26 +21,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
-import msgspec
-
 from headrace.base import env
 from headrace.base.config import EngineConfig
-from headrace.base.errors import ConfigError, HeadraceError, ModelError, PluginError, RequestError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError, PluginError
 from headrace.base.messages import (
     Abort,
-    Call,
     EngineRequest,
     ErrorInfo,
     Fatal,
     Outputs,
     Ready,
-    Reply,
     Starting,
     ToEngine,
 )
 from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.control import Control, freeze_heap
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.spawn import ENGINE_BUILDER
@@ -63,6 +60,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, channel: EngineChannel):
         self._engine = engine
         self._channel = channel
+        self._control = Control(engine, self.stop)
         self._is_stopping = False
         self._stats_sent_at = 0.0
 
@@ -99,29 +97,7 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._engine.abort(message.request_id, message.reason)
         else:
-            self._channel.send(self._answer(message))
-
-    def _answer(self, call: Call) -> Reply:
-        try:
-            match call.method:
-                case "stats":
-                    return Reply(call.call_id, msgspec.to_builtins(self._engine.stats()))
-                case "reset_prefix_cache":
-                    return Reply(call.call_id, self._engine.reset_prefix_cache())
-                case "check":
-                    return Reply(call.call_id, self._engine.check())
-                case "pause" | "continue":
-                    return Reply(call.call_id, self._engine.pause(call.method == "pause"))
-                case "freeze_gc":
-                    gc.collect()
-                    return Reply(call.call_id, gc.freeze())
-                case "ping":
-                    return Reply(call.call_id)
-                case "shutdown":
-                    return Reply(call.call_id, self.stop())
-            raise RequestError(f"unknown call {call.method!r}", param="method")
-        except (HeadraceError, AssertionError) as error:
-            return Reply(call.call_id, error=ErrorInfo.of(error))
+            self._channel.send(self._control.answer(message))
 
 
 def produce_token(engine: Engine) -> None:
@@ -164,8 +140,7 @@ def _start(launch: Launch, builder: Future[Builder], channel: EngineChannel) -> 
     gc.enable()
     engine = build(launch.config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
     produce_token(engine)
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     loop = EngineLoop(engine, channel)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     channel.send(Ready(engine.executor.facts, engine.executor.memory))

@@ -108,7 +108,8 @@ class Supervisor:
         self, config: EngineConfig, listener: Listener, *, max_restarts: int, stall_timeout_s: float = STALL_TIMEOUT_S,
         builder: str = ENGINE_BUILDER, process: subprocess.Popen[bytes] | None = None,
     ):
-        self._config = config
+        self.config = config
+        """What the next life of the engine is started with."""
         self._listener = listener
         self._builder = builder
         self._max_restarts = max_restarts
@@ -182,7 +183,7 @@ class Supervisor:
         self._last_words, self._is_loaded = None, False
         channel = ClientChannel(self._folder, life)
         spawned, self._spawned = self._spawned or spawn_engine(self._builder), None
-        self._process = process = EngineProcess(self._config, channel, spawned)
+        self._process = process = EngineProcess(self.config, channel, spawned)
         pump = asyncio.create_task(self._pump(channel), name="engine-messages")
         silence = asyncio.create_task(self._await_silence(channel), name="engine-silence")
         try:

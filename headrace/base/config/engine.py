@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from headrace.base.config.operations import OperationsConfig
 from headrace.base.config.option import OptionInfo, options_of
 from headrace.base.config.sections import (
     SECTIONS,
@@ -36,6 +37,7 @@ class ServeConfig:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    operations: OperationsConfig = field(default_factory=OperationsConfig)
     sources: dict[str, str] = field(default_factory=dict)
 
 

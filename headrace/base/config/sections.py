@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.base.config.operations import OperationsConfig
 from headrace.base.config.option import check_section, option
 
 
@@ -100,9 +101,9 @@ class ServerConfig(KeepingConfig):
     max_restarts: int = option(5, "restarts of a crashed engine within ten minutes before giving up", low=0)
     stall_timeout_s: float = option(300.0, "seconds a loaded engine may give no sign of life before it is restarted; above its longest step; 0: for ever", low=0.0)
     root_path: str = option("", "path prefix when behind a proxy")
-    log_requests: bool = option(False, "log one line per request")
 
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig, "server": ServerConfig,
+    "operations": OperationsConfig,
 }

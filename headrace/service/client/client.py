@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.config import EngineConfig
-from headrace.base.errors import EngineUnavailable, HeadraceError, RequestError
+from headrace.base.errors import EngineAsleep, EngineUnavailable, HeadraceError, RequestError
 from headrace.base.messages import (
     Abort,
     Call,
@@ -35,6 +35,7 @@ from headrace.base.messages import (
 )
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
+from headrace.base.upkeep import UpkeepCall
 from headrace.service.client.prompts import draw_request_id, encode_prompt, open_request, open_tokenizer, with_seed
 from headrace.service.client.stream import RequestStream
 from headrace.service.spawn import ENGINE_BUILDER
@@ -50,7 +51,8 @@ RETRY_AFTER_S = 5.0
 class EngineClient:
     """Requests in, streams out, over one supervised engine process. Belongs to the event loop that ran `start`.
 
-    ``state`` is ``starting``, ``ready``, ``restarting``, ``draining`` or ``stopped``; requests are taken when ready.
+    ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is given back, see `Upkeep`), ``restarting``, ``draining`` or
+    ``stopped``; requests are taken when ready.
     ``facts``, ``memory`` and ``tokenizer`` are known from then on; ``last_stats`` is at most a step old under load.
     ``stall_timeout_s``, ``builder`` and ``process`` are the supervisor's.
     """
@@ -59,7 +61,6 @@ class EngineClient:
         self, config: EngineConfig, *, max_restarts: int = 5, chat_template: str | None = None, stall_timeout_s: float = STALL_TIMEOUT_S,
         builder: str = ENGINE_BUILDER, process: subprocess.Popen[bytes] | None = None,
     ):
-        self.config = config
         self.state = "starting"
         self.facts: ModelFacts | None = None
         self.memory: list[MemoryLine] = []
@@ -78,6 +79,15 @@ class EngineClient:
         self._settled = asyncio.Event()  # set while the state is ready, or never will be again
         self._idle = asyncio.Event()
         self._failure: HeadraceError | None = None
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was started with, and would be again."""
+        return self._supervisor.config
+
+    @config.setter
+    def config(self, config: EngineConfig) -> None:
+        self._supervisor.config = config
 
     @property
     def num_inflight(self) -> int:
@@ -151,10 +161,11 @@ class EngineClient:
         self._stream_of_child |= dict.fromkeys(stream.child_ids, stream)
         return stream
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; unknown and finished ids are ignored."""
-        if request_id in self._streams:
-            self._streams[request_id].abort()
+    async def abort(self, request_id: str | None) -> None:
+        """End a request, or with None all of them; unknown and finished ids are ignored."""
+        for name in list(self._streams) if request_id is None else [request_id]:
+            if name in self._streams:
+                self._streams[name].abort()
 
     async def stats(self) -> EngineStats:
         """Counters and gauges, asked of the engine now."""
@@ -165,10 +176,12 @@ class EngineClient:
         """Forget all cached prefixes; False when some are in use and stayed."""
         return bool(await self._call("reset_prefix_cache"))
 
-    async def control(self, method: Literal["pause", "continue", "freeze_gc"]) -> None:
-        """Hold all generation (requests wait), go on with it, or take the engine's heap out of garbage collection. A new
-        engine after a crash is not paused."""
-        await self._call(method)
+    async def control(self, method: Literal["pause", "continue", "freeze_gc"] | UpkeepCall, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Hold all generation (requests wait), go on with it, take the engine's heap out of garbage collection, or what
+        base/upkeep has; `Upkeep` knows when. A new engine after a crash is neither paused nor asleep."""
+        if isinstance(method, str):
+            return await self._call(method)
+        return await self._call(method.method, msgspec.to_builtins(method), timeout_s)
 
     async def check(self) -> None:
         """Let the engine prove its accounts; raises when a page or row is not accounted for."""
@@ -203,6 +216,8 @@ class EngineClient:
         self._fail_all(EngineUnavailable(f"the engine stopped while this request ran: {error.message}", retry_after=RETRY_AFTER_S))
 
     def _require_ready(self) -> None:
+        if self.state == "asleep":
+            raise EngineAsleep("the engine sleeps: it has given its memory back and takes no requests until it is woken", retry_after=RETRY_AFTER_S)
         if self.state != "ready":
             raise EngineUnavailable(f"the engine is {self.state} and takes no requests now", retry_after=RETRY_AFTER_S)
 
@@ -235,15 +250,16 @@ class EngineClient:
             for abort in aborts:
                 self._supervisor.send(abort)
 
-    async def _call(self, method: str) -> Any:
-        self._require_ready()
+    async def _call(self, method: str, arguments: dict[str, object] | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        if self.state != "asleep":
+            self._require_ready()
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._supervisor.send(Call(call_id, method))
-            return await asyncio.wait_for(answer, CALL_TIMEOUT_S)
+            self._supervisor.send(Call(call_id, method, arguments or {}))
+            return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as error:
-            raise EngineUnavailable(f"the engine did not answer {method} within {CALL_TIMEOUT_S:.0f} s") from error
+            raise EngineUnavailable(f"the engine did not answer {method} within {timeout_s:.0f} s") from error
         finally:
             del self._calls[call_id]
 

@@ -11,6 +11,7 @@ from headrace.base.config import SECTIONS
 from headrace.base.registry import load_target
 
 ENGINE = ("model", "cache", "scheduler", "device")
+SERVING = ("server", "operations")
 _HOMES = {
     "general": "headrace.serving.cli.options:GeneralOptions",
     "sampling": "headrace.serving.cli.options:SamplingOptions",
@@ -53,11 +54,11 @@ class Command:
 
 _ALL = (
     Command(
-        "serve", "serve a model over HTTP, with OpenAI's API", (*ENGINE, "server"), "headrace.serving.cli.serve:run", (
+        "serve", "serve a model over HTTP, with OpenAI's API", (*ENGINE, *SERVING), "headrace.serving.cli.serve:run", (
             ("the default model on port 8000", "headrace serve"),
             ("a GGUF file, for the whole network", "headrace serve model.gguf --host 0.0.0.0 --port 9000"),
             ("a folder, with room for more requests", "headrace serve ./Qwen3-0.6B --max-running-requests 128"),
-            ("options from a file, one changed", "headrace serve --config prod.toml --log-requests"),
+            ("options from a file, one changed", "headrace serve --config prod.toml --log-requests line"),
         ), "model",
     ),
     Command(
@@ -98,7 +99,7 @@ _ALL = (
         ),
     ),
     Command(
-        "show-config", "every effective option and where its value came from", ("show", *ENGINE, "server"), "headrace.serving.cli.show_config:run", (
+        "show-config", "every effective option and where its value came from", ("show", *ENGINE, *SERVING), "headrace.serving.cli.show_config:run", (
             ("what a file of options amounts to", "headrace show-config --config prod.toml --changed"),
         ), "model",
     ),

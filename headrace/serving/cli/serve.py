@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from headrace.base.config import EngineConfig, ServeConfig
 from headrace.service.spawn import spawn_engine
-from headrace.serving.cli.commands import ENGINE
+from headrace.serving.cli.commands import ENGINE, SERVING
 from headrace.serving.cli.flags import Invocation
 
 
 def serve_config(invocation: Invocation) -> ServeConfig:
     """Everything the server takes, and where each value came from."""
-    sections = {name: invocation.section(name) for name in (*ENGINE, "server")}
-    server = sections.pop("server")
-    names = invocation.given_in((*ENGINE, "server"))
-    return ServeConfig(engine=EngineConfig(**sections), server=server, sources={n: s for n, s in invocation.sources.items() if n in names})
+    sections = {name: invocation.section(name) for name in (*ENGINE, *SERVING)}
+    serving = {name: sections.pop(name) for name in SERVING}
+    names = invocation.given_in((*ENGINE, *SERVING))
+    return ServeConfig(engine=EngineConfig(**sections), **serving, sources={n: s for n, s in invocation.sources.items() if n in names})
 
 
 def run(invocation: Invocation) -> int:

@@ -117,7 +117,7 @@ class RequestLedger:
         self._app = app
         self._routes = routes
         self._metrics = context.metrics
-        self._has_log = context.server.log_requests
+        self._has_log = context.operations.log_requests != "none"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from headrace import __version__
-from headrace.base.config import ServerConfig
+from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.serving.http.access import OPEN_PATHS, AdminGate, KeyGate, Prefix, RequestLedger, check_key
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.errors import install_handlers
@@ -29,6 +29,7 @@ from headrace.serving.http.routes import (
     responses,
     scoring,
     tokens,
+    upkeep,
 )
 
 if TYPE_CHECKING:
@@ -36,18 +37,18 @@ if TYPE_CHECKING:
 
 ENDPOINTS = (
     *chat.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS, *ollama.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS,
-    *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *admin.ENDPOINTS, *health.ENDPOINTS,
+    *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *admin.ENDPOINTS, *upkeep.ENDPOINTS, *health.ENDPOINTS,
 )
 
 
-def create_app(client: EngineClient, server: ServerConfig) -> FastAPI:
+def create_app(client: EngineClient, server: ServerConfig, operations: OperationsConfig | None = None) -> FastAPI:
     """The application. Starting and closing ``client`` is the caller's part; until it is ready, requests get 503.
     What routes share is at ``app.state.context``."""
     app = FastAPI(
         title="Headrace", version=__version__, docs_url=None, redoc_url=None,  # their pages need a CDN
         redirect_slashes=False,  # a redirect would lead wherever the Host header says
     )
-    context = app.state.context = AppContext(client, server, Metrics())
+    context = app.state.context = AppContext(client, server, Metrics(), operations or OperationsConfig())
     for endpoint in ENDPOINTS:
         app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods), include_in_schema=False)
     app.add_route("/", page_handler(), methods=["GET"], include_in_schema=False)

@@ -68,6 +68,11 @@ class JsonBody(Generic[T]):
         _check_media_type(request)
         return self.decode(await read_body(request, limit))
 
+    async def read_optional(self, request: Request, limit: int) -> T:
+        """The decoded body, of whatever declared type; no body is the same as an empty object."""
+        body = await read_body(request, limit)
+        return self.decode(body if body.strip() else b"{}")
+
     def decode(self, body: bytes) -> T:
         """The record in ``body``."""
         if not body.strip():

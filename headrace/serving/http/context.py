@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from headrace.base.config import ServerConfig
-from headrace.base.errors import EngineUnavailable, RequestError
+from headrace.base.config import OperationsConfig, ServerConfig
+from headrace.base.errors import EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
+from headrace.service.client.upkeep import Upkeep
 from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.errors import ModelNotFound
 from headrace.serving.http.metrics import Metrics
@@ -33,6 +34,7 @@ class AppContext:
     client: EngineClient
     server: ServerConfig
     metrics: Metrics
+    operations: OperationsConfig = field(default_factory=OperationsConfig)
     running: dict[str, list[RequestStream]] = field(default_factory=dict)
     is_open: bool = True
     is_draining: bool = False
@@ -41,6 +43,7 @@ class AppContext:
     _formats: Formats | None = None
 
     def __post_init__(self) -> None:
+        self.upkeep = Upkeep(self.client)
         self.responses = ResponseStore(self.server.responses_store * 2**20, self.server.responses_ttl_s)
 
     @property
@@ -71,6 +74,8 @@ class AppContext:
         """Raise `EngineUnavailable` unless requests are taken."""
         if not self.is_ready:
             reasons = {"starting": "the model is still loading", "restarting": "the engine is restarting", "draining": "the server is shutting down"}
+            if self.state == "asleep":
+                raise EngineAsleep("the model sleeps: its memory is given back until it is woken", retry_after=RETRY_AFTER_S)
             raise EngineUnavailable(reasons.get(self.state, f"the engine is {self.state}"), retry_after=RETRY_AFTER_S)
 
     def check_model(self, name: str | None) -> None:

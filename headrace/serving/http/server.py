@@ -94,7 +94,7 @@ class HttpServer:
         self._config = config.server
         self._client = client
         self._console = console or Console()
-        app = create_app(self._client, self._config)
+        app = create_app(self._client, self._config, config.operations)
         self._context: AppContext = app.state.context
         self._context.is_open = False
         self._uvicorn = _Uvicorn(uvicorn.Config(

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 from fake_client import FakeClient
 
-from headrace.base.config import ServerConfig
+from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.serving.http.app import create_app
 
 try:  # whichever the installed openai package brings; the two have one interface
@@ -20,9 +20,9 @@ except ImportError:
 
 
 @asynccontextmanager
-async def http_for(client: FakeClient, **options) -> AsyncIterator[httpx.AsyncClient]:
+async def http_for(client: FakeClient, *, operations: OperationsConfig | None = None, **options) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client on an application of its own, without a socket."""
-    app = create_app(client, ServerConfig(**options))
+    app = create_app(client, ServerConfig(**options), operations)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         http.app = app

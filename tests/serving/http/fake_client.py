@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from headrace.base.config import EngineConfig
-from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, RequestError
+from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, HeadraceError, RequestError
 from headrace.base.messages import (
     Abort,
     EngineRequest,
@@ -22,6 +22,7 @@ from headrace.base.messages import (
 from headrace.base.pooling import PoolingFacts, PoolingSpec, pack_floats
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
+from headrace.base.upkeep import AcquireMemory, ReleaseMemory, StopProfile
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.prompts import open_request
 from headrace.service.client.stream import RequestStream
@@ -154,6 +155,10 @@ class FakeClient:
     prompts: list[str | list[int]] = field(default_factory=list)
     tasks: set[asyncio.Task] = field(default_factory=set)
     children: dict[str, asyncio.Event] = field(default_factory=dict)
+    controls: list[object] = field(default_factory=list)
+    refusal: HeadraceError | None = None
+    released: set[str] = field(default_factory=set)
+    engine_pid: int | None = 1
 
     def __post_init__(self) -> None:
         self.memory = [MemoryLine("weights", 2**20), MemoryLine("KV cache", 2**21, "8192 tokens")]
@@ -236,8 +241,8 @@ class FakeClient:
             stream.feed(RequestOutput(request.request_id, [], finish, **facts))
         del self.children[request.request_id]
 
-    async def abort(self, request_id: str) -> None:
-        self._abort([Abort(name) for name in list(self.children) if name.partition("/")[0] == request_id])
+    async def abort(self, request_id: str | None) -> None:
+        self._abort([Abort(name) for name in list(self.children) if request_id is None or name.partition("/")[0] == request_id])
 
     async def stats(self) -> EngineStats:
         self.last_stats = EngineStats(num_running=len(self.children), num_pages=100, num_used_pages=40, num_evictable_pages=15, generation_tokens_total=self.num_tokens)
@@ -246,8 +251,15 @@ class FakeClient:
     async def reset_prefix_cache(self) -> bool:
         return self.is_flushable
 
-    async def control(self, method: str) -> None:
-        self.controls = [*getattr(self, "controls", []), method]
+    async def control(self, method, *, timeout_s: float = 60.0):
+        """Keeps what was asked; ``refusal`` is raised instead."""
+        self.controls.append(method)
+        if self.refusal is not None:
+            raise self.refusal
+        if isinstance(method, ReleaseMemory | AcquireMemory):
+            self.released = self.released | set(method.parts) if isinstance(method, ReleaseMemory) else self.released - set(method.parts)
+            return sorted(self.released)
+        return "a.trace.json" if isinstance(method, StopProfile) else None
 
     async def close(self, drain_s: float = 0.0) -> None:
         self.state = "stopped"

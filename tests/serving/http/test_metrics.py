@@ -8,6 +8,7 @@ from pathlib import Path
 from fake_apps import http_for
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.base.config import OperationsConfig
 from headrace.serving.http.metrics import Metrics
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -48,7 +49,7 @@ async def test_requests_are_counted(http, client):
 
 
 async def test_a_line_for_each_request_when_asked_for(client, caplog):
-    async with http_for(client, log_requests=True) as http:
+    async with http_for(client, operations=OperationsConfig(log_requests="line")) as http:
         with caplog.at_level("INFO", "headrace.serving.http.access"):
             await http.get("/x%0a2026-01-01 INFO forged", headers={"X-Request-Id": "me"})
     (line,) = [r.getMessage() for r in caplog.records]

@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+from headrace.base.upkeep import DevicePart
 
 
 class PauseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """``abort`` ends all running requests first; ``in_place`` leaves them where they are."""
 
     mode: Literal["abort", "in_place"] | None = None
+
+
+class MemoryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Parts of the device's memory; all of them by default."""
+
+    tags: Annotated[list[DevicePart], Meta(max_length=16)] | None = None
+
+
+class UpdateWeightsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A checkpoint of the served model's shapes; by default the served one's own files, read again. ``flush_cache`` is
+    always done, so it may not be false."""
+
+    model_path: Annotated[str, Meta(max_length=4096)] | None = None
+    load_format: Literal["auto", "safetensors", "gguf"] | None = None
+    abort_all_requests: bool | None = None
+    flush_cache: bool | None = None
+    weight_version: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class ProfileRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """``num_steps`` steps, or until `/stop_profile`."""
+
+    num_steps: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+    activities: Annotated[list[Literal["CPU", "GPU", "CUDA"]], Meta(max_length=8)] | None = None
+
+
+class SleepState(Struct):
+    """Whether memory that every request needs is given back."""
+
+    is_sleeping: bool
+
+
+class PauseState(Struct):
+    """Whether generation is held."""
+
+    is_paused: bool
+
+
+class UpdateAnswer(Struct):
+    """Whether weights were replaced, and how many requests went on with the new ones."""
+
+    success: bool
+    message: str
+    num_paused_requests: int
 
 
 class AdminAnswer(Struct):

@@ -190,6 +190,7 @@ class ModelInfo(Struct):
     device: str
     num_parameters: int
     preferred_sampling_params: dict[str, float]
+    weight_version: str = "default"
 
 
 class State(Struct):

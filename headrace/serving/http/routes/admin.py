@@ -11,7 +11,7 @@ import time
 from starlette.requests import Request
 
 from headrace import __version__
-from headrace.serving.http.body import JsonBody, read_body
+from headrace.serving.http.body import JsonBody
 from headrace.serving.http.context import context_of
 from headrace.serving.http.endpoint import Endpoint
 from headrace.serving.http.errors import JsonResponse
@@ -35,10 +35,9 @@ async def flush_cache(request: Request) -> JsonResponse:
 async def pause_generation(request: Request) -> JsonResponse:
     """Hold everything; requests that come meanwhile wait. No body means the same as ``{}``."""
     context = context_of(request)
-    body = await read_body(request, context.server.max_body_bytes)
-    mode = (PAUSE_BODY.decode(body) if body.strip() else PauseRequest()).mode
+    mode = (await PAUSE_BODY.read_optional(request, context.server.max_body_bytes)).mode
     context.check_available()
-    await context.client.control("pause")
+    await context.upkeep.pause()
     num_ended = sum(context.abort(request_id) for request_id in list(context.running)) if mode != "in_place" else 0
     return JsonResponse(AdminAnswer(True, f"generation is paused; {num_ended} running requests were ended"))
 
@@ -47,7 +46,7 @@ async def continue_generation(request: Request) -> JsonResponse:
     """Go on after a pause."""
     context = context_of(request)
     context.check_available()
-    await context.client.control("continue")
+    await context.upkeep.pause(False)
     return JsonResponse(AdminAnswer(True, "generation goes on"))
 
 

@@ -34,7 +34,7 @@ async def abort_request(request: Request) -> JsonResponse:
 
 
 def _options(context: AppContext) -> dict[str, Any]:
-    options = flatten(context.client.config) | dataclasses.asdict(context.server)
+    options = flatten(context.client.config) | dataclasses.asdict(context.server) | dataclasses.asdict(context.operations)
     return {name: "***" if name in SECRETS and value is not None else value for name, value in options.items()}
 
 
@@ -62,6 +62,7 @@ async def show_model_info(request: Request) -> JsonResponse:
         model_path=facts.model, served_model_name=context.model_name, tokenizer_path=model.tokenizer or facts.model, is_generation=facts.pooling is None,
         architectures=[facts.architecture], model_type=facts.family, max_model_len=facts.max_model_len, dtype=facts.dtype, device=facts.device,
         num_parameters=facts.num_parameters, preferred_sampling_params=facts.default_sampling,
+        weight_version=context.upkeep.weight_version,
     ))
 
 

@@ -76,7 +76,7 @@ async def generate_health(request: Request) -> JsonResponse:
 
 async def current_stats(context: AppContext) -> EngineStats:
     """The engine's statistics; the latest known ones when it does not answer at once."""
-    if context.client.state in ("ready", "draining"):
+    if context.client.state in ("ready", "draining", "asleep"):
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 return await context.client.stats()

@@ -1,0 +1,62 @@
+"""What may be asked of an engine as a whole, between two steps: give memory back and take it again, replace weights, profile.
+
+Each record is the ``arguments`` of the `Call` whose method it names.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, get_args
+
+import msgspec
+
+DevicePart = Literal["kv_cache", "weights", "cuda_graph"]
+"""What takes device memory: the pools with all that was cached, the model, the captured decode steps."""
+
+DEVICE_PARTS: tuple[DevicePart, ...] = get_args(DevicePart)
+VITAL_PARTS: frozenset[DevicePart] = frozenset({"kv_cache", "weights"})
+"""Without these nothing can be computed; without the others it is slower."""
+
+
+class ReleaseMemory(msgspec.Struct, frozen=True):
+    """Take parts off the device; answered with all that are off it then. Refused with `Conflict` while there are requests.
+    Weights move to host memory, or with ``discards_weights`` nowhere: they are read again when they come back."""
+
+    method: ClassVar[str] = "release_memory"
+    parts: list[DevicePart]
+    discards_weights: bool = False
+
+
+class AcquireMemory(msgspec.Struct, frozen=True):
+    """Bring parts back; answered with those that are still off the device."""
+
+    method: ClassVar[str] = "acquire_memory"
+    parts: list[DevicePart]
+
+
+class ReplaceWeights(msgspec.Struct, frozen=True):
+    """Serve the weights of another checkpoint of the same architecture and shapes. Requests go on with them, from the
+    tokens they have; nothing that was cached stays. When it fails the weights are the old ones."""
+
+    method: ClassVar[str] = "replace_weights"
+    model: str
+    load_format: str = "auto"
+
+
+class StartProfile(msgspec.Struct, frozen=True):
+    """Record what the engine's process does; ends by itself after ``num_steps`` steps. ``folder`` is where the trace goes."""
+
+    method: ClassVar[str] = "start_profile"
+    folder: str
+    num_steps: int | None = None
+    has_stacks: bool = False
+    has_shapes: bool = False
+
+
+class StopProfile(msgspec.Struct, frozen=True):
+    """Write the trace; answered with the file's name."""
+
+    method: ClassVar[str] = "stop_profile"
+
+
+UpkeepCall = ReleaseMemory | AcquireMemory | ReplaceWeights | StartProfile | StopProfile
+UPKEEP_CALLS: dict[str, type] = {record.method: record for record in get_args(UpkeepCall)}

@@ -1,0 +1,108 @@
+"""`Assembly`: how a model is loaded and a runner built over it, the same way at the start and whenever either comes back.
+
+Refuses: deciding sizes; they are in the resolved configuration and the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+
+from headrace.base.cache import CacheLayout
+from headrace.base.config import DeviceConfig, EngineConfig, ModelConfig
+from headrace.base.errors import ConfigError
+from headrace.execution.backends import ChosenBackends, choose_backends
+from headrace.execution.graphs import bucket_sizes
+from headrace.execution.loading import LoadedModel, Progress, load_model
+from headrace.execution.runner import Runner
+from headrace.execution.warmup import measure_largest_steps, run_tiny_steps
+from headrace.layers.build import Build
+from headrace.memory.plan import CachePlan
+
+DRIVER_BYTES_PER_GRAPH = 8 * 2**20
+"""Launch parameters and node state of a captured step; more than was measured for 32 layers."""
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """``config`` has no device default left open; ``layout`` has the pages of all cache groups."""
+
+    config: EngineConfig
+    layout: CacheLayout
+    device: torch.device
+
+    def load(self, model: ModelConfig, progress: Progress) -> LoadedModel:
+        """Read a model; raises what `load_model` does."""
+        return load_model(replace(self.config, model=model), self.device, progress)
+
+    def build_runner(self, loaded: LoadedModel, chosen: ChosenBackends) -> Runner:
+        """Pools, page tables, rows and sampler over a model, and a first step."""
+        runner = build_runner(self.config, loaded, chosen, self.layout, self.device)
+        run_tiny_steps(runner.execute, self.layout, is_reader=loaded.pooling is not None)
+        return runner
+
+    def capture_graphs(self, runner: Runner, progress: Progress) -> int:
+        """Capture decode steps where there is anything to capture; returns the bytes they take."""
+        if not has_graphs(self.config, self.device):
+            return 0
+        return runner.capture_graphs(bucket_sizes(self.layout.max_rows), lambda done, total: progress("capturing decode steps", 0.9 + 0.1 * done / total))
+
+    def rebuild_runner(self, loaded: LoadedModel, *, captures: bool, progress: Progress) -> Runner:
+        """What the start does once the layout is known: measure, allocate, run, capture."""
+        build = Build(device=self.device, dtype=loaded.dtype)
+        chosen = choose_backends(loaded.model, loaded.groups, build, self.config.cache, self.config.device.attention_backend)
+        measure_activations(self.config, loaded, chosen, self.device)
+        runner = self.build_runner(loaded, chosen)
+        if captures:
+            self.capture_graphs(runner, progress)
+        return runner
+
+
+def limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
+    """Without graphs where the model or a backend says that it cannot be captured."""
+    return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
+
+
+def has_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Whether decode steps are captured."""
+    return device.type == "cuda" and config.device.graphs
+
+
+def graph_reserve(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
+    """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): the logits
+    of the largest bucket in three forms, and what the driver takes for each graph."""
+    if not has_graphs(config, device):
+        return 0
+    sizes = bucket_sizes(config.scheduler.max_running_requests or 1)
+    return sizes[-1] * loaded.vocab_size * 10 + len(sizes) * DRIVER_BYTES_PER_GRAPH
+
+
+def layout_of(config: EngineConfig, plan: CachePlan) -> CacheLayout:
+    """The layout that a plan of the cache amounts to."""
+    assert config.cache.page_size and config.scheduler.max_running_requests
+    return CacheLayout(config.cache.page_size, config.scheduler.max_running_requests, plan.max_model_len, plan.groups)
+
+
+def build_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, layout: CacheLayout, device: torch.device) -> Runner:
+    """A runner over a model; raises `ConfigError` when its pools do not fit the device."""
+    assert config.scheduler.max_step_tokens
+    try:
+        return Runner(
+            loaded.model, layout, chosen.backends, num_layers=loaded.num_layers, vocab_size=loaded.vocab_size,
+            max_tokens=config.scheduler.max_step_tokens, device=device, check_finite=config.device.check_finite,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError("the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction") from error
+
+
+def measure_activations(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
+    """Run the largest steps over two pages per group and keep torch's pool warm for them. A CPU has nothing to reserve."""
+    if device.type != "cuda":
+        return 0
+    groups = [msgspec.structs.replace(group, num_pages=2) for group in loaded.groups]
+    layout = layout_of(config, CachePlan(groups, loaded.max_model_len))
+    runner = build_runner(config, loaded, chosen, layout, device)
+    assert config.scheduler.max_step_tokens
+    return measure_largest_steps(runner.execute, layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None)

@@ -1,0 +1,124 @@
+"""`Upkeep`: what is done to an engine as a whole, in the right order: sleep and wake, weights, pauses, profiles. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from headrace.base.errors import Conflict, EngineAsleep
+from headrace.base.upkeep import (
+    DEVICE_PARTS,
+    VITAL_PARTS,
+    AcquireMemory,
+    DevicePart,
+    ReleaseMemory,
+    ReplaceWeights,
+    StartProfile,
+    StopProfile,
+)
+
+if TYPE_CHECKING:
+    from headrace.service.client.client import EngineClient
+
+LOADING_TIMEOUT_S = 3600.0
+PROFILE_TIMEOUT_S = 600.0
+DRAIN_POLL_S = 0.01
+ABORT_S = 30.0
+
+SleepMode = Literal["refuse", "abort", "wait"]
+
+
+class Upkeep:
+    """Over one client; its calls take turns. ``is_paused`` and the sleep end with the engine process, which is started anew
+    with the weights that were loaded last."""
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+        self._turn = asyncio.Lock()
+        self._paused_engine: int | None = None
+        self.weight_version = "default"
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether memory that every request needs is given back."""
+        return self._client.state == "asleep"
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether generation is held."""
+        return self._paused_engine is not None and self._paused_engine == self._client.engine_pid
+
+    async def pause(self, is_paused: bool = True) -> None:
+        """Hold all generation, or go on."""
+        await self._client.control("pause" if is_paused else "continue")
+        self._paused_engine = self._client.engine_pid if is_paused else None
+
+    async def sleep(self, parts: Collection[DevicePart] = DEVICE_PARTS, *, discards_weights: bool = False, mode: SleepMode = "refuse") -> None:
+        """Give parts of the device's memory back. Requests that are running or waiting are in the way: raise `Conflict`, end
+        them, or wait for their end, refusing new ones meanwhile."""
+        async with self._turn:
+            client, before = self._client, self._client.state
+            if mode == "refuse" and client.num_inflight:
+                raise Conflict(f"{client.num_inflight} requests are running; wait for their end, or end them with mode abort")
+            if before == "ready":
+                client.state = "asleep"  # from here on none is taken
+            after = before
+            try:
+                if mode == "abort":
+                    await client.abort(None)
+                await self._drain(ABORT_S if mode == "abort" else None)
+                after = await self._change(ReleaseMemory(list(parts), discards_weights))
+            except EngineAsleep:
+                after = "asleep"
+                raise
+            finally:
+                self._settle(after)
+
+    async def wake(self, parts: Collection[DevicePart] = DEVICE_PARTS) -> None:
+        """Take parts back. Raises `EngineAsleep` when the device has no room for them."""
+        async with self._turn:
+            self._settle(await self._change(AcquireMemory(list(parts))))
+
+    async def replace_weights(self, model: str, *, load_format: str = "auto", version: str | None = None) -> int:
+        """Serve another checkpoint of the same shapes; returns how many requests went on with it. Raises typed errors, the
+        old weights in place."""
+        async with self._turn:
+            client, num_requests = self._client, self._client.num_inflight
+            try:
+                await client.control(ReplaceWeights(model, load_format), timeout_s=LOADING_TIMEOUT_S)
+            except EngineAsleep:  # the old weights are back, the KV cache has found no room
+                self._settle("asleep")
+                raise
+            config = client.config
+            client.config = replace(config, model=replace(config.model, model=model, load_format=load_format, revision=None))
+            self.weight_version = version or self.weight_version
+            return num_requests
+
+    async def start_profile(self, options: StartProfile) -> None:
+        """Begin a trace."""
+        await self._client.control(options)
+
+    async def stop_profile(self) -> str:
+        """End it; returns the name of its file in the folder."""
+        name: str = await self._client.control(StopProfile(), timeout_s=PROFILE_TIMEOUT_S)
+        return name
+
+    async def _change(self, call: ReleaseMemory | AcquireMemory) -> str:
+        """The state after it."""
+        released = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
+        return "asleep" if VITAL_PARTS & set(released) else "ready"
+
+    async def _drain(self, limit_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._client.num_inflight:
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            raise Conflict(f"{self._client.num_inflight} requests did not end within {limit_s:g} s") from None
+
+    def _settle(self, state: str) -> None:
+        """The state after a change, unless the engine has died or the server is ending meanwhile."""
+        if self._client.state in ("ready", "asleep"):
+            self._client.state = state

@@ -1,0 +1,96 @@
+"""`Control`: answers the calls of the client between two steps, those that concern the engine as a whole.
+
+Refuses: requests, and doing anything of it itself; the engine and its executor do.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.base.errors import Conflict, HeadraceError, ModelError, RequestError
+from headrace.base.messages import Call, ErrorInfo, Reply
+from headrace.base.upkeep import (
+    UPKEEP_CALLS,
+    VITAL_PARTS,
+    AcquireMemory,
+    ReleaseMemory,
+    ReplaceWeights,
+    StartProfile,
+    StopProfile,
+    UpkeepCall,
+)
+from headrace.service.engine import Engine
+
+
+class Control:
+    """``stop`` ends the loop that the engine is stepped by."""
+
+    def __init__(self, engine: Engine, stop: Callable[[], None]):
+        self._engine = engine
+        self._plain: dict[str, Callable[[], object]] = {
+            "stats": lambda: msgspec.to_builtins(engine.stats()),
+            "reset_prefix_cache": engine.reset_prefix_cache,
+            "check": engine.check,
+            "pause": engine.pause,
+            "continue": lambda: engine.pause(False),
+            "freeze_gc": freeze_heap,
+            "shutdown": stop,
+            "ping": lambda: None,
+        }
+
+    def answer(self, call: Call) -> Reply:
+        """Do what is asked. Typed errors are the answer; anything else means that the engine cannot be trusted."""
+        try:
+            plain = self._plain.get(call.method)
+            return Reply(call.call_id, plain() if plain is not None else self._keep_up(_read(call)))
+        except (HeadraceError, AssertionError) as error:
+            return Reply(call.call_id, error=ErrorInfo.of(error))
+        except OSError as error:
+            return Reply(call.call_id, error=ErrorInfo.of(ModelError(f"cannot read: {error.strerror or error}")))
+
+    def _keep_up(self, asked: UpkeepCall) -> object:
+        executor = self._engine.executor
+        match asked:
+            case StartProfile():
+                return executor.start_profile(asked)
+            case StopProfile():
+                return executor.stop_profile()
+        try:
+            self._change_device(asked)
+        finally:
+            self._engine.is_asleep = bool(executor.released & VITAL_PARTS)
+        return sorted(executor.released)
+
+    def _change_device(self, asked: ReleaseMemory | AcquireMemory | ReplaceWeights) -> None:
+        executor = self._engine.executor
+        match asked:
+            case ReleaseMemory(parts, discards_weights):
+                self._engine.vacate()
+                executor.release_memory(parts, discards_weights=discards_weights)
+            case AcquireMemory(parts) if set(parts) & executor.released:
+                self._engine.vacate()
+                executor.acquire_memory(parts)
+            case ReplaceWeights(model, load_format):
+                if "weights" in executor.released:
+                    raise Conflict("the weights are off the device; bring them back before they are replaced")
+                self._engine.vacate(retracts=True)
+                executor.replace_weights(model, load_format)
+
+
+def freeze_heap() -> None:
+    """Clean the heap once, and spare what stays from later cleaning."""
+    gc.collect()
+    gc.freeze()
+
+
+def _read(call: Call) -> UpkeepCall:
+    record = UPKEEP_CALLS.get(call.method)
+    if record is None:
+        raise RequestError(f"unknown call {call.method!r}", param="method")
+    try:
+        return msgspec.convert(call.arguments, record)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{call.method}: {error}") from error
