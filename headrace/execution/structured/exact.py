@@ -1,4 +1,5 @@
-"""Which grammars the fast library enforces exactly. Conservative: whatever is not known to be exact is not in here.
+"""Which grammars the fast library enforces exactly. Conservative: whatever is not known to be exact is not in here. The
+formats around the schemas of a structural tag: ``exact_tags.py``.
 
 It is wrong, silently, about patterns, lengths of strings (an escaped surrogate pair counts twice), allOf, overlapping
 oneOf, tuples, names beside ``properties``, and everything that JSON schema calls an assertion across values.
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.grammar import Grammar
+from headrace.execution.structured.exact_tags import tag_inexactness
 from headrace.execution.structured.schema import MAX_DEPTH
 
 MAX_NODES = 2000
@@ -31,6 +33,8 @@ def inexactness(grammar: Grammar) -> str | None:
         return None
     if grammar.kind == "json_schema":
         return _Reader().read_root(msgspec.json.decode(grammar.text))
+    if grammar.kind == "structural_tag":
+        return tag_inexactness(msgspec.json.decode(grammar.text), _Reader().read_root)
     return f"a {grammar.kind} is left to the other library"
 
 

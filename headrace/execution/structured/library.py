@@ -16,6 +16,10 @@ from headrace.execution.structured.exact import inexactness
 INSTALL = "pip install 'headrace[structured]'"
 
 
+class LeftToOthers(Exception):  # no error: the next library is asked
+    """A library finds, as it compiles, that it does not enforce a grammar exactly with this vocabulary."""
+
+
 class Matcher(Protocol):
     """How far one output has come in a grammar."""
 
@@ -41,7 +45,7 @@ class GrammarLibrary(Protocol):
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises `RequestError` when the grammar is wrong, asks for what the library does not enforce, allows no
-        output, or is too large. Takes bounded time and memory."""
+        output, or is too large; `LeftToOthers` when another library shall. Takes bounded time and memory."""
 
     def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
         """Write the next tokens that matcher i allows into ``masks[i]``, [len(matchers), ceil(V / 32)] int32, in the
@@ -72,10 +76,13 @@ GRAMMAR_LIBRARIES.add(
 )
 
 
-def choose_library(grammar: Grammar) -> tuple[str, LibraryFactory]:
-    """The best library that enforces a grammar exactly, by name; raises `UnsupportedFeature` saying what to install."""
-    reasons = {}
+def choose_library(grammar: Grammar, *tried: str) -> tuple[str, LibraryFactory]:
+    """The best library that enforces a grammar exactly, by name, other than those ``tried``; raises `UnsupportedFeature`
+    saying what to install."""
+    reasons: dict[str, str | None] = dict.fromkeys(tried, "it does not enforce this one exactly")
     for entry in GRAMMAR_LIBRARIES:
+        if entry.name in tried:
+            continue
         reasons[entry.name] = GRAMMAR_LIBRARIES.reason_against(entry.name, grammar)
         if reasons[entry.name] is None:
             try:

@@ -12,12 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace.base.errors import ConfigError, ModelError, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
-from headrace.execution.structured.library import CompiledGrammar, GrammarLibrary, choose_library
+from headrace.execution.structured.library import (
+    CompiledGrammar,
+    GrammarLibrary,
+    LeftToOthers,
+    choose_library,
+)
 
 MAX_KEPT = 256
 NUM_WORKERS = 2
 
-Choose = Callable[[Grammar], tuple[str, Callable[..., GrammarLibrary]]]
+Choose = Callable[..., tuple[str, Callable[..., GrammarLibrary]]]
 
 
 class GrammarStore:
@@ -56,10 +61,15 @@ class GrammarStore:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        name, factory = self._choose(grammar)
-        with self._lock:
-            library = self._libraries.get(name) or self._open(name, factory)
-        return library.compile(grammar)
+        tried: list[str] = []
+        while True:
+            name, factory = self._choose(grammar, *tried)
+            with self._lock:
+                library = self._libraries.get(name) or self._open(name, factory)
+            try:
+                return library.compile(grammar)
+            except LeftToOthers:
+                tried.append(name)
 
     def _open(self, name: str, factory: Callable[..., GrammarLibrary]) -> GrammarLibrary:
         if not self._eos_list:

@@ -29,7 +29,7 @@ def to_lark(tag: Any, json_options: Mapping[str, Any], special_ids: Mapping[str,
     if not isinstance(tag, dict):
         raise _wrong("it must be an object")
     if "structures" in tag:
-        tag = _modernise(tag)
+        tag = modernise(tag)
     _check_keys(tag, {"type", "format"}, optional=())
     if tag["type"] != "structural_tag":
         raise _wrong(f"type must be 'structural_tag', got {tag['type']!r}")
@@ -38,7 +38,8 @@ def to_lark(tag: Any, json_options: Mapping[str, Any], special_ids: Mapping[str,
     return "\n".join([f"start: {start}", *writer.rules])
 
 
-def _modernise(tag: dict[str, Any]) -> dict[str, Any]:
+def modernise(tag: dict[str, Any]) -> dict[str, Any]:
+    """The older form as the newer one."""
     _check_keys(tag, {"structures", "triggers"}, optional=("type",))
     tags = []
     for structure in _list(tag, "structures"):
@@ -103,7 +104,7 @@ class _LarkWriter:
         _check_keys(node, {"elements"})
         elements = _list(node, "elements")
         for element, after in pairwise(elements):
-            if _is_open(element) and not self._is_special(after):
+            if is_open(element) and not self._is_special(after):
                 raise _wrong(OPEN_END)
         return "(" + " ".join(map(self.write, elements)) + ")"
 
@@ -113,7 +114,7 @@ class _LarkWriter:
 
     def _repeated(self, node: dict[str, Any]) -> str:
         _check_keys(node, {"content"})
-        if _is_open(node["content"]) and node["type"] != "optional":
+        if is_open(node["content"]) and node["type"] != "optional":
             raise _wrong(OPEN_END)
         return f"({self.write(node['content'])})" + {"optional": "?", "plus": "+", "star": "*"}[node["type"]]
 
@@ -128,7 +129,7 @@ class _LarkWriter:
             _check_keys(node["content"], set())
             body = "(" + " | ".join(self._text_until(end, ends) for end in ends) + ")"
         else:
-            if _is_open(node["content"]) and any(ends):
+            if is_open(node["content"]) and any(ends):
                 raise _wrong(OPEN_END)
             body = self.write(node["content"]) + " (" + " | ".join(map(self._literal, ends)) + ")"
         return f"({begin} {body})"
@@ -203,7 +204,7 @@ class _LarkWriter:
         return name
 
 
-def _is_open(node: Any) -> bool:
+def is_open(node: Any) -> bool:
     """Whether a format ends in free text."""
     if not isinstance(node, dict):
         return False
@@ -211,11 +212,11 @@ def _is_open(node: Any) -> bool:
         case "any_text" | "triggered_tags":
             return not node.get("stop_after_first") or not node.get("at_least_one")
         case "sequence":
-            return bool(node.get("elements")) and isinstance(node["elements"], list) and _is_open(node["elements"][-1])
+            return bool(node.get("elements")) and isinstance(node["elements"], list) and is_open(node["elements"][-1])
         case "or":
-            return isinstance(node.get("elements"), list) and any(map(_is_open, node["elements"]))
+            return isinstance(node.get("elements"), list) and any(map(is_open, node["elements"]))
         case "optional" | "plus" | "star":
-            return _is_open(node.get("content"))
+            return is_open(node.get("content"))
     return False
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import xgrammar
 
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
+from headrace.execution.structured.exact_tags import texts_of, word_tag
+from headrace.execution.structured.library import LeftToOthers
 
 MAX_WHITESPACE = 40
 """Blanks in a row: a model cannot be caught writing them for ever."""
@@ -49,6 +52,8 @@ class XgrammarLibrary:
     """A `GrammarLibrary`."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]):
+        specials = [vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(vocabulary.tokens)]
+        self._special_texts = [text for text in specials if text]
         tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens[:vocab_size])]
         info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_ids))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -58,11 +63,9 @@ class XgrammarLibrary:
 
     def compile(self, grammar: Grammar) -> XgrammarGrammar:
         """See `GrammarLibrary`."""
-        assert grammar.kind in ("json_schema", "json_object"), grammar.kind
-        schema = grammar.text or '{"type":"object"}'
+        assert grammar.kind in ("json_schema", "json_object", "structural_tag"), grammar.kind
         try:
-            with self._lock:
-                inner = self._compiler.compile_json_schema(schema, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE, strict_mode=False)
+            inner = self._compile_tag(grammar) if grammar.kind == "structural_tag" else self._compile_json(grammar)
         except (RuntimeError, ValueError) as error:
             raise RequestError(f"the {grammar.kind} cannot be used as a grammar: {error}"[:500], param=grammar.kind) from error
         compiled = XgrammarGrammar(self, inner)
@@ -71,6 +74,19 @@ class XgrammarLibrary:
         if not mask.any():
             raise RequestError(f"the {grammar.kind} cannot be used as a grammar: it allows no output", param=grammar.kind)
         return compiled
+
+    def _compile_json(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        schema = grammar.text or '{"type":"object"}'
+        with self._lock:
+            return self._compiler.compile_json_schema(schema, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE, strict_mode=False)
+
+    def _compile_tag(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        tag = msgspec.json.decode(grammar.text)
+        if any(special in text for text in texts_of(tag) for special in self._special_texts):
+            raise LeftToOthers("special tokens in a structural tag")
+        worded = msgspec.json.encode(word_tag(tag, {"max_whitespace_cnt": MAX_WHITESPACE})).decode()
+        with self._lock:
+            return self._compiler.compile_structural_tag(worded)
 
     def fill(self, matchers: Sequence[XgrammarMatcher], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
