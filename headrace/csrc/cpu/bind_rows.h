@@ -11,10 +11,10 @@ namespace headrace {
 inline Tensor run_norm(const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, double offset) {
   check_rows_are_dense(x);
   const int64_t rows = x.size(0), width = x.size(1);
-  const int type = float_type(x), weight_type = float_type(weight);
-  STD_TORCH_CHECK(weight.size(0) == width && (weight_type == type || weight_type == kFloat32), "weight must be as wide as x, of its type or float32");
+  const int type = float_type(x);
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 1 && weight.size(0) == width && weight.is_contiguous(), "x must be [T, D] and weight [D]");
   Tensor out = empty({rows, width}, x);
-  NormRows a{pointer(x), x.stride(0), nullptr, 0, pointer(weight), weight_type == kFloat32, writable(out), width, static_cast<float>(eps), static_cast<float>(offset)};
+  NormRows a{pointer(x), x.stride(0), nullptr, 0, pointer(weight), float_type(weight), writable(out), width, static_cast<float>(eps), static_cast<float>(offset)};
   if (residual) {
     check_rows_are_dense(*residual);
     STD_TORCH_CHECK(float_type(*residual) == type && residual->size(0) == rows && residual->size(1) == width, "residual must be like x");
@@ -31,6 +31,7 @@ inline Tensor add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps,
 
 inline Tensor gated(Tensor x, int64_t activation) {
   check_rows_are_dense(x);
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) % 2 == 0, "x must be [T, 2F]");
   const int64_t rows = x.size(0), width = x.size(1) / 2;
   Tensor out = empty({rows, width}, x);
   const GatedRows a{pointer(x), x.stride(0), writable(out), width, static_cast<Activation>(activation)};

@@ -11,6 +11,10 @@
 #include "dispatch.h"
 #include "types.h"
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11 has it by another name
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) STD_TORCH_CHECK((call) == AOTI_TORCH_SUCCESS, "torch failed: " #call)
+#endif
+
 namespace headrace {
 
 using torch::stable::Tensor;

@@ -35,7 +35,8 @@ static void norm_rows(const NormRows& a, int64_t begin, int64_t end) {
 
 template <class T>
 static void norm_of_type(const NormRows& a, int64_t begin, int64_t end) {
-  a.is_weight_float32 ? norm_rows<T, float>(a, begin, end) : norm_rows<T, T>(a, begin, end);
+  if (a.weight_type == kFloat32) return norm_rows<T, float>(a, begin, end);
+  a.weight_type == kBFloat16 ? norm_rows<T, bf16>(a, begin, end) : norm_rows<T, fp16>(a, begin, end);
 }
 
 static void norm(int type, const NormRows& a, int64_t begin, int64_t end) {

@@ -12,7 +12,7 @@ struct NormRows {
   void* residual;  // null: x alone is normed; else x is added to it first
   int64_t residual_stride;
   const void* weight;
-  bool is_weight_float32;
+  int weight_type;
   void* out;  // rows of exactly `width`
   int64_t width;
   float eps, offset;

@@ -13,8 +13,10 @@ residual may be overwritten and returned as the new one, x may not. All [T, D]."
 RMS_NORM.add("reference", "headrace.kernels.rms_norm.reference:rms_norm", doc="plain torch")
 ADD_RMS_NORM.add("reference", "headrace.kernels.rms_norm.reference:add_rms_norm", doc="plain torch")
 
+_on_cpu = requires(device="cpu", dtypes=("float32", "bfloat16", "float16"))
 _on_gpu = requires(device="cuda")
 _on_hopper = requires(device="cuda", capability=(9, 0))
 for _operation, _name in ((RMS_NORM, "rms_norm"), (ADD_RMS_NORM, "add_rms_norm")):
+    _operation.add("cpu", f"headrace.kernels.rms_norm.cpu:{_name}", supports=_on_cpu, priority=10, doc="own C++, fused")
     _operation.add("triton", f"headrace.kernels.rms_norm.triton:{_name}", supports=_on_gpu, priority=10, doc="one pass, fused")
     _operation.add("triton_pdl", f"headrace.kernels.rms_norm.triton:{_name}_pdl", supports=_on_hopper, priority=15, doc="with dependent launch")

@@ -32,6 +32,8 @@ carry the same slot only in the null page. Returns q [T, H, E], contiguous, in q
 
 ROPE_WRITE.add("reference", "headrace.kernels.rope_write.reference:rope_write", doc="plain torch")
 
+_on_cpu = requires(device="cpu", dtypes=("float32", "bfloat16", "float16"))
+ROPE_WRITE.add("cpu", "headrace.kernels.rope_write.cpu:rope_write", supports=_on_cpu, priority=10, doc="own C++, fused")
 ROPE_WRITE.add("triton", "headrace.kernels.rope_write.triton:rope_write", supports=requires(device="cuda"), priority=10, doc="one pass, fused")
 ROPE_WRITE.add(
     "triton_pdl", "headrace.kernels.rope_write.triton:rope_write_pdl", supports=requires(device="cuda", capability=(9, 0)), priority=15,

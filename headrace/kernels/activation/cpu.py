@@ -1,0 +1,22 @@
+"""Gated activations by own C++ kernels; in plain torch until they are there."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.activation import reference
+from headrace.kernels.native import NATIVE
+
+SILU, GELU_TANH = 0, 1
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `SILU_MUL`."""
+    ops = NATIVE.find()
+    return reference.silu_mul(x) if ops is None else ops.gated(x, SILU)
+
+
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
+    """See `GELU_TANH_MUL`."""
+    ops = NATIVE.find()
+    return reference.gelu_tanh_mul(x) if ops is None else ops.gated(x, GELU_TANH)
