@@ -73,6 +73,8 @@ class FakeExecutor:
         self.num_resets = 0
         self.is_closed = False
         self.launched: list[StepPlan] = []
+        self.released: frozenset[str] = frozenset()
+        self.shift = 0
 
     def execute(self, plan: StepPlan) -> FakePending:
         self.launched.append(plan)
@@ -95,7 +97,7 @@ class FakeExecutor:
             assert begin + length <= len(known), "a span reaches beyond the known tokens"
             if samples:
                 assert begin + length == len(known), "a token is drawn after the last known one"
-                tokens.append(next_token(known))
+                tokens.append((next_token(known) + self.shift) % 250)
                 known.append(tokens[-1])
         outcome = Boom("device lost") if self.FAIL_RESULT in planned else StepResult(plan.step_id, tokens)
         return FakePending(outcome, self.delay_s)
@@ -103,6 +105,20 @@ class FakeExecutor:
     def reset(self) -> None:
         self.num_resets += 1
         self.rows.clear()
+
+    def release_memory(self, parts, *, discards_weights: bool = False) -> None:
+        assert not self.rows, "rows are in use"
+        self.released |= set(parts)
+
+    def acquire_memory(self, parts) -> None:
+        self.released -= set(parts)
+
+    def replace_weights(self, model: str, load_format: str) -> None:
+        """Names of models are numbers, which are added to all tokens."""
+        assert not self.rows, "rows are in use"
+        if not model.isdigit():
+            raise WeightError("the checkpoint does not fit the model")
+        self.shift = int(model)
 
     def close(self) -> None:
         self.is_closed = True

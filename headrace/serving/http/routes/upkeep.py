@@ -10,7 +10,7 @@ from typing import cast
 
 from starlette.requests import Request
 
-from headrace.base.errors import ModelError, RequestError
+from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.upkeep import DEVICE_PARTS, DevicePart, StartProfile
 from headrace.service.client.upkeep import SleepMode
 from headrace.serving.http.body import JsonBody
@@ -135,7 +135,7 @@ async def update_weights(request: Request) -> JsonResponse:
     same_format = context.client.config.model.load_format if body.model_path is None else "auto"
     try:
         num_kept = await context.upkeep.replace_weights(model, load_format=body.load_format or same_format, version=body.weight_version)
-    except ModelError as error:
+    except (ModelError, ConfigError) as error:
         raise RequestError(f"the weights were not replaced: {error.message}", param="model_path") from error
     return JsonResponse(UpdateAnswer(True, "the weights were replaced", num_kept))
 
