@@ -4,6 +4,7 @@
 #include "operators.h"
 
 #include "bind_rope.h"
+#include "bind_packed.h"
 #include "bind_rows.h"
 
 namespace headrace {
@@ -29,6 +30,7 @@ static int64_t select_isa(int64_t most) {
 STABLE_TORCH_LIBRARY(headrace_cpu, m) {
   m.def("select_isa(int most) -> int");
   headrace::define_rope(m);
+  headrace::define_packed(m);
   headrace::define_rows(m);
 }
 
@@ -36,5 +38,6 @@ STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CompositeExplicitAutograd, m) { m.impl("
 
 STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
   headrace::implement_rope(m);
+  headrace::implement_packed(m);
   headrace::implement_rows(m);
 }

@@ -1,0 +1,102 @@
+// packed_linear: products with weights in packed layout; see kernels/packed_linear for what it computes.
+#pragma once
+
+#include <vector>
+
+#include "operators.h"
+#include "packed_linear.h"
+
+HEADRACE_TABLE_AMX(PackedKernels, packed_kernels)
+
+namespace headrace {
+
+constexpr int64_t kLeastBytes = 96 * 1024;  // of weight to be read by a thread, so that waking it pays
+constexpr int64_t kRowBlock = 256;          // rows that share what the second-level cache holds of the weight
+
+// Memory of the calling thread for prepared rows; grows to the largest step and stays.
+struct PackedScratch {
+  std::vector<char> values;
+  std::vector<float> scales, sums;
+
+  packed::Rows rows(packed::RowForm form, const packed::Weight& weight, int64_t count) {
+    const size_t bytes = packed::row_form_bytes(form, weight, count) + 64;
+    if (values.size() < bytes) values.resize(bytes);
+    const size_t num_scales = count * (form == packed::RowForm::kInt8Group ? weight.groups() : 1);
+    if (scales.size() < num_scales) scales.resize(num_scales), sums.resize(num_scales);
+    const auto start = reinterpret_cast<uintptr_t>(values.data());
+    return {form, count, reinterpret_cast<void*>((start + 63) / 64 * 64), scales.data(), sums.data()};
+  }
+};
+
+inline PackedScratch& packed_scratch() {
+  static thread_local PackedScratch scratch;
+  return scratch;
+}
+
+template <class F>
+void in_parallel(int64_t count, int64_t grain, const F& f) {
+  if (count <= grain) return f(int64_t{0}, count);
+  torch::stable::parallel_for(0, count, grain, f);
+}
+
+// The product, over torch's own threads.
+inline void multiply_packed(const packed::Weight& weight, const packed::Input& input, const packed::Output& out) {
+  const PackedKernels& kernels = best_packed_kernels();
+  const int64_t count = input.rows, panels = weight.panels();
+  packed::Rows rows = packed_scratch().rows(kernels.choose_form(weight, count, input.is_half), weight, count);
+  const bool is_ready = rows.form == packed::RowForm::kFloat32 && !input.is_half && input.stride == weight.padded() && weight.inputs == weight.padded();
+  if (is_ready) {
+    rows.values = const_cast<void*>(input.data);
+  } else {
+    const int64_t blocks = (count + 15) / 16;
+    in_parallel(blocks, 1 + kLeastBytes / (64 * weight.padded()), [&](int64_t begin, int64_t end) {
+      kernels.prepare(weight, input, rows, 16 * begin, 16 * end < count ? 16 * end : count);
+    });
+  }
+  const int64_t panel_bytes = weight.num_words() * packed::kPanel * 4;
+  const bool is_expanded = rows.form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;
+  if (count <= kRowBlock || is_expanded) {  // an expanded panel serves all rows
+    const int64_t grain = kLeastBytes / (panel_bytes * (1 + count / 16)) / 2 * 2 + 2;
+    return in_parallel((panels + 1) / 2, grain / 2, [&](int64_t begin, int64_t end) {
+      kernels.multiply(weight, rows, out, 0, count, 2 * begin, 2 * end < panels ? 2 * end : panels);
+    });
+  }
+  const int64_t blocks = (count + kRowBlock - 1) / kRowBlock, chunk = panels < 32 ? panels : 32, chunks = (panels + chunk - 1) / chunk;
+  in_parallel(blocks * chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / chunks * kRowBlock, panel = i % chunks * chunk;
+      kernels.multiply(weight, rows, out, row, row + kRowBlock < count ? row + kRowBlock : count, panel, panel + chunk < panels ? panel + chunk : panels);
+    }
+  });
+}
+
+inline Tensor packed_linear(Tensor x, Tensor words, std::optional<Tensor> scales, std::optional<Tensor> mins, int64_t format, int64_t outputs,
+                            std::optional<Tensor> bias, bool is_out_float) {
+  check_rows_are_dense(x);
+  const int x_type = float_type(x), out_type = is_out_float ? kFloat32 : x_type;
+  STD_TORCH_CHECK(x_type != kFloat16, "packed_linear takes float32 or bfloat16");
+  packed::Weight weight{static_cast<packed::Format>(format), outputs, x.size(1), pointer<uint32_t>(words)};
+  STD_TORCH_CHECK(words.size(0) == weight.panels() && words.size(1) == weight.num_words() && words.is_contiguous(), "the weight does not fit x");
+  if (weight.format == packed::Format::kInt8) {
+    weight.scales = pointer<float>(*scales);
+  } else if (weight.format > packed::Format::kInt8) {
+    weight.group_scales = pointer<uint16_t>(*scales), weight.group_mins = pointer<uint16_t>(mins);
+  }
+  int64_t sizes[] = {x.size(0), outputs}, strides[] = {outputs, 1};
+  AtenTensorHandle handle;
+  const int32_t dtype = out_type == kFloat32 ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  Tensor out(handle);
+  if (x.size(0) == 0) return out;
+  multiply_packed(weight, {pointer(x), x.size(0), x.stride(0), x_type == kBFloat16},
+                  {writable(out), outputs, out_type == kBFloat16, pointer(bias), bias && float_type(*bias) == kBFloat16});
+  return out;
+}
+
+inline void define_packed(Library& m) {
+  m.def("packed_linear(Tensor x, Tensor words, Tensor? scales, Tensor? mins, int format, int outputs, Tensor? bias, bool is_out_float) -> Tensor");
+}
+
+inline void implement_packed(Library& m) { m.impl("packed_linear", TORCH_BOX(&packed_linear)); }
+
+}  // namespace headrace

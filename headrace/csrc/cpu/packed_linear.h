@@ -1,0 +1,97 @@
+// Matrix products with weights packed in panels of 16 outputs: what is shared by the kernels of all instruction sets.
+//
+// A weight [N, K] is stored as 32-bit words [panels, words, 16], so that word w of all 16 outputs of a panel is 64
+// contiguous bytes and a product reads memory once, in order. A word holds, by format, inputs of one output:
+//   float32  one float                              int8, int8_group  four signed bytes
+//   bfloat16 two, the even input in the low half    int4_group        eight nibbles: byte j has input j in its low and
+//                                                                     input j + 4 in its high half, unsigned
+// Inputs are padded with zeros to a multiple of 64. value = code * scale for int8 (a scale per output) and
+// code * scale + min for the group formats (a scale and a min per output and 32 inputs, float16 [panels, groups, 16]).
+#pragma once
+
+#include <cstdint>
+
+namespace headrace::packed {
+
+#define HEADRACE_PACKED_INLINE inline __attribute__((always_inline))  // no two objects share a function
+
+constexpr int64_t kPanel = 16;  // outputs of a panel
+constexpr int64_t kGroup = 32;  // inputs that share a scale
+constexpr int64_t kPad = 64;    // inputs are padded to a multiple
+
+enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt8Group = 3, kInt4Group = 4 };
+
+HEADRACE_PACKED_INLINE int64_t inputs_per_word(Format format) {
+  constexpr int64_t counts[] = {1, 2, 4, 4, 8};
+  return counts[static_cast<int64_t>(format)];
+}
+
+struct Weight {
+  Format format;
+  int64_t outputs, inputs;
+  const uint32_t* words;
+  const float* scales = nullptr;           // int8: [panels * 16]
+  const uint16_t* group_scales = nullptr;  // group formats: float16 [panels, groups, 16]
+  const uint16_t* group_mins = nullptr;    // the same, or null: zeros
+
+  HEADRACE_PACKED_INLINE int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
+  HEADRACE_PACKED_INLINE int64_t padded() const { return (inputs + kPad - 1) / kPad * kPad; }
+  HEADRACE_PACKED_INLINE int64_t groups() const { return padded() / kGroup; }
+  HEADRACE_PACKED_INLINE int64_t num_words() const { return padded() / inputs_per_word(format); }
+  HEADRACE_PACKED_INLINE const uint32_t* panel(int64_t p) const { return words + p * num_words() * kPanel; }
+};
+
+// Forms in which kernels take the activations. Rows are padded with zeros to Weight::padded().
+enum class RowForm : int64_t {
+  kFloat32,       // floats [M, K]
+  kBfloat16,      // bfloat16 [M, K]
+  kBfloat16Tile,  // bfloat16 [M / 16, K / 32, 16, 32], rows padded with zeros to a multiple of 16
+  kInt8,          // signed bytes [M, K], a scale per row
+  kInt8Tile,      // signed bytes [M / 16, K / 64, 16, 64], a scale per row
+  kInt8Group,     // signed bytes [M, K]; a scale, and the sum of the values that the codes stand for, per row and 32 inputs
+};
+
+struct Input {
+  const void* data;  // [M, K] floats or bfloat16
+  int64_t rows, stride;
+  bool is_half;
+};
+
+struct Rows {
+  RowForm form;
+  int64_t count;
+  void* values;
+  float* scales;  // [M] or [M, groups]
+  float* sums;    // int8: [M] sums of codes; int8 group: [M, groups] sums of values
+};
+
+struct Output {
+  void* data;  // [M, N] floats or bfloat16
+  int64_t stride;
+  bool is_half;
+  const void* bias;  // [N] floats or bfloat16, or null
+  bool is_bias_half;
+};
+
+HEADRACE_PACKED_INLINE int64_t row_form_bytes(RowForm form, const Weight& weight, int64_t num_rows) {
+  const int64_t padded_rows = (num_rows + 15) / 16 * 16;
+  const int64_t size = form == RowForm::kFloat32 ? 4 : form <= RowForm::kBfloat16Tile ? 2 : 1;
+  return padded_rows * weight.padded() * size;
+}
+
+}  // namespace headrace::packed
+
+namespace headrace {
+
+// One instruction set's kernels.
+struct PackedKernels {
+  // The form to be given for so many rows.
+  packed::RowForm (*choose_form)(const packed::Weight& weight, int64_t num_rows, bool is_half);
+  // Rows [first, last) of the input into their form; first is a multiple of 16.
+  void (*prepare)(const packed::Weight& weight, const packed::Input& input, const packed::Rows& rows, int64_t first, int64_t last);
+  // Rows [first_row, last_row) times panels [first, last); first_row is a multiple of 16.
+  void (*multiply)(const packed::Weight& weight, const packed::Rows& rows, const packed::Output& out, int64_t first_row, int64_t last_row,
+                   int64_t first, int64_t last);
+};
+
+}  // namespace headrace

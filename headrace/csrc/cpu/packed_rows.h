@@ -1,0 +1,172 @@
+// Activations into the forms that the kernels take, and sums into the output. Included by each instruction set's source,
+// which compiles it for its own registers: everything here is local to that source.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "packed_linear.h"
+
+namespace headrace::HEADRACE_ISA {
+namespace {
+
+using namespace packed;
+
+inline float half_to_float(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline uint16_t float_to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);  // NaN stays NaN
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+// IEEE binary16 to float.
+inline float float16_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  uint32_t bits = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  float value;
+  if (bits >= 0x0f800000u) {  // infinity and NaN
+    bits += 0x70000000u;
+    std::memcpy(&value, &bits, 4);
+  } else {
+    std::memcpy(&value, &bits, 4);
+    value *= 0x1p112f;  // right for subnormals too
+  }
+  std::memcpy(&bits, &value, 4);
+  bits |= sign;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// A row as floats [padded].
+inline void read_row(const Input& input, int64_t row, int64_t inputs, int64_t padded, float* out) {
+  if (input.is_half) {
+    const uint16_t* x = static_cast<const uint16_t*>(input.data) + row * input.stride;
+    for (int64_t k = 0; k < inputs; ++k) out[k] = half_to_float(x[k]);
+  } else {
+    std::memcpy(out, static_cast<const float*>(input.data) + row * input.stride, inputs * sizeof(float));
+  }
+  if (padded > inputs) std::memset(out + inputs, 0, (padded - inputs) * sizeof(float));
+}
+
+// The same as bfloat16.
+inline void read_half_row(const Input& input, int64_t row, int64_t inputs, int64_t padded, uint16_t* out) {
+  if (input.is_half) {
+    std::memcpy(out, static_cast<const uint16_t*>(input.data) + row * input.stride, inputs * sizeof(uint16_t));
+  } else {
+    const float* x = static_cast<const float*>(input.data) + row * input.stride;
+    for (int64_t k = 0; k < inputs; ++k) out[k] = float_to_half(x[k]);
+  }
+  if (padded > inputs) std::memset(out + inputs, 0, (padded - inputs) * sizeof(uint16_t));
+}
+
+// Symmetric 8-bit codes of `count` floats; returns the scale. What is not finite makes the scale not finite.
+inline float quantise(const float* x, int64_t count, int8_t* codes, int32_t* sum) {
+  int32_t top = 0;  // floats without sign order as integers do, which compilers can vectorise
+  for (int64_t k = 0; k < count; ++k) {
+    int32_t bits;
+    std::memcpy(&bits, x + k, 4);
+    bits &= 0x7fffffff;
+    top = bits > top ? bits : top;
+  }
+  float most;
+  std::memcpy(&most, &top, 4);
+  const float scale = most / 127.0f, inverse = most > 1e-30f ? 127.0f / most : 0.0f;
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
+  int32_t total = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const float shifted = x[k] * inverse + kMagic;
+    int32_t code;
+    std::memcpy(&code, &shifted, 4);
+    code -= 0x4b400000;
+    codes[k] = static_cast<int8_t>(code);
+    total += static_cast<int8_t>(code);
+  }
+  *sum = total;
+  return scale;
+}
+
+// Rows [first, last) into `rows.form`. Tiles beyond the last row are zeroed.
+inline void prepare_rows(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last, float* line) {
+  const int64_t inputs = weight.inputs, padded = weight.padded(), groups = weight.groups();
+  for (int64_t m = first; m < last; ++m) {
+    switch (rows.form) {
+      case RowForm::kFloat32:
+        read_row(input, m, inputs, padded, static_cast<float*>(rows.values) + m * padded);
+        break;
+      case RowForm::kBfloat16:
+        read_half_row(input, m, inputs, padded, static_cast<uint16_t*>(rows.values) + m * padded);
+        break;
+      case RowForm::kBfloat16Tile: {
+        uint16_t* half = reinterpret_cast<uint16_t*>(line);
+        read_half_row(input, m, inputs, padded, half);
+        uint16_t* tile = static_cast<uint16_t*>(rows.values) + m / 16 * 16 * padded + m % 16 * 32;
+        for (int64_t k = 0; k < padded; k += 32) std::memcpy(tile + k * 16, half + k, 64);
+        break;
+      }
+      case RowForm::kInt8:
+      case RowForm::kInt8Tile: {
+        read_row(input, m, inputs, padded, line);
+        int32_t sum;
+        if (rows.form == RowForm::kInt8) {
+          rows.scales[m] = quantise(line, padded, static_cast<int8_t*>(rows.values) + m * padded, &sum);
+        } else {
+          int8_t* codes = reinterpret_cast<int8_t*>(line + padded);
+          rows.scales[m] = quantise(line, padded, codes, &sum);
+          int8_t* tile = static_cast<int8_t*>(rows.values) + m / 16 * 16 * padded + m % 16 * 64;
+          for (int64_t k = 0; k < padded; k += 64) std::memcpy(tile + k * 16, codes + k, 64);
+        }
+        rows.sums[m] = static_cast<float>(sum);
+        break;
+      }
+      case RowForm::kInt8Group:
+        read_row(input, m, inputs, padded, line);
+        for (int64_t g = 0; g < groups; ++g) {
+          int32_t sum;
+          const float scale = quantise(line + g * kGroup, kGroup, static_cast<int8_t*>(rows.values) + m * padded + g * kGroup, &sum);
+          rows.scales[m * groups + g] = scale;
+          rows.sums[m * groups + g] = scale * static_cast<float>(sum);
+        }
+        break;
+    }
+  }
+  const bool is_half_tile = rows.form == RowForm::kBfloat16Tile, is_tile = is_half_tile || rows.form == RowForm::kInt8Tile;
+  if (!is_tile || last != rows.count) return;
+  const int64_t wide = is_half_tile ? 32 : 64;  // inputs of a tile, 64 bytes either way
+  for (int64_t m = last; m % 16; ++m) {
+    char* tile = static_cast<char*>(rows.values) + (m / 16 * 16 * padded) * (64 / wide) + m % 16 * 64;
+    for (int64_t k = 0; k < padded; k += wide) std::memset(tile + k * 16 * (64 / wide), 0, 64);
+  }
+}
+
+// `count` sums of row m, the outputs of panel p, into the output with the bias added.
+inline void store_row(const Weight& weight, const Output& out, int64_t m, int64_t p, const float* sums) {
+  const int64_t n = p * kPanel, left = weight.outputs - n, count = left < kPanel ? left : kPanel;
+  float values[kPanel];
+  for (int64_t i = 0; i < kPanel; ++i) values[i] = sums[i];
+  if (out.bias != nullptr) {
+    for (int64_t i = 0; i < count; ++i)
+      values[i] += out.is_bias_half ? half_to_float(static_cast<const uint16_t*>(out.bias)[n + i]) : static_cast<const float*>(out.bias)[n + i];
+  }
+  if (!out.is_half) {
+    float* to = static_cast<float*>(out.data) + m * out.stride + n;
+    if (count == kPanel) {
+      std::memcpy(to, values, sizeof(values));
+    } else {
+      std::memcpy(to, values, count * sizeof(float));
+    }
+    return;
+  }
+  uint16_t halves[kPanel];
+  for (int64_t i = 0; i < kPanel; ++i) halves[i] = float_to_half(values[i]);
+  std::memcpy(static_cast<uint16_t*>(out.data) + m * out.stride + n, halves, count * sizeof(uint16_t));
+}
+
+}  // namespace
+}  // namespace headrace::HEADRACE_ISA

@@ -1,0 +1,25 @@
+"""Products with weights in packed layout, for CPUs: as they are, in 8 or in 4 bits. The layout is `layout.PackedMatrix`."""
+
+from headrace.kernels.operation import KernelQuery, Operation
+
+PACKED_LINEAR = Operation("packed linear kernel")
+"""``packed_linear(x [T, I], weight: PackedMatrix [O, I], bias [O] | None, out_dtype=None) -> [T, O]`` in ``out_dtype``, x's
+if None; x is float32 or bfloat16.
+
+Sums are float32, or exact integers. Where the weight is 8 bits, each row of x is rounded to 8 bits with one scale; where it
+has groups, with a scale per 32 inputs. A solution may take x as bfloat16 instead where it has many rows, and multiplies
+rows that are float32 with an exact weight in float32."""
+
+PACKED_LINEAR.add("reference", "headrace.kernels.packed_linear.reference:packed_linear", doc="unpacks the weight at every call")
+
+
+def _reason_against(query: KernelQuery) -> str | None:
+    if query.device != "cpu" or query.dtype not in ("float32", "bfloat16"):
+        return "takes float32 and bfloat16 on a CPU"
+    return None
+
+
+PACKED_LINEAR.add(
+    "native", "headrace.kernels.packed_linear.cpu:packed_linear", supports=_reason_against, priority=10,
+    doc="own C++: AVX2, AVX-512 with VNNI and BF16, AMX; streams the weight once for few rows",
+)

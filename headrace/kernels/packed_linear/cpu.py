@@ -1,0 +1,18 @@
+"""Packed products by the native library; by the reference while that is not there."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels import native
+from headrace.kernels.packed_linear import reference
+from headrace.kernels.packed_linear.layout import PackedMatrix
+
+
+def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """See `PACKED_LINEAR`."""
+    ops = native.library()
+    if ops is None:
+        return reference.packed_linear(x, weight, bias, out_dtype)
+    out = ops.packed_linear(x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, out_dtype is torch.float32)
+    return out if out_dtype is None or out.dtype == out_dtype else out.to(out_dtype)

@@ -1,0 +1,169 @@
+"""How weights lie in memory for packed products, and the ways into and out of that layout, in plain torch.
+
+A weight [O, I] is cut into panels of 16 outputs; a panel holds 32-bit words [W, 16], word w of all its outputs side by side,
+so that a product reads memory once and in order. What a word holds is said at `Format`; inputs are padded to 64, outputs
+to 16. O outputs, I inputs, P panels, W words, G groups of 32 inputs, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+
+PANEL = 16
+GROUP = 32
+PAD = 64
+CHUNK_ROWS = 1 << 11
+"""Rows taken at a time, so that what is made on the way stays small."""
+
+
+class Format(Enum):
+    """The value is the kernels' number; ``per_word`` inputs share a word.
+
+    ``int8`` has a scale per output; the group formats a float16 scale and min per output and group: code * scale + min.
+    Nibbles are unsigned; byte j of a word has input j in its low half and input j + 4 in its high half."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT8_GROUP = 3
+    INT4_GROUP = 4
+
+    @property
+    def per_word(self) -> int:
+        return (1, 2, 4, 4, 8)[self.value]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether products take their inputs as they are; other formats round these to 8 bits."""
+        return self in (Format.FLOAT32, Format.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A weight [O, I]: ``words`` [P, W, 16] int32; ``scales`` [P * 16] float32 for int8, [P, G, 16] float16 for the group
+    formats; ``mins`` like these, or None for zeros. ``number`` is the format's."""
+
+    format: Format
+    out_width: int
+    in_width: int
+    words: torch.Tensor
+    scales: torch.Tensor | None = None
+    mins: torch.Tensor | None = None
+
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", self.format.value)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+        return self.out_width, self.in_width
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is kept, by name."""
+        return {name: tensor for name in ("words", "scales", "mins") if (tensor := getattr(self, name)) is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def pad_up(count: int, step: int) -> int:
+    """``count`` rounded up to a multiple of ``step``."""
+    return -(-count // step) * step
+
+
+def allocate(form: Format, out_width: int, in_width: int, *, has_mins: bool = True) -> PackedMatrix:
+    """A matrix of zeros."""
+    panels, padded = pad_up(out_width, PANEL) // PANEL, pad_up(in_width, PAD)
+    words = torch.zeros(panels, padded // form.per_word, PANEL, dtype=torch.int32)
+    if form.is_exact:
+        return PackedMatrix(form, out_width, in_width, words)
+    if form is Format.INT8:
+        return PackedMatrix(form, out_width, in_width, words, torch.zeros(panels * PANEL))
+    scales, mins = (torch.zeros(panels, padded // GROUP, PANEL, dtype=torch.float16) for _ in range(2))
+    return PackedMatrix(form, out_width, in_width, words, scales, mins if has_mins else None)
+
+
+def pack_floats(weight: torch.Tensor) -> PackedMatrix:
+    """A float32 or bfloat16 weight as it is."""
+    packed = allocate(Format.BFLOAT16 if weight.dtype == torch.bfloat16 else Format.FLOAT32, *weight.shape)
+    for at, rows in chunks(weight):
+        put_words(packed, at, F.pad(rows, (0, -rows.shape[1] % PAD)).view(torch.int32))
+    return packed
+
+
+def chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """``(first row, rows)``, a few at a time; first rows are multiples of 16."""
+    for at in range(0, weight.shape[0], CHUNK_ROWS):
+        yield at, weight[at : at + CHUNK_ROWS]
+
+
+def put_words(packed: PackedMatrix, at: int, words: torch.Tensor) -> None:
+    """Store ``words`` [n, W] as rows from ``at`` on, a multiple of 16. Rows up to the next multiple of 16 become zero."""
+    _by_panel(packed.words, at, words)
+
+
+def put_codes(packed: PackedMatrix, at: int, codes: torch.Tensor) -> None:
+    """Store integer ``codes`` [n, I] as rows from ``at`` on: int8, or uint8 below 16 where a word holds nibbles."""
+    codes = F.pad(codes, (0, -codes.shape[1] % PAD))
+    if packed.format is Format.INT4_GROUP:
+        halves = codes.view(codes.shape[0], -1, 2, 4)
+        codes = halves[:, :, 0] | halves[:, :, 1] << 4
+    put_words(packed, at, codes.contiguous().view(codes.shape[0], -1).view(torch.int32))
+
+
+def put_groups(packed: PackedMatrix, at: int, scales: torch.Tensor, mins: torch.Tensor | None) -> None:
+    """Store ``scales`` and ``mins`` [n, ceil(I / 32)] as those of the rows from ``at`` on."""
+    assert packed.scales is not None
+    for kept, values in ((packed.scales, scales), (packed.mins, mins)):
+        if kept is not None and values is not None:
+            _by_panel(kept, at, F.pad(values.to(kept.dtype), (0, kept.shape[1] - values.shape[1])))
+
+
+def _by_panel(kept: torch.Tensor, at: int, rows: torch.Tensor) -> None:
+    rows = F.pad(rows, (0, 0, 0, -rows.shape[0] % PANEL))
+    panels = rows.view(-1, PANEL, rows.shape[1])
+    kept[at // PANEL : at // PANEL + panels.shape[0]] = panels.transpose(1, 2)
+
+
+def gather_rows(packed: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [T] of the weight as plain numbers [T, I]: what an embedding looks up."""
+    panels, places = rows // PANEL, rows % PANEL
+    values = _decode(packed.format, packed.words[panels, :, places])
+    if packed.format is Format.INT8:
+        values = values * packed.scales[rows, None]
+    elif not packed.format.is_exact:
+        values = values.unflatten(1, (-1, GROUP)) * packed.scales[panels, :, places].float().unsqueeze(-1)
+        if packed.mins is not None:
+            values += packed.mins[panels, :, places].float().unsqueeze(-1)
+        values = values.flatten(1)
+    return values[:, : packed.in_width].to(dtype)
+
+
+def unpack(packed: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [O, I] as plain numbers; exact for formats that are."""
+    dense = torch.empty(packed.shape, dtype=dtype)
+    for at in range(0, packed.out_width, CHUNK_ROWS):
+        rows = torch.arange(at, min(at + CHUNK_ROWS, packed.out_width))
+        dense[at : at + len(rows)] = gather_rows(packed, rows, dtype)
+    return dense
+
+
+def _decode(form: Format, words: torch.Tensor) -> torch.Tensor:
+    """Words [T, W] to numbers [T, padded I] without their scales."""
+    if form is Format.FLOAT32:
+        return words.view(torch.float32)
+    if form is Format.BFLOAT16:
+        return words.contiguous().view(torch.bfloat16)
+    if form is not Format.INT4_GROUP:
+        return words.contiguous().view(torch.int8).float()
+    code_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, 1, 4))
+    return torch.cat((code_bytes & 15, code_bytes >> 4), dim=2).flatten(1).float()

@@ -1,0 +1,65 @@
+"""Plain weights to 8 and 4 bits, in packed layout. Symmetric per output for 8 bits; scale and min per 32 inputs for 4."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels.packed_linear.layout import (
+    GROUP,
+    Format,
+    PackedMatrix,
+    allocate,
+    chunks,
+    put_codes,
+    put_groups,
+)
+
+MOST_INT8 = 127
+MOST_INT4 = 15
+SHRINKS = (1.0, 0.92, 0.84)
+"""Parts of a group's range tried as its range: cutting off the outermost values often costs less than coarser steps."""
+
+
+def quantise_int8(weight: torch.Tensor) -> PackedMatrix:
+    """Codes are round(value / scale), scale = the output's largest magnitude / 127."""
+    packed = allocate(Format.INT8, *weight.shape)
+    for at, rows in chunks(weight):
+        values = rows.float()
+        scales = values.abs().amax(dim=1) / MOST_INT8
+        put_codes(packed, at, (values * _inverse(scales)[:, None]).round_().to(torch.int8))
+        packed.scales[at : at + len(scales)] = scales
+    return packed
+
+
+def quantise_int4(weight: torch.Tensor) -> PackedMatrix:
+    """Codes are round((value - min) / scale); of a few ranges for each group, the one of least squared error."""
+    packed = allocate(Format.INT4_GROUP, *weight.shape)
+    for at, rows in chunks(weight):
+        codes, scales, mins = choose_codes(rows.float())
+        put_codes(packed, at, codes)
+        put_groups(packed, at, scales, mins)
+    return packed
+
+
+def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``values`` [n, I] to codes uint8 [n, I], scales and mins [n, ceil(I / 32)] rounded to float16."""
+    groups = F.pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    best: tuple[torch.Tensor, ...] | None = None
+    for shrink in SHRINKS:
+        cut = (high - low) * ((1.0 - shrink) / 2)
+        scale, least = ((high - low) * (shrink / MOST_INT4)).half().float(), (low + cut).half().float()
+        codes = ((groups - least) * _inverse(scale)).round_().clamp_(0, MOST_INT4)
+        loss = (codes * scale).add_(least).sub_(groups).square_().sum(dim=2, keepdim=True)
+        if best is None:
+            best = loss, codes, scale, least
+        else:
+            is_better = loss < best[0]
+            best = tuple(torch.where(is_better, new, old) for new, old in zip((loss, codes, scale, least), best, strict=True))
+    _, codes, scale, least = best
+    return codes.to(torch.uint8).flatten(1)[:, : values.shape[1]], scale.squeeze(2), least.squeeze(2)
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales > 0, 1.0 / scales, 0.0)

@@ -1,0 +1,161 @@
+"""Packed products on values: every format and instruction set, odd sizes, against plain products and a fake-quant oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels import native
+from headrace.kernels.native.toolchain import machine_isas
+from headrace.kernels.packed_linear import PACKED_LINEAR
+from headrace.kernels.packed_linear.layout import (
+    Format,
+    PackedMatrix,
+    allocate,
+    gather_rows,
+    pack_floats,
+    put_codes,
+    put_groups,
+    unpack,
+)
+from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8
+
+SHAPES = [(16, 64), (17, 33), (50, 100), (33, 576), (129, 1000)]
+ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 70]
+
+
+@pytest.fixture(scope="module", params=[isa.name for isa in machine_isas()])
+def isa(request: pytest.FixtureRequest):
+    state = native.build()
+    if state.status != "ready":
+        pytest.skip(f"no native library: {state.detail}")
+    if native.select_isa(request.param) != request.param:
+        pytest.skip(f"the library lacks {request.param}")
+    yield request.param
+    native.select_isa()
+
+
+def draw(out_width: int, in_width: int) -> torch.Tensor:
+    return torch.randn(out_width, in_width, generator=torch.Generator().manual_seed(out_width * in_width)) * 0.05
+
+
+def pack_int8_groups(weight: torch.Tensor, *, has_mins: bool) -> PackedMatrix:
+    """8 bits with a scale, and a min if wanted, per 32 inputs; what 8-bit GGUF types become."""
+    packed = allocate(Format.INT8_GROUP, *weight.shape, has_mins=has_mins)
+    groups = F.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    middle = (groups.amin(2, keepdim=True) + groups.amax(2, keepdim=True)).div(2).half().float() if has_mins else torch.zeros(1, 1, 1)
+    scales = ((groups - middle).abs().amax(2, keepdim=True) / 127).half().float()
+    codes = ((groups - middle) / scales.clamp_min(1e-9)).round().clamp(-127, 127)
+    put_codes(packed, 0, codes.flatten(1)[:, : weight.shape[1]].to(torch.int8))
+    put_groups(packed, 0, scales.squeeze(2), middle.squeeze(2) if has_mins else None)
+    return packed
+
+
+def fake_quantise(values: torch.Tensor, group: int) -> torch.Tensor:
+    """Independent oracle of what is done to activations: steps of largest magnitude / 127 per group, in float64."""
+    width = values.shape[1]
+    groups = F.pad(values.double(), (0, -width % group)).unflatten(1, (-1, group))
+    steps = groups.abs().amax(2, keepdim=True).clamp_min(1e-300) / 127
+    return ((groups / steps).round() * steps).flatten(1)[:, :width]
+
+
+FORMS = {
+    "float32": pack_floats,
+    "bfloat16": lambda w: pack_floats(w.bfloat16()),
+    "int8": quantise_int8,
+    "int4_group": quantise_int4,
+    "int8_group": lambda w: pack_int8_groups(w, has_mins=True),
+    "int8_group_symmetric": lambda w: pack_int8_groups(w, has_mins=False),
+}
+
+
+def check(packed: PackedMatrix, x: torch.Tensor, *, name: str, uses_half: bool) -> None:
+    bias = torch.linspace(-1, 1, packed.out_width)
+    out = PACKED_LINEAR.load(name)(x, packed, bias, torch.float32)
+    values = x.double()
+    if not packed.format.is_exact:
+        values = fake_quantise(values, packed.in_width if packed.format is Format.INT8 else 32)
+    dense = unpack(packed, torch.float32).double()
+    expected = F.linear(values, dense, bias.double())
+    size = values.abs() @ dense.abs().t() + 1  # sums of magnitudes, by which rounding grows
+    # codes of activations that lie halfway may go either way: half a step of one input in some dozen
+    share = 2e-6 if packed.format.is_exact else 2e-3
+    assert ((out - expected).abs() / size).max() < (4e-3 if uses_half else share)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_products_match_the_oracle(form: str, dtype: torch.dtype, isa: str):
+    for out_width, in_width in SHAPES:
+        packed = FORMS[form](draw(out_width, in_width))
+        for rows in ROWS:
+            x = torch.randn(rows, in_width, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            check(packed, x, name="native", uses_half=isa == "amx" and "group" in form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reference_products_match_the_oracle(form: str):
+    check(FORMS[form](draw(33, 100)), torch.randn(5, 100), name="reference", uses_half=False)
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4_group"])
+def test_several_threads_and_row_blocks_give_what_one_gives(form: str, isa: str):
+    packed = FORMS[form](draw(530, 320))
+    before = torch.get_num_threads()
+    outs = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        outs.append([PACKED_LINEAR.load("native")(torch.linspace(-1, 1, rows * 320).view(rows, 320), packed, None) for rows in (1, 40, 600)])
+    torch.set_num_threads(before)
+    for one, three in zip(*outs, strict=True):
+        assert torch.equal(one, three)
+
+
+def test_strided_rows_and_no_rows(isa: str):
+    packed = FORMS["bfloat16"](draw(20, 64))
+    wide = torch.randn(3, 200)
+    multiply = PACKED_LINEAR.load("native")
+    assert torch.allclose(multiply(wide[:, 50:114], packed, None), F.linear(wide[:, 50:114], unpack(packed, torch.float32)), atol=1e-5)
+    assert multiply(wide[:0, :64], packed, None).shape == (0, 20)
+
+
+def test_what_is_not_finite_stays_visible(isa: str):
+    for form in FORMS:
+        packed = FORMS[form](draw(20, 64))
+        for bad in (float("nan"), float("inf")):
+            x = torch.ones(2, 64)
+            x[1, 7] = bad
+            out = PACKED_LINEAR.load("native")(x, packed, None)
+            assert out[0].isfinite().all() and not out[1].isfinite().any(), (form, bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_floats_are_packed_without_loss_and_rows_gathered(dtype: torch.dtype, shape: tuple[int, int]):
+    weight = draw(*shape).to(dtype)
+    packed = pack_floats(weight)
+    assert torch.equal(unpack(packed, dtype), weight)
+    rows = torch.tensor([shape[0] - 1, 0, 3, 3])
+    assert torch.equal(gather_rows(packed, rows, dtype), weight[rows])
+    assert packed.num_bytes <= (shape[0] + 15) * (shape[1] + 63) * dtype.itemsize
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantised_weights_are_within_half_a_step(shape: tuple[int, int]):
+    weight = draw(*shape)
+    kept = weight.clone()
+    steps = weight.abs().amax(1, keepdim=True) / 127
+    assert ((unpack(quantise_int8(weight), torch.float32) - weight).abs() <= steps * 0.501).all()
+    groups = F.pad(weight, (0, -shape[1] % 32)).unflatten(1, (-1, 32))
+    coarse = (groups.amax(2) - groups.amin(2)).repeat_interleave(32, 1)[:, : shape[1]] / 15
+    error = (unpack(quantise_int4(weight), torch.float32) - weight).abs()
+    assert (error <= coarse * 1.8).all()  # ends of a range may be cut off
+    assert error.square().mean() <= (coarse.square() / 12).mean() * 1.02
+    assert torch.equal(weight, kept)
+
+
+def test_constant_and_zero_weights_have_no_steps():
+    for weight in (torch.zeros(20, 64), torch.full((20, 64), 0.25)):
+        for quantise in (quantise_int8, quantise_int4):
+            assert torch.allclose(unpack(quantise(weight), torch.float32), weight, rtol=2e-3)
