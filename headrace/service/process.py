@@ -41,6 +41,7 @@ from headrace.service.control import Control, freeze_heap
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.spawn import ENGINE_BUILDER
+from headrace.service.torch_import import import_torch
 from headrace.service.transport import EngineChannel, Launch
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,12 @@ def _start(launch: Launch, builder: Future[Builder], channel: EngineChannel) -> 
     return loop
 
 
+def _import_builder(target: str) -> Builder:
+    if target == ENGINE_BUILDER:
+        import_torch()
+    return load_target(target)
+
+
 def _read_launch() -> Launch:
     try:
         return Launch.read(sys.stdin.buffer)
@@ -165,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _leave_on_sigterm)
     parent = os.getppid()
     gc.disable()  # while importing, which makes many objects and hardly any garbage
-    builder = ThreadPoolExecutor(1, "engine-import").submit(load_target, arguments.builder)  # takes seconds; the launch comes meanwhile
+    builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)  # takes seconds; the launch comes meanwhile
     launch = _read_launch()
     die_with_parent(sys.stdin.fileno(), parent, launch.folder)
     channel = EngineChannel(launch)

@@ -14,6 +14,7 @@ import torch
 
 from headrace.base.errors import WeightError
 from headrace.models.weights.ahead import map_ahead
+from headrace.models.weights.gguf_blocks import READERS
 from headrace.models.weights.gguf_file import GgufTensor
 from headrace.models.weights.gguf_naming import NamedTensor
 from headrace.models.weights.mapping import map_file, view_bytes
@@ -94,10 +95,18 @@ def _read_one(tensor: NamedTensor, raw: torch.Tensor, dtype: torch.dtype) -> tor
 
 def _dequantise(tensor: GgufTensor, kind: Any, raw: np.ndarray, out: torch.Tensor) -> None:
     from gguf.constants import GGML_QUANT_SIZES
-    from gguf.quants import dequantize
 
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    step = CHUNK_ELEMENTS // block
+    step, read_blocks = CHUNK_ELEMENTS // block, READERS.get(kind.name)
+    if read_blocks is not None:
+        for blocks, part in zip(torch.from_numpy(raw).view(-1, block_bytes).split(step), out.view(-1, block).split(step), strict=True):
+            values = part if part.dtype == torch.float32 else torch.empty(part.shape)
+            read_blocks(blocks, values)
+            if values is not part:
+                part.copy_(values)
+        return
+    from gguf.quants import dequantize
+
     for first in range(0, out.numel() // block, step):
         chunk = raw[first * block_bytes : (first + step) * block_bytes]
         try:

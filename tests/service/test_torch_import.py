@@ -1,0 +1,49 @@
+"""The engine's quick import of torch: the same results, and a compiler's parts for whoever asks for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from headrace.service import torch_import
+
+
+def run(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+QUICK = "import sys; from headrace.service.torch_import import OMITTED, import_torch; import_torch(); import torch; "
+
+
+def test_products_are_the_same():
+    code = "torch.manual_seed(1); x = torch.randn(9, 16); print((torch.nn.functional.silu(x) @ x.t()).double().sum().item())"
+    assert run(QUICK + code) == run("import torch; " + code)
+
+
+@pytest.mark.skipif(not torch_import._can_omit(), reason="here torch is imported whole")
+def test_what_was_omitted_is_not_there_until_it_is_asked_for():
+    code = "before = [n in sys.modules for n in OMITTED]; import torch._dynamo; print(any(before), all(n in sys.modules for n in OMITTED))"
+    assert run(QUICK + code) == "False True"
+
+
+def test_fake_tensors_and_export_work_afterwards():
+    code = (
+        "import torch.export; m = torch.nn.Linear(3, 2); e = torch.export.export(m, (torch.ones(1, 3),)); "
+        "print(torch.equal(e.module()(torch.ones(1, 3)), m(torch.ones(1, 3))))"
+    )
+    assert run(QUICK + code) == "True"
+
+
+def test_unknown_versions_are_imported_whole(monkeypatch):
+    monkeypatch.setattr(torch_import, "version", lambda _: "9.9.0")
+    assert not torch_import._can_omit()
+
+
+def test_machines_with_an_accelerator_import_it_whole(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch_import, "ACCELERATORS", (str(tmp_path),))
+    assert not torch_import._can_omit()
