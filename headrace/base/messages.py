@@ -85,7 +85,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """New output of one request since the last one; the last carries ``finish`` and there is exactly one such. ``pooled``
-    is the result of a request with ``pooling``, as in `StepResult`."""
+    is the result of a request with ``pooling``, as in `StepResult`. ``queued_s`` comes with the first token and with the
+    last output: the seconds that the request waited for its first step, None when it had none."""
 
     request_id: str
     token_ids: list[int]
@@ -94,6 +95,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     pooled: bytes | None = None
+    queued_s: float | None = None
 
 
 class MemoryLine(msgspec.Struct, frozen=True, array_like=True):

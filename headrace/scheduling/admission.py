@@ -93,6 +93,7 @@ class Admission:
         self._counters = counters
         self._max_model_len = max_model_len
         self._max_queued = max_queued
+        self._clock = clock
         self._pace = Pace(clock)
         self.forecast = OutputForecast()
 
@@ -133,6 +134,7 @@ class Admission:
         request.goal_len = request.known_len
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.cached_len
+            request.queued_s = self._clock() - request.arrived_at
             self._counters.prompt_tokens += request.prompt_len
             self._counters.cached_tokens += request.cached_len
             self._pace.note_admission(len(self._queue))

@@ -5,6 +5,10 @@ Refuses: news of requests that have finished or were retracted since the step wa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import msgspec
+
 from headrace.base.errors import HeadraceError, RequestError, StepFailed
 from headrace.base.messages import ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepResult, TokenLogprobs
@@ -12,22 +16,29 @@ from headrace.scheduling.counters import Counters
 from headrace.scheduling.exits import Exits
 from headrace.scheduling.flight import Flight
 from headrace.scheduling.request import Request
+from headrace.scheduling.roster import Roster
 from headrace.scheduling.sharing import SharedPrefills
 
 
 class Committer:
     """Applies results in plan order."""
 
-    def __init__(self, *, exits: Exits, sharing: SharedPrefills, counters: Counters):
+    def __init__(self, *, exits: Exits, roster: Roster, sharing: SharedPrefills, counters: Counters):
         self._exits = exits
+        self._roster = roster
         self._sharing = sharing
         self._counters = counters
 
-    def commit(self, flight: Flight, result: StepResult) -> list[RequestOutput]:
-        """One output for every request with news."""
+    def commit(self, flight: Flight, result: StepResult, later: Iterable[Flight]) -> list[RequestOutput]:
+        """One output for every request with news. ``later`` are the steps in flight behind this one."""
         outputs = self._end_failed(flight, result) if result.failed_rows or result.refused_rows else []
         self._commit_decodes(flight, result, outputs)
         self._commit_prefills(flight, result, outputs)
+        for request, epoch, end in flight.computed:
+            if request.epoch == epoch:
+                request.computed_len = end
+        if result.forced:
+            self._commit_forced(flight, result, later, outputs)
         counters = self._counters
         counters.steps += 1
         counters.computed_tokens += sum(flight.plan.lengths)
@@ -103,7 +114,32 @@ class Committer:
         finish = self._find_finish(request, token)
         if finish is not None:
             return self._exits.finish(request, finish, [token], logprobs=logprobs, prompt_logprobs=prompt)
-        return RequestOutput(request.request_id, [token], None, request.num_cached_tokens, logprobs, prompt)
+        return RequestOutput(request.request_id, [token], None, request.num_cached_tokens, logprobs, prompt, queued_s=request.queued_s)
+
+    def _commit_forced(self, flight: Flight, result: StepResult, later: Iterable[Flight], outputs: list[RequestOutput]) -> None:
+        """Tokens that come without a draw, behind those just appended."""
+        live = {request.row: request for request in flight.live_requests()}
+        places = {output.request_id: place for place, output in enumerate(outputs)}
+        for row, token_ids in result.forced:
+            if row in live:
+                place = places[live[row].request_id]
+                outputs[place] = self._extend(live[row], token_ids, later, outputs[place])
+
+    def _extend(self, request: Request, token_ids: list[int], later: Iterable[Flight], news: RequestOutput) -> RequestOutput:
+        finish, told = None, list(news.token_ids)
+        for token in token_ids:
+            request.tokens.append(token)
+            told.append(token)
+            finish = self._find_finish(request, token)
+            if finish is not None:
+                break
+        self._counters.generation_tokens += len(told) - len(news.token_ids)
+        if finish is not None:
+            return self._exits.finish(request, finish, told, prompt_logprobs=news.prompt_logprobs)
+        for flight in later:
+            flight.void_draw(request)
+        self._roster.resume_prefill(request)
+        return msgspec.structs.replace(news, token_ids=told)
 
     @staticmethod
     def _find_finish(request: Request, token: int) -> Finish | None:

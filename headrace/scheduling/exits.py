@@ -48,7 +48,7 @@ class Exits:
         elif finish.reason == "abort":
             self._counters.aborted += 1
         num_cached = max(0, request.num_cached_tokens)
-        return RequestOutput(request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs, pooled)
+        return RequestOutput(request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs, pooled, request.queued_s)
 
     def retract(self, request: Request) -> None:
         """Back to the queue, to resume later from the tokens known now. What it has computed stays in the prefix tree

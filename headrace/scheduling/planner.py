@@ -152,7 +152,7 @@ class Planner:
             for request in roster.rewired:
                 self._ledger.take_appends(request.holding, request.row, draft.appends)
             roster.rewired = {}
-        releases, starts = roster.take_changes()
+        releases, starts, growths = roster.take_changes()
         plan = StepPlan(
             step_id=self._next_step_id,
             num_decodes=draft.num_decodes,
@@ -163,6 +163,7 @@ class Planner:
             releases=releases,
             starts=starts,
             appends=draft.appends,
+            growths=growths,
         )
         self._next_step_id += 1
         self._limit.count_step()

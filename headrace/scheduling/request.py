@@ -50,9 +50,9 @@ class Request:
     """
 
     __slots__ = (
-        "cached_len", "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version",
+        "arrived_at", "cached_len", "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version",
         "holding", "leader", "limit_len", "max_len", "max_output_len", "min_tokens", "namespace", "num_cached_tokens",
-        "num_shared_waits", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids",
+        "num_shared_waits", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids", "queued_s",
         "request_id", "row", "sampling", "seq", "shared_pages", "state", "stop_ids", "tokens", "wait_mark",
     )  # fmt: skip
 
@@ -82,6 +82,8 @@ class Request:
         self.cached_len = self.computed_len = self.planned_len = 0
         self.goal_len = self.prompt_len
 
+        self.arrived_at = 0.0  # by the scheduler's clock
+        self.queued_s: float | None = None  # from then to the first admission
         self.num_cached_tokens = -1  # what users are told: the hit of the first admission
         self.prompt_logprobs_len = 1  # prompt positions already reported; position 0 has no logprob
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.base.step import RowStart
+from headrace.base.step import RowGrowth, RowStart
 from headrace.scheduling.request import Request, State
 
 
@@ -23,6 +23,7 @@ class Roster:
         self.rewired: dict[Request, None] = {}  # their page tables changed behind the device's back
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._newcomers: list[Request] = []
+        self._grown: dict[Request, int] = {}  # from which position on the device does not know their tokens
         self._released: list[int] = []
 
     @property
@@ -51,11 +52,20 @@ class Roster:
         del self.prefilling[request]
         self.decoding[request] = None
 
+    def resume_prefill(self, request: Request) -> None:
+        """More tokens are known than were drawn: they are computed before anything else is."""
+        request.state = State.PREFILLING
+        request.goal_len = request.known_len
+        del self.decoding[request]
+        self.prefilling = {request: None, **self.prefilling}
+        self._grown[request] = request.planned_len
+
     def leave(self, request: Request, state: State) -> None:
         """Take the row away; steps in flight no longer count for the request."""
         if request.is_running:
             del (self.prefilling if request.state == State.PREFILLING else self.decoding)[request]
             self.rewired.pop(request, None)
+            self._grown.pop(request, None)
             self._free_rows.append(request.row)
             self._released.append(request.row)
         self.held.pop(request, None)
@@ -65,15 +75,16 @@ class Roster:
         if state == State.FINISHED:
             del self.requests[request.request_id]
 
-    def take_changes(self) -> tuple[list[int], list[RowStart]]:
-        """Rows released and started since the last plan."""
+    def take_changes(self) -> tuple[list[int], list[RowStart], list[RowGrowth]]:
+        """Rows released, started and grown since the last plan."""
         starts = [
             RowStart(request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling, request.pooling)
             for request in self._newcomers
         ]
+        growths = [RowGrowth(request.row, start, request.tokens[start:].tolist()) for request, start in self._grown.items()]
         released = self._released
-        self._newcomers, self._released = [], []
-        return released, starts
+        self._newcomers, self._released, self._grown = [], [], {}
+        return released, starts, growths
 
     def free_rows(self) -> list[int]:
         """A copy, for audits."""

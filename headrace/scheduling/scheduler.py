@@ -69,7 +69,7 @@ class Scheduler:
             **parts, queue=self._queue, admission=self._admission, retraction=retraction,
             limit=self._limit, max_running=max_running,
         )  # fmt: skip
-        self._committer = Committer(exits=self._exits, sharing=self._sharing, counters=self._counters)
+        self._committer = Committer(exits=self._exits, roster=self._roster, sharing=self._sharing, counters=self._counters)
 
         self._flights: deque[Flight] = deque()
         self._first_valid_step = 0
@@ -90,6 +90,7 @@ class Scheduler:
         if ask.request_id in self._roster.requests:
             raise RequestError(f"request id {ask.request_id!r} is already in use; choose another", param="request_id")
         self._admission.check(request)
+        request.arrived_at = self._clock()
         self._next_seq += 1
         self._counters.requests += 1
         self._roster.requests[request.request_id] = request
@@ -146,7 +147,7 @@ class Scheduler:
         """Take in a step's result; one output per request with news. Results of steps launched before a failure that
         was told by `fail` are ignored."""
         flight = self._take_flight(plan)
-        return [] if flight is None else self._committer.commit(flight, result)
+        return [] if flight is None else self._committer.commit(flight, result, self._flights)
 
     def fail(self, plan: StepPlan, error: BaseException) -> list[RequestOutput]:
         """A step raised: its requests end with an error and nothing of them is kept. The executor forgets all rows, so

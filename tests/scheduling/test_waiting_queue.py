@@ -105,3 +105,23 @@ def test_starvation_bound_holds_in_the_whole_scheduler() -> None:
         order += [output.request_id for output in engine.step()]
     assert order.index("late") == 3
     engine.check_outputs()
+
+
+def test_the_wait_for_the_first_step_is_told_once_it_is_over() -> None:
+    """With the first token and the last output; a second wait after a retraction does not count."""
+    now = [100.0]
+    engine = make_engine(make_layout(40, max_rows=1), clock=lambda: now[0])
+    engine.add(make_ask("a", [1, 2], max_tokens=3))
+    now[0] += 2
+    engine.add(make_ask("b", [3, 4], max_tokens=2))
+    engine.add(make_ask("c", [5], max_tokens=2))
+    outputs = []
+    while engine.scheduler.has_work:
+        now[0] += 1
+        outputs += engine.step()
+        if len(outputs) == 1:
+            now[0] += 10
+            outputs.append(engine.scheduler.abort("c"))
+    told = {(o.request_id, len(o.token_ids), o.finish is not None): o.queued_s for o in outputs if o.queued_s is not None or o.finish is not None}
+    assert told["a", 1, False] == told["a", 1, True] == 3.0
+    assert told["b", 1, False] == told["b", 1, True] > 10.0 and told["c", 0, True] is None

@@ -13,7 +13,8 @@ class ChoiceDelta:
     """News of choice ``index`` of a request since its last delta. ``text`` never has to be taken back: text that may
     still become part of a stop string is held until it is certain. The last delta of a choice has ``finish_reason``:
     ``stop``, ``length``, ``abort`` or ``error``; ``stop_reason`` is the stop string or stop id that matched, if any.
-    ``logprobs`` is aligned with ``token_ids``. The first delta carries the prompt facts. ``pooled`` is the result of a text
+    ``logprobs`` is aligned with ``token_ids``. The first delta carries the prompt facts and ``queued_s``, the seconds waited
+    for the first step. ``pooled`` is the result of a text
     that was read (`headrace.base.pooling.unpack_floats`)."""
 
     index: int
@@ -26,6 +27,7 @@ class ChoiceDelta:
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pooled: bytes | None = None
+    queued_s: float | None = None
 
 
 @dataclass(slots=True)

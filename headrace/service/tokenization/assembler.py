@@ -70,7 +70,7 @@ class _Choice:
             self._prompt_logprobs += output.prompt_logprobs
         if not output.token_ids and output.finish is None:  # a prefill chunk: its logprobs wait for the first token
             return None
-        delta = ChoiceDelta(self._index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens)
+        delta = ChoiceDelta(self._index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens, queued_s=output.queued_s)
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self._add_text(delta, output.finish)
         if self._text is not None and self._text.stopped is not None:

@@ -61,6 +61,7 @@ class ReadAssembler:
         finish = output.finish
         return ChoiceDelta(
             0, "", [], finish_reason=finish.reason, error=finish.error, num_cached_tokens=output.num_cached_tokens, pooled=output.pooled,
+            queued_s=output.queued_s,
         )
 
     def to_abort(self) -> list[Abort]:

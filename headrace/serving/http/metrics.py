@@ -65,6 +65,7 @@ class Metrics:
         self.registry.register(self.engine)
         self.finished = self._counter("requests_finished", "Choices that ended, by finish reason.", ("finish_reason",))
         self.first_token = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first output.", LATENCY_S)
+        self.queue_time = self._histogram("queue_time_seconds", "From a choice's arrival at the engine to its first step.", LATENCY_S)
         self.inter_token = self._histogram("inter_token_latency_seconds", "Between two outputs of a choice, per token.", LATENCY_S)
         self.end_to_end = self._histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its last choice.", LATENCY_S)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length of a request.", TOKENS)
@@ -92,7 +93,8 @@ class Metrics:
 
 
 class RequestTimer:
-    """Observes one engine request from its deltas. ``first_token_s``: seconds from its coming to its first token."""
+    """Observes one engine request from its deltas. ``first_token_s`` and ``end_s``: seconds from its coming to its first token
+    and to its end; ``queued_s`` those that its first choice waited for a step. ``arrival_ns`` is by the wall clock."""
 
     def __init__(self, metrics: Metrics, prompt_len: int, num_choices: int):
         self._metrics = metrics
@@ -100,7 +102,10 @@ class RequestTimer:
         self._latest: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
         self._num_running = num_choices
-        self.first_token_s = 0.0
+        self._queued: set[int] = set()
+        self.arrival_ns = time.time_ns()
+        self.first_token_s = self.end_s = 0.0
+        self.queued_s: float | None = None
         metrics.prompt_tokens.observe(prompt_len)
 
     @property
@@ -111,6 +116,10 @@ class RequestTimer:
     def observe(self, delta: ChoiceDelta) -> None:
         """Count one delta."""
         now, index, num_tokens = time.perf_counter(), delta.index, len(delta.token_ids)
+        if delta.queued_s is not None and index not in self._queued:
+            self._queued.add(index)
+            self.queued_s = delta.queued_s if self.queued_s is None else min(self.queued_s, delta.queued_s)
+            self._metrics.queue_time.observe(delta.queued_s)
         if num_tokens:
             latest = self._latest.get(index)
             if latest is not None:
@@ -126,4 +135,5 @@ class RequestTimer:
                 self._metrics.generation_tokens.observe(self._num_tokens.get(index, 0))
             self._num_running -= 1
             if not self._num_running:
-                self._metrics.end_to_end.observe(now - self._arrival)
+                self.end_s = now - self._arrival
+                self._metrics.end_to_end.observe(self.end_s)
