@@ -76,18 +76,18 @@ class V4Harness(Harness):
             inputs = self._inputs(group, spans, positions)
             reader.prepare(inputs)
             steps.append(GroupStep(inputs, reader))
-        token_ids = torch.tensor([t for _, tokens in spans for t in tokens])
-        return ForwardBatch(token_ids, torch.tensor([p for ps in positions for p in ps]), steps)
+        token_ids = torch.tensor([t for _, tokens in spans for t in tokens], device=self.device)
+        return ForwardBatch(token_ids, torch.tensor([p for ps in positions for p in ps], device=self.device), steps)
 
 
 def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 128, max_len: int = 768, num_sequences: int = 4,
-    kv_dtype: str = "float32", dtype: torch.dtype = torch.float32,
+    kv_dtype: str = "float32", dtype: torch.dtype = torch.float32, device: torch.device = CPU,
 ) -> V4Harness:
     """Build the model, load ``tensors`` in shuffled order, and give it pools of shuffled pages."""
     family = find_family("DeepseekV4ForCausalLM")
     spec = family.read_config(config)
-    build = Build(CPU, dtype, max_len)
+    build = Build(device, dtype, max_len)
     model = DeepseekV4Model(spec, build)
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)
@@ -95,7 +95,7 @@ def build_harness(
     places = family.cache_specs(spec, kv_dtype)
     num_pages = 1 + num_sequences * -(-max_len // page_size)
     groups = [type(g)(g.spec, g.layers, num_pages) for g in group_layers(places)]
-    pools = [build_pool(group, page_size, CPU) for group in groups]
+    pools = [build_pool(group, page_size, device) for group in groups]
     pages, owners = [None] * len(places), [None] * len(places)
     for g, (group, pool) in enumerate(zip(groups, pools, strict=True)):
         for place in group.layers:
@@ -105,4 +105,4 @@ def build_harness(
     model.bind_cache(pages, owners)
     chosen = choose_backends(model, groups, build, CacheConfig(page_size=page_size), "auto")
     free = [random.Random(seed).sample(range(1, num_pages), num_pages - 1) for seed in range(len(groups))]
-    return V4Harness(model, groups, [], page_size, max_len, free, chosen.backends)
+    return V4Harness(model, groups, [], page_size, max_len, free, device, chosen.backends)

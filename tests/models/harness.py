@@ -37,6 +37,7 @@ class Harness:
     page_size: int
     max_len: int
     free: list[list[int]] = field(default_factory=list)
+    device: torch.device = CPU
 
     def start(self) -> Sequence:
         """A new sequence with all its pages."""
@@ -46,14 +47,15 @@ class Harness:
     @torch.inference_mode()
     def step(self, *spans: tuple[Sequence, list[int]], wanted: list[int] | None = None) -> list[torch.Tensor]:
         """Append tokens to sequences in one batch; returns each span's logits [tokens, V]. One-token spans go first
-        as decodes, as in a real step. ``wanted``: spans whose last token alone gets logits, [1, V]; the others get none."""
+        as decodes, as in a real step. ``wanted``: spans whose last token alone gets logits, [1, V]; the others get none.
+        Logits come back to the CPU."""
         order = sorted(range(len(spans)), key=lambda i: len(spans[i][1]) > 1)
         spans_in_order = [spans[i] for i in order]
         batch = self._batch(spans_in_order)
         if wanted is not None:
             places = [place for place, i in enumerate(order) if i in wanted]
             batch.wanted = self._want(batch, places)
-        logits = self.model.compute_logits(self.model.forward(batch))
+        logits = self.model.compute_logits(self.model.forward(batch)).cpu()
         for sequence, tokens in spans_in_order:
             sequence.length += len(tokens)
         if wanted is not None:
@@ -66,11 +68,12 @@ class Harness:
         steps = []
         for group, geometry in enumerate(self.geometries):
             inputs = self._inputs(group, spans, positions)
-            backend = ATTENTION_BACKENDS.load("reference")(geometry, CPU)
+            choice = ATTENTION_BACKENDS.load("reference") if self.device == CPU else ATTENTION_BACKENDS.choose(geometry)
+            backend = choice(geometry, self.device)
             backend.prepare(inputs)
             steps.append(GroupStep(inputs, backend))
-        token_ids = torch.tensor([t for _, tokens in spans for t in tokens])
-        return ForwardBatch(token_ids, torch.tensor([p for ps in positions for p in ps]), steps)
+        token_ids = torch.tensor([t for _, tokens in spans for t in tokens], device=self.device)
+        return ForwardBatch(token_ids, torch.tensor([p for ps in positions for p in ps], device=self.device), steps)
 
     def _want(self, batch: ForwardBatch, places: list[int]) -> WantedTokens:
         """The last tokens of the spans at these places in the batch."""
@@ -96,27 +99,28 @@ class Harness:
         return AttentionInputs(
             num_tokens=sum(query_lens), num_decodes=query_lens.count(1), query_lens_cpu=query_lens, kv_lens_cpu=kv_lens,
             max_query_len=max(query_lens), max_kv_len=max(kv_lens),
-            query_start=torch.tensor([0, *query_lens]).cumsum(0).int(), kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-            page_table=torch.tensor([table[:width] for table in tables], dtype=torch.int32), slots=torch.tensor(slots),
+            query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(self.device), kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=self.device),
+            page_table=torch.tensor([table[:width] for table in tables], dtype=torch.int32, device=self.device), slots=torch.tensor(slots, device=self.device),
         )
 
 
-def make_pages(spec: CacheSpec, num_pages: int, page_size: int, *, values_in_keys: bool) -> KvPages:
-    """Pages of one layer, all NaN."""
-    k, v = (torch.full((num_pages, page_size, spec.num_kv_heads, dim), float("nan"), dtype=getattr(torch, spec.dtype)) for dim in (spec.head_dim, spec.value_dim))
+def make_pages(spec: CacheSpec, num_pages: int, page_size: int, *, values_in_keys: bool, device: torch.device = CPU) -> KvPages:
+    """Pages of one layer, all NaN; on other devices only finite, which is all that pools promise."""
+    shape, dtype = (num_pages, page_size, spec.num_kv_heads), getattr(torch, spec.dtype)
+    k, v = (torch.full((*shape, dim), float("nan") if device == CPU else 3.0, dtype=dtype, device=device) for dim in (spec.head_dim, spec.value_dim))
     return KvPages(k, k[..., : spec.value_dim] if values_in_keys else v)
 
 
 def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64, num_sequences: int = 4,
-    max_model_len: int = 0, dtype: torch.dtype = torch.float32,
+    max_model_len: int = 0, dtype: torch.dtype = torch.float32, device: torch.device = CPU,
 ) -> Harness:
     """Build the family's model for a config.json dict and load ``tensors`` in shuffled order. Pages start out as NaN, so
     that reading what was never written shows."""
     family = find_family(config["architectures"][0])
     spec = family.read_config(config)
     module, _, name = family.model.partition(":")
-    model = getattr(importlib.import_module(module), name)(spec, Build(CPU, dtype, max_model_len))
+    model = getattr(importlib.import_module(module), name)(spec, Build(device, dtype, max_model_len))
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)
     model.load_weights(pairs)
@@ -125,12 +129,12 @@ def build_harness(
     groups = group_layers(specs)
     num_pages = 1 + num_sequences * -(-max_len // page_size)
     attention = model.layers[0].attention
-    pages = [make_pages(s, num_pages, page_size, values_in_keys=attention.values_in_keys) for s in specs]
+    pages = [make_pages(s, num_pages, page_size, values_in_keys=attention.values_in_keys, device=device) for s in specs]
     group_of_layer = [next(g for g, group in enumerate(groups) if layer in group.layers) for layer in range(len(specs))]
     model.bind_cache(pages, group_of_layer)
     geometries = [
         AttentionGeometry(
-            device="cpu", dtype=kv_dtype, kv_dtype=kv_dtype, capability=(0, 0), num_heads=spec.attention.num_heads,
+            device=device.type, dtype=kv_dtype, kv_dtype=kv_dtype, capability=Build(device, dtype).capability, num_heads=spec.attention.num_heads,
             num_kv_heads=g.spec.num_kv_heads, head_dim=g.spec.head_dim, value_dim=g.spec.value_dim, page_size=page_size,
             window=g.spec.window, has_softcap=attention.params.softcap > 0, has_sinks=attention.params.sinks is not None,
             values_in_keys=attention.values_in_keys,
@@ -138,4 +142,4 @@ def build_harness(
         for g in groups
     ]
     free = [random.Random(seed).sample(range(1, num_pages), num_pages - 1) for seed in range(len(groups))]
-    return Harness(model, groups, geometries, page_size, max_len, free)
+    return Harness(model, groups, geometries, page_size, max_len, free, device)

@@ -95,6 +95,18 @@ def test_bfloat16_is_as_near_as_transformers_is(oracle: Any, expected: torch.Ten
     assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("chunks", [[LENGTH], [133, 7, 60, *[1] * 10, 90], [2, 3, 5, 246, 3, 41]], ids=str)
+def test_a_gpu_says_the_same(oracle: Any, expected: torch.Tensor, chunks: list[int]):
+    device = torch.device("cuda")
+    harness = build_harness(published_config(), oracle.state_dict(), page_size=256, device=device)
+    torch.testing.assert_close(run_in_chunks(harness, prompt(0, LENGTH), chunks), expected, **TOLERANCE)
+    halved = build_harness(published_config(), oracle.state_dict(), page_size=256, device=device, dtype=torch.bfloat16, kv_dtype="bfloat16")
+    theirs = oracle_logits(make_oracle().bfloat16(), prompt(0, LENGTH)[:100]).float()
+    ours = run_in_chunks(halved, prompt(0, LENGTH)[:100], [70, 30])
+    assert (ours - expected[:100]).norm() <= 2 * (theirs - expected[:100]).norm()
+
+
 # -- configuration ------------------------------------------------------------------------------------------------
 
 

@@ -260,3 +260,18 @@ def test_bfloat16_is_as_near_as_transformers_is(name: str):
     theirs = oracle_logits(model.bfloat16(), tokens).float()
     assert ours.dtype == torch.float32
     assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("mixtral", "qwen3-moe", "gpt-oss", "deepseek"))])
+def test_mixtures_of_experts_on_a_gpu(name: str):
+    """In float32 as on a CPU, chunked and step by step; in bfloat16 as near as transformers is."""
+    model, tokens, device = make_oracle(*CASES[name]), prompt(0), torch.device("cuda")
+    expected = oracle_logits(model, tokens)
+    harness = build_harness(config_json(model), model.state_dict(), page_size=16, device=device)
+    for chunk in (PROMPT_LEN, 5, 1):
+        torch.testing.assert_close(prefill_in_chunks(harness, tokens, chunk)[1], expected, **TOLERANCE)
+    halved = build_harness(config_json(model), model.state_dict(), page_size=16, device=device, dtype=torch.bfloat16)
+    ours = halved.step((halved.start(), tokens))[0]
+    theirs = oracle_logits(model.bfloat16(), tokens).float()
+    assert (ours - expected).norm() <= 2 * (theirs - expected).norm()
