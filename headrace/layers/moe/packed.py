@@ -63,13 +63,16 @@ class PackedLinear(nn.Module):
 class PackedExpertWeights(nn.Module):
     """``gate_up`` with the gate's rows first, and ``down``; as `ExpertWeights`, without biases."""
 
+    most_captured_tokens = 0
+    """Steps with prefill are not captured over it: it waits for the row counts, see `PackedExperts`."""
+
     def __init__(self, num_experts: int, spec: MlpSpec, width: int, build: Build):
         super().__init__()
         self.num_experts = num_experts
         self.gate_up = PackedLinear(build, num_experts, width, {"gate": spec.width, "up": spec.width})
         self.down = PackedLinear(build, num_experts, spec.width, {"down": width})
 
-    def stored(self, prefix: str, matrices: dict[str, str]) -> dict[str, torch.Tensor]:
+    def places(self, prefix: str, matrices: dict[str, str]) -> dict[str, torch.Tensor]:
         """Checkpoint names of codes and scales to the places that they fill. ``matrices`` has the checkpoint's names of
         ``gate``, ``up`` and ``down``; experts are numbered after ``prefix``."""
         places = {}

@@ -91,7 +91,7 @@ class DeepseekV4Model(nn.Module):
             if block.mlp.is_hashed:
                 stored[HASH_TABLE.replace("{i}", str(i))] = block.mlp.router.table
             if self.spec.keeps_mxfp4:
-                stored |= block.mlp.experts.stored(EXPERTS.replace("{i}", str(i)), MATRICES)
+                stored |= block.mlp.experts.places(EXPERTS.replace("{i}", str(i)), MATRICES)
         return stored
 
     def _take_stored(self, tensors: Iterable[tuple[str, torch.Tensor]], stored: dict[str, torch.Tensor], found: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
