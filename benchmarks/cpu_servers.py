@@ -92,9 +92,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def run_server(server: Server, *, patience_s: float = 300.0, environment: dict[str, str] | None = None) -> Iterator[Running]:
-    """Start a server, wait until it is ready, end it afterwards; raises `RuntimeError` when it does not get ready."""
+    """Start a server, wait until it is ready, end it afterwards; raises `RuntimeError` when it does not get ready.
+
+    Python keeps its bytecode, as it does for an installed package, whatever this process was told."""
     port, began = free_port(), time.perf_counter()
-    process = subprocess.Popen(server.command(port), stdout=subprocess.DEVNULL, stderr=sys.stderr, env={**os.environ, **(environment or {})})
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(server.command(port), stdout=subprocess.DEVNULL, stderr=sys.stderr, env={**kept, **(environment or {})})
     try:
         while not _answers(f"http://127.0.0.1:{port}{server.ready}"):
             if process.poll() is not None or time.perf_counter() - began > patience_s:

@@ -37,7 +37,7 @@ from headrace.base.messages import (
 from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
-from headrace.service.control import Control, freeze_heap
+from headrace.service.control import Control
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.spawn import ENGINE_BUILDER
@@ -138,10 +138,10 @@ def _leave_on_sigterm(_: int, __: FrameType | None) -> None:
 def _start(launch: Launch, builder: Future[Builder], channel: EngineChannel) -> EngineLoop:
     channel.send(Starting("importing", 0.0))
     build = builder.result()
-    gc.enable()
     engine = build(launch.config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
     produce_token(engine)
-    freeze_heap()
+    gc.freeze()  # a collection would take longer than what it frees is worth
+    gc.enable()
     loop = EngineLoop(engine, channel)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     channel.send(Ready(engine.executor.facts, engine.executor.memory))
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
     signal.signal(signal.SIGTERM, _leave_on_sigterm)
     parent = os.getppid()
-    gc.disable()  # while importing, which makes many objects and hardly any garbage
+    gc.disable()  # while starting, which makes many objects and hardly any garbage
     builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)  # takes seconds; the launch comes meanwhile
     launch = _read_launch()
     die_with_parent(sys.stdin.fileno(), parent, launch.folder)
