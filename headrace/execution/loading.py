@@ -20,6 +20,7 @@ from headrace.execution.device import resolve_dtype
 from headrace.execution.read_out import attach_read_out
 from headrace.layers.build import Build
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
+from headrace.layers.storing import count_bytes, count_elements, store_fastest
 from headrace.models.catalog import find_family
 from headrace.models.family import Family
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
@@ -49,12 +50,12 @@ class LoadedModel:
     @property
     def num_parameters(self) -> int:
         """Parameters, tied ones once."""
-        return sum(p.numel() for p in self.model.parameters())
+        return count_elements(self.model)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of parameters and buffers, tied ones once."""
-        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+        return count_bytes(self.model)
 
 
 def load_model(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:
@@ -71,6 +72,8 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         model = load_target(family.model)(spec, build)
         _fill(model, source, config, dtype, device, progress)
         schemes.finish(model)
+        if device.type == "cpu":
+            store_fastest(model)
         if pooling is not None:
             attach_read_out(model, pooling, build)
     except torch.OutOfMemoryError as error:
@@ -109,7 +112,10 @@ def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:
 def _choose_schemes(source: ModelSource, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> SchemeChain:
     """What the checkpoint says of its weights matters only where they are read."""
     stated = {} if config.model.load_format == "dummy" else source.config.get("quantization_config") or {}
-    return chain_schemes(SchemeQuery(device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or "")))
+    wanted = config.model.quantization or ""
+    return chain_schemes(SchemeQuery(
+        device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""), wanted="" if wanted == "none" else wanted,
+    ))
 
 
 @torch.no_grad()

@@ -6,17 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
 
 
 class Embedding(nn.Module):
     """``token_ids [T] -> [T, D]``, multiplied by ``scale`` rounded to the model's dtype (as checkpoints were trained)."""
 
+    looks_up_rows = is_vocabulary = is_storable = True
+
     def __init__(self, build: Build, vocab_size: int, width: int, scale: float = 1.0):
         super().__init__()
         self.weight = build.parameter(vocab_size, width)
+        self.stored: StoredWeight | None = None
+        self._dtype = build.dtype
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = F.embedding(token_ids, self.weight)
+        x = F.embedding(token_ids, self.weight) if self.stored is None else self.stored.rows(token_ids, self._dtype)
         return x if self.scale == 1.0 else x.mul_(self.scale)

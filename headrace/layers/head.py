@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.linear import LINEAR_FLOAT
+from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
 
 
@@ -15,14 +16,17 @@ class Head(nn.Module):
     ``weight`` [V, D] is the embedding's own parameter when the two are tied, else None to make one.
     """
 
+    looks_up_rows, is_vocabulary, is_storable = False, True, True
+
     def __init__(self, build: Build, vocab_size: int, width: int, *, weight: nn.Parameter | None = None, divisor: float = 1.0, softcap: float = 0.0):
         super().__init__()
         self.weight = build.parameter(vocab_size, width) if weight is None else weight
+        self.stored: StoredWeight | None = None
         self.divisor, self.softcap = divisor, softcap
         self._linear = LINEAR_FLOAT.choose(build.query(in_width=width, out_width=vocab_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._linear(hidden, self.weight)
+        logits = self._linear(hidden, self.weight) if self.stored is None else self.stored.multiply(hidden, None, torch.float32)
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         if self.softcap:

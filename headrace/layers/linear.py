@@ -9,15 +9,21 @@ from torch import nn
 
 from headrace.kernels.linear import LINEAR
 from headrace.kernels.norm_linear import NORM_LINEAR, Norm, fits
+from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
 
 
 class Linear(nn.Module):
-    """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their widths in order; O is their sum."""
+    """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their widths in order; O is their sum. A layer whose
+    weight is read by others, or must stay as precise as it is, ``is_storable=False``, keeps it plain."""
 
-    def __init__(self, build: Build, in_width: int, parts: dict[str, int] | int, *, bias: bool = False):
+    looks_up_rows = is_vocabulary = False
+
+    def __init__(self, build: Build, in_width: int, parts: dict[str, int] | int, *, bias: bool = False, is_storable: bool = True):
         super().__init__()
+        self.is_storable = is_storable
+        self.stored: StoredWeight | None = None
         widths = {"": parts} if isinstance(parts, int) else parts
         ends = list(accumulate(widths.values()))
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}
@@ -33,6 +39,8 @@ class Linear(nn.Module):
         return parameter[self.rows[name]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stored is not None:
+            return self.stored.multiply(x, self.bias)
         return self._linear(x, self.weight, self.bias)
 
     def can_join(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> bool:

@@ -23,3 +23,16 @@ PACKED_LINEAR.add(
     "native", "headrace.kernels.packed_linear.cpu:packed_linear", supports=_reason_against, priority=10,
     doc="own C++: AVX2, AVX-512 with VNNI and BF16, AMX; streams the weight once for few rows",
 )
+
+WEIGHT_FORMS = Operation("weight form")
+"""``form(weight [O, I]) -> forms.StoredWeight``: ways to keep a weight that lose nothing, chosen among by measuring. The query
+has ``in_width``, ``out_width``, and ``has_rows``: 1 where the weight is an embedding too."""
+
+
+def _reason_against_onednn(query: KernelQuery) -> str | None:
+    return "rows cannot be looked up" if query.shape.get("has_rows") else _reason_against(query)
+
+
+WEIGHT_FORMS.add("panels", "headrace.kernels.packed_linear.forms:keep_in_panels", supports=_reason_against, priority=20, doc="for PACKED_LINEAR")
+WEIGHT_FORMS.add("onednn", "headrace.kernels.packed_linear.forms:OnednnWeight", supports=_reason_against_onednn, priority=10, doc="torch's packed GEMM")
+WEIGHT_FORMS.add("turned", "headrace.kernels.packed_linear.forms:TurnedWeight", supports=_reason_against, doc="torch's own GEMM, either way around")

@@ -34,19 +34,19 @@ class LatentAttention(AttentionLayer):
         assert layer.rope is not None, "latent attention rotates a part of each head"
         self.spec, self.rotary = spec, rotary
         heads_width = spec.num_heads * (spec.plain_dim + spec.rotary_dim)
-        self.down = Linear(build, width, {"q": spec.query_latent_dim or heads_width, "kv": spec.latent_dim + spec.rotary_dim})
+        self.widths = (spec.query_latent_dim or heads_width, spec.latent_dim, spec.rotary_dim)
+        self.down = Linear(build, width, {"q": self.widths[0], "kv": spec.latent_dim + spec.rotary_dim})
         self.q_norm = RmsNorm(build, spec.query_latent_dim, spec.norm_eps) if spec.query_latent_dim else None
         self.q_up = Linear(build, spec.query_latent_dim, heads_width) if spec.query_latent_dim else None
         self.kv_norm = RmsNorm(build, spec.latent_dim, spec.norm_eps)
-        self.kv_up = Linear(build, spec.latent_dim, spec.num_heads * (spec.plain_dim + spec.value_dim))
+        self.kv_up = Linear(build, spec.latent_dim, spec.num_heads * (spec.plain_dim + spec.value_dim), is_storable=False)
         self.output = Linear(build, spec.num_heads * spec.value_dim, width)
         shape = dict(num_heads=spec.num_heads, latent_dim=spec.latent_dim, rotary_dim=spec.rotary_dim)
         self._write = partial(LATENT_WRITE.choose(build.query(**shape)), interleaved=layer.rope.interleaved)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         spec, pages, step = self.spec, self.pages, batch.groups[self.group]
-        shared = spec.latent_dim + spec.rotary_dim
-        q, latent, k_rope = self.down(x).split((self.down.weight.shape[0] - shared, spec.latent_dim, spec.rotary_dim), dim=-1)
+        q, latent, k_rope = self.down(x).split(self.widths, dim=-1)
         if self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q_plain, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split((spec.plain_dim, spec.rotary_dim), dim=-1)

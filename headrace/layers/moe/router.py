@@ -19,7 +19,7 @@ class Router(nn.Module):
     def __init__(self, spec: RoutingSpec, width: int, build: Build):
         super().__init__()
         build = build.in_float32() if spec.in_float32 else build
-        self.logits = Linear(build, width, spec.num_experts, bias=spec.bias)
+        self.logits = Linear(build, width, spec.num_experts, bias=spec.bias, is_storable=False)
         self.choice_bias = build.in_float32().parameter(spec.num_experts) if spec.choice_bias else None
         self._route = partial(
             ROUTE.choose(build.query(num_experts=spec.num_experts, top_k=spec.top_k)), top_k=spec.top_k, score=spec.score,

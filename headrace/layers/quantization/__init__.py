@@ -13,5 +13,13 @@ SCHEMES.add(
     "mxfp4", "headrace.layers.quantization.scaled:Mxfp4", supports=support.stored_as("mxfp4", "fp8", "mxfp4"), priority=20,
     doc="4-bit floats with a power of two per 32, dequantised as they are read",
 )
+SCHEMES.add(
+    "int8", "headrace.layers.quantization.kept:Int8", supports=support.made_for_cpu("int8"), priority=90,
+    doc="8-bit weights and activations, made of any checkpoint as it is loaded on a CPU",
+)
+SCHEMES.add(
+    "int4", "headrace.layers.quantization.kept:Int4", supports=support.made_for_cpu("int4"), priority=90,
+    doc="4-bit weights in groups of 32, made of any checkpoint as it is loaded on a CPU",
+)
 
 __all__ = ["SCHEMES", "Scheme", "SchemeChain", "SchemeQuery", "chain_schemes", "default_chain"]

@@ -49,7 +49,7 @@ def chain_schemes(query: SchemeQuery) -> SchemeChain:
         raise ConfigError(f"quantization {query.wanted!r} cannot be had here: {_explain(query)}", param="quantization")
     if query.stored and not set(able) - {query.wanted}:
         raise ConfigError(
-            f"config.json: quantization_config.quant_method is {query.stored!r}, which no scheme here reads; known are {_known()}", param="quantization_config",
+            f"config.json: quantization_config.quant_method is {query.stored!r}, which no scheme here reads; known are {_readable()}", param="quantization_config",
         )
     schemes = {name: scheme for name in able if (scheme := _build(name, query)) is not None}
     return SchemeChain(tuple(schemes), tuple(schemes.values()))
@@ -71,6 +71,10 @@ def _explain(query: SchemeQuery) -> str:
 
 def _known() -> str:
     return ", ".join(sorted(SCHEMES.names()))
+
+
+def _readable() -> str:
+    return ", ".join(sorted(entry.name for entry in SCHEMES if entry.supports(SchemeQuery(stored=entry.name)) is None))
 
 
 @cache

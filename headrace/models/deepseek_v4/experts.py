@@ -27,7 +27,7 @@ class HashRouter(nn.Module):
     def __init__(self, spec: RoutingSpec, width: int, vocab_size: int, build: Build):
         super().__init__()
         self.spec = spec
-        self.logits = Linear(build.in_float32(), width, spec.num_experts)
+        self.logits = Linear(build.in_float32(), width, spec.num_experts, is_storable=False)
         ids = torch.arange(vocab_size, device=build.device)[:, None] + torch.arange(spec.top_k, device=build.device)
         self.table = nn.Buffer(ids % spec.num_experts, persistent=False)
 

@@ -1,0 +1,115 @@
+"""Which form serves a weight best: measured once for each shape on this machine, then remembered in a file.
+
+Refuses: measuring while requests run; a choice that is not known when the time for measuring is up is the first form's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base import env
+from headrace.base.errors import PluginError
+from headrace.kernels import native
+from headrace.kernels.native.sources import prebuilt_path
+from headrace.kernels.operation import KernelQuery
+from headrace.kernels.packed_linear import WEIGHT_FORMS
+from headrace.kernels.packed_linear.forms import StoredWeight
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 8, 64)
+"""Decoding one request and several, and a prompt: equally important."""
+MOST_WEIGHTS = 1 << 20
+"""Of a larger weight only so many are measured, by leaving out outputs."""
+REPEATS = 3
+BUDGET_S = 0.5
+NATIVE_FORM = "panels"
+
+
+class FormChoice:
+    """Chooses among `WEIGHT_FORMS` for one model; ``budget_s`` bounds all its measuring."""
+
+    def __init__(self, path: Path | None = None, budget_s: float = BUDGET_S):
+        self._path = path or env.cache_dir() / "weight_forms.json"
+        self._known = _read(self._path)
+        self._machine = describe_machine()
+        self._end = time.monotonic() + budget_s
+        self._has_new = False
+
+    def choose(self, query: KernelQuery) -> str:
+        """The name of the best form for ``in_width`` and ``out_width``."""
+        names = [name for name in WEIGHT_FORMS.names() if WEIGHT_FORMS.reason_against(name, query) is None]
+        if native.library() is None:
+            names = [name for name in names if name != NATIVE_FORM]
+        key = f"{self._machine}: {query.dtype} {sorted(query.shape.items())}"
+        name = self._known.get(key)
+        if name in names:
+            return name
+        if time.monotonic() > self._end:
+            return names[0]
+        costs = measure(names, query)
+        name = min(costs, key=costs.__getitem__)
+        logger.debug("weight form %s for %s: %s", name, query.shape, costs)
+        self._known[key], self._has_new = name, True
+        return name
+
+    def save(self) -> None:
+        """Remember what was measured."""
+        if not self._has_new:
+            return
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({**_read(self._path), **self._known}, indent=0))
+            partial.replace(self._path)
+        except OSError as error:
+            logger.warning("cannot remember measured weight forms: %s", error)
+
+
+def describe_machine() -> str:
+    """All that a measured choice depends on but the shape."""
+    state = native.state()
+    kernels = f"{state.detail} {prebuilt_path().stem}" if state.status == "ready" else state.status
+    return f"{torch.cpu.get_capabilities().get('cpu_name', '?')}, {torch.get_num_threads()} threads, torch {torch.__version__}, {kernels}"
+
+
+@torch.no_grad()
+def measure(names: list[str], query: KernelQuery) -> dict[str, float]:
+    """The cost of each form: its time over the best time, summed over `ROWS`."""
+    in_width, dtype = query.shape["in_width"], getattr(torch, query.dtype)
+    out_width = max(16, min(query.shape["out_width"], MOST_WEIGHTS // in_width))
+    weight = torch.randn(out_width, in_width).bfloat16().to(dtype)
+    times: dict[str, list[float]] = {}
+    for name in names:
+        try:
+            stored = WEIGHT_FORMS.load(name)(weight.clone())
+            times[name] = [_time(stored, torch.randn(rows, in_width).to(dtype)) for rows in ROWS]
+        except (PluginError, RuntimeError, NotImplementedError) as error:  # torch without this form
+            logger.debug("weight form %s is left out: %s", name, error)
+    best = [min(column) for column in zip(*times.values(), strict=True)]
+    return {name: sum(t / b for t, b in zip(own, best, strict=True)) for name, own in times.items()}
+
+
+def _time(stored: StoredWeight, x: torch.Tensor) -> float:
+    stored.multiply(x, None)
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        stored.multiply(x, None)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -1,0 +1,103 @@
+"""The forms in which a layer may keep its weight instead of a plain parameter, one interface over all of them.
+
+`WEIGHT_FORMS` (in the package) are those that lose nothing; quantised weights are `PanelWeight` of other formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels.operation import KernelQuery
+from headrace.kernels.packed_linear import PACKED_LINEAR
+from headrace.kernels.packed_linear.layout import CHUNK_ROWS, PackedMatrix, gather_rows, pack_floats, unpack
+
+MOST_TURNED_ROWS = 16
+"""Up to how many rows torch's GEMM is faster with its operands turned around."""
+
+
+class StoredWeight(Protocol):
+    """A weight [O, I] as a layer keeps it."""
+
+    shape: tuple[int, int]
+    num_bytes: int
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``x [T, I] -> [T, O]`` in ``out_dtype``, x's if None."""
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the weight, [T] -> [T, I]."""
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as a plain tensor of its own."""
+
+
+class PanelWeight:
+    """In packed layout; see `StoredWeight`. ``matrix`` is for kernels that take several weights at once."""
+
+    def __init__(self, matrix: PackedMatrix):
+        self.matrix, self.shape, self.num_bytes = matrix, matrix.shape, matrix.num_bytes
+        self._linear = PACKED_LINEAR.choose(KernelQuery("cpu", "float32"))
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._linear(x, self.matrix, bias, out_dtype)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return gather_rows(self.matrix, ids, dtype)
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        return unpack(self.matrix, dtype)
+
+
+class TurnedWeight:
+    """As it is, multiplied from the left where there are few rows; see `StoredWeight`."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._weight, self.shape, self.num_bytes = weight, tuple(weight.shape), weight.nbytes
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        if x.shape[0] > MOST_TURNED_ROWS:
+            out = F.linear(x, self._weight, bias)
+        else:
+            out = torch.mm(self._weight, x.t()).t().contiguous()
+            out = out if bias is None else out.add_(bias)
+        return out.to(out_dtype or x.dtype)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return F.embedding(ids, self._weight).to(dtype)
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._weight.to(dtype, copy=True)
+
+
+class OnednnWeight:
+    """In the layout that oneDNN likes; see `StoredWeight`. Rows cannot be looked up in it."""
+
+    def __init__(self, weight: torch.Tensor):
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+        self.shape, self.num_bytes = tuple(weight.shape), weight.nbytes
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "").to(out_dtype or x.dtype)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError("never chosen for a weight whose rows are looked up")
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._packed.to_dense().to(dtype)
+
+
+def keep_in_panels(weight: torch.Tensor) -> PanelWeight:
+    """A weight in packed layout; float32 that bfloat16 holds exactly, as bfloat16."""
+    return PanelWeight(pack_floats(weight.bfloat16() if weight.dtype == torch.float32 and fits_bfloat16(weight) else weight))
+
+
+def fits_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether no value of a float32 tensor is changed by rounding it to bfloat16."""
+    return all(torch.equal(rows, rows.bfloat16().float()) for rows in weight.split(CHUNK_ROWS))
+
+
+WeightForm = Callable[[torch.Tensor], StoredWeight]

@@ -1,0 +1,93 @@
+"""How layers keep their weights once these are filled: a plain parameter, or a `StoredWeight` in its place.
+
+A layer that can do so has a parameter ``weight`` [O, I] and an attribute ``stored``; storing removes the parameter. Tied
+weights are stored once. Refuses: losing anything, which quantization schemes may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.kernels.operation import KernelQuery
+from headrace.kernels.packed_linear import WEIGHT_FORMS
+from headrace.kernels.packed_linear.choice import FormChoice
+from headrace.kernels.packed_linear.forms import StoredWeight
+
+CPU_TYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class StorableWeight:
+    """A weight and the layers that share it. ``has_rows``: one of them is an embedding; ``is_vocabulary``: an embedding or
+    a head."""
+
+    name: str
+    weight: nn.Parameter
+    layers: tuple[Any, ...]
+
+    @property
+    def has_rows(self) -> bool:
+        return any(layer.looks_up_rows for layer in self.layers)
+
+    @property
+    def is_vocabulary(self) -> bool:
+        return any(layer.is_vocabulary for layer in self.layers)
+
+    def store(self, stored: StoredWeight) -> None:
+        """Keep ``stored`` instead of the parameter."""
+        for layer in self.layers:
+            del layer.weight
+            layer.stored = stored
+
+
+def find_storable(model: nn.Module) -> list[StorableWeight]:
+    """Every weight of a model that is still plain and may be stored in another form, in the model's order."""
+    sharing: dict[int, list[tuple[str, Any]]] = {}
+    for name, layer in model.named_modules():
+        if getattr(layer, "is_storable", False) and layer.stored is None:
+            sharing.setdefault(id(layer.weight), []).append((name, layer))
+    return [StorableWeight(layers[0][0], layers[0][1].weight, tuple(layer for _, layer in layers)) for layers in sharing.values()]
+
+
+@torch.no_grad()
+def store_fastest(model: nn.Module) -> None:
+    """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Each is let
+    go of before the next is taken."""
+    choice = FormChoice()
+    for weight in find_storable(model):
+        if weight.weight.device.type == "cpu" and weight.weight.dtype in CPU_TYPES:
+            out_width, in_width = weight.weight.shape
+            shape = {"in_width": in_width, "out_width": out_width, "has_rows": int(weight.has_rows)}
+            form = choice.choose(KernelQuery("cpu", str(weight.weight.dtype).removeprefix("torch."), shape=shape))
+            weight.store(WEIGHT_FORMS.load(form)(weight.weight.data))
+    choice.save()
+
+
+def find_stored(model: nn.Module) -> list[StoredWeight]:
+    """Every stored weight, tied ones once."""
+    return list({id(stored): stored for layer in model.modules() if (stored := getattr(layer, "stored", None)) is not None}.values())
+
+
+def restore_plain(model: nn.Module, dtype: torch.dtype) -> None:
+    """Plain parameters again, as before new weights are filled in; exact for forms that lose nothing."""
+    plain: dict[int, nn.Parameter] = {}
+    for layer in model.modules():
+        stored = getattr(layer, "stored", None)
+        if stored is not None:
+            if id(stored) not in plain:
+                plain[id(stored)] = nn.Parameter(stored.unpack(dtype), requires_grad=False)
+            layer.stored, layer.weight = None, plain[id(stored)]
+
+
+def count_elements(model: nn.Module) -> int:
+    """Weights of a model, however they are kept, tied ones once."""
+    return sum(p.numel() for p in model.parameters()) + sum(stored.shape[0] * stored.shape[1] for stored in find_stored(model))
+
+
+def count_bytes(model: nn.Module) -> int:
+    """Bytes of parameters, stored weights and buffers."""
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + sum(stored.num_bytes for stored in find_stored(model))
