@@ -20,6 +20,7 @@ _HOMES = {
     "chat": "headrace.serving.cli.options:ChatOptions",
     "check": "headrace.serving.cli.options:CheckOptions",
     "show": "headrace.serving.cli.options:ShowOptions",
+    "replay": "headrace.serving.replay.options:ReplayOptions",
     "target": "headrace.serving.bench.options:TargetOptions",
     "load": "headrace.serving.bench.options:LoadOptions",
     "traffic": "headrace.serving.bench.options:TrafficOptions",
@@ -31,8 +32,7 @@ _HOMES = {
 class Command:
     """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``words`` describes what may
     follow without a flag: ``model`` for a model's name, ``prompts`` for any number of prompts, ``files`` for an input and an
-    output, empty for nothing. A
-    command that is ``quiet`` logs from warning on unless told otherwise: its output is the user's."""
+    output, ``folder`` for one, empty for nothing. A command that is ``quiet`` logs from warning on unless told otherwise: its output is the user's."""
 
     name: str
     summary: str
@@ -80,6 +80,12 @@ _ALL = (
             ("run it again after an interruption: what is answered is skipped", "headrace batch requests.jsonl answers.jsonl"),
             ("requests that call the model by another name", "headrace batch requests.jsonl answers.jsonl --served-model-name gpt-4o-mini"),
         ), "files", quiet=True,
+    ),
+    Command(
+        "replay", "send recorded requests again and compare the answers", ("replay",), "headrace.serving.cli.replay:run", (
+            ("what a server wrote with --dump-requests, at its own pace", "headrace replay dumped --base-url http://127.0.0.1:8000"),
+            ("as fast as the server takes them", "headrace replay dumped --speed 0 --concurrency 64"),
+        ), "folder", quiet=True,
     ),
     Command(
         "bench serve", "load any OpenAI-compatible server and measure it", ("target", "load", "traffic"), "headrace.serving.cli.bench:run_serve", (

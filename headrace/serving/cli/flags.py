@@ -184,6 +184,8 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
         parser.add_argument("words", nargs="*", metavar="PROMPT", help="prompts to complete")
     elif command.words == "files":
         parser.add_argument("words", nargs="*", metavar="FILE", help="the input, then the output")
+    elif command.words == "folder":
+        parser.add_argument("words", nargs="*", metavar="FOLDER", help="folder, or one file of it")
     for name, kind in command.section_types().items():
         group = parser.add_argument_group(name, (kind.__doc__ or "").strip().replace("``", ""))
         for info in options_of(kind, name):
@@ -194,7 +196,7 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
 
 
 def _usage_of_words(words: str) -> str:
-    return {"model": "[MODEL] ", "prompts": "[PROMPT ...] ", "files": "INPUT OUTPUT "}.get(words, "")
+    return {"model": "[MODEL] ", "prompts": "[PROMPT ...] ", "files": "INPUT OUTPUT ", "folder": "FOLDER "}.get(words, "")
 
 
 def _epilog(command: Command) -> str | None:

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError, Forbidden, HeadraceError, Unauthorized
 from headrace.serving.http.context import AppContext
-from headrace.serving.http.error_forms import path_of
 from headrace.serving.http.errors import respond_error
+from headrace.serving.http.routing import method_of, path_of, route_of
 from headrace.serving.http.sampling import read_request_id
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class KeyGate:
             return
         await respond_error(Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY"), scope)(scope, receive, send)
 
+
 class RequestLedger:
     """Counts requests by method, route and status; logs a line for each when asked to. Puts the request's id on the
     answer: the client's own ``X-Request-Id``, else the one a route gave it."""
@@ -140,20 +141,8 @@ class RequestLedger:
             await self._app(scope, receive, note_status)
         finally:
             self._metrics.http_active.dec()
-            self._metrics.http_requests.labels(_method_of(scope), self._route_of(scope), str(status)).inc()
+            self._metrics.http_requests.labels(method_of(scope), route_of(path_of(scope), self._routes), str(status)).inc()
             if self._has_log:
                 client = scope.get("client") or ("-", 0)
                 seconds, name = time.perf_counter() - begin, state["request_id"] or "-"
                 logger.info("%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], quote(scope["path"]), status, seconds, name)
-
-    def _route_of(self, scope: Scope) -> str:
-        path = path_of(scope)
-        if path in self._routes:
-            return path
-        return next((r for r in self._routes if "{" in r and path.startswith(r.partition("{")[0])), "unmatched")
-
-
-def _method_of(scope: Scope) -> str:
-    """The method, or ``other``: clients may invent any number of them, a metric's labels must stay few."""
-    known = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
-    return scope["method"] if scope["method"] in known else "other"

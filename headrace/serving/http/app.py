@@ -15,6 +15,7 @@ from headrace.serving.http.errors import install_handlers
 from headrace.serving.http.metrics import Metrics
 from headrace.serving.http.openapi import describe_api
 from headrace.serving.http.page import page_handler
+from headrace.serving.http.recording import Recorder, Sink, open_log
 from headrace.serving.http.routes import (
     admin,
     chat,
@@ -31,6 +32,7 @@ from headrace.serving.http.routes import (
     tokens,
     upkeep,
 )
+from headrace.serving.http.tracing import TracedRequests
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
@@ -61,13 +63,24 @@ def create_app(client: EngineClient, server: ServerConfig, operations: Operation
 
     app.openapi = describe  # type: ignore[method-assign]  # the documented way to replace FastAPI's own document
     install_handlers(app)
+    _add_middleware(app, context, frozenset({"/", "/openapi.json", *(e.path for e in ENDPOINTS)}))
+    return app
+
+
+def _add_middleware(app: FastAPI, context: AppContext, routes: frozenset[str]) -> None:
+    """What stands before the routes, the innermost first: only what was let in is recorded."""
+    server = context.server
+    sinks: list[Sink] = [sink for sink in (context.dump, open_log(context.operations)) if sink is not None]
+    if sinks:
+        app.add_middleware(Recorder, sinks=sinks, paths=frozenset(e.path for e in ENDPOINTS if not e.is_admin))
     if server.api_key is not None:
         app.add_middleware(KeyGate, key=check_key(server.api_key))
     app.add_middleware(AdminGate, server=server, paths=frozenset(e.path for e in ENDPOINTS if e.is_admin))
     origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
-    app.add_middleware(RequestLedger, context=context, routes=frozenset({"/", "/openapi.json", *(e.path for e in ENDPOINTS)}))
+    if context.tracing is not None:
+        app.add_middleware(TracedRequests, context=context, routes=routes)
+    app.add_middleware(RequestLedger, context=context, routes=routes)
     if server.root_path:
         app.add_middleware(Prefix, prefix=server.root_path)
-    return app

@@ -16,6 +16,8 @@ from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.errors import ModelNotFound
 from headrace.serving.http.metrics import Metrics
 from headrace.serving.http.response_store import ResponseStore
+from headrace.serving.http.tracing import open_tracing
+from headrace.serving.replay.folder import DumpFolder
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
@@ -44,6 +46,9 @@ class AppContext:
 
     def __post_init__(self) -> None:
         self.upkeep = Upkeep(self.client)
+        self.tracing = open_tracing(self.operations)
+        limit = self.operations.dump_limit_mib * 2**20
+        self.dump = DumpFolder(self.operations.dump_requests, limit) if self.operations.dump_requests else None
         self.responses = ResponseStore(self.server.responses_store * 2**20, self.server.responses_ttl_s)
 
     @property
@@ -69,6 +74,13 @@ class AppContext:
         if self.client.facts is None:
             raise EngineUnavailable("the model is still loading", retry_after=RETRY_AFTER_S)
         return self.client.facts
+
+    def close(self) -> None:
+        """Let what is recorded of requests reach its place; may take seconds."""
+        if self.dump is not None:
+            self.dump.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     def check_available(self) -> None:
         """Raise `EngineUnavailable` unless requests are taken."""

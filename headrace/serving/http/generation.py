@@ -60,6 +60,8 @@ class Generation:
         self.streams = streams
         self.timers = [RequestTimer(context.metrics, len(s.prompt_token_ids), p.n) for s, p in zip(streams, ask.params, strict=True)]
         self.is_disconnected = False
+        self._context = context
+        self._span = getattr(request.state, "span", None)
         self._running = context.running
         self._running[ask.request_id] = streams
         self._num_completion = 0
@@ -81,7 +83,9 @@ class Generation:
         """End what still runs and forget it."""
         self._watch.cancel()
         self.abort()
-        self._running.pop(self.ask.request_id, None)
+        is_first_time = self._running.pop(self.ask.request_id, None) is not None
+        if is_first_time and self._span is not None and self._context.tracing is not None:
+            self._context.tracing.add_generation(self._span, self.ask.request_id, self._context.model_name, self.timers)
 
     def usage(self) -> Usage:
         """Token counts so far."""

@@ -94,7 +94,8 @@ class Metrics:
 
 class RequestTimer:
     """Observes one engine request from its deltas. ``first_token_s`` and ``end_s``: seconds from its coming to its first token
-    and to its end; ``queued_s`` those that its first choice waited for a step. ``arrival_ns`` is by the wall clock."""
+    and to its end, 0 until then; ``queued_s`` those that its first choice waited for a step. ``arrival_ns`` is by the wall
+    clock."""
 
     def __init__(self, metrics: Metrics, prompt_len: int, num_choices: int):
         self._metrics = metrics
@@ -102,11 +103,18 @@ class RequestTimer:
         self._latest: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
         self._num_running = num_choices
+        self.prompt_len = prompt_len
+        self.finish_reasons: list[str] = []
         self._queued: set[int] = set()
         self.arrival_ns = time.time_ns()
         self.first_token_s = self.end_s = 0.0
         self.queued_s: float | None = None
         metrics.prompt_tokens.observe(prompt_len)
+
+    @property
+    def output_len(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(self._num_tokens.values())
 
     @property
     def elapsed_s(self) -> float:
@@ -130,6 +138,7 @@ class RequestTimer:
             self._latest[index] = now
             self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
         if delta.finish_reason is not None:
+            self.finish_reasons.append(delta.finish_reason)
             self._metrics.finished.labels(delta.finish_reason).inc()
             if delta.pooled is None:
                 self._metrics.generation_tokens.observe(self._num_tokens.get(index, 0))

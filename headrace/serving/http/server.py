@@ -120,6 +120,7 @@ class HttpServer:
                 self._uvicorn.should_exit = True
                 await self._client.close()
                 await asyncio.gather(serving, starting, return_exceptions=True)  # what counts was raised by _watch
+                await asyncio.to_thread(self._context.close)
                 for number in SIGNALS:
                     loop.remove_signal_handler(number)
         if self._is_forced:

@@ -29,6 +29,7 @@ from headrace.service.client.stream import RequestStream
 from headrace.service.tokenization.requests import refuse_generation
 
 BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
+QUEUED_S = 0.002
 
 
 class ByteTokenizer:
@@ -114,7 +115,7 @@ class FakeAssembler:
         if index in self._done:
             return None
         self._ids[index] += output.token_ids
-        delta = ChoiceDelta(index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs)
+        delta = ChoiceDelta(index, "", output.token_ids, output.logprobs, queued_s=output.queued_s, num_cached_tokens=output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs)
         text = bytes(i for i in self._ids[index] if i < 256).decode(errors="ignore")
         end = len(text) - self._hold
         for stop in self._params.stop_strings():
@@ -216,7 +217,7 @@ class FakeClient:
         if "HOLD" in text:
             await ended.wait()
         broken = re.search(r"BREAK(\d+)", text)
-        facts = {"num_cached_tokens": len(request.prompt_token_ids) // 2}
+        facts = {"num_cached_tokens": len(request.prompt_token_ids) // 2, "queued_s": QUEUED_S}
         if params.prompt_logprobs is not None:
             facts["prompt_logprobs"] = [None, *(token_logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:])]
         finish = Finish("error", error=ErrorInfo("queue_full", "the queue is full", None, 7)) if "FULL" in text else None
