@@ -27,6 +27,15 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     pooling: PoolingSpec | None = None
 
 
+class RowGrowth(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a row that are known since it was started, at positions from ``start`` on. Later spans of the row that are
+    no decodes read them."""
+
+    row: int
+    start: int
+    token_ids: list[int]
+
+
 class PageAppend(msgspec.Struct, frozen=True, array_like=True):
     """Write ``pages`` into the row's page table of cache group ``group``, from entry ``start`` on."""
 
@@ -45,13 +54,13 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What one step shall do. Applied in this order: releases, starts, appends, copies, then the spans are computed.
+    """What one step shall do. Applied in this order: releases, starts, growths, appends, copies, then the spans are computed.
 
     Spans are parallel lists of length R; a row occurs at most once. Span i computes positions
     ``[begins[i], begins[i] + lengths[i])`` of row ``rows[i]``; all earlier positions are in the cache.
     The first ``num_decodes`` spans have length 1 and take their input token from device memory, where the previous
     step's sampler wrote it (with two plans in flight the host does not know it yet). The other spans take tokens from
-    their row's `RowStart`. ``samples[i]`` is 1 when a token shall be drawn after the span's last position, 0 for a
+    their row's `RowStart`, or a `RowGrowth` since. ``samples[i]`` is 1 when a token shall be drawn after the span's last position, 0 for a
     prefill chunk that does not reach the end and for rows with ``pooling``; decodes always sample.
     """
 
@@ -65,6 +74,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     starts: list[RowStart] = []
     appends: list[PageAppend] = []
     copies: list[PageCopy] = []
+    growths: list[RowGrowth] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +105,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone.
     ``refused_rows`` are those of rows whose own grammar or limits allow no token: the request was wrong.
     ``pooled`` are ``(row, float32 values, little-endian)`` of the rows with ``pooling`` whose last token was computed.
+    ``forced`` are ``(row, token ids)`` that a row's grammar leaves no choice about behind the token drawn here: they are
+    part of the output at once, and what a later step in flight draws at their positions means nothing.
     """
 
     step_id: int
@@ -104,3 +116,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed_rows: list[tuple[int, str]] = []
     pooled: list[tuple[int, bytes]] = []
     refused_rows: list[tuple[int, str]] = []
+    forced: list[tuple[int, list[int]]] = []
