@@ -17,6 +17,7 @@ from headrace.execution.backends import ChosenBackends, choose_backends
 from headrace.execution.graphs import bucket_sizes
 from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.runner import Runner
+from headrace.execution.step_graphs import step_sizes
 from headrace.execution.warmup import measure_largest_steps, run_tiny_steps
 from headrace.layers.build import Build
 from headrace.memory.plan import CachePlan
@@ -43,11 +44,12 @@ class Assembly:
         run_tiny_steps(runner.execute, self.layout, is_reader=loaded.pooling is not None)
         return runner
 
-    def capture_graphs(self, runner: Runner, progress: Progress) -> int:
-        """Capture decode steps where there is anything to capture; returns the bytes they take."""
+    def capture_graphs(self, runner: Runner, loaded: LoadedModel, chosen: ChosenBackends, progress: Progress) -> int:
+        """Capture steps where there is anything to capture; returns the bytes they take."""
         if not has_graphs(self.config, self.device):
             return 0
-        return runner.capture_graphs(bucket_sizes(self.layout.max_rows), lambda done, total: progress("capturing decode steps", 0.9 + 0.1 * done / total))
+        decodes, tokens = graph_sizes(self.config, loaded, chosen)
+        return runner.capture_graphs(decodes, tokens, lambda done, total: progress("capturing graphs", 0.9 + 0.1 * done / total))
 
     def rebuild_runner(self, loaded: LoadedModel, *, captures: bool, progress: Progress) -> Runner:
         """What the start does once the layout is known: measure, allocate, run, capture."""
@@ -56,7 +58,7 @@ class Assembly:
         measure_activations(self.config, loaded, chosen, self.device)
         runner = self.build_runner(loaded, chosen)
         if captures:
-            self.capture_graphs(runner, progress)
+            self.capture_graphs(runner, loaded, chosen, progress)
         return runner
 
 
@@ -70,13 +72,25 @@ def has_graphs(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cuda" and config.device.graphs
 
 
-def graph_reserve(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
+def graph_sizes(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends) -> tuple[list[int], list[int]]:
+    """Buckets to capture: requests of decode steps, tokens of other steps."""
+    assert config.scheduler.max_running_requests and config.scheduler.max_step_tokens
+    decodes = bucket_sizes(config.scheduler.max_running_requests)
+    if not all(getattr(backend, "takes_open_steps", False) for backend in chosen.backends):
+        return decodes, []
+    most = min([config.scheduler.max_step_tokens, *(part.most_captured_tokens for part in loaded.model.modules() if hasattr(part, "most_captured_tokens"))])
+    return decodes, step_sizes(most, loaded.num_parameters)
+
+
+def graph_reserve(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, activations: int, device: torch.device) -> int:
     """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): the logits
-    of the largest bucket in three forms, and what the driver takes for each graph."""
+    of the largest decode step in three forms, their share of the largest step's ``activations``, and what the driver takes
+    for each graph."""
     if not has_graphs(config, device):
         return 0
-    sizes = bucket_sizes(config.scheduler.max_running_requests or 1)
-    return sizes[-1] * loaded.vocab_size * 10 + len(sizes) * DRIVER_BYTES_PER_GRAPH
+    decodes, tokens = graph_sizes(config, loaded, chosen)
+    share = activations * max(tokens, default=0) // config.scheduler.max_step_tokens
+    return decodes[-1] * loaded.vocab_size * 10 + share + (len(decodes) + len(tokens)) * DRIVER_BYTES_PER_GRAPH
 
 
 def layout_of(config: EngineConfig, plan: CachePlan) -> CacheLayout:

@@ -139,12 +139,12 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     progress("sizing the KV cache", 0.8)
     activations = measure_activations(config, loaded, chosen, device)
     free = free_bytes(device)
-    budget = kv_budget(device.type, free - graph_reserve(config, loaded, device), config.cache.memory_fraction)
+    budget = kv_budget(device.type, free - graph_reserve(config, loaded, chosen, activations, device), config.cache.memory_fraction)
     plan = plan_cache(_demand(config, loaded), config.cache, budget)
     assembly = Assembly(config, layout_of(config, plan), device)
     progress("running a first step", 0.9)
     runner = assembly.build_runner(loaded, chosen)
-    graphs = assembly.capture_graphs(runner, progress)
+    graphs = assembly.capture_graphs(runner, loaded, chosen, progress)
     kv_bytes = sum(pool.num_bytes for pool in runner.pools)
     memory = memory_lines(
         weights=loaded.num_bytes, activations=activations, graphs=graphs, plan=plan, page_size=assembly.layout.page_size,

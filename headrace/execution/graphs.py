@@ -105,19 +105,14 @@ class DecodeGraphs:
         self._sizes: list[int] = []
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int], progress: Callable[[int, int], None]) -> int:
-        """Capture buckets; returns the bytes they took. ``progress(done, total)`` is called after each."""
-        torch.cuda.synchronize(self._device)
-        free_before = torch.cuda.mem_get_info(self._device)[0]
-        pool = torch.cuda.graph_pool_handle()
-        for done, size in enumerate(sorted(sizes, reverse=True), 1):
+    def capture(self, sizes: list[int], pool: tuple[int, int], advance: Callable[[], None]) -> None:
+        """Capture buckets; ``advance`` is called after each."""
+        for size in sorted(sizes, reverse=True):
             graph = DecodeGraph(size, self._model, self._state, self._device)
             graph.capture(pool)
             self._graphs[size] = graph
-            progress(done, len(sizes))
+            advance()
         self._sizes = sorted(self._graphs)
-        torch.cuda.synchronize(self._device)
-        return max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
 
     def find(self, num_requests: int) -> DecodeGraph | None:
         """The smallest bucket that holds so many requests."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.base.cache import CacheLayout
+from headrace.base.cache import NULL_PAGE, CacheLayout
 from headrace.base.step import StepPlan
 from headrace.execution.rows import HAS_SECOND_TEXT, Rows
 from headrace.execution.upload import Upload
@@ -103,19 +103,58 @@ class InputBuilder:
         """The batch, with every backend prepared. No waiting; stream order keeps the static tensors safe. ``wanted``: the
         requests, by place in the plan, whose last tokens alone the model shall compute to the end; the upload has their
         places among the tokens as ``sample_tokens`` and among the requests as ``sample_requests``."""
-        static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
-        token_ids, positions = static.token_ids[:num_tokens], static.positions[:num_tokens]
-        token_ids[: shape.num_decodes] = self._rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
-        token_ids[shape.num_decodes :] = sent["prefill_tokens"]
-        positions.copy_(sent["positions"])
-        static.query_start[: num_requests + 1] = sent["query_start"]
-        static.kv_lens[:num_requests] = sent["kv_lens"]
-        groups = [self._build_group(g, shape, sent) for g in range(len(self._backends))]
-        batch = ForwardBatch(token_ids, positions, groups, list(map(int, shape.lengths)), sent.get("text_kinds"))
+        self._write(shape, sent)
+        static, num_tokens = self.static, shape.num_tokens
+        groups = [self._prepare_group(g, shape) for g in range(len(self._backends))]
+        batch = ForwardBatch(
+            static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)), sent.get("text_kinds")
+        )
         if wanted is not None:
             inputs = [self._narrow(group.inputs, shape.ends[wanted], sent["sample_requests"]) for group in groups]
             batch.wanted = WantedTokens(sent["sample_tokens"], inputs)
         return batch
+
+    def fill(self, shape: StepShape, sent: dict[str, torch.Tensor], size: int) -> None:
+        """The same for a graph captured over `open_batch` of ``size`` tokens: what is left of its room becomes padding,
+        requests without tokens and tokens that write to the null page."""
+        self._write(shape, sent)
+        static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
+        static.slots[:, num_tokens:size].fill_(NULL_PAGE * self._layout.page_size)
+        static.query_start[num_requests + 1 :].fill_(num_tokens)
+        static.kv_lens[num_requests:].fill_(0)
+
+    def open_batch(self, size: int) -> ForwardBatch:
+        """A batch with room for ``size`` tokens of as many requests as there can be, over the static tensors."""
+        static, longest = self.static, self._layout.max_model_len
+        groups = []
+        for group, backend in enumerate(self._backends):
+            inputs = AttentionInputs(
+                num_tokens=size, num_decodes=0, query_lens_cpu=[], kv_lens_cpu=[], max_query_len=size, max_kv_len=longest,
+                query_start=static.query_start, kv_lens=static.kv_lens, page_table=static.page_tables[group], slots=static.slots[group, :size],
+                is_open=True,
+            )
+            backend.prepare(inputs)
+            groups.append(GroupStep(inputs, backend))
+        return ForwardBatch(static.token_ids[:size], static.positions[:size], groups)
+
+    def _write(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> None:
+        static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
+        token_ids, positions, page_size = static.token_ids[:num_tokens], sent["positions"], self._layout.page_size
+        token_ids[: shape.num_decodes] = self._rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
+        token_ids[shape.num_decodes :] = sent["prefill_tokens"]
+        static.positions[:num_tokens] = positions
+        static.query_start[: num_requests + 1] = sent["query_start"]
+        static.kv_lens[:num_requests] = sent["kv_lens"]
+        num_entries = self._num_entries(shape)
+        offset, page = positions % page_size, positions // page_size
+        for group in range(len(self._backends)):
+            table = self._tables.tensor[group]
+            entry = sent["token_rows"] * table.shape[1] + page
+            torch.add(table.view(-1).index_select(0, entry).long() * page_size, offset, out=static.slots[group, :num_tokens])
+            static.page_tables[group, :num_requests, :num_entries] = table[:, :num_entries].index_select(0, sent["rows"])
+
+    def _num_entries(self, shape: StepShape) -> int:
+        return -(-int(shape.ends.max()) // self._layout.page_size)
 
     def _narrow(self, whole: AttentionInputs, ends: np.ndarray, requests: torch.Tensor) -> AttentionInputs:
         """Inputs of the last tokens of some requests, each a decode; ``ends`` [S] are their lengths after the step."""
@@ -126,18 +165,13 @@ class InputBuilder:
             kv_lens=whole.kv_lens.index_select(0, requests), page_table=whole.page_table.index_select(0, requests), slots=whole.slots,
         )
 
-    def _build_group(self, group: int, shape: StepShape, sent: dict[str, torch.Tensor]) -> GroupStep:
-        static, page_size, num_tokens = self.static, self._layout.page_size, shape.num_tokens
-        table, positions, max_kv_len = self._tables.tensor[group], sent["positions"], int(shape.ends.max())
-        entry = sent["token_rows"] * table.shape[1] + positions // page_size
-        slots = static.slots[group, :num_tokens]
-        torch.add(table.view(-1).index_select(0, entry).long() * page_size, positions % page_size, out=slots)
-        page_table = static.page_tables[group, : len(shape.rows), : -(-max_kv_len // page_size)]
-        page_table.copy_(table[:, : page_table.shape[1]].index_select(0, sent["rows"]))
+    def _prepare_group(self, group: int, shape: StepShape) -> GroupStep:
+        static, num_requests = self.static, len(shape.rows)
         inputs = AttentionInputs(
-            num_tokens=num_tokens, num_decodes=shape.num_decodes, query_lens_cpu=list(map(int, shape.lengths)),
-            kv_lens_cpu=list(map(int, shape.ends)), max_query_len=int(shape.lengths.max()), max_kv_len=max_kv_len,
-            query_start=static.query_start[: len(shape.rows) + 1], kv_lens=static.kv_lens[: len(shape.rows)], page_table=page_table, slots=slots,
+            num_tokens=shape.num_tokens, num_decodes=shape.num_decodes, query_lens_cpu=list(map(int, shape.lengths)),
+            kv_lens_cpu=list(map(int, shape.ends)), max_query_len=int(shape.lengths.max()), max_kv_len=int(shape.ends.max()),
+            query_start=static.query_start[: num_requests + 1], kv_lens=static.kv_lens[:num_requests],
+            page_table=static.page_tables[group, :num_requests, : self._num_entries(shape)], slots=static.slots[group, : shape.num_tokens],
         )
         self._backends[group].prepare(inputs)
         return GroupStep(inputs, self._backends[group])

@@ -5,6 +5,7 @@ Refuses: deciding anything, waiting for the device, and knowing which model or b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -19,7 +20,8 @@ from headrace.execution.pooling import Pooler
 from headrace.execution.result import PendingSample, PromptSpan
 from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
 from headrace.execution.sampling import Drawn, SampleBatch, Sampler
-from headrace.execution.structured.rows import Filling, GrammarRows
+from headrace.execution.step_graphs import StepGraphs
+from headrace.execution.structured.rows import MIN_JUMP, MIN_JUMP_OVER_GRAPHS, Filling, GrammarRows
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, KvPages
@@ -43,6 +45,7 @@ class Runner:
         self._layout, self._backends = layout, backends
         self._narrows = getattr(model, "narrows", False)
         self._graphs: DecodeGraphs | None = None
+        self._step_graphs: StepGraphs | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
@@ -67,7 +70,7 @@ class Runner:
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
-        self._grammars = GrammarRows(store, self._sampler.vocab_size)
+        self._grammars = GrammarRows(store, self._sampler.vocab_size, min_jump=MIN_JUMP if self._graphs is None else MIN_JUMP_OVER_GRAPHS)
 
     def reset(self) -> None:
         """Forget what failed steps left behind; every row is started anew before it is computed again."""
@@ -77,12 +80,24 @@ class Runner:
     def detach(self) -> None:
         """Take the pools from the model, which may get another runner. This one cannot be used afterwards."""
         self._model.bind_cache([None] * self._num_layers, [None] * self._num_layers)
-        self._graphs = None
+        self._graphs = self._step_graphs = None
 
-    def capture_graphs(self, sizes: list[int], progress: Callable[[int, int], None]) -> int:
-        """Capture decode steps of these numbers of requests; returns the bytes they take. On a GPU only."""
+    def capture_graphs(self, decodes: list[int], tokens: list[int], progress: Callable[[int, int], None]) -> int:
+        """Capture decode steps of these numbers of requests, and other steps of these numbers of tokens; returns the bytes
+        they take. ``progress(done, total)`` is called after each. On a GPU only."""
+        torch.cuda.synchronize(self._device)
+        free_before = torch.cuda.mem_get_info(self._device)[0]
+        pool, done = torch.cuda.graph_pool_handle(), itertools.count(1)
+
+        def advance() -> None:
+            progress(next(done), len(decodes) + len(tokens))
+
+        self._step_graphs = StepGraphs(self._model, self._inputs)
+        self._step_graphs.capture(tokens, pool, advance)
         self._graphs = DecodeGraphs(self._model, DecodeState(self._rows, self._tables, self._layout, self._backends), self._device)
-        return self._graphs.capture(sizes, progress)
+        self._graphs.capture(decodes, pool, advance)
+        torch.cuda.synchronize(self._device)
+        return max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
 
     def _compute(self, plan: StepPlan, shape: StepShape, upload: Upload) -> PendingSample:
         self._inputs.pack(shape, upload)
@@ -91,13 +106,17 @@ class Runner:
         upload.add("sample_tokens", shape.query_start[1:][samples] - 1)
         self._sampler.pack(batch, upload)
         spans, reads = self._find_prompt_spans(shape, upload), self._pooler.pack(shape, upload)
-        is_narrow = self._narrows and not spans and not reads and len(samples) < shape.num_tokens
+        graph = self._step_graphs.find(shape) if self._step_graphs is not None else None
+        is_narrow = graph is None and self._narrows and not spans and not reads and len(samples) < shape.num_tokens
         if is_narrow:
             upload.add("sample_requests", samples)
         sent = upload.send(self._device)
         filling = self._grammars.begin(batch) if self._grammars is not None else None
         self._apply_pages(plan, sent)
-        hidden = self._model.forward(self._inputs.build(shape, sent, samples if is_narrow else None))
+        if graph is not None:
+            hidden = graph.replay(shape, sent)
+        else:
+            hidden = self._model.forward(self._inputs.build(shape, sent, samples if is_narrow else None))
         prompts, pooled = self._log_prompts(spans, hidden, sent), self._pooler.pool(reads, hidden, sent)
         drawn = None
         if len(samples):
@@ -130,7 +149,9 @@ class Runner:
 
     def _follow(self, filling: Filling | None, pending: PendingSample) -> PendingSample:
         if filling is not None:
+            assert self._grammars is not None
             filling.follow(pending)
+            pending.before_result = self._grammars.catch_up
         return pending
 
     def _release(self, row: int) -> None:
@@ -148,6 +169,8 @@ class Runner:
             if known.sampling.grammar is not None:
                 assert self._grammars is not None, "a grammar, and nobody to serve it"
                 self._grammars.start(start.row, known)
+        for growth in plan.growths:
+            self._rows.grow(growth)
         cleared = [*plan.releases, *(start.row for start in plan.starts)]
         if cleared:
             upload.add("cleared", cleared)

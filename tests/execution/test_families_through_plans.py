@@ -13,7 +13,11 @@ from headrace.base.cache import CacheLayout, group_layers
 from headrace.base.config import CacheConfig
 from headrace.base.sampling import SamplingSpec
 from headrace.execution.backends import choose_backends
+from headrace.execution.inputs import InputBuilder, StepShape
 from headrace.execution.runner import Runner
+from headrace.execution.step_graphs import StepGraph, StepGraphs
+from headrace.layers.attention.contract import AttentionGeometry
+from headrace.layers.attention.triton import TritonAttention
 from headrace.layers.build import Build
 from headrace.memory.plan import CacheDemand, plan_cache
 from headrace.models.catalog import find_family
@@ -53,6 +57,38 @@ def build(name: str) -> tuple[torch.nn.Module, Runner]:
 def generate(theirs: torch.nn.Module, prompt: list[int]) -> list[int]:
     out = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
     return out[0, len(prompt):].tolist()
+
+
+class UncapturedStep(StepGraph):
+    """Computes what a captured step replays."""
+
+    def replay(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        self._inputs.fill(shape, sent, self.size)
+        return self._run()[: shape.num_tokens]
+
+
+def open_steps(runner: Runner) -> None:
+    """Let every step run as one that is captured, padding and all, on the kernels that know their spans from the device."""
+    geometry = AttentionGeometry("cpu", "float32", "float32", (0, 0), 4, 2, 8, 8, PAGE_SIZE)
+    backends = [TritonAttention(geometry, CPU) for _ in runner._backends]
+    runner._inputs = InputBuilder(runner._layout, runner._rows, runner._tables, backends, 64)
+    runner._step_graphs = StepGraphs(runner._model, runner._inputs)
+    runner._step_graphs._sizes = [8, 40, 64]
+    runner._step_graphs._graphs = {size: UncapturedStep(size, runner._model, runner._inputs) for size in (8, 40, 64)}
+
+
+@pytest.mark.interpreted
+def test_open_steps_compute_the_same():
+    theirs, runner = build("gemma3")
+    open_steps(runner)
+    prompts = {row: random.Random(row).choices(range(1, VOCAB_SIZE), k=length) for row, length in enumerate((5, 20, 1))}
+    driver = Driver(runner, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    for row, prompt in prompts.items():
+        driver.start(row, prompt, SamplingSpec())
+    for chunks in ({0: 8, 1: 6}, {1: 13, 2: 1}, {1: 1}, {}):
+        driver.step(chunks)
+    for row, count in ((0, 4), (1, 2), (2, 3)):
+        assert driver.output[row] == generate(theirs, prompts[row])[:count]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import Case, make_problem
 from devices import DEVICES, ON_GPU
 
@@ -42,6 +45,23 @@ EXACTLY = pytest.param("cpu", torch.float32, 1e-5, marks=pytest.mark.interpreted
 def test_matches_dense_attention(name, device, dtype, tolerance):
     problem = make_problem(CASES[name], device, dtype)
     assert problem.error(problem.run(TritonAttention(problem.geometry, torch.device(device)))) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
+@pytest.mark.parametrize("name", ["mixed", "window", "all", "dim-128", "prefill-of-one-token"])
+def test_open_steps(name, device, dtype, tolerance):
+    """Spans known on the device alone, with room left in tokens and in requests."""
+    problem = make_problem(CASES[name], device, dtype)
+    inputs, spare = problem.inputs, 3
+    num_tokens = inputs.num_tokens
+    problem.q = torch.cat((problem.q, torch.full_like(problem.q[:spare], float("nan"))))
+    problem.inputs = replace(
+        inputs, is_open=True, num_tokens=num_tokens + spare, num_decodes=0, query_lens_cpu=[], kv_lens_cpu=[],
+        query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))), kv_lens=F.pad(inputs.kv_lens, (0, spare)),
+        page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
+    )
+    out = problem.run(TritonAttention(problem.geometry, torch.device(device)))
+    assert problem.error(out[:num_tokens]) < tolerance
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)

@@ -108,15 +108,18 @@ def _accumulate(logits, v, acc, top, total, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first", "num_requests", "capacity"])
-def _plan_prefill_kernel(query_start_ptr, blocks_ptr, first, num_requests, capacity, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr):
-    """Write ``(request, first token of the block)`` for every block of TOKENS query tokens; late blocks first, since
-    they see the most keys. One program a request; unused entries get request -1 from the program after the last."""
+def _plan_prefill_kernel(
+    query_start_ptr, blocks_ptr, first, num_requests, capacity, LEAST: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Write ``(request, first token of the block)`` for every block of TOKENS query tokens of requests with LEAST tokens or
+    more; late blocks first, since they see the most keys. One program a request; unused entries get request -1 from the
+    program after the last."""
     request = tl.program_id(0)
     other = tl.arange(0, BLOCK_R)
     known = other < num_requests
     begin = tl.load(query_start_ptr + first + other, mask=known, other=0)
     end = tl.load(query_start_ptr + first + other + 1, mask=known, other=0)
-    blocks = (end - begin + TOKENS - 1) // TOKENS
+    blocks = tl.where(end - begin >= LEAST, (end - begin + TOKENS - 1) // TOKENS, 0)
     base = tl.sum(tl.where(other < request, blocks, 0), axis=0)
     count = tl.sum(tl.where(other == request, blocks, 0), axis=0)
     if request == num_requests:
@@ -245,23 +248,28 @@ def _key_range(kv_len, split, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
     table_stride, page_stride_k, page_stride_v, scale, softcap, splits,
     PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_SPLIT: tl.constexpr, FUSED: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, FUSED: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OPEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
     # heads fastest: the programs that run together then read whole pages, not stripes of them
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens_ptr + request)
     start, end, num_used, begin = _key_range(kv_len, split, splits, WINDOW, BLOCK_N)
-    if split < num_used:
+    token, is_used = request, split < num_used
+    if OPEN:
+        token = tl.load(query_start_ptr + request)
+        is_used = tl.load(query_start_ptr + request + 1) - token == 1
+    if is_used:
         table = table_ptr + request.to(tl.int64) * table_stride
         row = tl.arange(0, BLOCK_M)
         valid = row < G
         dim, dim_v = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_EV)
-        q_row = (request.to(tl.int64) * (K * G) + head * G + row)[:, None]
+        q_row = (token.to(tl.int64) * (K * G) + head * G + row)[:, None]
         q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
         top = tl.full([BLOCK_M], MASKED, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -351,17 +359,37 @@ def plan_prefill(
     query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, width: int, dtype: torch.dtype, tile: Tile | None = None
 ) -> PrefillPlan:
     """Plan requests ``first`` and later. ``query_lens`` are host-known, all requests; no device synchronisation."""
+    tile, tokens = _query_tile(group, width, dtype, tile)
+    num_blocks = sum(ceil_div(n, tokens) for n in query_lens[first:])
+    blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
+    _deal_blocks(query_start, blocks, first, len(query_lens) - first, tokens, least=1)
+    return PrefillPlan(blocks, tile, tokens)
+
+
+def plan_open_prefill(query_start: torch.Tensor, num_tokens: int, *, group: int, width: int, dtype: torch.dtype) -> PrefillPlan:
+    """Plan whatever requests of two tokens or more there will be: as many blocks as ``num_tokens`` can fill, most of which
+    may turn out to have none. May be captured."""
+    tile, tokens = _query_tile(group, width, dtype, None)
+    num_requests = query_start.shape[0] - 1
+    num_blocks = num_tokens // tokens + min(num_requests, num_tokens // 2)
+    blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
+    _deal_blocks(query_start, blocks, 0, num_requests, tokens, least=2)
+    return PrefillPlan(blocks, tile, tokens)
+
+
+def _query_tile(group: int, width: int, dtype: torch.dtype, tile: Tile | None) -> tuple[Tile, int]:
+    """The tile, and how many tokens with all the heads of a group it holds."""
     tile = tile or prefill_tile(width, dtype.itemsize)
     if group > tile.rows:
         tile = Tile(next_power_of_2(group), tile.keys, tile.num_warps, tile.num_stages)
-    tokens = tile.rows // group
-    num_blocks = sum(ceil_div(n, tokens) for n in query_lens[first:])
-    blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
-    num_requests = len(query_lens) - first
+    return tile, tile.rows // group
+
+
+def _deal_blocks(query_start: torch.Tensor, blocks: torch.Tensor, first: int, num_requests: int, tokens: int, *, least: int) -> None:
     _plan_prefill_kernel[(num_requests + 1,)](
-        query_start, blocks, first, num_requests, num_blocks, BLOCK_R=max(1024, next_power_of_2(num_requests)), TOKENS=tokens, num_warps=4
+        query_start, blocks, first, num_requests, blocks.shape[0], LEAST=least, BLOCK_R=max(1024, next_power_of_2(num_requests)), TOKENS=tokens,
+        num_warps=4,
     )
-    return PrefillPlan(blocks, tile, tokens)
 
 
 def prefill(
@@ -402,12 +430,13 @@ class DecodeWorkspace:
 @dataclass(frozen=True)
 class DecodeStep:
     """The first ``num_requests`` rows of ``kv_lens`` and ``page_table`` have one token each; no length is above
-    ``max_kv_len``."""
+    ``max_kv_len``. With ``query_start`` only those that have one by it are decodes, and their tokens stand where it says."""
 
     kv_lens: torch.Tensor
     page_table: torch.Tensor
     num_requests: int
     max_kv_len: int
+    query_start: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -431,15 +460,16 @@ def decode(
     geometry, constants = _geometry(q, k_pages, v_pages), head.constants()
     tile = launch.tile or decode_tile(geometry["G"], geometry["BLOCK_E"], q.element_size())
     reach = min(step.max_kv_len, head.window) if head.window else step.max_kv_len
-    splits = split_count(step.num_requests, k_pages.shape[2], reach, programs=workspace.programs)
+    is_open = step.query_start is not None  # nobody knows how many decodes there will be: not split
+    splits = 1 if is_open else split_count(step.num_requests, k_pages.shape[2], reach, programs=workspace.programs)
     sinks = head.sinks if head.sinks is not None else q
     dependent = dict(PDL=launch.pdl, launch_pdl=launch.pdl)
     rows = next_power_of_2(geometry["G"])
     joining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, JOINED_VALUES // (rows * geometry["BLOCK_EV"]))))
     _decode_kernel[(k_pages.shape[2], splits, step.num_requests)](
-        q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, step.kv_lens, step.page_table, sinks,
-        step.page_table.stride(0), splits=splits, **geometry, **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=splits > 1,
-        FUSED=launch.fused, **joining, num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent,
+        q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, step.query_start if is_open else step.kv_lens,
+        step.kv_lens, step.page_table, sinks, step.page_table.stride(0), splits=splits, **geometry, **constants, BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys, IS_SPLIT=splits > 1, OPEN=is_open, FUSED=launch.fused, **joining, num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent,
     )
     if splits > 1 and not launch.fused:
         _combine_kernel[(step.num_requests, k_pages.shape[2])](

@@ -52,6 +52,10 @@ class AttentionInputs:
     ``page_table`` [R, >= ceil(max_kv_len / page_size)] int32, ``slots`` [T] int64 (page * page_size + offset where the
     token's K and V are written). ``query_lens_cpu`` and ``kv_lens_cpu`` are the same facts on the host; under a
     captured graph they are the capture's and only ``max_kv_len`` bounds the real lengths.
+
+    ``is_open``: the step is captured with room for T tokens and R requests, and what fills it is known on the device
+    alone. A request of one token is a decode wherever it stands, one of none is padding; ``num_decodes`` and the host's
+    lists say nothing. Only backends that say ``takes_open_steps`` are given such.
     """
 
     num_tokens: int
@@ -64,10 +68,11 @@ class AttentionInputs:
     kv_lens: torch.Tensor
     page_table: torch.Tensor
     slots: torch.Tensor
+    is_open: bool = False
 
     @property
     def num_requests(self) -> int:
-        return len(self.query_lens_cpu)
+        return self.kv_lens.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

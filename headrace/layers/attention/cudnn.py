@@ -52,6 +52,7 @@ class CudnnAttention:
     """See `AttentionBackend`."""
 
     preferred_page_size = 64
+    takes_open_steps = True
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         self._geometry, self._device = geometry, device
@@ -63,7 +64,7 @@ class CudnnAttention:
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Pad the chunks' lengths and tables to the bounds of a graph that may be there already."""
-        is_long = inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES and not self._geometry.window
+        is_long = not inputs.is_open and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES and not self._geometry.window
         self._inputs, self._chunks = inputs, self._pad_chunks(inputs) if is_long else None
         self._exact = self._find_exact(inputs) if is_long else None
 

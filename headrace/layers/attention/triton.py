@@ -12,6 +12,7 @@ from headrace.kernels.attention.triton import (
     PrefillPlan,
     block_dim,
     decode,
+    plan_open_prefill,
     plan_prefill,
     prefill,
 )
@@ -25,6 +26,7 @@ class TritonAttention:
     the decode kernel itself."""
 
     preferred_page_size = 64
+    takes_open_steps = True
     pdl = False
     fused = True
 
@@ -39,11 +41,11 @@ class TritonAttention:
     def prepare(self, inputs: AttentionInputs) -> None:
         """Decodes need nothing; prefill chunks are dealt out to programs by a small kernel."""
         self.inputs, self._plan = inputs, None
-        if inputs.num_decodes < inputs.num_requests:
-            self._plan = plan_prefill(
-                inputs.query_start, inputs.query_lens_cpu, first=inputs.num_decodes, group=self._group,
-                width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype),
-            )
+        tile = dict(group=self._group, width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype))
+        if inputs.is_open:
+            self._plan = plan_open_prefill(inputs.query_start, inputs.num_tokens, **tile)
+        elif inputs.num_decodes < inputs.num_requests:
+            self._plan = plan_prefill(inputs.query_start, inputs.query_lens_cpu, first=inputs.num_decodes, **tile)
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
@@ -57,8 +59,9 @@ class TritonAttention:
 
     def attend_decodes(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor) -> None:
         """Write the decodes' rows of ``out``; needs no `prepare`."""
-        if inputs.num_decodes:
-            step = DecodeStep(inputs.kv_lens, inputs.page_table, inputs.num_decodes, inputs.max_kv_len)
+        count = inputs.num_requests if inputs.is_open else inputs.num_decodes
+        if count:
+            step = DecodeStep(inputs.kv_lens, inputs.page_table, count, inputs.max_kv_len, inputs.query_start if inputs.is_open else None)
             decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, DecodeLaunch(self.fused, self.pdl))
 
 
