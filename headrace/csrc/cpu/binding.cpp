@@ -3,8 +3,9 @@
 // What each group of operators does is in its bind_*.h; the work is done by kernels that know nothing of torch.
 #include "operators.h"
 
-#include "bind_rope.h"
+#include "bind_attention.h"
 #include "bind_packed.h"
+#include "bind_rope.h"
 #include "bind_rows.h"
 
 namespace headrace {
@@ -29,15 +30,17 @@ static int64_t select_isa(int64_t most) {
 
 STABLE_TORCH_LIBRARY(headrace_cpu, m) {
   m.def("select_isa(int most) -> int");
-  headrace::define_rope(m);
+  headrace::define_attention(m);
   headrace::define_packed(m);
+  headrace::define_rope(m);
   headrace::define_rows(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CompositeExplicitAutograd, m) { m.impl("select_isa", TORCH_BOX(&headrace::select_isa)); }
 
 STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
-  headrace::implement_rope(m);
+  headrace::implement_attention(m);
   headrace::implement_packed(m);
+  headrace::implement_rope(m);
   headrace::implement_rows(m);
 }

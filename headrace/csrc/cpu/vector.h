@@ -173,25 +173,22 @@ template <class T> HEADRACE_INLINE void store(T* p, Vec a, int n) {
 #else  // plain C++ on four floats, which every compiler knows how to add
 constexpr int kLanes = 4;
 
+typedef float Four __attribute__((vector_size(16)));
+
 struct Vec {
-  float v[4];
+  Four v;
   HEADRACE_INLINE Vec() {}
+  HEADRACE_INLINE Vec(Four x) : v(x) {}
   HEADRACE_INLINE explicit Vec(float x) : v{x, x, x, x} {}
 };
-#define HEADRACE_LANEWISE(signature, expression) \
-  HEADRACE_INLINE Vec signature {                \
-    Vec out;                                     \
-    for (int i = 0; i < 4; ++i) out.v[i] = expression; \
-    return out;                                  \
-  }
-HEADRACE_LANEWISE(operator+(Vec a, Vec b), a.v[i] + b.v[i])
-HEADRACE_LANEWISE(operator-(Vec a, Vec b), a.v[i] - b.v[i])
-HEADRACE_LANEWISE(operator*(Vec a, Vec b), a.v[i] * b.v[i])
-HEADRACE_LANEWISE(operator/(Vec a, Vec b), a.v[i] / b.v[i])
-HEADRACE_LANEWISE(fma(Vec a, Vec b, Vec c), a.v[i] * b.v[i] + c.v[i])
-HEADRACE_LANEWISE(maximum(Vec a, Vec b), a.v[i] > b.v[i] ? a.v[i] : b.v[i])
-HEADRACE_LANEWISE(minimum(Vec a, Vec b), a.v[i] < b.v[i] ? a.v[i] : b.v[i])
-HEADRACE_LANEWISE(round(Vec a), (a.v[i] + 12582912.0f) - 12582912.0f)  // 1.5 * 2^23; for |a| < 2^22
+HEADRACE_INLINE Vec operator+(Vec a, Vec b) { return a.v + b.v; }
+HEADRACE_INLINE Vec operator-(Vec a, Vec b) { return a.v - b.v; }
+HEADRACE_INLINE Vec operator*(Vec a, Vec b) { return a.v * b.v; }
+HEADRACE_INLINE Vec operator/(Vec a, Vec b) { return a.v / b.v; }
+HEADRACE_INLINE Vec fma(Vec a, Vec b, Vec c) { return a.v * b.v + c.v; }
+HEADRACE_INLINE Vec maximum(Vec a, Vec b) { return a.v > b.v ? a.v : b.v; }
+HEADRACE_INLINE Vec minimum(Vec a, Vec b) { return a.v < b.v ? a.v : b.v; }
+HEADRACE_INLINE Vec round(Vec a) { return (a.v + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23; for |a| < 2^22
 HEADRACE_INLINE float sum(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
 HEADRACE_INLINE float largest(Vec a) {
   const float low = a.v[0] > a.v[2] ? a.v[0] : a.v[2], high = a.v[1] > a.v[3] ? a.v[1] : a.v[3];
@@ -224,6 +221,21 @@ template <class T> HEADRACE_INLINE void store(T* p, Vec a, int n) {
   for (int i = 0; i < n; ++i) p[i] = from_float<T>(a.v[i]);
 }
 #endif
+
+// The sums of four vectors, to four floats.
+HEADRACE_INLINE void store_sums(float* out, const Vec (&a)[4]) {
+#if defined(HEADRACE_IS_AVX2)
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#elif !defined(HEADRACE_IS_SCALAR)
+  __m256 half[4];
+  for (int i = 0; i < 4; ++i) half[i] = _mm256_add_ps(_mm512_castps512_ps256(a[i].v), _mm512_extractf32x8_ps(a[i].v, 1));
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = sum(a[i]);
+#endif
+}
 
 // A whole vector, or the first `n` lanes of one, as over_lanes passes them on.
 struct Whole {

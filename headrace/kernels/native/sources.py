@@ -17,7 +17,7 @@ import torch
 from headrace.kernels.native.toolchain import Compiler, Isa
 
 FOLDER = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
-OPTIONS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas")
+OPTIONS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized")
 KERNEL_OPTIONS = (*OPTIONS, "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 TORCH_OPTIONS = (*OPTIONS, "-O1", "-DTORCH_TARGET_VERSION=0x020b000000000000")  # torch's stable ABI, as of 2.11
 _HEADING = re.compile(r"// compiled for: ([a-z0-9 ]+)")

@@ -5,6 +5,10 @@ from headrace.layers.attention.contract import ATTENTION_BACKENDS
 
 ATTENTION_BACKENDS.add("reference", "headrace.layers.attention.reference:ReferenceAttention", doc="plain torch, any device and geometry")
 ATTENTION_BACKENDS.add(
+    "cpu", "headrace.layers.attention.cpu:CpuAttention", supports=support.reason_against_cpu, priority=10,
+    doc="own C++ kernels, compiled at first use; plain torch until then",
+)
+ATTENTION_BACKENDS.add(
     "triton", "headrace.layers.attention.triton:TritonAttention", supports=support.reason_against_triton, priority=10,
     doc="own kernels: any geometry on a GPU",
 )

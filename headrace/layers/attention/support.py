@@ -1,4 +1,4 @@
-"""Which geometries the GPU attention backends serve; asked before a backend is imported, so nothing is imported here."""
+"""Which geometries the faster attention backends serve; asked before a backend is imported, so nothing is imported here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from importlib.util import find_spec
 from headrace.layers.attention.contract import AttentionGeometry
 
 HALF_TYPES = ("float16", "bfloat16")
+
+
+def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
+    """Any shape on a CPU, queries and pages in any of three types each."""
+    if geometry.device != "cpu":
+        return "needs a cpu device"
+    if not {geometry.dtype, geometry.kv_dtype} <= {"float32", *HALF_TYPES}:
+        return "takes float32, bfloat16 and float16"
+    return None
 
 
 def reason_against_triton(geometry: AttentionGeometry) -> str | None:

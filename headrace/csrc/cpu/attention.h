@@ -1,0 +1,62 @@
+// Paged causal attention: what kernels of all instruction sets take. H heads, K kv heads, G = H / K, E head dim of queries
+// and keys, V of values. Softmax in float32 with a running maximum (Milakov & Gimelshein, arXiv:1805.02867; Dao,
+// arXiv:2307.08691); decode split over keys as in Flash-Decoding.
+#pragma once
+
+#include "types.h"
+
+namespace headrace {
+
+// Strides count values. Row (page, place, head) of keys or values starts at page * page + place * token + head * head.
+struct PageStrides {
+  int64_t page, token, head;
+};
+
+struct Attention {
+  const void* q;  // [T, H, E]: tokens q_stride apart, heads E apart
+  int64_t q_stride;
+  int q_type;
+  void* out;  // [T, H, V], contiguous, of q's type
+  const void *k, *v;
+  int kv_type;
+  PageStrides k_strides, v_strides;
+  int64_t page_bits;  // a page holds 2^page_bits tokens
+  const int32_t* table;
+  int64_t table_stride;
+  const int32_t *query_start, *kv_lens;
+  int64_t num_heads, num_kv_heads, head_dim, value_dim;
+  float scale, softcap;
+  int64_t window;      // 0: all
+  const float* sinks;  // [H], or null
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+constexpr int64_t kMostDecodeGroup = 8;  // decodes with more query heads a kv head are tiles
+constexpr int64_t kDecodeKeys = 32;      // keys of a block in decode
+constexpr int64_t kMostLanes = 16;
+
+// Widths are padded to whole vectors of any instruction set.
+inline int64_t padded(int64_t size, int64_t step = kMostLanes) { return (size + step - 1) / step * step; }
+
+// The result of some keys for the G heads of one kv head: per head the largest logit, the sum of e^(logit - largest), and
+// the sum of values so weighted.
+inline int64_t partial_size(const Attention& a) { return padded(2 * a.group()) + a.group() * padded(a.value_dim); }
+
+// Query rows of one request and kv head: row r is query token r / G and head r % G of the group.
+struct Tile {
+  int64_t request, kv_head, first_row, num_rows;
+};
+
+struct AttentionKernels {
+  // Keys [first, last) of a request with one query: into `partial`. `scratch` of decode_scratch(a) floats.
+  void (*decode)(const Attention& a, int64_t request, int64_t kv_head, int64_t first, int64_t last, float* partial, float* scratch);
+  int64_t (*decode_scratch)(const Attention& a);
+  void (*merge)(const Attention& a, float* into, const float* from);
+  void (*finish)(const Attention& a, int64_t request, int64_t kv_head, float* partial);  // sinks, division, to `out`
+  void (*tile)(const Attention& a, const Tile& tile, float* scratch);
+  int64_t (*tile_scratch)(const Attention& a, int64_t num_rows);
+  int64_t (*tile_rows)(const Attention& a);  // how many rows are worth a tile where there are plenty
+};
+
+}  // namespace headrace

@@ -1,0 +1,206 @@
+// paged_attention: see layers/attention/contract.py for what it computes. Here the work is dealt out to threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "attention.h"
+#include "operators.h"
+
+HEADRACE_TABLE_AMX(AttentionKernels, attention_kernels)
+
+namespace headrace {
+
+// Memory of one thread, kept from call to call.
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory_); }
+  float* floats(int64_t size) {
+    if (size > size_) {
+      std::free(memory_);
+      size_ = padded(size);
+      memory_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+    }
+    STD_TORCH_CHECK(memory_, "cannot allocate scratch memory");
+    return memory_;
+  }
+  static Scratch& of_this_thread() {
+    static thread_local Scratch scratch;
+    return scratch;
+  }
+
+ private:
+  float* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// One-token requests: their keys, in blocks, are laid end to end and cut into equal shares, one a thread. A request and kv
+// head that lies in several shares gives partial results, which are merged afterwards.
+class Decodes {
+ public:
+  explicit Decodes(const Attention& a) : a_(a), kernels_(best_attention_kernels()) {}
+
+  void add(int64_t request) {
+    const int64_t length = a_.kv_lens[request], first = a_.window > 0 ? std::max<int64_t>(0, length - a_.window) : 0;
+    entries_.push_back({request, first, length, num_blocks_});
+    num_blocks_ += a_.num_kv_heads * blocks(entries_.back());
+  }
+
+  void run() {
+    if (entries_.empty()) return;
+    const int64_t block_values = kDecodeKeys * (a_.head_dim + a_.value_dim) * (a_.group() + 1);
+    const int64_t worth = num_blocks_ * block_values / kShareValues;
+    const int64_t shares = std::clamp<int64_t>(worth, 1, torch::stable::get_num_threads());
+    std::vector<float> partials(shares > 1 ? 2 * shares * partial_size(a_) : 0);
+    std::vector<Piece> pieces(2 * shares);
+    const auto run_shares = [&](int64_t begin, int64_t end) {
+      for (int64_t s = begin; s < end; ++s) run_share(num_blocks_ * s / shares, num_blocks_ * (s + 1) / shares, partials.data() + 2 * s * partial_size(a_), &pieces[2 * s]);
+    };
+    if (shares == 1) return run_shares(0, 1);
+    torch::stable::parallel_for(0, shares, 1, run_shares);
+    join(pieces);
+  }
+
+ private:
+  static constexpr int64_t kShareValues = 1 << 16;  // fewer are not worth waking a thread
+
+  struct Entry {
+    int64_t request, first, length, start;  // start: the number of its first block among all
+  };
+  struct Piece {  // of one request and kv head
+    const Entry* entry = nullptr;
+    int64_t kv_head, block, count;
+    float* partial;
+  };
+
+  static int64_t blocks(const Entry& entry) { return (entry.length - entry.first + kDecodeKeys - 1) / kDecodeKeys; }
+
+  // Pieces: at most one that began in an earlier share, and one that goes on in a later.
+  void run_share(int64_t low, int64_t high, float* partials, Piece* pieces) {
+    const int64_t size = partial_size(a_);
+    float* scratch = Scratch::of_this_thread().floats(size + kernels_.decode_scratch(a_));
+    auto entry = std::upper_bound(entries_.begin(), entries_.end(), low, [](int64_t at, const Entry& e) { return at < e.start; }) - 1;
+    while (low < high) {
+      const int64_t all = blocks(*entry), head = (low - entry->start) / all, block = (low - entry->start) % all, count = std::min(all - block, high - low);
+      const bool is_whole = count == all;
+      float* partial = is_whole ? scratch : partials + (block > 0 ? 0 : size);
+      const int64_t first = entry->first + block * kDecodeKeys, last = std::min(first + count * kDecodeKeys, entry->length);
+      kernels_.decode(a_, entry->request, head, first, last, partial, scratch + size);
+      if (is_whole) kernels_.finish(a_, entry->request, head, partial);
+      else pieces[block > 0 ? 0 : 1] = {&*entry, head, block, count, partial};
+      low += count;
+      if (low == entry->start + a_.num_kv_heads * all) ++entry;
+    }
+  }
+
+  void join(const std::vector<Piece>& pieces) {
+    float* sum = nullptr;
+    for (const Piece& piece : pieces) {
+      if (!piece.entry) continue;
+      if (piece.block == 0) sum = piece.partial;
+      else kernels_.merge(a_, sum, piece.partial);
+      if (piece.block + piece.count == blocks(*piece.entry)) kernels_.finish(a_, piece.entry->request, piece.kv_head, sum);
+    }
+  }
+
+  const Attention& a_;
+  const AttentionKernels& kernels_;
+  std::vector<Entry> entries_;
+  int64_t num_blocks_ = 0;
+};
+
+// Requests with several queries: tiles of query rows, which threads take one after the other, the longest first.
+class Tiles {
+ public:
+  explicit Tiles(const Attention& a) : a_(a), kernels_(best_attention_kernels()) {}
+
+  void add(int64_t request) {
+    requests_.push_back(request);
+    num_rows_ += rows(request);
+  }
+
+  void run() {
+    if (requests_.empty()) return;
+    const int64_t threads = torch::stable::get_num_threads(), share = num_rows_ * a_.num_kv_heads / (kTilesPerThread * threads);
+    const int64_t most = kernels_.tile_rows(a_), height = threads == 1 ? most : std::clamp<int64_t>(padded(share, 32), 32, most);
+    for (const int64_t request : requests_)
+      for (int64_t first = 0; first < rows(request); first += height)
+        for (int64_t head = 0; head < a_.num_kv_heads; ++head) tiles_.push_back({request, head, first, std::min(height, rows(request) - first)});
+    std::stable_sort(tiles_.begin(), tiles_.end(), [&](const Tile& x, const Tile& y) { return work(x) > work(y); });
+    std::atomic<size_t> next{0};
+    const auto take = [&](int64_t, int64_t) {
+      float* scratch = Scratch::of_this_thread().floats(kernels_.tile_scratch(a_, height));
+      for (size_t i; (i = next++) < tiles_.size();) kernels_.tile(a_, tiles_[i], scratch);
+    };
+    int64_t total = 0;
+    for (const Tile& tile : tiles_) total += work(tile);
+    if (total * (a_.head_dim + a_.value_dim) < kLeastWork) return take(0, 1);
+    torch::stable::parallel_for(0, std::min<int64_t>(threads, tiles_.size()), 1, take);
+  }
+
+ private:
+  static constexpr int64_t kTilesPerThread = 4, kLeastWork = 1 << 18;
+
+  int64_t rows(int64_t request) const { return (a_.query_start[request + 1] - a_.query_start[request]) * a_.group(); }
+  int64_t work(const Tile& tile) const {  // pairs of query rows and keys, windows aside
+    const int64_t query_len = a_.query_start[tile.request + 1] - a_.query_start[tile.request];
+    return tile.num_rows * (a_.kv_lens[tile.request] - query_len + (tile.first_row + tile.num_rows) / a_.group());
+  }
+
+  const Attention& a_;
+  const AttentionKernels& kernels_;
+  std::vector<int64_t> requests_;
+  std::vector<Tile> tiles_;
+  int64_t num_rows_ = 0;
+};
+
+inline void attend(const Attention& a, int64_t num_requests) {
+  Decodes decodes(a);
+  Tiles tiles(a);
+  for (int64_t r = 0; r < num_requests; ++r) {
+    const int64_t query_len = a.query_start[r + 1] - a.query_start[r];
+    if (query_len == 1 && a.group() <= kMostDecodeGroup) decodes.add(r);
+    else if (query_len > 0) tiles.add(r);
+  }
+  decodes.run();
+  tiles.run();
+}
+
+inline PageStrides strides_of(const Tensor& pages) { return {pages.stride(0), pages.stride(1), pages.stride(2)}; }
+
+inline Tensor paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor query_start, Tensor kv_lens, Tensor page_table, double scale, double softcap,
+                              int64_t window, std::optional<Tensor> sinks) {
+  STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && q.stride(1) == q.size(2), "q must be [T, H, E], its heads one after the other");
+  STD_TORCH_CHECK(k_pages.dim() == 4 && v_pages.dim() == 4 && k_pages.size(1) == v_pages.size(1) && k_pages.size(2) == v_pages.size(2) &&
+                      k_pages.size(3) == q.size(2) && k_pages.stride(3) == 1 && v_pages.stride(3) == 1,
+                  "pages must be [P, page, K, E] and [P, page, K, V]");
+  const int64_t page_size = k_pages.size(1), num_kv_heads = k_pages.size(2), num_requests = kv_lens.size(0);
+  STD_TORCH_CHECK((page_size & (page_size - 1)) == 0 && q.size(1) % num_kv_heads == 0, "page sizes are powers of two, H a multiple of K");
+  for (const Tensor* t : {&query_start, &kv_lens, &page_table}) STD_TORCH_CHECK(t->scalar_type() == ScalarType::Int, "lengths and page tables are int32");
+  STD_TORCH_CHECK(query_start.size(0) == num_requests + 1 && page_table.size(0) >= num_requests && query_start.is_contiguous() && kv_lens.is_contiguous() &&
+                      (page_table.size(1) <= 1 || page_table.stride(1) == 1),
+                  "one length and row of the page table for each request");
+  STD_TORCH_CHECK(!sinks || (sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() && sinks->numel() == q.size(1)), "sinks must be float32 [H]");
+  const int kv_type = float_type(k_pages);
+  STD_TORCH_CHECK(kv_type == float_type(v_pages), "keys and values must be of one type");
+  Tensor out = empty({q.size(0), q.size(1), v_pages.size(3)}, q);
+  Attention a{pointer(q), q.stride(0), float_type(q), writable(out), pointer(k_pages), pointer(v_pages), kv_type, strides_of(k_pages), strides_of(v_pages)};
+  while (int64_t{1} << a.page_bits < page_size) ++a.page_bits;
+  a.table = pointer<int32_t>(page_table), a.table_stride = page_table.stride(0);
+  a.query_start = pointer<int32_t>(query_start), a.kv_lens = pointer<int32_t>(kv_lens);
+  a.num_heads = q.size(1), a.num_kv_heads = num_kv_heads, a.head_dim = q.size(2), a.value_dim = v_pages.size(3);
+  a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap), a.window = window, a.sinks = pointer<float>(sinks);
+  attend(a, num_requests);
+  return out;
+}
+
+inline void define_attention(Library& m) {
+  m.def(
+      "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor query_start, Tensor kv_lens, Tensor page_table, float scale, float softcap, int window, "
+      "Tensor? sinks) -> Tensor");
+}
+
+inline void implement_attention(Library& m) { m.impl("paged_attention", TORCH_BOX(&paged_attention)); }
+
+}  // namespace headrace

@@ -1,0 +1,39 @@
+"""The attention backend of CPUs: own C++ kernels, which need nothing prepared; plain torch until they are compiled."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.attention.cpu import paged_attention
+from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.reference import ReferenceAttention
+
+
+class CpuAttention:
+    """See `AttentionBackend`. Kernels that become ready between `prepare` and `attend` are used at once."""
+
+    is_capturable = False
+
+    def __init__(self, geometry: AttentionGeometry, device: torch.device):
+        self._reference = ReferenceAttention(geometry, device)
+        self._is_prepared = False
+        self.inputs: AttentionInputs | None = None
+
+    def prepare(self, inputs: AttentionInputs) -> None:
+        """Remember the step; plain torch prepares itself when it is needed."""
+        self.inputs, self._is_prepared = inputs, False
+
+    def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
+        """``q`` [T, H, E] to [T, H, E_value]."""
+        inputs = self.inputs
+        sinks = params.sinks if params.sinks is None else params.sinks.float()
+        out = paged_attention(
+            q, (pages.k, pages.v), (inputs.query_start, inputs.kv_lens, inputs.page_table), scale=params.scale, softcap=params.softcap,
+            window=params.window, sinks=sinks,
+        )
+        if out is not None:
+            return out
+        if not self._is_prepared:
+            self._reference.prepare(inputs)
+            self._is_prepared = True
+        return self._reference.attend(q, pages, params)
