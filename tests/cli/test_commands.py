@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def test_check_reports_every_kind_of_plugin():
     assert by_kind["attention backend", "reference"]["status"] == "ok"
     assert by_kind["rms_norm kernel", "reference"]["devices"][0] == "cpu"
     assert ("model family", "llama") in by_kind
+    assert by_kind["library", "opentelemetry-sdk"]["detail"].startswith(version("opentelemetry-sdk"))
     assert len(by_kind) == len(found["plugins"])
     assert all(p["detail"] for p in found["plugins"] if p["status"] != "ok")
 

@@ -13,10 +13,11 @@ STYLES = {"ok": "green", "unavailable": "yellow", "broken": "bold red"}
 def run(invocation: Invocation) -> int:
     """Report; 1 with ``--strict`` when anything is broken."""
     from headrace.service.inventory import BROKEN, find_machine, take_inventory
+    from headrace.serving.cli.libraries import find_libraries
 
     options = invocation.section("check")
     machine = find_machine()
-    findings = take_inventory(machine)
+    findings = [*take_inventory(machine), *find_libraries()]
     num_broken = sum(finding.status == BROKEN for finding in findings)
     if options.json:
         print(json.dumps({"machine": machine.description, "plugins": [dataclasses.asdict(f) for f in findings]}, indent=2))

@@ -100,7 +100,7 @@ _ALL = (
         ),
     ),
     Command(
-        "check", "which families, kernels and backends work here, and why not the others", ("check",), "headrace.serving.cli.check:run", (
+        "check", "which families, kernels, backends and optional libraries work here, and why not the others", ("check",), "headrace.serving.cli.check:run", (
             ("in a container's build", "headrace check --strict"),
         ),
     ),
