@@ -20,7 +20,7 @@ from headrace.execution.device import resolve_dtype
 from headrace.execution.read_out import attach_read_out
 from headrace.layers.build import Build
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
-from headrace.layers.storing import count_bytes, count_elements, store_fastest
+from headrace.layers.storing import can_store_blocks, count_bytes, count_elements, store_fastest
 from headrace.models.catalog import find_family
 from headrace.models.family import Family
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
@@ -124,7 +124,8 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, dtype: torch.dt
         progress("drawing random weights", 0.1)
         draw_dummy_weights(model, config.model.seed, std=_initializer_range(source.config))
         return
-    tensors = open_weights(source, load_format=config.model.load_format, device=device, dtype=dtype)
+    keeps = config.model.quantization is None and can_store_blocks(device, dtype)
+    tensors = open_weights(source, load_format=config.model.load_format, device=device, dtype=dtype, keeps_blocks=keeps)
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
 
 

@@ -14,14 +14,33 @@ import torch
 from torch import nn
 
 from headrace.base.errors import WeightError
+from headrace.layers.quantization.blocks import BlockIntake, BlockTensor
+from headrace.layers.storing import find_storable
 
 NUM_NAMED = 6
 
 
-def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) -> dict[str, torch.Tensor]:
-    """``{checkpoint tensor name: parameter, or the part of one, that it fills}``; together they fill every parameter."""
+class Targets(dict[str, torch.Tensor]):
+    """``{checkpoint tensor name: parameter, or the part of one, that it fills}``. ``intakes``: by the address of a parameter
+    that its layer could keep as blocks, where these go."""
+
+    intakes: dict[int, BlockIntake]
+
+    def take_blocks(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the layer keeps the tensor as it is."""
+        target = self[name]
+        intake = self.intakes.get(target.untyped_storage().data_ptr())
+        if intake is None or not isinstance(tensor, BlockTensor):
+            return False
+        intake.put(target.storage_offset() // target.shape[1], tensor)
+        return True
+
+
+def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) -> Targets:
+    """The targets of a table of names; together they fill every parameter."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    targets: dict[str, torch.Tensor] = {}
+    targets = Targets()
+    targets.intakes = {weight.weight.untyped_storage().data_ptr(): BlockIntake(weight) for weight in find_storable(model)}
     for theirs, ours in names.items():
         for i in range(num_layers if "{i}" in theirs else 1):
             name, path = theirs.replace("{i}", str(i)), ours.replace("{i}", str(i))
@@ -46,7 +65,7 @@ def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> d
     }
 
 
-def fill_targets(targets: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]], *, harmless: tuple[str, ...] = ()) -> None:
+def fill_targets(targets: Targets, tensors: Iterable[tuple[str, torch.Tensor]], *, harmless: tuple[str, ...] = ()) -> None:
     """Copy each tensor into its target, converting type and device; tensors may come in any order.
 
     Extra tensors are an error unless their name ends with one of ``harmless``. Raises `WeightError` naming what misses,
@@ -65,8 +84,11 @@ def fill_targets(targets: Mapping[str, torch.Tensor], tensors: Iterable[tuple[st
             faults["of the wrong shape"].append(f"{name} is {list(tensor.shape)}, not {list(target.shape)}")
             filled.add(name)
         else:
-            target.detach().copy_(tensor)
+            if not targets.take_blocks(name, tensor):
+                target.detach().copy_(tensor)
             filled.add(name)
+    for intake in targets.intakes.values():
+        intake.finish()
     faults["missing"] = [name for name in targets if name not in filled]
     if any(faults.values()):
         raise WeightError("the checkpoint does not fit the model: " + "; ".join(_describe(fault, names) for fault, names in faults.items() if names))

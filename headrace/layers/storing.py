@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.kernels import native
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear import WEIGHT_FORMS
 from headrace.kernels.packed_linear.choice import FormChoice
@@ -51,6 +52,11 @@ def find_storable(model: nn.Module) -> list[StorableWeight]:
         if getattr(layer, "is_storable", False) and layer.stored is None:
             sharing.setdefault(id(layer.weight), []).append((name, layer))
     return [StorableWeight(layers[0][0], layers[0][1].weight, tuple(layer for _, layer in layers)) for layers in sharing.values()]
+
+
+def can_store_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers there multiply with a file's own quantised blocks faster than with plain numbers."""
+    return device.type == "cpu" and dtype in CPU_TYPES and native.library() is not None
 
 
 @torch.no_grad()

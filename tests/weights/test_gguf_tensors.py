@@ -9,6 +9,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from headrace.base.errors import WeightError
+from headrace.layers.quantization.blocks import BlockTensor
 from headrace.models.weights.gguf_file import GgufTensor, read_gguf_header
 from headrace.models.weights.gguf_naming import NamedTensor
 from headrace.models.weights.gguf_tensors import read_tensors
@@ -49,9 +50,9 @@ def write_tensors(path, tensors):
     return path
 
 
-def load(path, *, dtype=None, threads=2, **changes):
+def load(path, *, dtype=None, threads=2, keeps_blocks=False, **changes):
     named = [NamedTensor(tensor.name, tensor, **changes) for tensor in read_gguf_header(path).tensors]
-    return dict(read_tensors(named, dtype=dtype, threads=threads))
+    return dict(read_tensors(named, dtype=dtype, threads=threads, keeps_blocks=keeps_blocks))
 
 
 def test_the_list_of_types_is_the_real_one():
@@ -112,6 +113,21 @@ def test_rows_are_reordered_and_offsets_taken_off(tmp_path, kind):
     plain, moved = load(path)["w"], load(path, row_order=order)["w"]
     assert torch.equal(moved, plain[torch.from_numpy(order)])
     torch.testing.assert_close(load(path, offset=1.0)["w"], plain.float() - 1.0)
+
+
+def test_blocks_are_kept_when_wanted_and_are_plain_to_whoever_does_not_know_them(tmp_path):
+    values = np.random.default_rng(0).normal(size=(6, 256)).astype(np.float32)
+    kinds = {"kept": GGMLQuantizationType.Q4_1, "plain": GGMLQuantizationType.F16}
+    path = write_tensors(tmp_path / "one.gguf", {name: (gguf.quantize(values, kind), kind) for name, kind in kinds.items()})
+    order = np.array([3, 1, 5, 0, 2, 4])
+    expected, got = load(path, row_order=order), load(path, row_order=order, keeps_blocks=True)
+    assert isinstance(got["kept"], BlockTensor) and type(got["plain"]) is torch.Tensor
+    assert got["kept"].blocks.kind == "Q4_1" and got["kept"].shape == (6, 256) and got["kept"].dtype == torch.float32
+    out = torch.zeros(6, 256)
+    out.copy_(got["kept"])
+    for values_seen in (out, got["kept"].clone(), torch.cat(got["kept"].split(2))):
+        assert torch.equal(values_seen, expected["kept"])
+    assert not isinstance(load(path, offset=1.0, keeps_blocks=True)["kept"], BlockTensor)
 
 
 def test_order_is_kept_whatever_the_threads_and_the_budget(tmp_path, monkeypatch):

@@ -1,18 +1,22 @@
-"""Turns GGUF tensors into torch tensors: types torch knows are mapped without a copy, quantised ones are dequantised.
+"""Turns GGUF tensors into torch tensors: types torch knows are mapped without a copy, quantised ones are dequantised, or
+passed on in their blocks.
 
-Numerics of the quantised types are the gguf package's. Refuses: keeping weights quantised.
+Numerics of the quantised types are the gguf package's. Refuses: knowing who can keep blocks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.base.errors import WeightError
+from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks
+from headrace.layers.quantization.blocks import BlockTensor
 from headrace.models.weights.ahead import map_ahead
 from headrace.models.weights.gguf_blocks import READERS
 from headrace.models.weights.gguf_file import GgufTensor
@@ -31,8 +35,11 @@ _NATIVE = {
 }
 
 
-def read_tensors(tensors: Sequence[NamedTensor], *, dtype: torch.dtype | None, threads: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, tensor)`` on the CPU, matrices dequantised to ``dtype`` (None: float32), vectors to float32.
+def read_tensors(
+    tensors: Sequence[NamedTensor], *, dtype: torch.dtype | None, threads: int, keeps_blocks: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` on the CPU, matrices dequantised to ``dtype`` (None: float32), vectors to float32. With
+    ``keeps_blocks``, matrices of the types known to packed products come as `BlockTensor`.
 
     Every tensor's bounds are checked before the first is read; raises `WeightError`.
     """
@@ -44,7 +51,7 @@ def read_tensors(tensors: Sequence[NamedTensor], *, dtype: torch.dtype | None, t
     def read(item: tuple[NamedTensor, int]) -> tuple[str, torch.Tensor]:
         tensor, num_bytes = item
         raw = view_bytes(files[tensor.stored.path], tensor.stored.offset, num_bytes, MAX_ITEM_BYTES)
-        return tensor.name, _read_one(tensor, raw, dtype)
+        return tensor.name, _read_one(tensor, raw, dtype, keeps_blocks=keeps_blocks)
 
     def cost(item: tuple[NamedTensor, int]) -> int:
         return math.prod(item[0].stored.shape) * dtype.itemsize
@@ -79,8 +86,8 @@ def _check_bounds(tensor: GgufTensor, file_bytes: int) -> int:
     return num_bytes
 
 
-def _read_one(tensor: NamedTensor, raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    kind, shape = _ggml_type(tensor.stored), tensor.stored.shape
+def _read_one(tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, *, keeps_blocks: bool = False) -> torch.Tensor:
+    kind, shape, raw = _ggml_type(tensor.stored), tensor.stored.shape, stored
     native = _NATIVE.get(kind.name)
     if tensor.row_order is not None and raw.numel():
         rows = raw.view(shape[0], -1)
@@ -88,6 +95,8 @@ def _read_one(tensor: NamedTensor, raw: torch.Tensor, dtype: torch.dtype) -> tor
     if native is not None:
         values = raw.view(native).view(shape)
         return values.float() - tensor.offset if tensor.offset else values
+    if keeps_blocks and len(shape) == 2 and kind.name in BLOCK_TYPES and not tensor.offset:
+        return BlockTensor(WeightBlocks(kind.name, raw.view(shape[0], -1)), dtype, partial(_read_one, tensor, stored, dtype))
     out = torch.empty(shape, dtype=dtype if len(shape) > 1 else torch.float32)
     _dequantise(tensor.stored, kind, raw.numpy(), out.view(-1))
     return out.sub_(tensor.offset) if tensor.offset else out

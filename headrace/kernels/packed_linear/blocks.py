@@ -1,0 +1,157 @@
+"""Weights that lie in blocks, as GGUF files hold them, into packed layout without being expanded to plain numbers.
+
+A block is a run of inputs of one output with its own scales. What each type holds is said by ggml's ``ggml-quants``; types
+with a scale per 16 inputs are rounded to 8 bits with one per 32, which is finer than they are. n blocks, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace.kernels.packed_linear.layout import GROUP, Format, PackedMatrix, allocate, pad_up, put_codes, put_groups
+
+SUPER = 256
+"""Inputs of a K-type's block."""
+CHUNK_BLOCKS = 1 << 15
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Codes [n, inputs], uint8 below 16 or int8; scales and mins float32 [n, groups]."""
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins."""
+
+    inputs: int
+    num_bytes: int
+    format: Format
+    read: Callable[[torch.Tensor], Parts]
+    has_mins: bool = False
+
+
+@dataclass(frozen=True)
+class WeightBlocks:
+    """A weight [O, I]: ``raw`` is uint8 [O, bytes of a row]."""
+
+    kind: str
+    raw: torch.Tensor
+
+    @property
+    def out_width(self) -> int:
+        return self.raw.shape[0]
+
+    @property
+    def in_width(self) -> int:
+        kind = BLOCK_TYPES[self.kind]
+        return self.raw.shape[1] // kind.num_bytes * kind.inputs
+
+
+def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
+    """Weights of equal inputs, stacked. Where their formats differ, all get the wider one."""
+    kinds = [BLOCK_TYPES[part.kind] for part in parts]
+    form = max((kind.format for kind in kinds), key=lambda f: -f.per_word)
+    packed = allocate(form, sum(part.out_width for part in parts), parts[0].in_width, has_mins=any(kind.has_mins for kind in kinds))
+    waiting: list[Parts] = []
+    at = num_waiting = 0
+    for part, kind in zip(parts, kinds, strict=True):
+        for rows in part.raw.split(pad_up(max(1, CHUNK_BLOCKS * kind.num_bytes // part.raw.shape[1]), 16)):
+            codes, scales, mins = kind.read(rows.reshape(-1, kind.num_bytes))
+            mins = torch.zeros_like(scales) if mins is None else mins
+            codes = codes if codes.dtype == torch.uint8 and form is Format.INT4_GROUP else codes.to(torch.int8)
+            waiting.append((codes.view(len(rows), -1), scales.view(len(rows), -1), mins.view(len(rows), -1)))
+            num_waiting += len(rows)
+            if num_waiting % 16 == 0 or at + num_waiting == packed.out_width:  # panels are written whole
+                _put(packed, at, waiting)
+                at, num_waiting, waiting = at + num_waiting, 0, []
+    return packed
+
+
+def _put(packed: PackedMatrix, at: int, parts: list[Parts]) -> None:
+    codes, scales, mins = (torch.cat(column) for column in zip(*parts, strict=True))
+    put_codes(packed, at, codes)
+    put_groups(packed, at, scales, mins)
+
+
+def _nibbles(packed_bytes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., b]: the low halves of all, then the high ones [..., 2 b]."""
+    return torch.cat((packed_bytes & 15, packed_bytes >> 4), dim=-1)
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at that byte of each block, float32 [n, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """32 bits from that byte on, uint8 [n, 32] of 0 or 16."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((blocks[:, at : at + 4].unsqueeze(2) >> shifts & 1) << 4).flatten(1)
+
+
+def _read_q4_0(blocks: torch.Tensor) -> Parts:
+    scale = _half(blocks, 0)
+    return _nibbles(blocks[:, 2:]), scale, scale * -8
+
+
+def _read_q4_1(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _read_q5_0(blocks: torch.Tensor) -> Parts:
+    return (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).to(torch.int8) - 16, _half(blocks, 0), None
+
+
+def _read_q5_1(blocks: torch.Tensor) -> Parts:
+    return (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)).to(torch.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _read_q8_0(blocks: torch.Tensor) -> Parts:
+    return blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0), None
+
+
+def _scales_and_mins(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a K-type with two float16 and twelve bytes of 6-bit numbers in front: float32 [n, 8] each."""
+    low, middle, high = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
+    scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1)
+    mins = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), dim=1)
+    return scales.float() * _half(blocks, 0), mins.float() * -_half(blocks, 2)
+
+
+def _read_q4_k(blocks: torch.Tensor) -> Parts:
+    scales, mins = _scales_and_mins(blocks)
+    return _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1), scales, mins
+
+
+def _read_q5_k(blocks: torch.Tensor) -> Parts:
+    scales, mins = _scales_and_mins(blocks)
+    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    fifth = (blocks[:, None, 16:48] >> shifts & 1) << 4
+    return (_nibbles(blocks[:, 48:].unflatten(1, (4, 32))).flatten(1) | fifth.flatten(1)).to(torch.int8), scales, mins
+
+
+def _read_q6_k(blocks: torch.Tensor) -> Parts:
+    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
+    high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3).flatten(2) << 4
+    codes = ((low | high).to(torch.int8) - 32).float().view(-1, SUPER // 16, 16)
+    values = codes * (blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)).unsqueeze(2)
+    groups = values.view(-1, SUPER // GROUP, GROUP)
+    scales = (groups.abs().amax(2) / 127).half().float()
+    inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
+    return (groups * inverse.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8).flatten(1), scales, None
+
+
+BLOCK_TYPES = {
+    "Q4_0": BlockType(32, 18, Format.INT4_GROUP, _read_q4_0, has_mins=True),
+    "Q4_1": BlockType(32, 20, Format.INT4_GROUP, _read_q4_1, has_mins=True),
+    "Q5_0": BlockType(32, 22, Format.INT8_GROUP, _read_q5_0),
+    "Q5_1": BlockType(32, 24, Format.INT8_GROUP, _read_q5_1, has_mins=True),
+    "Q8_0": BlockType(32, 34, Format.INT8_GROUP, _read_q8_0),
+    "Q4_K": BlockType(SUPER, 144, Format.INT4_GROUP, _read_q4_k, has_mins=True),
+    "Q5_K": BlockType(SUPER, 176, Format.INT8_GROUP, _read_q5_k, has_mins=True),
+    "Q6_K": BlockType(SUPER, 210, Format.INT8_GROUP, _read_q6_k),
+}
+"""By ggml's names."""

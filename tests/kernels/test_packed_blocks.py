@@ -1,0 +1,51 @@
+"""GGUF blocks into packed layout: the same numbers as the gguf package dequantises, stacked in any mixture of types."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
+from headrace.kernels.packed_linear.layout import Format, unpack
+
+FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+INPUTS = 512
+
+
+def draw_blocks(kind: str, rows: int) -> WeightBlocks:
+    """Random codes and scales that are sane numbers."""
+    rng, block = np.random.default_rng(rows), BLOCK_TYPES[kind]
+    raw = rng.integers(0, 256, (rows * INPUTS // block.inputs, block.num_bytes), dtype=np.uint8)
+    for place in FLOAT16_PLACES[kind]:
+        raw[:, place : place + 2] = rng.uniform(0.001, 0.02, len(raw)).astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return WeightBlocks(kind, torch.from_numpy(raw.reshape(rows, -1)))
+
+
+def expected_of(blocks: WeightBlocks) -> torch.Tensor:
+    return torch.from_numpy(dequantize(blocks.raw.numpy(), GGMLQuantizationType[blocks.kind]))
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks_keep_their_values(kind: str):
+    parts = [draw_blocks(kind, rows) for rows in (20, 16, 5)]
+    packed = pack_blocks(parts)
+    expected = torch.cat([expected_of(part) for part in parts])
+    error = (unpack(packed, torch.float32) - expected).abs()
+    if kind == "Q6_K":  # 16 values a scale become 32
+        allowed = expected.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 253
+    elif kind.endswith("K"):  # scale and min are products, rounded to float16
+        allowed = expected.abs() * 2**-10 + 0.02 * 63 * 2**-10
+    else:
+        allowed = torch.zeros_like(expected)
+    assert (error <= allowed).all()
+    assert packed.shape == expected.shape and packed.num_bytes <= expected.numel() * (0.63 if packed.format is Format.INT4_GROUP else 1.13) * 48 / 41
+
+
+def test_types_may_differ_within_a_stack():
+    parts = [draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33)]
+    packed = pack_blocks(parts)
+    assert packed.format is Format.INT8_GROUP
+    assert torch.equal(unpack(packed, torch.float32), torch.cat([expected_of(part) for part in parts]))
