@@ -8,6 +8,7 @@ from torch import nn
 
 from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
+from headrace.layers.storing import plain_weight
 
 
 class Embedding(nn.Module):
@@ -23,5 +24,6 @@ class Embedding(nn.Module):
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = F.embedding(token_ids, self.weight) if self.stored is None else self.stored.rows(token_ids, self._dtype)
+        weight = plain_weight(self)
+        x = self.stored.rows(token_ids, self._dtype) if weight is None else F.embedding(token_ids, weight)
         return x if self.scale == 1.0 else x.mul_(self.scale)

@@ -8,6 +8,7 @@ from torch import nn
 from headrace.kernels.linear import LINEAR_FLOAT
 from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
+from headrace.layers.storing import plain_weight
 
 
 class Head(nn.Module):
@@ -26,7 +27,8 @@ class Head(nn.Module):
         self._linear = LINEAR_FLOAT.choose(build.query(in_width=width, out_width=vocab_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._linear(hidden, self.weight) if self.stored is None else self.stored.multiply(hidden, None, torch.float32)
+        weight = plain_weight(self)
+        logits = self.stored.multiply(hidden, None, torch.float32) if weight is None else self._linear(hidden, weight)
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         if self.softcap:

@@ -12,6 +12,7 @@ from headrace.kernels.norm_linear import NORM_LINEAR, Norm, fits
 from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
+from headrace.layers.storing import plain_weight
 
 
 class Linear(nn.Module):
@@ -39,9 +40,8 @@ class Linear(nn.Module):
         return parameter[self.rows[name]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.stored is not None:
-            return self.stored.multiply(x, self.bias)
-        return self._linear(x, self.weight, self.bias)
+        weight = plain_weight(self)
+        return self.stored.multiply(x, self.bias) if weight is None else self._linear(x, weight, self.bias)
 
     def can_join(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
         """Whether `join` takes these: few rows, an RMS norm, and a residual to add."""

@@ -1,11 +1,15 @@
 """How layers keep their weights once these are filled: a plain parameter, or a `StoredWeight` in its place.
 
-A layer that can do so has a parameter ``weight`` [O, I] and an attribute ``stored``; storing removes the parameter. Tied
-weights are stored once. Refuses: losing anything, which quantization schemes may.
+A layer that can do so has a parameter ``weight`` [O, I] and an attribute ``stored``; storing removes the parameter, for which
+a layer must therefore ask first (`plain_weight`). Tied weights are stored once. Refuses: losing anything, which quantization schemes may.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +21,8 @@ from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear import WEIGHT_FORMS
 from headrace.kernels.packed_linear.choice import FormChoice
 from headrace.kernels.packed_linear.forms import StoredWeight
+
+logger = logging.getLogger(__name__)
 
 CPU_TYPES = (torch.float32, torch.bfloat16)
 
@@ -40,9 +46,14 @@ class StorableWeight:
 
     def store(self, stored: StoredWeight) -> None:
         """Keep ``stored`` instead of the parameter."""
-        for layer in self.layers:
-            del layer.weight
+        for layer in self.layers:  # in this order: products may run on another thread, and ask for the weight first
             layer.stored = stored
+            del layer.weight
+
+
+def plain_weight(layer: nn.Module) -> nn.Parameter | None:
+    """The parameter ``weight``; None when it is stored otherwise. Cheaper than the attribute."""
+    return layer._parameters.get("weight")
 
 
 def find_storable(model: nn.Module) -> list[StorableWeight]:
@@ -59,11 +70,29 @@ def can_store_blocks(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in CPU_TYPES and native.library() is not None
 
 
-@torch.no_grad()
 def store_fastest(model: nn.Module) -> None:
-    """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Each is let
-    go of before the next is taken."""
-    choice = FormChoice()
+    """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Where the
+    native library is still being compiled, plain weights serve until it is there, and are then stored one by one between
+    products."""
+    native.library()
+    if native.state().status == "compiling":
+        threading.Thread(target=_store_later, args=(weakref.ref(model),), name="weight-storing", daemon=True).start()
+    else:
+        _store_plain(model, FormChoice())
+
+
+def _store_later(model: weakref.ref[nn.Module]) -> None:
+    began = time.monotonic()
+    native.build()
+    served = model()
+    if served is not None:
+        _store_plain(served, FormChoice(budget_s=0.0))  # requests run: nothing measured now would be true
+        logger.info("weights laid out for the native kernels, %.1f s after the start", time.monotonic() - began)
+
+
+@torch.no_grad()
+def _store_plain(model: nn.Module, choice: FormChoice) -> None:
+    """Each weight is let go of before the next is taken."""
     for weight in find_storable(model):
         if weight.weight.device.type == "cpu" and weight.weight.dtype in CPU_TYPES:
             out_width, in_width = weight.weight.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -221,3 +222,18 @@ def test_a_choice_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: p
     path.write_text("{broken")
     monkeypatch.setattr("headrace.kernels.packed_linear.choice.measure", lambda names, _: {n: float(n != "turned") for n in names})
     assert FormChoice(path).choose(query) == "turned"
+
+
+def test_weights_are_stored_when_the_library_has_been_compiled(monkeypatch: pytest.MonkeyPatch):
+    toy, compiled = Toy(), threading.Event()
+    expected = run(toy)
+    monkeypatch.setattr(native, "state", lambda: native.NATIVE.state.__class__("compiling"))
+    monkeypatch.setattr(native, "build", lambda: compiled.wait(20))
+    store_fastest(toy)
+    assert toy.linear.stored is None
+    compiled.set()
+    (thread,) = [t for t in threading.enumerate() if t.name == "weight-storing"]
+    while thread.is_alive():  # products run meanwhile
+        for out, wanted in zip(run(toy), expected, strict=True):
+            assert torch.allclose(out, wanted, atol=1e-4)
+    assert toy.linear.stored is not None and toy.embedding.stored is toy.head.stored

@@ -33,6 +33,7 @@ def _reason_against_onednn(query: KernelQuery) -> str | None:
     return "rows cannot be looked up" if query.shape.get("has_rows") else _reason_against(query)
 
 
-WEIGHT_FORMS.add("panels", "headrace.kernels.packed_linear.forms:keep_in_panels", supports=_reason_against, priority=20, doc="for PACKED_LINEAR")
+WEIGHT_FORMS.add("panels", "headrace.kernels.packed_linear.forms:keep_in_panels", supports=_reason_against, priority=30, doc="for PACKED_LINEAR")
+WEIGHT_FORMS.add("plain", "headrace.kernels.packed_linear.forms:keep_plain", supports=_reason_against, priority=20, doc="torch's own GEMM")
 WEIGHT_FORMS.add("onednn", "headrace.kernels.packed_linear.forms:OnednnWeight", supports=_reason_against_onednn, priority=10, doc="torch's packed GEMM")
-WEIGHT_FORMS.add("turned", "headrace.kernels.packed_linear.forms:TurnedWeight", supports=_reason_against, doc="torch's own GEMM, either way around")
+WEIGHT_FORMS.add("turned", "headrace.kernels.packed_linear.forms:TurnedWeight", supports=_reason_against, doc="torch's own GEMM, turned around for few rows")

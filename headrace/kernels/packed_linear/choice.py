@@ -1,6 +1,6 @@
 """Which form serves a weight best: measured once for each shape on this machine, then remembered in a file.
 
-Refuses: measuring while requests run; a choice that is not known when the time for measuring is up is the first form's.
+Refuses: measuring while requests run; a shape whose turn comes when the time for measuring is up gets the form of highest priority.
 """
 
 from __future__ import annotations

@@ -53,13 +53,13 @@ class PanelWeight:
 
 
 class TurnedWeight:
-    """As it is, multiplied from the left where there are few rows; see `StoredWeight`."""
+    """As it is, multiplied from the left where there are at most ``most_turned`` rows; see `StoredWeight`."""
 
-    def __init__(self, weight: torch.Tensor):
-        self._weight, self.shape, self.num_bytes = weight, tuple(weight.shape), weight.nbytes
+    def __init__(self, weight: torch.Tensor, most_turned: int = MOST_TURNED_ROWS):
+        self._weight, self.shape, self.num_bytes, self._most_turned = weight, tuple(weight.shape), weight.nbytes, most_turned
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        if x.shape[0] > MOST_TURNED_ROWS:
+        if x.shape[0] > self._most_turned:
             out = F.linear(x, self._weight, bias)
         else:
             out = torch.mm(self._weight, x.t()).t().contiguous()
@@ -88,6 +88,11 @@ class OnednnWeight:
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         return self._packed.to_dense().to(dtype)
+
+
+def keep_plain(weight: torch.Tensor) -> TurnedWeight:
+    """A weight as it is, multiplied as torch does it."""
+    return TurnedWeight(weight, most_turned=0)
 
 
 def keep_in_panels(weight: torch.Tensor) -> PanelWeight:
