@@ -120,6 +120,12 @@ class FakeExecutor:
             raise WeightError("the checkpoint does not fit the model")
         self.shift = int(model)
 
+    def start_profile(self, options) -> None:
+        self.profile = options
+
+    def stop_profile(self) -> str:
+        return f"{self.profile.num_steps} steps"
+
     def close(self) -> None:
         self.is_closed = True
 

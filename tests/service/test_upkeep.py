@@ -13,7 +13,7 @@ from headrace.base.config import engine_config
 from headrace.base.errors import Conflict, EngineAsleep, EngineUnavailable, ModelError
 from headrace.base.messages import Call, EngineRequest
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
-from headrace.base.upkeep import DEVICE_PARTS
+from headrace.base.upkeep import DEVICE_PARTS, StartProfile
 from headrace.service.client.upkeep import Upkeep
 from headrace.service.control import Control
 from headrace.service.engine import Engine
@@ -136,6 +136,8 @@ async def test_over_a_process(start_client):
         client.submit(PROMPT, SamplingParams(max_tokens=1))
     assert (await client.stats()).num_running == 0
     await upkeep.wake(["weights"])
+    await upkeep.start_profile(StartProfile("folder", num_steps=7))
+    assert await upkeep.stop_profile() == "7 steps"
     assert await upkeep.replace_weights("9", version="nine") == 0 and client.state == "asleep"
     await upkeep.wake()
     assert client.state == "ready" and await collect(client, PROMPT, 1) == ([(next_token(PROMPT) + 9) % 250], "length")
