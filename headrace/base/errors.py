@@ -39,7 +39,7 @@ class WeightError(ModelError):
     """A checkpoint misses a tensor, has one too many, or one of the wrong shape."""
 
 
-class PluginError(HeadraceError):
+class PluginError(HeadraceError, RuntimeError):
     """A plug-in (family, kernel, backend) failed to load; ``__cause__`` is the original error."""
 
     kind = "plugin_error"

@@ -22,7 +22,7 @@ With ``"type": "triggered_tags", "triggers": ["<tool_call>"]`` text may stand ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,9 @@ def _json_text(value: Any, param: str) -> str:
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer as grammars see it. ``tokens[i]`` are the bytes that token i adds to the text (empty for none);
-    ``special_ids`` are control tokens, which no text spells."""
+    ``special_ids`` are control tokens, which no text spells. ``encode`` splits a text as the model's own tokenizer does;
+    without it no text is skipped ahead."""
 
     tokens: list[bytes]
     special_ids: frozenset[int]
+    encode: Callable[[str], Sequence[int]] | None = None

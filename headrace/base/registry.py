@@ -122,6 +122,14 @@ class Registry(Generic[T]):
             known = f"was made for plug-in API {made_for}" if made_for is not None else "does not say for which plug-in API it was made"
             raise PluginError(f"{self.noun} {name!r} {known}; this is {PLUGIN_API}")
 
+    def make(self, name: str, *args: Any) -> Any:
+        """Load a plug-in that is a class or function and call it; `PluginError` from the original error if either fails."""
+        plugin: Any = self.load(name)
+        try:
+            return plugin(*args)
+        except Exception as error:  # as when it is loaded
+            raise PluginError(f"{self.noun} {name!r} failed to start: {type(error).__name__}: {error}") from error
+
     def reason_against(self, name: str, query: Any) -> str | None:
         """Why the named entry cannot serve the query, without importing it; None when it can."""
         if name in env.disabled_plugins():

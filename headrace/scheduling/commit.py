@@ -111,6 +111,7 @@ class Committer:
             return self._exits.finish(request, Finish("length"), [], prompt_logprobs=prompt)
         request.tokens.append(token)
         self._counters.generation_tokens += 1
+        self._exits.note_admission(request)
         finish = self._find_finish(request, token)
         if finish is not None:
             return self._exits.finish(request, finish, [token], logprobs=logprobs, prompt_logprobs=prompt)

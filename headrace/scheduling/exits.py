@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.base.hooks import Hooks, RequestNews
 from headrace.base.messages import Finish, RequestOutput
 from headrace.base.step import TokenLogprobs
 from headrace.scheduling.admission import OutputForecast
@@ -17,7 +18,8 @@ class Exits:
     """Gives back pages, row, place in the queue and followers, each exactly once."""
 
     def __init__(
-        self, *, ledger: CacheLedger, roster: Roster, queue: WaitingQueue, sharing: SharedPrefills, forecast: OutputForecast, counters: Counters
+        self, *, ledger: CacheLedger, roster: Roster, queue: WaitingQueue, sharing: SharedPrefills, forecast: OutputForecast, counters: Counters,
+        hooks: Hooks,
     ):
         self._ledger = ledger
         self._roster = roster
@@ -25,6 +27,7 @@ class Exits:
         self._sharing = sharing
         self._forecast = forecast
         self._counters = counters
+        self._hooks = hooks
 
     def finish(
         self,
@@ -39,6 +42,8 @@ class Exits:
     ) -> RequestOutput:
         """End a request in whatever state it is; the returned output is its last. ``keep_pages`` stores what it has
         computed in the prefix tree; a request that failed must not."""
+        if self._hooks:
+            self._hooks.dispatch("request_finished", tell_news(request), finish.reason)
         if request in self._queue:
             self._queue.remove(request)
         self._give_up_pages(request, keep_pages=keep_pages)
@@ -53,10 +58,17 @@ class Exits:
     def retract(self, request: Request) -> None:
         """Back to the queue, to resume later from the tokens known now. What it has computed stays in the prefix tree
         for as long as nobody needs the pages."""
+        if self._hooks:
+            self._hooks.dispatch("request_retracted", tell_news(request))
         self._give_up_pages(request, keep_pages=True)
         self._roster.leave(request, State.RETRACTED)
         self._queue.push(request)
         self._counters.retracted += 1
+
+    def note_admission(self, request: Request) -> None:
+        """The first token of a run is drawn."""
+        if self._hooks:
+            self._hooks.dispatch("request_admitted", tell_news(request))
 
     def store_computed(self, request: Request) -> None:
         """Put the whole pages computed so far into the prefix tree."""
@@ -74,3 +86,9 @@ class Exits:
             self._ledger.close(request.holding)
             request.holding = None  # type: ignore[assignment]
         self._sharing.leave(request)
+
+
+def tell_news(request: Request) -> RequestNews:
+    """What hooks are told of a request."""
+    row = request.row if request.is_running else -1
+    return RequestNews(request.request_id, row, request.prompt_len, request.computed_len, request.output_len)

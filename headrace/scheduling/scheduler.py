@@ -14,6 +14,7 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import CacheConfig, SchedulerConfig
 from headrace.base.config.resolve import DEVICE_DEFAULTS
 from headrace.base.errors import DeadlineExceeded, HeadraceError, RequestError, StepFailed
+from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
 from headrace.scheduling.admission import Admission
@@ -40,7 +41,8 @@ class Scheduler:
     ``finish``, whether from `commit`, `abort`, `expire` or `fail`."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, layout: CacheLayout, *, clock: Callable[[], float] = time.monotonic
+        self, config: SchedulerConfig, cache: CacheConfig, layout: CacheLayout, *, clock: Callable[[], float] = time.monotonic,
+        hooks: Hooks | None = None,
     ):
         self._clock = clock
         self._layout = layout
@@ -62,7 +64,9 @@ class Scheduler:
             max_model_len=layout.max_model_len, max_queued=config.max_queued, clock=clock,
         )  # fmt: skip
         forecast = self._admission.forecast
-        self._exits = Exits(**parts, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters)
+        self._exits = Exits(
+            **parts, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters, hooks=Hooks() if hooks is None else hooks,
+        )  # fmt: skip
         retraction = Retraction(**parts, exits=self._exits, forecast=forecast, by_priority=config.policy == "priority")
         self._limit = StepLimit(max_step_tokens)
         self._planner = Planner(

@@ -10,10 +10,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from headrace.base.errors import Conflict, EngineAsleep, HeadraceError, OutOfDeviceMemory, StepFailed
+from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
+from headrace.service.coordination import WaitingRoom, create_coordinators
 from headrace.service.executor import Executor, PendingStep
-from headrace.service.gate import GrammarGate
 
 if TYPE_CHECKING:
     from headrace.scheduling.scheduler import Scheduler
@@ -47,10 +48,11 @@ class Engine:
     must be thrown away.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor):
+    def __init__(self, scheduler: Scheduler, executor: Executor, hooks: Hooks | None = None):
         self.executor = executor
         self._scheduler = scheduler
-        self._gate = GrammarGate(scheduler)
+        self._hooks = Hooks() if hooks is None else hooks
+        self._waiting_room = WaitingRoom(scheduler, create_coordinators(executor, self._hooks))
         self._depth = executor.config.scheduler.overlap_depth or 1
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._outputs: list[RequestOutput] = []
@@ -70,17 +72,17 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Never raises for the request's sake: what is wrong with it is its output of the next step."""
-        grammar = request.sampling.grammar
+        must_wait = self._waiting_room.concerns(request)
         try:
             if self.is_asleep:
                 raise EngineAsleep("the engine sleeps and takes no requests", retry_after=ASLEEP_RETRY_AFTER_S)
-            self._scheduler.add(request, is_held=grammar is not None)
+            self._scheduler.add(request, is_held=must_wait)
         except HeadraceError as error:
             finish = Finish("error", error=ErrorInfo.of(error))
             self._outputs.append(RequestOutput(request.request_id, [], finish))
             return
-        if grammar is not None:
-            self._gate.wait(request.request_id, self.executor.prepare_grammar(grammar))
+        if must_wait:
+            self._waiting_room.enter(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request at whatever state; its last output comes with the next step. Unknown ids are ignored."""
@@ -92,7 +94,7 @@ class Engine:
         """Keep the device fed and read the oldest result; returns everything that became known."""
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
-        outputs += self._gate.settle()
+        outputs += self._waiting_room.settle()
         while not self._is_paused and len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None:
             if not self._execute(plan):
                 while self._in_flight:  # what was launched before the failure stands; nothing may follow it
@@ -101,8 +103,8 @@ class Engine:
         if self._in_flight:
             self._commit(outputs)
             self._num_empty = 0
-        elif self._gate.is_waiting:
-            self._gate.pause()
+        elif self._waiting_room.is_waiting:
+            self._waiting_room.pause()
         elif not outputs and not self._is_paused:
             self._notice_empty_step()
         return outputs
@@ -142,6 +144,7 @@ class Engine:
 
     def _execute(self, plan: StepPlan) -> bool:
         """Launch a plan. One that fails to launch is in flight too, so that it fails in its turn."""
+        self._hooks.dispatch("step_planned", plan)
         try:
             pending, is_launched = self.executor.execute(plan), True
         except Exception as error:  # whatever the device or a kernel raises stays inside its step

@@ -10,8 +10,10 @@ from fakes import FakeExecutor, continuation, engine_over
 from headrace.base.config import engine_config
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
+from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.coordination import WaitingRoom
 from headrace.service.engine import Engine
 from headrace.service.gate import GrammarGate
 
@@ -101,7 +103,7 @@ def test_a_grammar_that_takes_too_long_is_given_up():
     now = [0.0]
     executor = SlowGrammars()
     engine = engine_over(executor)
-    engine._gate = GrammarGate(engine._scheduler, limit_s=5, clock=lambda: now[0])
+    engine._waiting_room = WaitingRoom(engine._scheduler, [GrammarGate(executor, Hooks(), limit_s=5, clock=lambda: now[0])])
     engine.submit(request("a", [1], grammar="slow"))
     assert step(engine, 3) == {} and engine.has_work
     now[0] = 5.1

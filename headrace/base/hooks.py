@@ -1,0 +1,115 @@
+"""Step hooks: plug-ins that are told how requests come and go and what steps are planned, and may hold requests back.
+Packages outside this one add theirs through the entry-point group ``headrace.hooks``; what is installed is used.
+
+Refuses: letting a hook's failure be anybody else's. One that raises is not called again, and a warning names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.base.config import EngineConfig
+from headrace.base.errors import PluginError
+from headrace.base.messages import EngineRequest
+from headrace.base.registry import Registry
+from headrace.base.step import StepPlan
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "headrace.hooks"
+
+
+class RequestNews(msgspec.Struct, frozen=True):
+    """A request at the moment of an event; lengths in tokens. ``row`` is -1 where it never ran."""
+
+    request_id: str
+    row: int
+    prompt_len: int
+    computed_len: int
+    output_len: int
+
+
+class StepHook(Protocol):
+    """Built once per engine and called by its thread. All methods but the first are optional; none may wait."""
+
+    def __init__(self, config: EngineConfig): ...
+
+    def holds_request(self, request: EngineRequest) -> bool:
+        """Whether a new request shall not run yet. It waits, and may be aborted, like any other in the queue."""
+
+    def ready_requests(self) -> list[str]:
+        """Ids of requests held that may run now. Asked in every step while any is held."""
+
+    def request_admitted(self, news: RequestNews) -> None:
+        """The prompt is computed, and the first token drawn."""
+
+    def request_retracted(self, news: RequestNews) -> None:
+        """It gave its pages and row back, and will resume later."""
+
+    def request_finished(self, news: RequestNews, reason: str) -> None:
+        """It has ended in whatever state; told once for each request."""
+
+    def step_planned(self, plan: StepPlan) -> None:
+        """Pages and positions of a step are settled; it is launched next."""
+
+
+HOOKS: Registry[type[StepHook]] = Registry("step hook")
+"""Asked with an `EngineConfig`; all that support it are used, in order of priority."""
+
+
+class Hooks:
+    """The hooks of one engine, called in the order given. A hook that lacks a method is passed over."""
+
+    def __init__(self, hooks: Iterable[tuple[str, Any]] = ()):
+        self._hooks: dict[str, Any] = dict(hooks)
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are still called."""
+        return list(self._hooks)
+
+    def dispatch(self, event: str, *args: Any) -> None:
+        """Tell every hook."""
+        for _ in self._answers(event, args):
+            pass
+
+    def any(self, event: str, *args: Any) -> bool:
+        """Whether some hook says yes; later ones are not asked then."""
+        return any(self._answers(event, args))
+
+    def collect(self, event: str, *args: Any) -> list[Any]:
+        """The lists that hooks answer with, one after the other."""
+        return [item for answer in self._answers(event, args) if answer for item in answer]
+
+    def _answers(self, event: str, args: tuple[Any, ...]) -> Iterator[Any]:
+        for name, hook in list(self._hooks.items()):
+            method = getattr(hook, event, None)
+            if method is None:
+                continue
+            try:
+                answer = method(*args)
+            except Exception as error:  # a plug-in's own failure, whatever it is
+                del self._hooks[name]
+                logger.warning("step hook %r is switched off: %s raised %s: %s", name, event, type(error).__name__, error, exc_info=error)
+                continue
+            yield answer
+
+
+def load_hooks(config: EngineConfig) -> Hooks:
+    """Build every hook that supports the configuration; one that cannot be loaded or built is left out with a warning."""
+    HOOKS.add_installed(ENTRY_POINT_GROUP)
+    hooks = []
+    for name in HOOKS.names():
+        if HOOKS.entry(name).supports(config) is None:
+            try:
+                hooks.append((name, HOOKS.make(name, config)))
+            except PluginError as error:
+                logger.warning("served without it: %s", error)
+    return Hooks(hooks)

@@ -1,0 +1,117 @@
+"""Request coordinators: each may keep new requests from running until something off the step is ready for them. The requests
+are held by the scheduler, which counts them, expires them and lets them be aborted as any other.
+
+Packages outside this one add theirs through the entry-point group ``headrace.coordinators``; what is installed is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace.base.errors import HeadraceError, PluginError
+from headrace.base.hooks import Hooks
+from headrace.base.messages import EngineRequest, RequestOutput
+from headrace.base.registry import Registry
+from headrace.service.executor import Executor
+
+if TYPE_CHECKING:
+    from headrace.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "headrace.coordinators"
+
+LetGo = tuple[EngineRequest, HeadraceError | None]
+"""A request that need not wait any longer, or the reason why it cannot run."""
+
+
+class RequestCoordinator(Protocol):
+    """Built once per engine, called by its thread."""
+
+    def __init__(self, executor: Executor, hooks: Hooks): ...
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it holds any request."""
+
+    def concerns(self, request: EngineRequest) -> bool:
+        """Whether a new request must wait for it. Keeps nothing."""
+
+    def hold(self, request: EngineRequest) -> None:
+        """Begin what the request waits for."""
+
+    def settle(self) -> list[LetGo]:
+        """What has become ready, or never will; called in every step."""
+
+    def pause(self) -> None:
+        """Wait a moment at most for something to become ready; for an engine that has nothing else to do."""
+
+
+COORDINATORS: Registry[type[RequestCoordinator]] = Registry("request coordinator")
+"""All that load are used, in order of priority; a request passes them one after the other."""
+
+COORDINATORS.add("hooks", "headrace.service.gate:HookGate", priority=20, doc="requests that step hooks hold")
+COORDINATORS.add("grammar", "headrace.service.gate:GrammarGate", priority=10, doc="requests whose grammars are being compiled")
+
+
+def create_coordinator(name: str, executor: Executor, hooks: Hooks) -> RequestCoordinator:
+    """Build one; `PluginError` lists the names there are, or tells the original error."""
+    return COORDINATORS.make(name, executor, hooks)
+
+
+def create_coordinators(executor: Executor, hooks: Hooks) -> list[RequestCoordinator]:
+    """Build all; one of another package that cannot be had is left out with a warning."""
+    COORDINATORS.add_installed(ENTRY_POINT_GROUP)
+    coordinators = []
+    for name in COORDINATORS.names():
+        try:
+            coordinators.append(create_coordinator(name, executor, hooks))
+        except PluginError as error:
+            if not COORDINATORS.entry(name).is_foreign:
+                raise
+            logger.warning("served without it: %s", error)
+    return coordinators
+
+
+class WaitingRoom:
+    """Sends each request through the coordinators that it concerns, and then to the scheduler's queue."""
+
+    def __init__(self, scheduler: Scheduler, coordinators: Sequence[Any]):
+        self._scheduler, self._coordinators = scheduler, list(coordinators)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any request waits here."""
+        return any(coordinator.is_waiting for coordinator in self._coordinators)
+
+    def concerns(self, request: EngineRequest) -> bool:
+        """Whether a new request must wait here; the scheduler is then asked to hold it."""
+        return any(coordinator.concerns(request) for coordinator in self._coordinators)
+
+    def enter(self, request: EngineRequest) -> None:
+        """Let a held request wait for the first coordinator that it concerns."""
+        self._pass_on(request, 0)
+
+    def settle(self) -> list[RequestOutput]:
+        """Release the requests that everything is ready for; the outputs end those that cannot run."""
+        outputs = []
+        for place, coordinator in enumerate(self._coordinators):
+            for request, error in coordinator.settle():
+                if error is None:
+                    self._pass_on(request, place + 1)
+                elif (output := self._scheduler.refuse(request.request_id, error)) is not None:
+                    outputs.append(output)
+        return outputs
+
+    def pause(self) -> None:
+        """Wait a moment for one of those that are waited for."""
+        next(coordinator for coordinator in self._coordinators if coordinator.is_waiting).pause()
+
+    def _pass_on(self, request: EngineRequest, first: int) -> None:
+        for coordinator in self._coordinators[first:]:
+            if coordinator.concerns(request):
+                coordinator.hold(request)
+                return
+        self._scheduler.release(request.request_id)
