@@ -1,0 +1,46 @@
+"""Which steps replay a graph, and of which size. What a graph computes is tested in `test_families_through_plans`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.execution.inputs import StepShape
+from headrace.execution.step_graphs import LONGEST_SPAN, SIZES, StepGraph, StepGraphs, step_sizes
+
+
+def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
+    """Decodes with so many keys, and prompts computed from their start."""
+    lengths = np.array([1] * len(decode_lens) + prefill_lens, dtype=np.int64)
+    ends = np.array(decode_lens + prefill_lens, dtype=np.int64)
+    return StepShape(len(decode_lens), np.arange(len(ends)), ends - lengths, lengths, ends, np.concatenate(([0], lengths.cumsum())))
+
+
+@pytest.fixture
+def graphs() -> StepGraphs:
+    made = StepGraphs(None, None)
+    made._sizes = [64, 256, 2048]
+    made._graphs = {size: StepGraph(size, None, None) for size in made._sizes}
+    return made
+
+
+@pytest.mark.parametrize(("decodes", "prefills", "size"), [
+    ([], [1], 64), ([5, 9], [62], 64), ([5, 9], [63], 256), ([], [256], 256), ([10] * 200, [500, 500], 2048), ([], [LONGEST_SPAN] * 2, 2048),
+    ([], [2049], None), ([], [LONGEST_SPAN + 1], None), ([50_000], [10], None), ([50_000] * 64, [10], 256),
+])
+def test_the_smallest_that_holds_the_step(graphs: StepGraphs, decodes: list[int], prefills: list[int], size: int | None):
+    found = graphs.find(shape_of(decodes, prefills))
+    assert (found.size if found is not None else None) == size
+
+
+def test_large_models_have_small_buckets_only():
+    assert step_sizes(8192, 600_000_000) == list(SIZES)
+    assert step_sizes(8192, 8_000_000_000) == [64, 128, 192, 256, 384, 512]
+    assert step_sizes(8192, 70_000_000_000) == [64]
+    assert step_sizes(8192, 700_000_000_000) == []
+
+
+def test_the_largest_step_of_a_small_model_has_one():
+    assert step_sizes(1000, 1_000_000)[-2:] == [768, 1000]
+    assert step_sizes(16, 1_000_000) == []
+    assert step_sizes(0, 1_000_000) == []
