@@ -1,4 +1,4 @@
-"""What ``headrace bench serve`` and ``headrace bench offline`` take, as documented options from which flags are made."""
+"""What ``headrace bench serve``, ``bench offline`` and ``bench quality`` take, as documented options from which flags are made."""
 
 from __future__ import annotations
 
@@ -80,6 +80,17 @@ class OfflineBenchOptions(_Section):
     workloads: str = option("latency1,offline256,prefill16x8k,sharedprefix", "comma-separated workloads to run", metavar="NAMES")
     repeats: int = option(1, "runs of each workload; the fastest counts", low=1)
     max_prompts: int | None = option(None, "run only the first so many prompts of each workload; figures are then not comparable", low=1)
+    output_file: str | None = option(None, "write the rows as JSON here", metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions(_Section):
+    """What ``headrace bench quality`` takes besides the engine's options."""
+
+    compare: str = option("int8,int4", "comma-separated forms of weights to compare with plain ones; stored: as a GGUF file has them", metavar="NAMES")
+    text: str | None = option(None, "file with the text to read; default: a few pages of public-domain English that come with Headrace", metavar="FILE")
+    window: int = option(512, "tokens read at a time; each window starts anew", low=64, high=8192)
+    max_tokens: int = option(4096, "tokens of the text that are read at most", low=64)
     output_file: str | None = option(None, "write the rows as JSON here", metavar="FILE")
 
 

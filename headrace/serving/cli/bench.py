@@ -1,4 +1,4 @@
-"""``headrace bench serve`` and ``headrace bench offline``: flags to the benchmarks' options."""
+"""``headrace bench serve``, ``bench offline`` and ``bench quality``: flags to the benchmarks' options."""
 
 from __future__ import annotations
 
@@ -28,4 +28,16 @@ def run_offline(invocation: Invocation) -> int:
     engine.pop("skip_tokenizer", None)  # these workloads are token ids
     engine.setdefault("model", invocation.section("model").model)
     run_offline_bench(invocation.section("workloads"), Console(), **engine)
+    return 0
+
+
+def run_quality(invocation: Invocation) -> int:
+    """Compare forms of weights, each in this process in turn."""
+    from rich.console import Console
+
+    from headrace.serving.bench.quality import run_quality_bench
+
+    engine = invocation.given_in(ENGINE)
+    engine.setdefault("model", invocation.section("model").model)
+    run_quality_bench(invocation.section("quality"), Console(), **engine)
     return 0

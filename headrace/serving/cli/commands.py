@@ -25,6 +25,7 @@ _HOMES = {
     "load": "headrace.serving.bench.options:LoadOptions",
     "traffic": "headrace.serving.bench.options:TrafficOptions",
     "workloads": "headrace.serving.bench.options:OfflineBenchOptions",
+    "quality": "headrace.serving.bench.options:QualityOptions",
 }
 
 
@@ -98,6 +99,12 @@ _ALL = (
         "bench offline", "run fixed workloads in this process", ("workloads", *ENGINE), "headrace.serving.cli.bench:run_offline", (
             ("one workload on random weights", "headrace bench offline --model ./config-only --load-format dummy --workloads latency1"),
         ),
+    ),
+    Command(
+        "bench quality", "measure what 8-bit and 4-bit weights cost in perplexity", ("quality", *ENGINE), "headrace.serving.cli.bench:run_quality", (
+            ("the default model as its file has it, and in 8 bits", "headrace bench quality --compare stored,int8"),
+            ("on a text of your own", "headrace bench quality --model ./Qwen3-0.6B --text notes.txt --output-file quality.json"),
+        ), quiet=True,
     ),
     Command(
         "check", "which families, kernels, backends and optional libraries work here, and why not the others", ("check",), "headrace.serving.cli.check:run", (

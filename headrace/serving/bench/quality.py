@@ -1,0 +1,142 @@
+"""``headrace bench quality``: what a smaller form of weights costs, measured against the plain ones on a real text.
+
+Each window of the text is read by both models. Perplexity is exp of the mean loss on the text's tokens. The KL divergence of
+the smaller model's next-token distribution from the plain one's is taken over the tokens that both find likeliest, all
+others together counting as one: a lower bound, and close where the rest weighs little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.base.errors import ConfigError
+from headrace.base.sampling import SamplingParams
+from headrace.base.step import TokenLogprobs
+from headrace.serving.bench.options import QualityOptions
+from headrace.serving.bench.report import write_json
+
+PLAIN, STORED = "none", "stored"
+NUM_TOP = 50
+NUM_PROMPTS, PROMPT_LEN, OUTPUT_LEN = 8, 32, 32
+COLUMNS = ("weights", "MB", "perplexity", "KL (nats)", "same first token", "tokens until greedy differs")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one model made of the text: a place per token, and its greedy continuations of some beginnings."""
+
+    num_bytes: int
+    places: list[TokenLogprobs]
+    outputs: list[list[int]]
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """``kl`` in nats a token; ``agreement``: share of places with the same likeliest token; ``same_len``: mean number of
+    greedy tokens before the first that differs, of 32."""
+
+    weights: str
+    num_bytes: int
+    perplexity: float
+    kl: float = 0.0
+    agreement: float = 1.0
+    same_len: float = float(OUTPUT_LEN)
+
+
+def run_quality_bench(options: QualityOptions, console: Console | None = None, **engine_options: Any) -> list[QualityRow]:
+    """Load the model (``engine_options`` are those of `headrace.LLM`, ``model`` among them) once plain and once in each form,
+    print a table, write the file if one is wanted. Raises `ConfigError` for a text that is too short, or a form unknown."""
+    names = [name.strip() for name in options.compare.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("compare names no form of weights; try int8,int4", param="compare")
+    text = read_text(options.text)
+    plain = _read(PLAIN, text, options, engine_options)
+    rows = [compare(PLAIN, plain, plain)]
+    rows += [compare(name, _read(name, text, options, engine_options), plain) for name in names]
+    if console:
+        print_rows(rows, f"{engine_options['model']}, {len(plain.places)} tokens", console)
+    if options.output_file:
+        write_json(options.output_file, {"num_tokens": len(plain.places), "options": engine_options, "rows": [dataclasses.asdict(row) for row in rows]})
+    return rows
+
+
+def read_text(path: str | None) -> str:
+    """The file's text; without one that which comes with Headrace: Carroll 1865, Lincoln 1863."""
+    if path is None:
+        return files("headrace.serving.bench").joinpath("quality.txt").read_text(encoding="utf-8")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text {path}: {error}", param="text") from error
+
+
+def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> Reading:
+    from headrace import LLM
+
+    engine = {**engine_options, "quantization": None if weights == STORED else weights}
+    engine.setdefault("max_model_len", max(options.window, PROMPT_LEN + OUTPUT_LEN) + 1)
+    with LLM(engine.pop("model"), **engine) as llm:
+        ids = llm.tokenizer.encode(text, add_special_tokens=False)[: options.max_tokens]
+        windows = [ids[at : at + options.window] for at in range(0, len(ids), options.window)]
+        if len(windows[0]) <= PROMPT_LEN:
+            raise ConfigError(f"the text has {len(ids)} tokens; it needs more than {PROMPT_LEN}", param="text")
+        places = [place for window in windows if len(window) > 1 for place in _score(llm, window)]
+        num_bytes = next((line.num_bytes for line in llm.memory_plan() if line.name == "weights"), 0)
+        return Reading(num_bytes, places, _continue(llm, ids))
+
+
+def _continue(llm: Any, ids: list[int]) -> list[list[int]]:
+    """Greedy continuations from places all over the text."""
+    step = max(1, (len(ids) - PROMPT_LEN) // NUM_PROMPTS)
+    starts = [ids[at : at + PROMPT_LEN] for at in range(0, len(ids) - PROMPT_LEN, step)][:NUM_PROMPTS]
+    greedy = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False)
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompt_token_ids=starts, sampling_params=greedy)]
+
+
+def _score(llm: Any, window: list[int]) -> list[TokenLogprobs]:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=NUM_TOP, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate(prompt_token_ids=[window], sampling_params=params)
+    return [place for place in output.prompt_logprobs if place is not None]
+
+
+def compare(weights: str, own: Reading, plain: Reading) -> QualityRow:
+    """The figures of one form of weights."""
+    loss = -sum(place.logprob for place in own.places) / len(own.places)
+    pairs = list(zip(plain.places, own.places, strict=True))
+    return QualityRow(
+        weights, own.num_bytes, math.exp(loss),
+        kl=sum(divergence(a, b) for a, b in pairs) / len(pairs),
+        agreement=sum(a.top_ids[0] == b.top_ids[0] for a, b in pairs) / len(pairs),
+        same_len=sum(count_same(a, b) for a, b in zip(plain.outputs, own.outputs, strict=True)) / len(own.outputs),
+    )
+
+
+def divergence(plain: TokenLogprobs, own: TokenLogprobs) -> float:
+    """KL(plain || own) of two next-token distributions, over the tokens that both name and the rest as one."""
+    others = dict(zip(own.top_ids, own.top_logprobs, strict=True))
+    both = [(p, others[token]) for token, p in zip(plain.top_ids, plain.top_logprobs, strict=True) if token in others]
+    rest = [max(1.0 - sum(math.exp(pair[side]) for pair in both), 1e-9) for side in (0, 1)]
+    return max(0.0, sum(math.exp(p) * (p - q) for p, q in both) + rest[0] * math.log(rest[0] / rest[1]))
+
+
+def count_same(a: list[int], b: list[int]) -> int:
+    """How many tokens two outputs begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def print_rows(rows: list[QualityRow], title: str, console: Console) -> None:
+    """A table."""
+    table = Table(*COLUMNS, title=title)
+    for row in rows:
+        table.add_row(
+            row.weights, f"{row.num_bytes / 1e6:.0f}", f"{row.perplexity:.3f}", f"{row.kl:.4f}", f"{row.agreement:.1%}", f"{row.same_len:.1f} of {OUTPUT_LEN}",
+        )
+    console.print(table)
