@@ -14,12 +14,18 @@ VARIABLES = {
     "HF_HOME": "where the Hugging Face cache lives (default: ~/.cache/huggingface)",
     "HF_HUB_OFFLINE": "1: never ask the Hugging Face hub",
     "OMP_NUM_THREADS": "CPU threads when --threads is not given",
+    "TORCH_EXTENSIONS_DIR": "where torch builds extensions of installed plug-ins (default: ~/.cache/torch_extensions)",
 }
 
 
 def cache_dir() -> Path:
     """Folder for everything Headrace may rebuild."""
     return Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace")
+
+
+def torch_extensions_dir() -> Path:
+    """Where torch builds extensions, of which none are ours."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 def cpu_isa() -> str | None:
