@@ -27,20 +27,20 @@ def choose_activation(spec: MlpSpec, build: Build) -> Callable[[torch.Tensor], t
 
 
 class GatedMlp(Branch):
-    """``x [T, D] -> [T, D]`` through ``spec.width`` hidden units."""
+    """``x [T, D] -> [T, D]`` through ``spec.width`` hidden units. ``activation`` names a plain one, else it is empty."""
 
     def __init__(self, spec: MlpSpec, width: int, build: Build):
         super().__init__()
         self.gate_up = Linear(build, width, {"gate": spec.width, "up": spec.width}, bias=spec.bias)
         self.down = Linear(build, spec.width, width, bias=spec.bias)
         self._activate = choose_activation(spec, build)
-        self._joined = "" if spec.clamp is not None else spec.activation
+        self.activation = "" if spec.clamp is not None else spec.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._activate(self.gate_up(x)))
 
     def after_norm(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._joined or not self.gate_up.can_join(norm, x, residual):
+        if not self.activation or not self.gate_up.can_join(norm, x, residual):
             return super().after_norm(norm, x, residual)
-        x, residual = self.gate_up.join(norm, x, residual, self._joined)
+        x, residual = self.gate_up.join(norm, x, residual, self.activation)
         return self.down(x), residual

@@ -47,19 +47,39 @@ class Decodes {
     num_blocks_ += a_.num_kv_heads * blocks(entries_.back());
   }
 
-  void run() {
-    if (entries_.empty()) return;
+  // Cuts the work into shares, as many as are worth a thread each, at most `most`. Each is to be run once, then all are joined.
+  int64_t cut(int64_t most) {
+    if (entries_.empty()) return 0;
     const int64_t block_values = kDecodeKeys * (a_.head_dim + a_.value_dim) * (a_.group() + 1);
-    const int64_t worth = num_blocks_ * block_values / kShareValues;
-    const int64_t shares = std::clamp<int64_t>(worth, 1, torch::stable::get_num_threads());
-    std::vector<float> partials(shares > 1 ? 2 * shares * partial_size(a_) : 0);
-    std::vector<Piece> pieces(2 * shares);
+    const int64_t worth = num_blocks_ * block_values / kShareValues, shares = std::clamp<int64_t>(worth, 1, most);
+    partials_.resize(shares > 1 ? 2 * shares * partial_size(a_) : 0);
+    pieces_.resize(2 * shares);
+    return shares;
+  }
+
+  void run_share(int64_t share) {
+    const int64_t shares = pieces_.size() / 2;
+    run_blocks(num_blocks_ * share / shares, num_blocks_ * (share + 1) / shares, partials_.data() + 2 * share * partial_size(a_), &pieces_[2 * share]);
+  }
+
+  void join() {
+    float* sum = nullptr;
+    for (const Piece& piece : pieces_) {
+      if (!piece.entry) continue;
+      if (piece.block == 0) sum = piece.partial;
+      else kernels_.merge(a_, sum, piece.partial);
+      if (piece.block + piece.count == blocks(*piece.entry)) kernels_.finish(a_, piece.entry->request, piece.kv_head, sum);
+    }
+  }
+
+  void run() {
+    const int64_t shares = cut(torch::stable::get_num_threads());
     const auto run_shares = [&](int64_t begin, int64_t end) {
-      for (int64_t s = begin; s < end; ++s) run_share(num_blocks_ * s / shares, num_blocks_ * (s + 1) / shares, partials.data() + 2 * s * partial_size(a_), &pieces[2 * s]);
+      for (int64_t s = begin; s < end; ++s) run_share(s);
     };
-    if (shares == 1) return run_shares(0, 1);
+    if (shares <= 1) return run_shares(0, shares);
     torch::stable::parallel_for(0, shares, 1, run_shares);
-    join(pieces);
+    join();
   }
 
  private:
@@ -77,7 +97,7 @@ class Decodes {
   static int64_t blocks(const Entry& entry) { return (entry.length - entry.first + kDecodeKeys - 1) / kDecodeKeys; }
 
   // Pieces: at most one that began in an earlier share, and one that goes on in a later.
-  void run_share(int64_t low, int64_t high, float* partials, Piece* pieces) {
+  void run_blocks(int64_t low, int64_t high, float* partials, Piece* pieces) {
     const int64_t size = partial_size(a_);
     float* scratch = Scratch::of_this_thread().floats(size + kernels_.decode_scratch(a_));
     auto entry = std::upper_bound(entries_.begin(), entries_.end(), low, [](int64_t at, const Entry& e) { return at < e.start; }) - 1;
@@ -94,19 +114,11 @@ class Decodes {
     }
   }
 
-  void join(const std::vector<Piece>& pieces) {
-    float* sum = nullptr;
-    for (const Piece& piece : pieces) {
-      if (!piece.entry) continue;
-      if (piece.block == 0) sum = piece.partial;
-      else kernels_.merge(a_, sum, piece.partial);
-      if (piece.block + piece.count == blocks(*piece.entry)) kernels_.finish(a_, piece.entry->request, piece.kv_head, sum);
-    }
-  }
-
   const Attention& a_;
   const AttentionKernels& kernels_;
   std::vector<Entry> entries_;
+  std::vector<Piece> pieces_;
+  std::vector<float> partials_;
   int64_t num_blocks_ = 0;
 };
 

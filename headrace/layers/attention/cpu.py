@@ -10,9 +10,11 @@ from headrace.layers.attention.reference import ReferenceAttention
 
 
 class CpuAttention:
-    """See `AttentionBackend`. Kernels that become ready between `prepare` and `attend` are used at once."""
+    """See `AttentionBackend`. Kernels that become ready between `prepare` and `attend` are used at once. ``joins_layers``: a
+    kernel for whole layers may take its place."""
 
     is_capturable = False
+    joins_layers = True
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         self._reference = ReferenceAttention(geometry, device)

@@ -46,7 +46,7 @@ class Attention(AttentionLayer):
     def __init__(self, spec: AttentionSpec, layer: LayerSpec, *, width: int, norm: NormSpec, rotary: RotaryTable | None, build: Build):
         sinks = build.parameter(spec.num_heads) if spec.sinks else None
         super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window, spec.softcap, sinks))
-        self.spec, self.sinks = spec, sinks
+        self.spec, self.rope, self.sinks = spec, layer.rope, sinks
         heads_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.widths = (heads_width, kv_width, kv_width)
         self.qkv = Linear(build, width, {"q": heads_width, "k": kv_width, "v": kv_width}, bias=spec.qkv_bias)

@@ -11,10 +11,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from headrace.kernels.decode_layers.table import LayerTable
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.block import DecoderBlock
+from headrace.layers.decoder.fused import fuse_layers, run_layers
 from headrace.layers.decoder.names import SCORE_NAMES, SPLIT_NAMES, add_prefix
 from headrace.layers.decoder.spec import DecoderSpec, RopeSpec
 from headrace.layers.embedding import Embedding
@@ -54,6 +56,8 @@ class Decoder(nn.Module):
             )
         elif spec.num_classes > 0:
             self.scores = Head(build, spec.num_classes, spec.width)
+        self._table: LayerTable | None = None
+        self._is_table_due = True
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
@@ -65,6 +69,7 @@ class Decoder(nn.Module):
             harmless += tuple(f"{theirs}.weight" for theirs, ours in self.names.items() if ours == "head")
         read = self._schemes.read((name, tensor) for name, tensor in tensors if not self.ignores(name))
         fill_targets(find_targets(self, names, self.spec.num_layers), self.translate(read), harmless=harmless)
+        self._is_table_due = True
 
     def ignores(self, name: str) -> bool:
         """Whether this model has no use for a checkpoint tensor; a family whose checkpoints have such replaces this."""
@@ -78,15 +83,26 @@ class Decoder(nn.Module):
         """Attach each layer's pages and cache group."""
         for layer, layer_pages, group in zip(self.layers, pages, group_of_layer, strict=True):
             layer.attention.bind(layer_pages, group)
+        self._is_table_due = True
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the final norm; of the batch's wanted tokens alone, if it says so."""
-        x, residual = self.embedding(batch.token_ids), None
+        x = self.embedding(batch.token_ids)
+        x, residual = self._run_together(x, batch) or self._run_layers(x, batch)
+        return self.norm.add(x, residual)[0]
+
+    def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """All layers by one kernel, where there is one that can, for the step and for the layers."""
+        if self._is_table_due:
+            self._table, self._is_table_due = fuse_layers(self.layers), False
+        return None if self._table is None else run_layers(self._table, x, batch)
+
+    def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        residual = None
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, batch)
         last = self.layers[-1]
-        x, residual = last(x, residual, batch.for_last_layer(last.attention.group))
-        return self.norm.add(x, residual)[0]
+        return last(x, residual, batch.for_last_layer(last.attention.group))
 
     @property
     def narrows(self) -> bool:

@@ -1,0 +1,89 @@
+"""What a layer of a decoder is made of, as the fused kernel takes it: plain tensors and numbers, no modules.
+
+D model width, H heads, K kv heads, E head dim, F hidden units, P pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.kernels.packed_linear.layout import PackedMatrix
+
+
+@dataclass(frozen=True)
+class Product:
+    """``x @ weight.T + bias``."""
+
+    weight: PackedMatrix
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Products:
+    """``qkv`` [(H + 2K) * E, D], ``output`` [D, H * E], ``gate_up`` [2F, D] with the gate first, ``down`` [D, F]."""
+
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    activation: int
+    """0 for SiLU, 1 for GELU by tanh."""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Weights [D] of RMS norms before and after (None: there is none) each branch. ``eps`` and ``offset`` are those of the
+    head norms, too."""
+
+    attention: torch.Tensor
+    mlp: torch.Tensor
+    attention_post: torch.Tensor | None
+    mlp_post: torch.Tensor | None
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """As in `headrace.layers.attention.contract`; ``sinks`` [H] float32."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float
+    window: int
+    sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """``cos_sin`` [L, rotary_dim] float32, None for no rotation; ``q_norm`` and ``k_norm`` [E], both or none."""
+
+    cos_sin: torch.Tensor | None
+    rotary_dim: int
+    interleaved: bool
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Pages:
+    """``k`` and ``v`` [P, page_size, K, E], contiguous, of cache group ``group``."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    group: int
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``."""
+
+    norms: Norms
+    products: Products
+    heads: Heads
+    rotation: Rotation
+    pages: Pages

@@ -1,0 +1,73 @@
+"""`LayerTable`: the layers' parts as the C++ kernel reads them, one row of numbers and addresses a layer.
+
+The order is that of `Layer` in csrc/cpu/bind_decode.h. The table keeps every tensor whose address it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headrace.kernels import native
+from headrace.kernels.decode_layers.parts import Heads, LayerParts, Pages, Product, Rotation
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class LayerTable:
+    """Layers that are run together. Tensors that move afterwards are read where they were: then make a new one."""
+
+    def __init__(self, layers: Sequence[LayerParts]):
+        self._kept: list[torch.Tensor] = []
+        self._numbers = torch.tensor([self._row(layer) for layer in layers], dtype=torch.int64)
+        reals = [(layer.norms.eps, layer.norms.offset, layer.heads.scale, layer.heads.softcap) for layer in layers]
+        self._reals = torch.tensor(reals, dtype=torch.float64)
+
+    def run(
+        self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``x`` [M, D], float32 or bfloat16 and consumed, to ``(branch, residual)`` [M, D] each, whose sum is the output;
+        None while there are no kernels. ``positions`` [M] int64, ``groups``: slots [M] int64 and page table [M, *] int32 of
+        each cache group, ``lengths``: query_start [M + 1] and kv_lens [M], int32; the attention contract tells of them."""
+        ops = native.library()
+        if ops is None:
+            return None
+        addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])
+        x = x.contiguous()
+        branch = ops.decode_layers(self._numbers, self._reals, addresses, x, positions, *lengths)
+        return branch, x
+
+    def _row(self, layer: LayerParts) -> list[int]:
+        norms, products = layer.norms, layer.products
+        row = [n for weight in (norms.attention, norms.attention_post, norms.mlp, norms.mlp_post) for n in (self._address(weight), _type(weight))]
+        for product in (products.qkv, products.output, products.gate_up, products.down):
+            row += self._product(product)
+        return row + self._rotation(layer.rotation) + self._pages(layer.pages) + self._heads(layer.heads) + [products.activation]
+
+    def _product(self, product: Product) -> list[int]:
+        weight = product.weight
+        addresses = [self._address(weight.words), self._address(weight.scales), self._address(weight.mins)]
+        return [*addresses, weight.number, weight.out_width, weight.in_width, self._address(product.bias), _type(product.bias)]
+
+    def _rotation(self, rotation: Rotation) -> list[int]:
+        norms = [self._address(rotation.q_norm), self._address(rotation.k_norm), _type(rotation.q_norm)]
+        return [self._address(rotation.cos_sin), rotation.rotary_dim, int(rotation.interleaved), *norms]
+
+    def _pages(self, pages: Pages) -> list[int]:
+        return [self._address(pages.k), self._address(pages.v), _type(pages.k), pages.k.shape[1], pages.group]
+
+    def _heads(self, heads: Heads) -> list[int]:
+        return [heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.window, self._address(heads.sinks)]
+
+    def _address(self, tensor: torch.Tensor | None) -> int:
+        """Where a contiguous tensor lies, 0 for none; it is kept from now on."""
+        if tensor is None:
+            return 0
+        assert tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _type(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else TYPES[tensor.dtype]

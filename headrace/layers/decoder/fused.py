@@ -1,0 +1,116 @@
+"""Whether the layers of a decoder can be run by one kernel, and their parts if so. Decided from what each layer is made of.
+
+Refuses: knowing families. Anything that is not exactly what the kernel computes is a reason against; then the layers are
+called one after the other, as always.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from headrace.kernels.decode_layers import MOST_ROWS
+from headrace.kernels.decode_layers.parts import Heads, LayerParts, Norms, Pages, Product, Products, Rotation
+from headrace.kernels.decode_layers.table import LayerTable
+from headrace.kernels.packed_linear.forms import PanelWeight
+from headrace.layers.attention.layer import Attention
+from headrace.layers.batch import ForwardBatch
+from headrace.layers.decoder.block import DecoderBlock
+from headrace.layers.linear import Linear
+from headrace.layers.mlp import GatedMlp
+from headrace.layers.norm import NoNorm, RmsNorm
+
+logger = logging.getLogger(__name__)
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+MOST_QUERIES = 8
+"""Query heads that share a kv head."""
+
+
+class NotFusable(Exception):
+    """A layer is, or has, something that the kernel does not know; the message says what."""
+
+
+def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
+    """The layers as one, once their weights and pages are in place; None when they must be called one after the other."""
+    try:
+        return LayerTable([describe_layer(layer) for layer in layers])
+    except NotFusable as reason:
+        logger.debug("layers are called one after the other: %s", reason)
+        return None
+
+
+def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What the layers make of the embedded tokens ``x`` [T, D], as ``(branch, residual)``; None when this step is not
+    theirs: it is large, or a request has several tokens, or another attention backend was asked for."""
+    first = batch.groups[0].inputs if batch.groups else None
+    if first is None or batch.wanted is not None or not 0 < first.num_tokens == first.num_decodes <= MOST_ROWS:
+        return None
+    if not all(getattr(group.backend, "joins_layers", False) for group in batch.groups):
+        return None
+    groups = [(group.inputs.slots, group.inputs.page_table) for group in batch.groups]
+    return table.run(x, batch.positions, groups, (first.query_start, first.kv_lens))
+
+
+def describe_layer(layer: Any) -> LayerParts:
+    """The parts of one layer; raises `NotFusable`."""
+    _require(type(layer) is DecoderBlock and layer.residual_scale == 1.0, "a block of another kind")
+    attention, mlp = layer.attention, layer.mlp
+    _require(type(attention) is Attention, "attention of another kind")
+    _require(type(mlp) is GatedMlp and mlp.activation in ACTIVATIONS, "an MLP of another kind")
+    norms = _describe_norms(layer)
+    products = Products(
+        *(_describe_product(linear) for linear in (attention.qkv, attention.output, mlp.gate_up, mlp.down)), activation=ACTIVATIONS[mlp.activation],
+    )
+    return LayerParts(norms, products, _describe_heads(attention), _describe_rotation(attention, norms), _describe_pages(attention))
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise NotFusable(reason)
+
+
+def _describe_norms(layer: DecoderBlock) -> Norms:
+    before, after = (layer.attention_norm, layer.mlp_norm), (layer.attention_post_norm, layer.mlp_post_norm)
+    _require(all(type(norm) is RmsNorm for norm in before), "no RMS norm before a branch")
+    _require(all(type(norm) in (RmsNorm, NoNorm) for norm in after), "a norm of another kind")
+    posts = [norm.weight.data if type(norm) is RmsNorm else None for norm in after]
+    kinds = {(norm.eps, norm.offset) for norm in (*before, *after) if type(norm) is RmsNorm}
+    _require(len(kinds) == 1, "norms that differ")
+    return Norms(before[0].weight.data, before[1].weight.data, *posts, *kinds.pop())
+
+
+def _describe_product(linear: Any) -> Product:
+    _require(type(linear) is Linear and isinstance(linear.stored, PanelWeight), "a weight that is not packed")
+    return Product(linear.stored.matrix, None if linear.bias is None else linear.bias.data)
+
+
+def _describe_heads(attention: Attention) -> Heads:
+    spec, params = attention.spec, attention.params
+    _require(spec.num_heads // spec.num_kv_heads <= MOST_QUERIES, "many query heads to a kv head")
+    sinks = None if params.sinks is None else params.sinks.data.float().contiguous()
+    return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, params.scale, params.softcap, params.window, sinks)
+
+
+def _describe_rotation(attention: Attention, norms: Norms) -> Rotation:
+    weights: list[torch.Tensor | None] = [None, None]
+    if attention.q_norm is not None:
+        own = (attention.q_norm, attention.k_norm)
+        _require(attention.spec.qk_norm == "head" and all((norm.eps, norm.offset) == (norms.eps, norms.offset) for norm in own), "norms over all heads")
+        weights = [norm.weight.data for norm in own]
+    rotary, rope = attention.rotary, attention.rope
+    if rotary is None or rope is None:
+        return Rotation(None, 0, False, *weights)
+    return Rotation(rotary.cos_sin, rope.rotary_dim, rope.interleaved, *weights)
+
+
+def _describe_pages(attention: Attention) -> Pages:
+    pages = attention.pages
+    _require(pages is not None, "no pages yet")
+    page_size = pages.k.shape[1]
+    _require(pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape == pages.v.shape, "pages of another layout")
+    _require(pages.k.device.type == "cpu" and page_size & (page_size - 1) == 0, "pages elsewhere, or of odd size")
+    return Pages(pages.k, pages.v, attention.group)
