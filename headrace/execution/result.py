@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,8 @@ class PromptSpan:
 
 class PendingSample:
     """A `PendingStep`. The copies to the host are launched here; `result` waits for them. ``places``: where the plan's
-    sampling spans are in the batch, when it has another order. ``pooled``: results of rows that are read."""
+    sampling spans are in the batch, when it has another order. ``pooled``: results of rows that are read. ``before_result``
+    is called with the step when it is done; it may add to ``forced``."""
 
     def __init__(
         self, step_id: int, batch: SampleBatch | None = None, drawn: Drawn | None = None,
@@ -42,6 +44,8 @@ class PendingSample:
         if drawn is not None:
             self._tokens = to_host(drawn.tokens)
             self._logprobs = drawn.logprobs.copy_to_host() if drawn.logprobs is not None else None
+        self.forced: list[tuple[int, list[int]]] = []
+        self.before_result: Callable[[PendingSample], None] | None = None
         self._done = None
         if torch.cuda.is_initialized():
             self._done = torch.cuda.Event()
@@ -65,6 +69,8 @@ class PendingSample:
     def result(self) -> StepResult:
         """Wait for the step; raises what the device raised."""
         self._wait()
+        if self.before_result is not None:
+            self.before_result(self)
         prompts = [PromptLogprobs(s.row, s.start, logprobs.records([s.top_count] * s.count)) for s, logprobs in self._prompts]
         if self._tokens is None or self._batch is None:
             return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
@@ -77,7 +83,7 @@ class PendingSample:
         troubled = self._troubled_rows(states)
         failed += [(row, MESSAGES[state]) for row, state in troubled if state != NOTHING_ALLOWED]
         refused = [(row, self._errors.get(row) or MESSAGES[state]) for row, state in troubled if state == NOTHING_ALLOWED]
-        return StepResult(self._step_id, ids, logprobs, prompts, failed, pooled, refused)
+        return StepResult(self._step_id, ids, logprobs, prompts, failed, pooled, refused, self.forced)
 
     def _read_pooled(self) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
         """``(failed rows, results)`` of the rows that are read."""

@@ -5,7 +5,7 @@ Refuses: page tables (``memory/``) and the state of penalties and rules, which o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from headrace.base.errors import HeadraceError
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
-from headrace.base.step import RowStart
+from headrace.base.step import RowGrowth, RowStart
 
 IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS, IS_TAKEN, HAS_GRAMMAR = 1, 2, 4, 8, 16, 32, 64
 """Bits of a row's flags; 0 is a free row."""
@@ -24,7 +24,7 @@ IS_POOLED, HAS_SECOND_TEXT = 256, 512
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """What a row was started with. ``token_ids`` int64: every token known at the start."""
+    """What a row was started with. ``token_ids`` int64: every token known at the start, and those it has grown by."""
 
     token_ids: np.ndarray
     prompt_len: int
@@ -70,6 +70,14 @@ class Rows:
         if start.pooling is not None:
             self.flags_np[start.row] |= IS_POOLED | HAS_SECOND_TEXT * (start.pooling.second_start > 0)
         return known
+
+    def grow(self, growth: RowGrowth) -> None:
+        """More tokens of a row are known. Those between were drawn on the device, and nobody asks for them here."""
+        known = self[growth.row]
+        token_ids = np.full(growth.start + len(growth.token_ids), -1, dtype=np.int64)
+        token_ids[: len(known.token_ids)] = known.token_ids[: len(token_ids)]
+        token_ids[growth.start :] = growth.token_ids
+        self._rows[growth.row] = replace(known, token_ids=token_ids)
 
     def release(self, row: int) -> None:
         """Give a row back; harmless when it is free already."""

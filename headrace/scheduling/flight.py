@@ -5,7 +5,6 @@ from __future__ import annotations
 from headrace.base.step import StepPlan
 from headrace.scheduling.request import Request
 
-
 VOID = -1
 
 

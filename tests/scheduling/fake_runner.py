@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from headrace.base.cache import NULL_PAGE, CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import CacheConfig, SchedulerConfig
+from headrace.base.grammar import Grammar
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
@@ -28,6 +29,16 @@ def draw_token(fingerprint: int, seed: int, vocab: int) -> int:
     return (fingerprint * 2_654_435_761 + seed * 40_503 + 11) % MODULUS % vocab
 
 
+def force_tokens(fingerprint: int, seed: int, vocab: int) -> list[int]:
+    """What a grammar forces after a prefix: mostly nothing."""
+    draw = (fingerprint * 1_000_033 + seed) % MODULUS
+    return [(draw >> k) % vocab for k in range(draw % 7)] if draw % 3 == 0 else []
+
+
+FORCED = Grammar("regex", "forced")
+"""Requests with it have tokens forced."""
+
+
 def run_alone(ask: EngineRequest, vocab: int, max_model_len: int) -> tuple[list[int], str]:
     """Output and finish reason of a request that runs with nothing else in the world: the oracle."""
     fingerprint = start_print(ask.namespace)
@@ -42,6 +53,12 @@ def run_alone(ask: EngineRequest, vocab: int, max_model_len: int) -> tuple[list[
         if token in stops and len(output) >= ask.stop.min_tokens:
             return output, "stop"
         fingerprint = extend_print(fingerprint, token)
+        for token in force_tokens(fingerprint, ask.sampling.seed, vocab) if ask.sampling.grammar is not None else ():
+            if len(output) < limit:
+                output.append(token)
+                fingerprint = extend_print(fingerprint, token)
+                if token in stops and len(output) >= ask.stop.min_tokens:
+                    return output, "stop"
     return output, "length"
 
 
@@ -64,7 +81,10 @@ class Row:
     prompt_len: int
     wants_prompt_logprobs: bool
     is_pooled: bool = False
+    is_forced: bool = False
     tables: list[dict[int, int]] = field(default_factory=list)
+    jumped_from: int = -1  # position of the token that the latest forced run follows
+    host_len: int = 0  # tokens that spans other than decodes can read
 
 
 class FakeRunner:
@@ -88,26 +108,41 @@ class FakeRunner:
         written: set[tuple[int, int, int]] = set()
         for row_id, begin, length in zip(plan.rows, plan.begins, plan.lengths, strict=True):
             self._write(self.rows[row_id], begin, length, written)
-        tokens, prompts, broken, pooled = [], [], [], []
+        tokens, prompts, broken, pooled, forced = [], [], [], [], []
         for index, (row_id, begin, length) in enumerate(zip(plan.rows, plan.begins, plan.lengths, strict=True)):
             row = self.rows[row_id]
             if index < plan.num_decodes:
-                assert length == 1 and plan.samples[index] == 1 and begin == len(row.prints) - 1
+                assert length == 1 and plan.samples[index] == 1
+                assert begin == len(row.prints) - 1 or (row.is_forced and begin == row.jumped_from)
+            else:
+                assert begin + length <= row.host_len, "a span of tokens that nobody told the device"
             self._check_reads(row, begin, length)
             self.num_computed += length
             if row.wants_prompt_logprobs:
                 entries = [TokenLogprobs(p, -1.0, 1) for p in range(max(1, begin + 1), min(begin + length + 1, row.prompt_len))]
                 if entries:
                     prompts.append(PromptLogprobs(row_id, max(1, begin + 1), entries))
-            if plan.samples[index]:
+            if plan.samples[index] and begin + length == row.jumped_from + 1:
+                tokens.append(-5)  # known before it was drawn: whatever comes out means nothing
+            elif plan.samples[index]:
                 assert begin + length == len(row.prints), "sampled before the end of what is known"
                 tokens.append(draw_token(row.prints[-1], row.seed, self.vocab))
                 row.prints.append(extend_print(row.prints[-1], tokens[-1]))
+                forced += self._force(row_id, row)
             if row.is_pooled and begin + length == len(row.prints):
                 pooled.append((row_id, pooled_bytes(row.prints[-1])))
             if row.request_id in failed:
                 broken.append((row_id, "logits are not finite"))
-        return StepResult(plan.step_id, tokens, None, prompts, broken, pooled)
+        return StepResult(plan.step_id, tokens, None, prompts, broken, pooled, forced=forced)
+
+    def _force(self, row_id: int, row: Row) -> list[tuple[int, list[int]]]:
+        run = force_tokens(row.prints[-1], row.seed, self.vocab) if row.is_forced else []
+        if not run:
+            return []
+        row.jumped_from = len(row.prints) - 1
+        for token in run:
+            row.prints.append(extend_print(row.prints[-1], token))
+        return [(row_id, run)]
 
     def reset(self) -> None:
         """Forget all rows, as the executor does after a failed step."""
@@ -125,7 +160,17 @@ class FakeRunner:
             wants = start.sampling.num_prompt_logprobs >= 0
             tables: list[dict[int, int]] = [{} for _ in self.layout.groups]
             is_pooled = start.pooling is not None
-            self.rows[start.row] = Row(start.request_id, prints, start.sampling.seed, start.prompt_len, wants, is_pooled, tables)
+            is_forced = start.sampling.grammar is not None
+            self.rows[start.row] = Row(start.request_id, prints, start.sampling.seed, start.prompt_len, wants, is_pooled, is_forced, tables, host_len=len(prints))
+        for growth in plan.growths:
+            row = self.rows[growth.row]
+            assert row.jumped_from <= growth.start <= row.jumped_from + 1, "a growth leaves a hole, or tells what is known"
+            fingerprint = row.prints[growth.start - 1]
+            for position, token in enumerate(growth.token_ids, growth.start):
+                fingerprint = extend_print(fingerprint, token)
+                assert row.prints[position] == fingerprint, "another token than was forced"
+            assert growth.start + len(growth.token_ids) == len(row.prints)
+            row.host_len = len(row.prints)
         entries = [(append.group, append.row, entry) for append in plan.appends for entry in range(append.start, append.start + len(append.pages))]
         assert len(set(entries)) == len(entries), "a page-table entry is written twice in one plan"
         for append in plan.appends:
@@ -257,5 +302,5 @@ def make_engine(layout: CacheLayout, *, vocab: int = 50, prefix_cache: bool = Tr
 def make_ask(request_id: str, prompt: list[int], max_tokens: int = 4, *, seed: int = 0, prompt_logprobs: int = -1, **fields) -> EngineRequest:
     """A request; ``stop`` fields and message fields by keyword."""
     stop = {name: fields.pop(name) for name in ("min_tokens", "eos_ids", "stop_ids") if name in fields}
-    sampling = SamplingSpec(seed=seed, num_prompt_logprobs=prompt_logprobs)
+    sampling = SamplingSpec(seed=seed, num_prompt_logprobs=prompt_logprobs, grammar=fields.pop("grammar", None))
     return EngineRequest(request_id, prompt, sampling, StopSpec(max_tokens, **stop), **fields)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.base.errors import HeadraceError, OutOfPages
-from tests.scheduling.fake_runner import make_ask, make_engine, make_layout
+from tests.scheduling.fake_runner import FORCED, make_ask, make_engine, make_layout
 
 VOCAB = 23
 STEMS = [[(7 * i + k) % VOCAB for i in range(40)] for k in range(3)]
@@ -57,13 +57,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=prompts(), max_tokens=st.integers(0, 20), seed=st.integers(0, 2), min_tokens=st.integers(0, 6), stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
         namespace=st.sampled_from(["", "", "a"]), priority=st.integers(-1, 1), deadline=st.sampled_from([None, None, None, 3.0]),
-        prompt_logprobs=st.sampled_from([-1, -1, -1, 0]),
+        prompt_logprobs=st.sampled_from([-1, -1, -1, 0]), grammar=st.sampled_from([None, FORCED]),
     )
-    def add(self, prompt, max_tokens, seed, min_tokens, stops, namespace, priority, deadline, prompt_logprobs):
+    def add(self, prompt, max_tokens, seed, min_tokens, stops, namespace, priority, deadline, prompt_logprobs, grammar):
         self.count += 1
         ask = make_ask(
             f"r{self.count}", prompt, max_tokens, seed=seed, min_tokens=min_tokens, eos_ids=stops[:1], stop_ids=stops[1:], namespace=namespace,
-            priority=priority, deadline_s=deadline, prompt_logprobs=prompt_logprobs,
+            priority=priority, deadline_s=deadline, prompt_logprobs=prompt_logprobs, grammar=grammar,
         )
         try:
             self.engine.add(ask)

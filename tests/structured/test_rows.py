@@ -36,6 +36,9 @@ class CountMatcher:
                 return
             self.seen.append(token)
 
+    def read_forced(self) -> bytes:
+        raise AssertionError("no vocabulary, no jumps")
+
     def allowed(self) -> set[int]:
         return {EOS} if len(self.seen) >= self.end else {len(self.seen), *({EOS} if len(self.seen) >= self.end - 1 else ())}
 
@@ -74,6 +77,7 @@ class Step:
 
     def __init__(self, ids: list[int], *, is_done: bool = True):
         self.ids, self.is_done, self.num_reads = ids, is_done, 0
+        self.forced: list[tuple[int, list[int]]] = []
 
     def read_ids(self) -> list[int]:
         self.num_reads += 1
@@ -90,16 +94,18 @@ class Bench:
     def __init__(self) -> None:
         self.rows = Rows(8, torch.device("cpu"))
         self.grammars = GrammarRows(store_of(CountLibrary()), VOCAB_SIZE)
+        self.num_drawn: dict[int, int] = {}
 
     def start(self, row: int, end: int | None, *, output: tuple[int, ...] = (), rules: LogitRules | None = None) -> RowTokens:
         grammar = None if end is None else Grammar("regex", str(end))
+        self.num_drawn[row] = len(output)
         known = self.rows.start(RowStart(row, f"r{row}", [1, 2, *output], 2, SamplingSpec(grammar=grammar, rules=rules)))
         if grammar is not None:
             self.grammars.start(row, known)
         return known
 
     def batch(self, *rows: int) -> SampleBatch:
-        return SampleBatch.of(np.array(rows), np.full(len(rows), 2), self.rows)
+        return SampleBatch.of(np.array(rows), np.array([2 + self.num_drawn[row] for row in rows]), self.rows)
 
     def step(self, ids: dict[int, int], *, is_done: bool = True) -> tuple[dict[int, set[int]], dict[int, str | None], Step]:
         """One step of the rows of ``ids``, which then draw those: the tokens each was allowed, errors, the step."""
@@ -109,6 +115,8 @@ class Bench:
         masks = filling.result()
         step = Step(list(ids.values()), is_done=is_done)
         filling.follow(step)
+        for row in ids:
+            self.num_drawn[row] += 1
         return read_masks(masks, list(ids)), masks.errors, step
 
 

@@ -26,6 +26,9 @@ class Matcher(Protocol):
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens. A token the grammar does not allow leaves the matcher with an ``error``."""
 
+    def read_forced(self) -> bytes:
+        """The text that comes next whatever is drawn: empty where there is a choice, or the output may end."""
+
     @property
     def error(self) -> str | None:
         """Why it cannot go on: a token that was not allowed, or the library's limit on work for a token."""

@@ -62,6 +62,10 @@ class GuidanceMatcher:
         """See `Matcher`."""
         self.inner.consume_tokens(list(token_ids))
 
+    def read_forced(self) -> bytes:
+        """See `Matcher`. A special token has a byte before it that no text holds."""
+        return self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
+
     @property
     def error(self) -> str | None:
         """See `Matcher`."""

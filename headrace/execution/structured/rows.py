@@ -3,6 +3,9 @@
 A mask needs the token before it. Where that is on the host already the masks are filled on a thread while the device
 computes; where it is still on the device (two plans in flight) they are filled once the step has been launched, as soon
 as the step before it is read. Either way no step waits for a mask but the draw at its end. G rows, V vocabulary.
+
+Where a grammar leaves no choice for a few tokens, the step that drew the one before them tells them, too. Matchers go on
+by them at once; what a later step in flight draws in their place is recognised by its position and ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +24,17 @@ from headrace.execution.structured.store import GrammarStore
 ALL_ALLOWED = -1
 """A word of a mask."""
 
+MIN_JUMP = 2
+"""Tokens that a forced run must have: a step with a run in it costs more than one of decodes alone."""
+
+MIN_JUMP_OVER_GRAPHS = 8
+"""The same where decodes alone are a captured graph, which is faster by more."""
+
 
 class DrawnStep(Protocol):
-    """A launched step, as `headrace.execution.result.PendingSample` is one."""
+    """A launched step, as `headrace.execution.result.PendingSample` is one. ``forced``: see `StepResult`."""
+
+    forced: list[tuple[int, list[int]]]
 
     @property
     def is_done(self) -> bool:
@@ -35,25 +46,30 @@ class DrawnStep(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Constraint:
-    """The grammar of one row. ``held`` [W] int32 are the bits of tokens that are not wanted for the first
-    ``min_tokens``, unless nothing else is allowed."""
+    """The grammar of one row. ``num_tokens``: of its output, known so far. ``held`` [W] int32 are the bits of tokens that are
+    not wanted for the first ``min_tokens``, unless nothing else is allowed. ``can_jump``: whether drawing a token has no
+    effect but the token."""
 
+    row: int
     matcher: Matcher
     library: GrammarLibrary
     num_tokens: int
+    can_jump: bool = False
     min_tokens: int = 0
     held: np.ndarray | None = None
     is_over: bool = False
+    last_token: int = -1
 
 
 @dataclass(slots=True)
 class Filling:
-    """Masks on their way: ``constraints[i]`` is at place ``places[i]`` of the batch."""
+    """Masks on their way: ``constraints[i]`` is at place ``places[i]`` of the batch and draws token ``indices[i]`` of its
+    output."""
 
     rows: GrammarRows
     constraints: list[Constraint]
     places: np.ndarray
-    batch_rows: np.ndarray
+    indices: list[int]
     masks: np.ndarray
     work: Future[None] | None = None
 
@@ -61,15 +77,15 @@ class Filling:
         """The masks; waits for the thread, or for the step before and then fills them here."""
         if self.work is None:
             self.rows.catch_up()
-            self.rows.fill(self.constraints, self.masks)
+            self.rows.fill(self)
         else:
             self.work.result()
-        errors = {int(row): c.matcher.error for row, c in zip(self.batch_rows, self.constraints, strict=True) if c.matcher.error and not c.is_over}
+        errors = {c.row: c.matcher.error for c in self.constraints if c.matcher.error and not c.is_over}
         return RowMasks(self.masks, self.places, errors)
 
     def follow(self, step: DrawnStep) -> None:
         """The step that uses these masks was launched."""
-        self.rows.await_step(step, list(zip(map(int, self.places), self.constraints, strict=True)))
+        self.rows.await_step(step, list(zip(map(int, self.places), self.indices, self.constraints, strict=True)))
 
 
 @dataclass(slots=True)
@@ -77,14 +93,15 @@ class _Unread:
     """A launched step whose tokens the matchers have not seen."""
 
     step: DrawnStep
-    drawn: list[tuple[int, Constraint]] = field(default_factory=list)
+    drawn: list[tuple[int, int, Constraint]] = field(default_factory=list)
 
 
 class GrammarRows:
-    """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `Filling.follow` after."""
+    """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `Filling.follow` after, and
+    `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one."""
 
-    def __init__(self, store: GrammarStore, vocab_size: int):
-        self._store, self._num_words = store, -(-vocab_size // 32)
+    def __init__(self, store: GrammarStore, vocab_size: int, *, min_jump: int = MIN_JUMP):
+        self._store, self._num_words, self.min_jump = store, -(-vocab_size // 32), min_jump
         self._constraints: dict[int, Constraint] = {}
         self._unread: list[_Unread] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -93,8 +110,10 @@ class GrammarRows:
         """A row with a grammar was taken; what it has output already (before a retraction) is gone through again."""
         assert known.sampling.grammar is not None
         compiled = self._store.find(known.sampling.grammar)
-        constraint = Constraint(compiled.start(), compiled.library, num_tokens=0)
-        rules = known.sampling.rules
+        sampling = known.sampling
+        can_jump = sampling.rules is None and sampling.penalties is None and sampling.num_logprobs < 0
+        constraint = Constraint(row, compiled.start(), compiled.library, num_tokens=0, can_jump=can_jump)
+        rules = sampling.rules
         if rules is not None and rules.min_tokens:
             constraint.min_tokens, constraint.held = rules.min_tokens, self._bits(rules.held_ids)
         self._constraints[row] = constraint
@@ -115,14 +134,15 @@ class GrammarRows:
         constraints = [self._constraints[int(row)] for row in rows]
         order = sorted(range(len(rows)), key=lambda i: id(constraints[i].library))
         masks = np.empty((len(rows), self._num_words), dtype=np.int32)
-        filling = Filling(self, [constraints[i] for i in order], batch.constrained[order], rows[order], masks)
+        indices = list(map(int, batch.output_lens[batch.constrained]))
+        filling = Filling(self, [constraints[i] for i in order], batch.constrained[order], [indices[i] for i in order], masks)
         if all(unread.step.is_done for unread in self._unread):
             self.catch_up()
-            filling.work = self._thread.submit(self.fill, filling.constraints, masks)
+            filling.work = self._thread.submit(self.fill, filling)
         return filling
 
-    def await_step(self, step: DrawnStep, drawn: list[tuple[int, Constraint]]) -> None:
-        """A step was launched whose tokens at these places of its batch go on with these constraints."""
+    def await_step(self, step: DrawnStep, drawn: list[tuple[int, int, Constraint]]) -> None:
+        """A step was launched whose tokens ``(place in its batch, index in the output, constraint)`` go on with these."""
         self._unread.append(_Unread(step, drawn))
 
     def reset(self) -> None:
@@ -130,17 +150,38 @@ class GrammarRows:
         self._constraints.clear()
         self._unread.clear()
 
-    def catch_up(self) -> None:
-        """Let the matchers see the tokens of all launched steps; waits for those."""
-        unread, self._unread = self._unread, []
-        for entry in unread:
+    def catch_up(self, last: DrawnStep | None = None) -> None:
+        """Let the matchers see the tokens of all launched steps, up to ``last`` if it is given; waits for those."""
+        if last is not None and not any(entry.step is last for entry in self._unread):
+            return
+        while self._unread:
+            entry = self._unread.pop(0)
             ids = entry.step.read_ids()
-            for place, constraint in entry.drawn:
-                self._accept(constraint, ids[place])
+            for place, index, constraint in entry.drawn:
+                if index == constraint.num_tokens:  # else it was known before it was drawn
+                    self._accept(constraint, ids[place])
+                    entry.step.forced += self._jump(constraint)
+            if entry.step is last:
+                return
 
-    def fill(self, constraints: list[Constraint], masks: np.ndarray) -> None:
-        """Write the masks [G, W]. A row that cannot go on is allowed nothing; one that is over, and computed once more
-        before that was known, everything."""
+    def _jump(self, constraint: Constraint) -> list[tuple[int, list[int]]]:
+        """Go on by the tokens that the grammar forces now, if they are many; ``[(row, tokens)]`` or nothing."""
+        jumps = self._store.jumps
+        if jumps is None or not constraint.can_jump or constraint.is_over or constraint.matcher.error is not None:
+            return []
+        text = constraint.matcher.read_forced()
+        run = jumps.find(text, constraint.last_token) if len(text) >= self.min_jump else []
+        if len(run) < self.min_jump:
+            return []
+        for token in run:
+            self._accept(constraint, token)
+        assert constraint.matcher.error is None, f"a forced text is not allowed: {constraint.matcher.error}"
+        return [(constraint.row, run)]
+
+    def fill(self, filling: Filling) -> None:
+        """Write the masks [G, W]. A row that cannot go on is allowed nothing; one that is over, or further on by a forced
+        run, and computed before that was known, everything."""
+        constraints, masks = filling.constraints, filling.masks
         begin = 0
         while begin < len(constraints):
             library, end = constraints[begin].library, begin
@@ -148,6 +189,9 @@ class GrammarRows:
                 end += 1
             self._fill_alike(library, constraints[begin:end], masks[begin:end])
             begin = end
+        for mask, index, constraint in zip(masks, filling.indices, constraints, strict=True):
+            if index < constraint.num_tokens:
+                mask[:] = ALL_ALLOWED
 
     def _fill_alike(self, library: GrammarLibrary, constraints: list[Constraint], masks: np.ndarray) -> None:
         going = [i for i, c in enumerate(constraints) if not c.is_over and c.matcher.error is None]
@@ -169,6 +213,7 @@ class GrammarRows:
 
     def _accept(self, constraint: Constraint, token: int) -> None:
         constraint.num_tokens += 1
+        constraint.last_token = token
         if constraint.is_over or constraint.matcher.error is not None:
             return
         if token in self._store.eos_ids:

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace.base.errors import ConfigError, ModelError, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
+from headrace.execution.structured.jumps import JumpFinder
 from headrace.execution.structured.library import (
     CompiledGrammar,
     GrammarLibrary,
@@ -40,6 +41,7 @@ class GrammarStore:
         self._lock = threading.Lock()  # guards what follows
         self._vocabulary: Vocabulary | None = None
         self._libraries: dict[str, GrammarLibrary] = {}
+        self.jumps: JumpFinder | None = None
 
     def prepare(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """The grammar, now or later; the same future for equal ones. Called from one thread only."""
@@ -79,5 +81,7 @@ class GrammarStore:
                 self._vocabulary = self._read_vocabulary()
             except (ConfigError, ModelError) as error:
                 raise UnsupportedFeature(f"structured outputs need the model's tokenizer: {error.message}", param="grammar") from error
+            if self._vocabulary.encode is not None:
+                self.jumps = JumpFinder(self._vocabulary)
         self._libraries[name] = library = factory(self._vocabulary, self._vocab_size, self._eos_list)
         return library

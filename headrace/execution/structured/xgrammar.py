@@ -35,6 +35,13 @@ class XgrammarMatcher:
                 self.error = f"the grammar does not allow the token {token}"
                 return
 
+    def read_forced(self) -> bytes:
+        """See `Matcher`."""
+        try:
+            return self.inner.find_jump_forward_string().encode()
+        except UnicodeError:  # it begins in the middle of a character
+            return b""
+
 
 class XgrammarGrammar:
     """A `CompiledGrammar`."""
