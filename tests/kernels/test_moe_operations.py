@@ -12,7 +12,7 @@ from devices import DEVICES, relative_error
 from hypothesis import given, settings
 
 from headrace.kernels.activation import CLAMPED_SWIGLU
-from headrace.kernels.moe import GROUPED_LINEAR, ROUTE
+from headrace.kernels.moe import GROUPED_LINEAR, HASH_ROUTE, MASK_CHOICES, ROUTE
 from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
 from headrace.kernels.operation import KernelQuery
 
@@ -74,6 +74,32 @@ def test_weights_sum_to_the_scale_even_where_scores_vanish():
     for score in ("softmax", "sigmoid"):
         _, weights = route(logits, None, **{**SHAPE, "score": score, "renormalise": True, "scale": 2.0})
         torch.testing.assert_close(weights.sum(-1), torch.tensor([2.0, 2.0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(routings(), st.integers(0, 2**16))
+def test_routing_by_token_id(case: tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]], seed: int):
+    """The table alone chooses; weights are the chosen scores, however small."""
+    logits, _, shape = case
+    top_k, num_experts = min(shape["top_k"], logits.shape[1]), logits.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(11)])
+    token_ids = torch.randint(0, 11, (len(logits),), generator=generator)
+    options = {name: shape[name] for name in ("score", "renormalise", "scale")}
+    ids, weights = HASH_ROUTE.load("reference")(logits, table, token_ids, **options)
+    assert torch.equal(ids, table[token_ids])
+    for row, (chosen, given_weights) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
+        scores = score_densely(logits[row].tolist(), shape["score"])
+        total = sum(scores[x] for x in chosen) if shape["renormalise"] else 1.0
+        assert given_weights == pytest.approx([scores[x] / total * shape["scale"] for x in chosen], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 5])
+def test_choices_of_padding_become_nobody(num_tokens: int):
+    ids = torch.randint(0, 9, (5, 2), generator=torch.Generator().manual_seed(0))
+    before = ids.clone()
+    MASK_CHOICES.load("reference")(ids, torch.tensor([num_tokens], dtype=torch.int32))
+    assert torch.equal(ids[:num_tokens], before[:num_tokens]) and (ids[num_tokens:] == -1).all()
 
 
 def grouped_case(counts: list[int], inputs: int, outputs: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from headrace.base.errors import WeightError
+from headrace.kernels.activation import CLAMPED_SWIGLU
+from headrace.kernels.block_fp8 import QUANTISE_GROUPS
 from headrace.kernels.block_fp8.reference import dequantise_blocks
 from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.layers.quantization import default_chain
@@ -63,3 +67,25 @@ def test_weights_meet_their_scales_in_any_order(is_scale_first: bool):
 def test_what_does_not_fit_is_named(tensors: list[tuple[str, torch.Tensor]]):
     with pytest.raises(WeightError, match="a"):
         list(default_chain().read(tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_activations_in_eight_bits(group: int, dtype: torch.dtype):
+    """Clamp, gate, and quantise by group: scales exactly the least powers of two that hold, values the nearest code or the
+    one beside it. In float64 and by the definition."""
+    x = (torch.randn(7, 512, generator=torch.Generator().manual_seed(group)) * torch.logspace(-4, 2, 7)[:, None]).to(dtype)
+    gated = CLAMPED_SWIGLU.load("reference")(x, limit=10.0, alpha=1.0, up_offset=0.0)
+    gate, up = x.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=10.0), up.clamp(-10.0, 10.0)
+    torch.testing.assert_close(gated.double(), gate / (1 + (-gate).exp()) * up, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    codes, exponents = QUANTISE_GROUPS.load("reference")(gated, group)
+    assert codes.shape == (7, 256) and exponents.shape == (7, 256 // group)
+    for row in range(7):
+        for g in range(256 // group):
+            values = gated[row, g * group : (g + 1) * group].double()
+            power = math.ceil(math.log2(max(float(values.abs().max()), 1e-4) / 448))
+            assert int(exponents[row, g]) == power + 127
+            scaled = values / 2.0**power
+            step = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)  # of e4m3 with 3 bits of mantissa
+            assert ((codes[row, g * group : (g + 1) * group].double() - scaled).abs() <= step).all()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.base.errors import ConfigError
+from headrace.kernels.moe import MASK_CHOICES
 from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
@@ -77,6 +78,24 @@ def test_experts_in_four_bits_are_their_matrices_dequantised(num_tokens: int, at
     expected = EXPERTS.load("reference")(plain, spec, build).run(tokens)
     out = find_adapter("choices", "grouped")(tokens, EXPERTS.load("mxfp4")(kept, spec, build).run)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("experts", ["reference", "grouped"])
+def test_nobody_adds_nothing(experts: str):
+    """Choices masked, all of a token's or one of them; what others get is what they got. Rows of nobody may come out as NaN."""
+    layer = build_layer(experts)
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(2))
+    ids, weights = layer.router(x)
+    expected = layer._run_experts(ChosenTokens(x, ids, weights, NUM_EXPERTS))
+    masked = ids.clone()
+    MASK_CHOICES.load("reference")(masked, torch.tensor([4]))
+    padded = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_nobody=True))
+    torch.testing.assert_close(padded[:4], expected[:4])
+    assert (padded[4:] == 0).all()
+    masked[1, 0] = -1
+    alone = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_nobody=True))
+    torch.testing.assert_close(alone[1], layer._run_experts(ChosenTokens(x[1:2], ids[1:2, 1:], weights[1:2, 1:], NUM_EXPERTS))[0])
+    torch.testing.assert_close(alone[2:], padded[2:])
 
 
 def test_a_token_does_not_depend_on_the_others():

@@ -13,3 +13,15 @@ Scales are floats or powers of two (e8m0); each multiplies its block. Computed i
 """
 
 DEQUANTISE_BLOCKS.add("reference", "headrace.kernels.block_fp8.reference:dequantise_blocks", doc="plain torch")
+
+GROUP = 128
+"""Neighbouring activations that share a scale."""
+
+QUANTISE_GROUPS = Operation("group fp8 quantisation kernel")
+"""``quantise_groups(x [..., I], group=GROUP) -> (codes [..., I] float8_e4m3fn, exponents [..., I / group] uint8)``.
+
+An exponent byte e stands for ``2 ** (e - 127)`` (e8m0): the least power of two by which every value of its group, and at
+least 1e-4, fits e4m3. Computed in float32; `power_of_two` reads exponents.
+"""
+
+QUANTISE_GROUPS.add("reference", "headrace.kernels.block_fp8.reference:quantise_groups", doc="plain torch")

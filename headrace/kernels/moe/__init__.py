@@ -29,14 +29,28 @@ sum of its ``group_best`` highest choice scores. Weights are the chosen scores w
 ``renormalise``, times ``scale``. Which of equal scores wins is open.
 """
 
+HASH_ROUTE = Operation("hash route kernel")
+"""``hash_route(logits [T, X], table [V, k], token_ids [T], *, score, renormalise, scale) -> (ids [T, k], weights [T, k])``.
+
+The same where the ids are those that ``table`` has for each token; they alone decide who is chosen, scores the weights.
+"""
+
+MASK_CHOICES = Operation("choice mask kernel")
+"""``mask_choices(ids [T, k], num_tokens [1])``: in place, the choices of tokens from ``num_tokens`` on, which only pad a
+step, become -1: nobody. The number stays on the device.
+"""
+
 GROUPED_LINEAR = Operation("grouped linear kernel")
 """``grouped_linear(x [N, I], weight [X, O, I], bias [X, O] | None, ends [X] int32, experts [N] int64) -> [N, O]``.
 
 Rows are sorted by expert: those of expert e are ``ends[e - 1]`` to ``ends[e]``, and ``experts`` says the same row by row.
+Rows behind the last end belong to nobody: what becomes of them is open.
 Row n becomes ``x[n] @ weight[experts[n]].T + bias[experts[n]]``. An expert may have no rows. Asked for with ``in_width``
 and ``out_width``.
 """
 
+HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="plain torch")
+MASK_CHOICES.add("reference", "headrace.kernels.moe.reference:mask_choices", doc="plain torch")
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
 GROUPED_LINEAR.add("reference", "headrace.kernels.moe.reference:grouped_linear", doc="a product per expert; waits for the row counts")
 

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 
 from headrace.kernels.moe import RouteShape
 
+NOBODY = -1
+"""Instead of an expert's number."""
+
 LEAST_SUM = 1e-20
 """Added to what weights are divided by; matters only where every chosen score is 0."""
 
@@ -25,10 +28,26 @@ def route(logits: torch.Tensor, choice_bias: torch.Tensor | None, **shape: Unpac
     if shape["num_groups"] > 1:
         choice = _keep_best_groups(choice, shape)
     ids = choice.topk(shape["top_k"], dim=-1).indices
-    weights = scores.gather(1, ids)
-    if shape["renormalise"]:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
-    return ids, weights.mul_(shape["scale"])
+    return ids, _weigh(scores.gather(1, ids), renormalise=shape["renormalise"], scale=shape["scale"])
+
+
+def hash_route(
+    logits: torch.Tensor, table: torch.Tensor, token_ids: torch.Tensor, *, score: str, renormalise: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `HASH_ROUTE`."""
+    ids = table.index_select(0, token_ids)
+    return ids, _weigh(make_scores(logits.float(), score).gather(1, ids), renormalise=renormalise, scale=scale)
+
+
+def mask_choices(ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """See `MASK_CHOICES`."""
+    ids.masked_fill_(torch.arange(len(ids), device=ids.device)[:, None] >= num_tokens, NOBODY)
+
+
+def _weigh(scores: torch.Tensor, *, renormalise: bool, scale: float) -> torch.Tensor:
+    if renormalise:
+        scores = scores / (scores.sum(-1, keepdim=True) + LEAST_SUM)
+    return scores.mul_(scale)
 
 
 def make_scores(logits: torch.Tensor, score: str) -> torch.Tensor:

@@ -23,17 +23,38 @@ def _split_halves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"gate_proj.weight": gate, "up_proj.weight": up}
 
 
-def _split_columns(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    rows = tensor.transpose(1, 2)
-    return {"gate_proj.weight": rows[:, ::2], "up_proj.weight": rows[:, 1::2]}
+def interleave_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> torch.Tensor:
+    """The two halves of a dim by turns, ``group`` places of each at a time: where a checkpoint or a kernel wants gate and up
+    side by side. Raises `ValueError` where turns do not come out even."""
+    _check_turns(tensor.shape[dim], group)
+    return tensor.unflatten(dim, (2, -1, group)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def separate_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two halves that `interleave_halves` made one of; views where turns are of one place."""
+    _check_turns(tensor.shape[dim], group)
+    turns = tensor.unflatten(dim, (-1, 2, group))
+    return tuple(turns.select(dim + 1, half).flatten(dim, dim + 1) for half in (0, 1))
+
+
+def _check_turns(size: int, group: int) -> None:
+    if size % 2:
+        raise ValueError(f"{size} places have no halves")
+    if size // 2 % group:
+        raise ValueError(f"halves of {size // 2} places are no multiple of {group}")
+
+
+def _split_turns(tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    gate, up = separate_halves(tensor, group=1)
+    return {f"gate_proj.{kind}": gate, f"up_proj.{kind}": up}
 
 
 GATE_FIRST: dict[str, Split] = {"gate_up_proj": _split_halves, "down_proj": lambda tensor: {"down_proj.weight": tensor}}
 """``gate_up_proj`` [X, 2F, D] with the gate's rows first; ``down_proj`` [X, D, F]."""
 
 GATE_EVERY_OTHER: dict[str, Split] = {
-    "gate_up_proj": _split_columns,
-    "gate_up_proj_bias": lambda tensor: {"gate_proj.bias": tensor[:, ::2], "up_proj.bias": tensor[:, 1::2]},
+    "gate_up_proj": lambda tensor: _split_turns(tensor.transpose(1, 2), "weight"),
+    "gate_up_proj_bias": lambda tensor: _split_turns(tensor, "bias"),
     "down_proj": lambda tensor: {"down_proj.weight": tensor.transpose(1, 2)},
     "down_proj_bias": lambda tensor: {"down_proj.bias": tensor},
 }

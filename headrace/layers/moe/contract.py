@@ -30,18 +30,20 @@ GROUPED = "grouped"
 @dataclass(slots=True)
 class ChosenTokens:
     """Tokens as they are, and whom of ``num_experts`` they chose: ``hidden`` [T, D], ``ids`` [T, k] int64, ``weights``
-    [T, k] float32."""
+    [T, k] float32. ``has_nobody``: some ids are -1, which stands for no expert here and adds nothing."""
 
     hidden: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     num_experts: int
+    has_nobody: bool = False
 
 
 @dataclass(slots=True)
 class GroupedTokens:
     """A row for each pair of token and expert, in the order of experts: ``hidden`` [N, D]; ``ends`` [X] int32, one past each
-    expert's last row; ``experts`` [N] int64, each row's expert."""
+    expert's last row; ``experts`` [N] int64, each row's expert. Rows behind the last end are nobody's: what comes out for them
+    is open, even NaN, and ``experts`` has any number in range."""
 
     hidden: torch.Tensor
     ends: torch.Tensor

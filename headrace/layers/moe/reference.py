@@ -21,7 +21,7 @@ class ReferenceExperts:
 
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         out = torch.zeros(tokens.hidden.shape, dtype=torch.float32, device=tokens.hidden.device)
-        for expert in tokens.ids.unique():
+        for expert in tokens.ids[tokens.ids >= 0].unique() if tokens.has_nobody else tokens.ids.unique():
             rows, choice = torch.where(tokens.ids == expert)
             x = _apply(self._weights.gate_up, expert, tokens.hidden[rows])
             x = _apply(self._weights.down, expert, self._activate(x))

@@ -5,10 +5,12 @@ T tokens, X experts, k experts a token, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
-from headrace.kernels.moe.reference import LEAST_SUM, make_scores
+from headrace.kernels.moe import HASH_ROUTE
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import RoutingSpec
 from headrace.layers.linear import Linear
@@ -26,17 +28,14 @@ class HashRouter(nn.Module):
 
     def __init__(self, spec: RoutingSpec, width: int, vocab_size: int, build: Build):
         super().__init__()
-        self.spec = spec
         self.logits = Linear(build.in_float32(), width, spec.num_experts, is_storable=False)
+        chosen = HASH_ROUTE.choose(build.query(num_experts=spec.num_experts, top_k=spec.top_k))
+        self._route = partial(chosen, score=spec.score, renormalise=spec.renormalise, scale=spec.scale)
         ids = torch.arange(vocab_size, device=build.device)[:, None] + torch.arange(spec.top_k, device=build.device)
         self.table = nn.Buffer(ids % spec.num_experts, persistent=False)
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = self.table.index_select(0, token_ids)
-        weights = make_scores(self.logits(x.float()), self.spec.score).gather(1, ids)
-        if self.spec.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
-        return ids, weights * self.spec.scale
+        return self._route(self.logits(x.float()), self.table, token_ids)
 
 
 class V4Moe(nn.Module):

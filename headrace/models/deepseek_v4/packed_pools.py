@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.kernels.block_fp8.reference import LARGEST, LEAST_AMAX, power_of_two, quantise_groups
 from headrace.memory.pools.keys_values import allocate_zeros
 from headrace.models.deepseek_v4.layout import (
     GROUP,
@@ -20,10 +21,6 @@ from headrace.models.deepseek_v4.layout import (
     packed_value_bytes,
     slots_per_page,
 )
-
-LARGEST = 448.0
-"""Of e4m3."""
-LEAST_AMAX = 1e-4
 
 
 class _PackedPool:
@@ -89,23 +86,10 @@ class PackedKeyPool(_PackedPool):
         return slots_per_page(spec, page_size) * (spec.head_dim + INDEX_SCALE_BYTES)
 
 
-def ceil_power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The exponent byte (e8m0) of the least power of two that is not below positive float32 ``x``."""
-    bits = x.contiguous().view(torch.int32)
-    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
-
-
-def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """e8m0 bytes to float32; byte 0 is the least, 2 ** -127."""
-    return torch.where(exponents == 0, 2.0**-127, (exponents.int() << 23).view(torch.float32))
-
-
 def pack_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., E] to value bytes [..., N + 2 R] and scale bytes [..., 8]."""
     plain, rotated = x.float().split((x.shape[-1] - ROTATED, ROTATED), dim=-1)
-    groups = plain.unflatten(-1, (-1, GROUP))
-    exponents = ceil_power_of_two(groups.abs().amax(-1).clamp_(min=LEAST_AMAX) / LARGEST)
-    codes = (groups / power_of_two(exponents).unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    codes, exponents = quantise_groups(plain, GROUP)
     values = torch.cat((codes.view(torch.uint8), rotated.bfloat16().contiguous().view(torch.uint8)), dim=-1)
     return values, torch.nn.functional.pad(exponents, (0, SCALE_BYTES - exponents.shape[-1]))
 
