@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear import PACKED_LINEAR
-from headrace.kernels.packed_linear.layout import CHUNK_ROWS, PackedMatrix, gather_rows, pack_floats, unpack
+from headrace.kernels.packed_linear.layout import PackedMatrix, chunk_rows, gather_rows, pack_floats, unpack
 
 MOST_TURNED_ROWS = 16
 """Up to how many rows torch's GEMM is faster with its operands turned around."""
@@ -102,7 +102,7 @@ def keep_in_panels(weight: torch.Tensor) -> PanelWeight:
 
 def fits_bfloat16(weight: torch.Tensor) -> bool:
     """Whether no value of a float32 tensor is changed by rounding it to bfloat16."""
-    return all(torch.equal(rows, rows.bfloat16().float()) for rows in weight.split(CHUNK_ROWS))
+    return all(torch.equal(rows, rows.bfloat16().float()) for rows in weight.split(chunk_rows(weight.shape[1])))
 
 
 WeightForm = Callable[[torch.Tensor], StoredWeight]

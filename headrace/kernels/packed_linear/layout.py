@@ -17,8 +17,8 @@ import torch.nn.functional as F
 PANEL = 16
 GROUP = 32
 PAD = 64
-CHUNK_ROWS = 1 << 11
-"""Rows taken at a time, so that what is made on the way stays small."""
+CHUNK_WEIGHTS = 1 << 17
+"""Weights taken at a time: what is made on the way stays in the cache."""
 
 
 class Format(Enum):
@@ -102,8 +102,14 @@ def pack_floats(weight: torch.Tensor) -> PackedMatrix:
 
 def chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """``(first row, rows)``, a few at a time; first rows are multiples of 16."""
-    for at in range(0, weight.shape[0], CHUNK_ROWS):
-        yield at, weight[at : at + CHUNK_ROWS]
+    step = chunk_rows(weight.shape[1])
+    for at in range(0, weight.shape[0], step):
+        yield at, weight[at : at + step]
+
+
+def chunk_rows(in_width: int) -> int:
+    """How many rows make a chunk, a multiple of 16."""
+    return pad_up(max(1, CHUNK_WEIGHTS // max(1, in_width)), PANEL)
 
 
 def put_words(packed: PackedMatrix, at: int, words: torch.Tensor) -> None:
@@ -151,8 +157,9 @@ def gather_rows(packed: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) ->
 def unpack(packed: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
     """The weight [O, I] as plain numbers; exact for formats that are."""
     dense = torch.empty(packed.shape, dtype=dtype)
-    for at in range(0, packed.out_width, CHUNK_ROWS):
-        rows = torch.arange(at, min(at + CHUNK_ROWS, packed.out_width))
+    step = chunk_rows(packed.in_width)
+    for at in range(0, packed.out_width, step):
+        rows = torch.arange(at, min(at + step, packed.out_width))
         dense[at : at + len(rows)] = gather_rows(packed, rows, dtype)
     return dense
 

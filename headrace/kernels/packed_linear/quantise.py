@@ -1,4 +1,5 @@
-"""Plain weights to 8 and 4 bits, in packed layout. Symmetric per output for 8 bits; scale and min per 32 inputs for 4."""
+"""Plain weights to 8 and 4 bits, in packed layout: 8 symmetric ones with a scale per output or per 32 inputs, 4 with a scale and
+a min per 32 inputs."""
 
 from __future__ import annotations
 
@@ -29,6 +30,18 @@ def quantise_int8(weight: torch.Tensor) -> PackedMatrix:
         scales = values.abs().amax(dim=1) / MOST_INT8
         put_codes(packed, at, (values * _inverse(scales)[:, None]).round_().to(torch.int8))
         packed.scales[at : at + len(scales)] = scales
+    return packed
+
+
+def quantise_int8_groups(weight: torch.Tensor) -> PackedMatrix:
+    """The same with a scale, rounded to float16, for every 32 inputs."""
+    packed = allocate(Format.INT8_GROUP, *weight.shape, has_mins=False)
+    for at, rows in chunks(weight):
+        groups = F.pad(rows.float(), (0, -rows.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+        scales = (groups.abs().amax(dim=2) / MOST_INT8).half().float()
+        codes = (groups * _inverse(scales).unsqueeze(2)).round_().clamp_(-MOST_INT8, MOST_INT8)
+        put_codes(packed, at, codes.flatten(1)[:, : rows.shape[1]].to(torch.int8))
+        put_groups(packed, at, scales, None)
     return packed
 
 

@@ -2,7 +2,7 @@
 theirs through the entry-point group ``headrace.schemes``."""
 
 from headrace.layers.quantization import support
-from headrace.layers.quantization.chaining import SchemeChain, chain_schemes, default_chain
+from headrace.layers.quantization.chaining import SchemeChain, add_installed_schemes, chain_schemes, default_chain
 from headrace.layers.quantization.contract import SCHEMES, Scheme, SchemeQuery
 
 SCHEMES.add(
@@ -15,11 +15,15 @@ SCHEMES.add(
 )
 SCHEMES.add(
     "int8", "headrace.layers.quantization.kept:Int8", supports=support.made_for_cpu("int8"), priority=90,
-    doc="8-bit weights and activations, made of any checkpoint as it is loaded on a CPU",
+    doc="8-bit weights in groups of 32, made of any checkpoint as it is loaded on a CPU",
 )
 SCHEMES.add(
     "int4", "headrace.layers.quantization.kept:Int4", supports=support.made_for_cpu("int4"), priority=90,
     doc="4-bit weights in groups of 32, made of any checkpoint as it is loaded on a CPU",
 )
+SCHEMES.add(
+    "w8a8", "headrace.layers.quantization.kept:W8A8", supports=support.made_for_cpu("w8a8"), priority=90,
+    doc="8-bit weights with a scale per output, activations with one per token; made as int8 is, faster and less exact",
+)
 
-__all__ = ["SCHEMES", "Scheme", "SchemeChain", "SchemeQuery", "chain_schemes", "default_chain"]
+__all__ = ["SCHEMES", "Scheme", "SchemeChain", "SchemeQuery", "add_installed_schemes", "chain_schemes", "default_chain"]

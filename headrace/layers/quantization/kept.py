@@ -14,7 +14,7 @@ from torch import nn
 from headrace.kernels import native
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.kernels.packed_linear.layout import PackedMatrix, unpack
-from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8
+from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
 from headrace.layers.quantization.contract import Named, SchemeQuery
 from headrace.layers.storing import StorableWeight, find_storable
 
@@ -37,20 +37,28 @@ class _Kept:
 
 
 class Int8(_Kept):
-    """8-bit weights, a scale per output; inputs are rounded to 8 bits, a scale per token."""
+    """8-bit weights; a scale per 32 of them, and one per 32 inputs, which are rounded to 8 bits."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
-        quantise_weights(model, lambda weight: quantise_int8(weight.weight))
+        quantise_weights(model, lambda weight: quantise_int8_groups(weight.weight))
 
 
 class Int4(_Kept):
-    """4-bit weights, a scale and a min per 32 inputs; inputs are rounded to 8 bits, a scale per 32. Vocabularies, where each
-    step counts, have 8 bits."""
+    """4-bit weights; a scale and a min per 32 of them, inputs as in `Int8`. Vocabularies, where each step counts, have 8."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
-        quantise_weights(model, lambda weight: quantise_int8(weight.weight) if weight.is_vocabulary else quantise_int4(weight.weight))
+        quantise_weights(model, lambda weight: quantise_int8_groups(weight.weight) if weight.is_vocabulary else quantise_int4(weight.weight))
+
+
+class W8A8(_Kept):
+    """8-bit weights with a scale per output, inputs rounded to 8 bits with a scale per token: the fastest prompts on AMX, and
+    the least exact, as a token's largest inputs cost the others their precision. Vocabularies are as in `Int8`."""
+
+    def finish(self, model: nn.Module) -> None:
+        """See `Scheme`."""
+        quantise_weights(model, lambda weight: (quantise_int8_groups if weight.is_vocabulary else quantise_int8)(weight.weight))
 
 
 @torch.no_grad()
