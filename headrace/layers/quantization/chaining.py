@@ -39,11 +39,16 @@ class SchemeChain:
             scheme.finish(model)
 
 
+def add_installed_schemes() -> None:
+    """Register the schemes of installed packages, without importing them."""
+    SCHEMES.add_installed(ENTRY_POINT_GROUP, supports=called, priority=INSTALLED_PRIORITY)
+
+
 def chain_schemes(query: SchemeQuery) -> SchemeChain:
     """The schemes that support a query. Raises `ConfigError` when nobody reads what is stored or makes what is wanted, and
     `PluginError` with the original error when one that is needed cannot be loaded; one that nobody asked for by name is left
     out with a warning."""
-    SCHEMES.add_installed(ENTRY_POINT_GROUP, supports=called, priority=INSTALLED_PRIORITY)
+    add_installed_schemes()
     able = [name for name in reversed(SCHEMES.names()) if SCHEMES.entry(name).supports(query) is None]
     if query.wanted and query.wanted not in able:
         raise ConfigError(f"quantization {query.wanted!r} cannot be had here: {_explain(query)}", param="quantization")
