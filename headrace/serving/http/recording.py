@@ -50,6 +50,11 @@ class Exchange:
     is_complete: bool = False
     request_id: str = "-"
 
+    @property
+    def num_bytes(self) -> int:
+        """Of both together."""
+        return len(self.body) + len(self.answer)
+
 
 class Sink(Protocol):
     """Who is given exchanges; called in the event loop."""

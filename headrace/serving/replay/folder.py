@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,8 @@ NAME = "requests-*.jsonl"
 NUM_FILES = 8
 """Into how many files the limit is divided: this share of the records goes at a time."""
 
-MAX_PENDING = 1024
-"""Records that wait for a slow disk; more are left out."""
+MAX_PENDING = 64 * 2**20
+"""Bytes of requests and answers that wait for a slow disk; what comes above is left out."""
 
 MAX_LINE = 64 * 2**20
 
@@ -61,6 +62,7 @@ class DumpFolder:
         self._folder, self._limit = Path(folder), limit
         self._writer = ThreadPoolExecutor(1, "request-dump")
         self._file: BinaryIO | None = None
+        self._lock = threading.Lock()
         self._num_pending = self._num_left_out = 0
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,12 +72,12 @@ class DumpFolder:
 
     def take(self, exchange: Exchange) -> None:
         """Write one, soon."""
-        if self._num_pending >= MAX_PENDING:
+        if self._num_pending > MAX_PENDING:
             self._num_left_out += 1
             if self._num_left_out == 1:
                 logger.warning("requests come faster than they can be written to the dump; some are left out")
             return
-        self._num_pending += 1
+        self._count(exchange.num_bytes)
         self._writer.submit(self._write, exchange)
 
     def close(self) -> None:
@@ -95,7 +97,11 @@ class DumpFolder:
         except OSError as error:
             logger.error("a request cannot be written to the dump: %s", error)
         finally:
-            self._num_pending -= 1
+            self._count(-exchange.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_pending += num_bytes
 
     def _open(self) -> None:
         """Begin a new file; give up the oldest ones when there is no room for another."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import stat
+import threading
 from pathlib import Path
 
 import msgspec
@@ -126,6 +127,18 @@ def test_the_oldest_go_when_the_folder_is_full(tmp_path: Path):
         assert limit * (NUM_FILES - 3) // NUM_FILES < size <= limit
     kept = [int(record.at) for record in read_records(str(tmp_path))]
     assert kept == list(range(kept[0], 300)) and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_what_a_slow_disk_cannot_take_is_left_out(tmp_path: Path, monkeypatch, caplog):
+    dump = DumpFolder(str(tmp_path), 10**7)
+    monkeypatch.setattr("headrace.serving.replay.folder.MAX_PENDING", 1000)
+    go_on, write = threading.Event(), dump._write
+    monkeypatch.setattr(dump, "_write", lambda exchange: go_on.wait(5) and write(exchange))
+    for number in range(20):
+        dump.take(exchange(number, 400))
+    go_on.set()
+    dump.close()
+    assert [int(r.at) for r in read_records(str(tmp_path))] == [0, 1, 2] and caplog.text.count("left out") == 1
 
 
 def test_what_cannot_be_read_is_left_out(tmp_path: Path):

@@ -136,7 +136,7 @@ async def update_weights(request: Request) -> JsonResponse:
     try:
         num_kept = await context.upkeep.replace_weights(model, load_format=body.load_format or same_format, version=body.weight_version)
     except (ModelError, ConfigError) as error:
-        raise RequestError(f"the weights were not replaced: {error.message}", param="model_path") from error
+        raise RequestError(f"the weights were not replaced: {_without_paths(context, error.message, model)}", param="model_path") from error
     return JsonResponse(UpdateAnswer(True, "the weights were replaced", num_kept))
 
 
@@ -152,6 +152,14 @@ def _find_model(context: AppContext, path: str | None) -> str:
     if os.path.commonpath([inside, wanted]) != inside:
         raise RequestError("model_path must lie in the folder that --weights-root names", param="model_path")
     return wanted
+
+
+def _without_paths(context: AppContext, message: str, model: str) -> str:
+    """What a client may hear of an error of reading a model."""
+    root = context.operations.weights_root
+    for path, name in ((model, os.path.basename(model)), (root and os.path.realpath(root), "--weights-root")):
+        message = message.replace(path, name) if path else message
+    return message
 
 
 async def start_profile(request: Request) -> JsonResponse:
