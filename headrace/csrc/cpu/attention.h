@@ -39,9 +39,16 @@ constexpr int64_t kMostLanes = 16;
 // Widths are padded to whole vectors of any instruction set.
 inline int64_t padded(int64_t size, int64_t step = kMostLanes) { return (size + step - 1) / step * step; }
 
-// The result of some keys for the G heads of one kv head: per head the largest logit, the sum of e^(logit - largest), and
-// the sum of values so weighted.
-inline int64_t partial_size(const Attention& a) { return padded(2 * a.group()) + a.group() * padded(a.value_dim); }
+// Keys [first, last) of a request with one query, and the query heads of some kv heads that lie side by side.
+struct KeyRange {
+  int64_t request, first_head, num_heads, first, last;
+};
+
+// The result of a range, per query head: the largest logit, the sum of e^(logit - largest), and the sum of values so
+// weighted. All tops come first, then all sums, then the values.
+inline int64_t partial_size(const Attention& a, int64_t num_kv_heads) {
+  return padded(2 * num_kv_heads * a.group()) + num_kv_heads * a.group() * padded(a.value_dim);
+}
 
 // Query rows of one request and kv head: row r is query token r / G and head r % G of the group.
 struct Tile {
@@ -49,11 +56,10 @@ struct Tile {
 };
 
 struct AttentionKernels {
-  // Keys [first, last) of a request with one query: into `partial`. `scratch` of decode_scratch(a) floats.
-  void (*decode)(const Attention& a, int64_t request, int64_t kv_head, int64_t first, int64_t last, float* partial, float* scratch);
-  int64_t (*decode_scratch)(const Attention& a);
-  void (*merge)(const Attention& a, float* into, const float* from);
-  void (*finish)(const Attention& a, int64_t request, int64_t kv_head, float* partial);  // sinks, division, to `out`
+  void (*decode)(const Attention& a, const KeyRange& range, float* partial, float* scratch);
+  int64_t (*decode_scratch)(const Attention& a, int64_t num_kv_heads);
+  void (*merge)(const Attention& a, int64_t num_kv_heads, float* into, const float* from);
+  void (*finish)(const Attention& a, const KeyRange& range, float* partial);  // sinks, division, to `out`
   void (*tile)(const Attention& a, const Tile& tile, float* scratch);
   int64_t (*tile_scratch)(const Attention& a, int64_t num_rows);
   int64_t (*tile_rows)(const Attention& a);  // how many rows are worth a tile where there are plenty

@@ -49,7 +49,7 @@ HEADRACE_INLINE void add_values(const float* weights, int64_t weights_stride, co
   if (e < dim) add_values_at<kHeads, 1>(e, Rest{static_cast<int>(dim - e)}, weights, weights_stride, values, n, sums, width, fades);
 }
 
-inline int64_t decode_scratch(const Attention& a) { return kMostDecodeGroup * (padded(a.head_dim) + kDecodeKeys); }
+inline int64_t decode_scratch(const Attention& a, int64_t num_kv_heads) { return num_kv_heads * a.group() * padded(a.head_dim) + kMostDecodeGroup * kDecodeKeys; }
 
 // f.template operator()<n>(first) for heads in lots of at most three.
 template <class F>
@@ -60,67 +60,88 @@ HEADRACE_INLINE void over_heads(int64_t num_heads, const F& f) {
   if (head < num_heads) f.template operator()<1>(head);
 }
 
+// Partial results and queries of a range, which lie in memory given by the caller.
+struct DecodeState {
+  int64_t group, heads, q_width, v_width;
+  float *top, *total, *sums, *q, *logits;
+
+  DecodeState(const Attention& a, int64_t num_kv_heads, float* partial, float* scratch)
+      : group(a.group()), heads(num_kv_heads * group), q_width(padded(a.head_dim)), v_width(padded(a.value_dim)) {
+    top = partial, total = top + heads, sums = partial + padded(2 * heads), q = scratch, logits = q + heads * q_width;
+  }
+};
+
+// n rows of keys and values of one kv head, whose first query head is `head`.
 template <class T>
-static void decode_type(const Attention& a, int64_t request, int64_t kv_head, int64_t first, int64_t last, float* partial, float* scratch) {
-  const int64_t group = a.group(), q_width = padded(a.head_dim), v_width = padded(a.value_dim);
-  float *top = partial, *total = partial + group, *sums = partial + padded(2 * group);
-  float *q = scratch, *logits = scratch + kMostDecodeGroup * q_width;
-  const char* q_row = static_cast<const char*>(a.q) + (a.query_start[request] * a.q_stride + kv_head * group * a.head_dim) * size_of(a.q_type);
-  for (int64_t h = 0; h < group; ++h) {
-    widen_values(a.q_type, q_row + h * a.head_dim * size_of(a.q_type), q + h * q_width, a.head_dim, product_scale(a));
-    top[h] = -INFINITY, total[h] = 0.0f;
+HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int64_t head, const T** keys, const T** values, int64_t n) {
+  const float* q = s.q + head * s.q_width;
+  for (int64_t j = n; j < padded(n, 4); ++j) keys[j] = keys[n - 1];
+  over_heads(s.group, [&]<int kHeads>(int64_t h) {
+    for (int64_t j = 0; j < n; j += 4) multiply_keys<kHeads>(q + h * s.q_width, s.q_width, keys + j, a.head_dim, s.logits + h * kDecodeKeys + j, kDecodeKeys);
+  });
+  float fades[kMostDecodeGroup];
+  for (int64_t h = 0; h < s.group; ++h) {
+    float* row = s.logits + h * kDecodeKeys;
+    if (a.softcap > 0.0f) cap_logits(row, n, a.softcap);
+    fades[h] = soften(row, n, padded(n, kLanes), s.top[head + h], s.total[head + h]);
   }
-  memset(sums, 0, group * v_width * sizeof(float));
-  const int32_t* table = a.table + request * a.table_stride;
-  const T *keys[kDecodeKeys], *values[kDecodeKeys];
-  for (int64_t at = first; at < last; at += kDecodeKeys) {
-    const int64_t n = last - at < kDecodeKeys ? last - at : kDecodeKeys;
+  over_heads(s.group, [&]<int kHeads>(int64_t h) {
+    add_values<kHeads>(s.logits + h * kDecodeKeys, kDecodeKeys, values, n, s.sums + (head + h) * s.v_width, a.value_dim, s.v_width, fades + h);
+  });
+}
+
+// Block by block of keys, and in each head by head: pages are read in the order in which they lie.
+template <class T>
+static void decode_type(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
+  const DecodeState s(a, range.num_heads, partial, scratch);
+  const int64_t first_query_head = range.first_head * s.group;
+  const char* q = static_cast<const char*>(a.q) + (a.query_start[range.request] * a.q_stride + first_query_head * a.head_dim) * size_of(a.q_type);
+  for (int64_t h = 0; h < s.heads; ++h) {
+    widen_values(a.q_type, q + h * a.head_dim * size_of(a.q_type), s.q + h * s.q_width, a.head_dim, product_scale(a));
+    s.top[h] = -INFINITY, s.total[h] = 0.0f;
+  }
+  memset(s.sums, 0, s.heads * s.v_width * sizeof(float));
+  const int32_t* table = a.table + range.request * a.table_stride;
+  const T *keys[kDecodeKeys], *values[kDecodeKeys], *key_rows[kDecodeKeys], *value_rows[kDecodeKeys];
+  for (int64_t at = range.first; at < range.last; at += kDecodeKeys) {
+    const int64_t n = range.last - at < kDecodeKeys ? range.last - at : kDecodeKeys;
     for (int64_t j = 0; j < n; ++j) {
-      keys[j] = static_cast<const T*>(row_at(a.k, a.k_strides, a, table, at + j, kv_head));
-      values[j] = static_cast<const T*>(row_at(a.v, a.v_strides, a, table, at + j, kv_head));
+      key_rows[j] = static_cast<const T*>(row_at(a.k, a.k_strides, a, table, at + j, range.first_head));
+      value_rows[j] = static_cast<const T*>(row_at(a.v, a.v_strides, a, table, at + j, range.first_head));
     }
-    for (int64_t j = n; j < padded(n, 4); ++j) keys[j] = keys[n - 1];
-    float fades[kMostDecodeGroup];
-    over_heads(group, [&]<int kHeads>(int64_t h) {
-      for (int64_t j = 0; j < n; j += 4) multiply_keys<kHeads>(q + h * q_width, q_width, keys + j, a.head_dim, logits + h * kDecodeKeys + j, kDecodeKeys);
-    });
-    for (int64_t h = 0; h < group; ++h) {
-      float* row = logits + h * kDecodeKeys;
-      if (a.softcap > 0.0f) cap_logits(row, n, a.softcap);
-      fades[h] = soften(row, n, padded(n, kLanes), top[h], total[h]);
+    for (int64_t k = 0; k < range.num_heads; ++k) {
+      for (int64_t j = 0; j < n; ++j) keys[j] = key_rows[j] + k * a.k_strides.head, values[j] = value_rows[j] + k * a.v_strides.head;
+      decode_block(a, s, k * s.group, keys, values, n);
     }
-    over_heads(group, [&]<int kHeads>(int64_t h) {
-      add_values<kHeads>(logits + h * kDecodeKeys, kDecodeKeys, values, n, sums + h * v_width, a.value_dim, v_width, fades + h);
-    });
   }
 }
 
-static void decode(const Attention& a, int64_t request, int64_t kv_head, int64_t first, int64_t last, float* partial, float* scratch) {
-  if (a.kv_type == kFloat32) return decode_type<float>(a, request, kv_head, first, last, partial, scratch);
-  if (a.kv_type == kBFloat16) return decode_type<bf16>(a, request, kv_head, first, last, partial, scratch);
-  decode_type<fp16>(a, request, kv_head, first, last, partial, scratch);
+static void decode(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
+  if (a.kv_type == kFloat32) return decode_type<float>(a, range, partial, scratch);
+  if (a.kv_type == kBFloat16) return decode_type<bf16>(a, range, partial, scratch);
+  decode_type<fp16>(a, range, partial, scratch);
 }
 
-static void merge(const Attention& a, float* into, const float* from) {
-  const int64_t group = a.group(), width = padded(a.value_dim), start = padded(2 * group);
-  for (int64_t h = 0; h < group; ++h) {
+static void merge(const Attention& a, int64_t num_kv_heads, float* into, const float* from) {
+  const int64_t heads = num_kv_heads * a.group(), width = padded(a.value_dim), start = padded(2 * heads);
+  for (int64_t h = 0; h < heads; ++h) {
     const float top = from[h] > into[h] ? from[h] : into[h];
     const float here = expf(into[h] - top), there = expf(from[h] - top);
     into[h] = top;
-    into[group + h] = into[group + h] * here + from[group + h] * there;
+    into[heads + h] = into[heads + h] * here + from[heads + h] * there;
     float* sums = into + start + h * width;
     const float* others = from + start + h * width;
     for (int64_t e = 0; e < width; e += kLanes) store(sums + e, fma(load(others + e), Vec(there), load(sums + e) * Vec(here)));
   }
 }
 
-static void finish(const Attention& a, int64_t request, int64_t kv_head, float* partial) {
-  const int64_t group = a.group(), width = padded(a.value_dim), size = size_of(a.q_type);
-  char* out = static_cast<char*>(a.out) + (a.query_start[request] * a.num_heads + kv_head * group) * a.value_dim * size;
-  for (int64_t h = 0; h < group; ++h) {
-    float total = partial[group + h];
-    if (a.sinks) total += expf(a.sinks[kv_head * group + h] - partial[h]);
-    narrow_values(a.q_type, partial + padded(2 * group) + h * width, out + h * a.value_dim * size, a.value_dim, 1.0f / total);
+static void finish(const Attention& a, const KeyRange& range, float* partial) {
+  const int64_t heads = range.num_heads * a.group(), first = range.first_head * a.group(), width = padded(a.value_dim), size = size_of(a.q_type);
+  char* out = static_cast<char*>(a.out) + (a.query_start[range.request] * a.num_heads + first) * a.value_dim * size;
+  for (int64_t h = 0; h < heads; ++h) {
+    float total = partial[heads + h];
+    if (a.sinks) total += expf(a.sinks[first + h] - partial[h]);
+    narrow_values(a.q_type, partial + padded(2 * heads) + h * width, out + h * a.value_dim * size, a.value_dim, 1.0f / total);
   }
 }
 

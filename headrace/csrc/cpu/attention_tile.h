@@ -6,7 +6,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
-constexpr int64_t kTileKeys = 64;
+constexpr int64_t kTileKeys = 96;  // whole blocks of rows whatever the lanes
 constexpr int kBlockRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 constexpr float kMasked = -1.0e38f;  // finite: a row whose first keys are all masked must not become NaN
 
@@ -28,15 +28,19 @@ HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_dep
     for (int u = 0; u < 2; ++u) store(c + r * c_row + u * kLanes, acc[r][u]);
 }
 
-// The same for any number of rows, and columns in steps of two vectors.
+// The same for any number of columns in steps of two vectors, and rows in steps of kRows; returns the first row left over.
+template <int kRows>
+HEADRACE_INLINE int64_t multiply_rows(int64_t r, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_depth, float* c, int64_t c_row, int64_t rows, int64_t columns, int64_t depth, const float* fades) {
+  for (; r + kRows <= rows; r += kRows)
+    for (int64_t n = 0; n < columns; n += 2 * kLanes)
+      multiply_block<kRows>(a + r * a_row, a_row, a_depth, b + n, b_depth, c + r * c_row + n, c_row, depth, fades ? fades + r : nullptr);
+  return r;
+}
+
 static void multiply(const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_depth, float* c, int64_t c_row, int64_t rows, int64_t columns, int64_t depth, const float* fades) {
-  int64_t r = 0;
-  for (; r + kBlockRows <= rows; r += kBlockRows)
-    for (int64_t n = 0; n < columns; n += 2 * kLanes)
-      multiply_block<kBlockRows>(a + r * a_row, a_row, a_depth, b + n, b_depth, c + r * c_row + n, c_row, depth, fades ? fades + r : nullptr);
-  for (; r < rows; ++r)
-    for (int64_t n = 0; n < columns; n += 2 * kLanes)
-      multiply_block<1>(a + r * a_row, a_row, a_depth, b + n, b_depth, c + r * c_row + n, c_row, depth, fades ? fades + r : nullptr);
+  int64_t r = multiply_rows<kBlockRows>(0, a, a_row, a_depth, b, b_depth, c, c_row, rows, columns, depth, fades);
+  r = multiply_rows<4>(r, a, a_row, a_depth, b, b_depth, c, c_row, rows, columns, depth, fades);
+  multiply_rows<1>(r, a, a_row, a_depth, b, b_depth, c, c_row, rows, columns, depth, fades);
 }
 
 // Buffers of a tile in its scratch. M rows, padded; N keys of a block.

@@ -35,8 +35,9 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// One-token requests: their keys, in blocks, are laid end to end and cut into equal shares, one a thread. A request and kv
-// head that lies in several shares gives partial results, which are merged afterwards.
+// One-token requests: their keys, in blocks, are laid end to end and cut into equal shares, one a thread. A request that
+// lies in several shares gives partial results, which are merged afterwards. Where there are too few blocks for all
+// threads, kv heads are laid end to end too, some at a time.
 class Decodes {
  public:
   explicit Decodes(const Attention& a) : a_(a), kernels_(best_attention_kernels()) {}
@@ -44,31 +45,48 @@ class Decodes {
   void add(int64_t request) {
     const int64_t length = a_.kv_lens[request], first = a_.window > 0 ? std::max<int64_t>(0, length - a_.window) : 0;
     entries_.push_back({request, first, length, num_blocks_});
-    num_blocks_ += a_.num_kv_heads * blocks(entries_.back());
+    num_blocks_ += blocks(entries_.back());
   }
 
   // Cuts the work into shares, as many as are worth a thread each, at most `most`. Each is to be run once, then all are joined.
   int64_t cut(int64_t most) {
     if (entries_.empty()) return 0;
-    const int64_t block_values = kDecodeKeys * (a_.head_dim + a_.value_dim) * (a_.group() + 1);
-    const int64_t worth = num_blocks_ * block_values / kShareValues, shares = std::clamp<int64_t>(worth, 1, most);
-    partials_.resize(shares > 1 ? 2 * shares * partial_size(a_) : 0);
-    pieces_.resize(2 * shares);
-    return shares;
+    const int64_t block_values = kDecodeKeys * (a_.head_dim + a_.value_dim) * a_.num_kv_heads * (a_.group() + 1);
+    shares_ = std::clamp<int64_t>(num_blocks_ * block_values / kShareValues, 1, most);
+    while (shares_ > 1 && sets_ * num_blocks_ < kBlocksPerShare * shares_ && sets_ < a_.num_kv_heads) do ++sets_; while (a_.num_kv_heads % sets_);
+    partials_.resize(shares_ > 1 ? 2 * shares_ * partial_size(a_, heads()) : 0);
+    pieces_.resize(2 * shares_);
+    return shares_;
   }
 
+  // Pieces: at most one that began in an earlier share, and one that goes on in a later.
   void run_share(int64_t share) {
-    const int64_t shares = pieces_.size() / 2;
-    run_blocks(num_blocks_ * share / shares, num_blocks_ * (share + 1) / shares, partials_.data() + 2 * share * partial_size(a_), &pieces_[2 * share]);
+    const int64_t size = partial_size(a_, heads());
+    int64_t low = sets_ * num_blocks_ * share / shares_;
+    const int64_t high = sets_ * num_blocks_ * (share + 1) / shares_;
+    float* scratch = Scratch::of_this_thread().floats(size + kernels_.decode_scratch(a_, heads()));
+    auto entry = std::upper_bound(entries_.begin(), entries_.end(), low, [&](int64_t at, const Entry& e) { return at < sets_ * e.start; }) - 1;
+    while (low < high) {
+      const int64_t all = blocks(*entry), at = low - sets_ * entry->start, block = at % all, count = std::min(all - block, high - low);
+      const bool is_whole = count == all, is_begun = block > 0;
+      float* partial = is_whole ? scratch : partials_.data() + (2 * share + (is_begun ? 0 : 1)) * size;
+      const int64_t first = entry->first + block * kDecodeKeys;
+      const KeyRange range{entry->request, at / all * heads(), heads(), first, std::min(first + count * kDecodeKeys, entry->length)};
+      kernels_.decode(a_, range, partial, scratch + size);
+      if (is_whole) kernels_.finish(a_, range, partial);
+      else pieces_[2 * share + (is_begun ? 0 : 1)] = {&*entry, range, partial};
+      low += count;
+      if (low == sets_ * (entry->start + all)) ++entry;
+    }
   }
 
   void join() {
     float* sum = nullptr;
     for (const Piece& piece : pieces_) {
       if (!piece.entry) continue;
-      if (piece.block == 0) sum = piece.partial;
-      else kernels_.merge(a_, sum, piece.partial);
-      if (piece.block + piece.count == blocks(*piece.entry)) kernels_.finish(a_, piece.entry->request, piece.kv_head, sum);
+      if (piece.range.first == piece.entry->first) sum = piece.partial;
+      else kernels_.merge(a_, heads(), sum, piece.partial);
+      if (piece.range.last == piece.entry->length) kernels_.finish(a_, piece.range, sum);
     }
   }
 
@@ -84,42 +102,26 @@ class Decodes {
 
  private:
   static constexpr int64_t kShareValues = 1 << 16;  // fewer are not worth waking a thread
+  static constexpr int64_t kBlocksPerShare = 4;
 
   struct Entry {
     int64_t request, first, length, start;  // start: the number of its first block among all
   };
-  struct Piece {  // of one request and kv head
+  struct Piece {  // of one request and set of heads
     const Entry* entry = nullptr;
-    int64_t kv_head, block, count;
+    KeyRange range;
     float* partial;
   };
 
   static int64_t blocks(const Entry& entry) { return (entry.length - entry.first + kDecodeKeys - 1) / kDecodeKeys; }
-
-  // Pieces: at most one that began in an earlier share, and one that goes on in a later.
-  void run_blocks(int64_t low, int64_t high, float* partials, Piece* pieces) {
-    const int64_t size = partial_size(a_);
-    float* scratch = Scratch::of_this_thread().floats(size + kernels_.decode_scratch(a_));
-    auto entry = std::upper_bound(entries_.begin(), entries_.end(), low, [](int64_t at, const Entry& e) { return at < e.start; }) - 1;
-    while (low < high) {
-      const int64_t all = blocks(*entry), head = (low - entry->start) / all, block = (low - entry->start) % all, count = std::min(all - block, high - low);
-      const bool is_whole = count == all;
-      float* partial = is_whole ? scratch : partials + (block > 0 ? 0 : size);
-      const int64_t first = entry->first + block * kDecodeKeys, last = std::min(first + count * kDecodeKeys, entry->length);
-      kernels_.decode(a_, entry->request, head, first, last, partial, scratch + size);
-      if (is_whole) kernels_.finish(a_, entry->request, head, partial);
-      else pieces[block > 0 ? 0 : 1] = {&*entry, head, block, count, partial};
-      low += count;
-      if (low == entry->start + a_.num_kv_heads * all) ++entry;
-    }
-  }
+  int64_t heads() const { return a_.num_kv_heads / sets_; }
 
   const Attention& a_;
   const AttentionKernels& kernels_;
   std::vector<Entry> entries_;
   std::vector<Piece> pieces_;
   std::vector<float> partials_;
-  int64_t num_blocks_ = 0;
+  int64_t num_blocks_ = 0, shares_ = 1, sets_ = 1;
 };
 
 // Requests with several queries: tiles of query rows, which threads take one after the other, the longest first.
