@@ -102,9 +102,14 @@ class Hooks:
             yield answer
 
 
+def add_installed_hooks() -> None:
+    """Register the hooks of installed packages, without importing them."""
+    HOOKS.add_installed(ENTRY_POINT_GROUP)
+
+
 def load_hooks(config: EngineConfig) -> Hooks:
     """Build every hook that supports the configuration; one that cannot be loaded or built is left out with a warning."""
-    HOOKS.add_installed(ENTRY_POINT_GROUP)
+    add_installed_hooks()
     hooks = []
     for name in HOOKS.names():
         if HOOKS.entry(name).supports(config) is None:

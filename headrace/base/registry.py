@@ -92,6 +92,10 @@ class Registry(Generic[T]):
         """What is known of a registered plug-in without loading it."""
         return self._entries[name]
 
+    def has_failed(self, name: str) -> bool:
+        """Whether the plug-in could not be loaded when it was asked for."""
+        return name in self._failures
+
     def names(self) -> list[str]:
         """All registered names, best priority first."""
         return [e.name for e in self]

@@ -56,6 +56,11 @@ COORDINATORS.add("hooks", "headrace.service.gate:HookGate", priority=20, doc="re
 COORDINATORS.add("grammar", "headrace.service.gate:GrammarGate", priority=10, doc="requests whose grammars are being compiled")
 
 
+def add_installed_coordinators() -> None:
+    """Register the coordinators of installed packages, without importing them."""
+    COORDINATORS.add_installed(ENTRY_POINT_GROUP)
+
+
 def create_coordinator(name: str, executor: Executor, hooks: Hooks) -> RequestCoordinator:
     """Build one; `PluginError` lists the names there are, or tells the original error."""
     return COORDINATORS.make(name, executor, hooks)
@@ -63,7 +68,7 @@ def create_coordinator(name: str, executor: Executor, hooks: Hooks) -> RequestCo
 
 def create_coordinators(executor: Executor, hooks: Hooks) -> list[RequestCoordinator]:
     """Build all; one of another package that cannot be had is left out with a warning."""
-    COORDINATORS.add_installed(ENTRY_POINT_GROUP)
+    add_installed_coordinators()
     coordinators = []
     for name in COORDINATORS.names():
         try:

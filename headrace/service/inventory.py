@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.base.cache_kinds import CACHE_POLICIES, CACHE_POOLS, CACHE_READERS
 from headrace.base.errors import PluginError
 from headrace.base.registry import Registry
 from headrace.models.catalog import FAMILIES, add_out_of_tree_families, load_family
@@ -56,7 +57,9 @@ def find_machine() -> Machine:
 
 def take_inventory(machine: Machine) -> list[Finding]:
     """Try everything; one that is broken hurts no other."""
-    return [*_families(machine), *_attention(machine), *_experts(machine), *_operations(machine)]
+    return [
+        *_families(machine), *_attention(machine), *_caches(machine), *_experts(machine), *_schemes(machine), *_engine_parts(machine), *_operations(machine),
+    ]
 
 
 def _families(machine: Machine) -> Iterator[Finding]:
@@ -86,6 +89,37 @@ def _attention(machine: Machine) -> Iterator[Finding]:
         for device, dtype, capability in machine.devices
     }
     yield from _entries("attention backend", ATTENTION_BACKENDS, queries)
+
+
+def _caches(machine: Machine) -> Iterator[Finding]:
+    """Those of families too, which have been tried before."""
+    import headrace.memory.pools
+    import headrace.scheduling.cache.groups  # noqa: F401  registers the kinds that many models have
+
+    queries = {device: None for device, _, _ in machine.devices}
+    for registry in (CACHE_POLICIES, CACHE_POOLS, CACHE_READERS):
+        yield from _entries(registry.noun, registry, queries)
+
+
+def _schemes(machine: Machine) -> Iterator[Finding]:
+    from headrace.layers.quantization import SCHEMES, SchemeQuery, add_installed_schemes
+
+    add_installed_schemes()
+    for name in SCHEMES.names():
+        queries = {device: SchemeQuery(device, dtype, wanted=name) for device, dtype, _ in machine.devices}
+        yield from _entries("quantization scheme", SCHEMES, queries, only=name)
+
+
+def _engine_parts(machine: Machine) -> Iterator[Finding]:
+    from headrace.base.config import engine_config
+    from headrace.base.hooks import HOOKS, add_installed_hooks
+    from headrace.service import build  # noqa: F401  registers the hooks that are here
+    from headrace.service.coordination import COORDINATORS, add_installed_coordinators
+
+    add_installed_hooks(), add_installed_coordinators()
+    queries = {device: engine_config() for device, _, _ in machine.devices}
+    for registry in (HOOKS, COORDINATORS):
+        yield from _entries(registry.noun, registry, queries)
 
 
 def _experts(machine: Machine) -> Iterator[Finding]:
@@ -118,12 +152,12 @@ def _operations(machine: Machine) -> Iterator[Finding]:
                 yield from _entries(operation.noun, operation, queries)
 
 
-def _entries(kind: str, registry: Registry[Any], queries: dict[str, Any]) -> Iterator[Finding]:
-    for entry in registry:
+def _entries(kind: str, registry: Registry[Any], queries: dict[str, Any], only: str | None = None) -> Iterator[Finding]:
+    for entry in (entry for entry in registry if only in (None, entry.name)):
         against = {device: registry.reason_against(entry.name, query) for device, query in queries.items()}
         devices = tuple(device for device, reason in against.items() if reason is None)
         if not devices:
-            yield Finding(kind, entry.name, UNAVAILABLE, (), "; ".join(dict.fromkeys(str(r) for r in against.values())))
+            yield Finding(kind, entry.name, BROKEN if registry.has_failed(entry.name) else UNAVAILABLE, (), "; ".join(dict.fromkeys(str(r) for r in against.values())))
             continue
         try:
             registry.load(entry.name)

@@ -93,6 +93,24 @@ print(findings["deepseek_v4"].detail)
     assert said.count("raised at import") == 2, "once when served, once in the inventory"
 
 
+def test_a_broken_part_of_a_family_leaves_the_rest(tmp_path: Path):
+    """The pools in 8 bits cannot be imported: served all the same, in bfloat16, and a warning names them."""
+    config = {**V4, "head_dim": 128, "qk_rope_head_dim": 64}
+    v4 = write_model(tmp_path / "v4", config)
+    said = run_python(f"""{BREAK.replace("deepseek_v4.family", "deepseek_v4.packed_pools")}{SERVE.replace("kv_pages=8", "kv_pages=8, kv_dtype='float8_e4m3fn'")}
+import logging
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+Break.error = RuntimeError("raised at import")
+tokens, facts = serve({v4!r})
+assert len(tokens) == 3
+from headrace.service.inventory import find_machine, take_inventory
+findings = {{(f.kind, f.name): f for f in take_inventory(find_machine())}}
+assert findings["model family", "deepseek_v4"].status == "ok"
+assert findings["KV pool", "deepseek_v4.window_fp8"].status == "broken" and findings["KV pool", "deepseek_v4.window"].status == "ok"
+""")
+    assert "WARNING keys and values are kept in bfloat16" in said and "deepseek_v4.window_fp8" in said and "raised at import" in said
+
+
 @pytest.mark.parametrize("way", ["variable", "flag"])
 def test_a_disabled_family_is_never_imported(tmp_path: Path, way: str):
     """The flag holds for the processes that the command starts, too."""
@@ -144,17 +162,33 @@ ENTRY_POINTS = """[headrace.families]
 acme = acme_models.family:FAMILY
 acme_old = acme_models.family:OLD
 acme_broken = acme_models.not_there:FAMILY
+
+[headrace.hooks]
+acme_told = acme_models.hook:Told
+acme_faulty = acme_models.hook:Faulty
+"""
+HOOK = """
+class Told:
+    plugin_api = 1
+    def __init__(self, config):
+        pass
+    def request_finished(self, news, reason):
+        print("told of", news.output_len, "tokens,", reason)
+class Faulty(Told):
+    def step_planned(self, plan):
+        raise OSError("its own fault")
 """
 
 
 def test_a_family_installed_beside_headrace_is_served(tmp_path: Path):
-    """Found by its entry point; one beside it was made for another version of the contract, another cannot be imported."""
+    """Found by its entry point; one beside it was made for another version of the contract, another cannot be imported. So are
+    its step hooks, of which one raises."""
     site = tmp_path / "site"
     package, info = site / "acme_models", site / "acme_models-1.0.dist-info"
     for folder in (package, info):
         folder.mkdir(parents=True)
     for path, text in (
-        (package / "__init__.py", ""), (package / "family.py", FAMILY), (package / "model.py", MODEL),
+        (package / "__init__.py", ""), (package / "family.py", FAMILY), (package / "model.py", MODEL), (package / "hook.py", HOOK),
         (info / "METADATA", "Metadata-Version: 2.1\nName: acme-models\nVersion: 1.0\n"), (info / "entry_points.txt", ENTRY_POINTS),
     ):
         path.write_text(text)
@@ -162,6 +196,8 @@ def test_a_family_installed_beside_headrace_is_served(tmp_path: Path):
     llama = write_model(tmp_path / "llama", LLAMA)
     old = write_model(tmp_path / "old", {**LLAMA, "architectures": ["AcmeOldForCausalLM"]})
     said = run_python(f"""{SERVE}
+import logging
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 from headrace.base.errors import HeadraceError
 tokens, facts = serve({acme!r})
 assert facts.family == "acme" and "headrace.models.llama.family" not in sys.modules
@@ -172,3 +208,5 @@ except HeadraceError as error:
     print(error)
 """, PYTHONPATH=os.pathsep.join([str(site), str(ROOT)]))
     assert "plug-in API 0" in said and "'acme_broken' failed to load" in said
+    assert said.count("told of 3 tokens, length") == 2, "by two models"
+    assert said.count("step hook 'acme_faulty' is switched off: step_planned raised OSError: its own fault") == 2

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from sources import PACKAGE, ROOT
 
+from headrace.kernels.operation import Operation
+
 FAMILIES = sorted(p.parent.name for p in (PACKAGE / "models").glob("*/family.py"))
 OPERATIONS = sorted(p.parent.name for p in (PACKAGE / "kernels").glob("*/__init__.py"))
 
@@ -92,3 +94,63 @@ except HeadraceError as error:
     done = run_python(code, HEADRACE_DISABLE_PLUGINS="llama")
     assert done.returncode == 0, done.stderr
     assert "HEADRACE_DISABLE_PLUGINS" in done.stdout
+
+
+IMPORT_ALONE = """
+import contextlib, importlib, os, sys, traceback
+import torch
+with contextlib.suppress(ImportError):
+    import triton
+for target in sys.argv[1:]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(target)
+        except ModuleNotFoundError as error:
+            os.write(writer, str(error.name).encode())
+            os._exit(2)
+        except BaseException:
+            os.write(writer, traceback.format_exc()[-500:].encode())
+            os._exit(1)
+        os._exit(0)
+    os.close(writer)
+    code, said = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), os.read(reader, 4096).decode()
+    os.close(reader)
+    if code:
+        print(target, code, said)
+"""
+
+
+def registered_modules() -> list[str]:
+    """Of everything that is registered but families, their kinds of cache included."""
+    import importlib
+
+    import headrace.service.build  # noqa: F401
+    from headrace.base import cache_kinds, hooks
+    from headrace.layers.attention import ATTENTION_BACKENDS
+    from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS
+    from headrace.layers.quantization import SCHEMES
+    from headrace.models.catalog import FAMILIES
+    from headrace.service.coordination import COORDINATORS
+
+    for name in FAMILIES.names():
+        FAMILIES.load(name)
+    operations = [
+        value for name in OPERATIONS for value in vars(importlib.import_module(f"headrace.kernels.{name}")).values() if isinstance(value, Operation)
+    ]
+    registries = [
+        ATTENTION_BACKENDS, ADAPTERS, DISPATCHERS, EXPERTS, SCHEMES, hooks.HOOKS, COORDINATORS,
+        cache_kinds.CACHE_POLICIES, cache_kinds.CACHE_POOLS, cache_kinds.CACHE_READERS, *operations,
+    ]
+    return sorted({entry.target.partition(":")[0] for registry in registries for entry in registry})
+
+
+def test_every_plugin_imports_alone():
+    """Each module in a process that has torch and nothing of ours; what is missing must be somebody else's package."""
+    modules = registered_modules()
+    assert len(modules) > 40
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALONE, *modules], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    missing = [line.split() for line in done.stdout.splitlines()]
+    assert all(code == "2" and package.partition(".")[0] in ("cudnn", "triton") for _, code, package in missing), done.stdout

@@ -24,7 +24,7 @@ class ModelConfig(_Section):
     skip_tokenizer: bool = option(False, "serve token ids only; text in requests is refused")
     load_format: str = option("auto", "how weights are read; dummy draws them at random from the config alone", choices=("auto", "safetensors", "gguf", "dummy"))
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's where the device is fast in it", choices=("auto", "float32", "bfloat16", "float16"))
-    quantization: str | None = option(None, "form in which weights are kept: int8, int4 or w8a8, made of any checkpoint as it is loaded on a CPU; none: as plain numbers; default: as the checkpoint has them, where they multiply so", metavar="NAME")
+    quantization: str | None = option(None, "form in which weights are kept: int8, int4 or w8a8, made of any checkpoint as it is loaded on a CPU; none: plain numbers; stored: as a GGUF file has them; default: stored, but without waiting for CPU kernels to be compiled", metavar="NAME")
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens; default: the model's own limit, or what memory allows", low=8)
     config_overrides: str | None = option(None, "JSON object merged into the model's config.json", metavar="JSON")
     task: str = option("auto", "what the model does with a text; auto is what its checkpoint was made for", choices=("auto", "generate", "embed", "classify"))
