@@ -135,18 +135,28 @@ void expand_panel(const Weight& weight, int64_t p, uint32_t* out) {
   }
 }
 
+// The bias of a panel's outputs; zeros where there is none.
+inline __m512 load_bias(const Output& out, int64_t n, __mmask16 known) {
+  if (out.bias == nullptr) return _mm512_setzero_ps();
+  if (!out.is_bias_half) return _mm512_maskz_loadu_ps(known, static_cast<const float*>(out.bias) + n);
+  const __m256i halves = _mm256_maskz_loadu_epi16(known, static_cast<const uint16_t*>(out.bias) + n);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// `count` rows of 16 sums into rows m and on of the output; as long as short sums take, so nothing here is done one by one.
 void store_block(const Weight& weight, const Rows& rows, const Output& out, int64_t m, int64_t p, int64_t count, const uint32_t* words) {
+  const int64_t n = p * kPanel, left = weight.outputs - n;
+  const __mmask16 known = left < kPanel ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(0xffff);
+  const __m512 bias = load_bias(out, n, known);
+  const bool is_scaled = rows.form == RowForm::kInt8Tile;
+  const __m512 scale = is_scaled ? _mm512_loadu_ps(weight.scales + n) : _mm512_setzero_ps();
   for (int64_t r = 0; r < count; ++r) {
-    __m512 sums;
-    if (rows.form == RowForm::kInt8Tile) {
-      const __m512 by = _mm512_mul_ps(_mm512_loadu_ps(weight.scales + p * kPanel), _mm512_set1_ps(rows.scales[m + r]));
-      sums = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(words + r * kPanel)), by);
-    } else {
-      sums = _mm512_castsi512_ps(_mm512_loadu_si512(words + r * kPanel));
-    }
-    float values[kPanel];
-    _mm512_storeu_ps(values, sums);
-    store_row(weight, out, m + r, p, values);
+    const __m512i sums = _mm512_loadu_si512(words + r * kPanel);
+    const __m512 values = is_scaled ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[m + r])), bias)
+                                    : _mm512_add_ps(_mm512_castsi512_ps(sums), bias);
+    const int64_t at = (m + r) * out.stride + n;
+    if (out.is_half) _mm256_mask_storeu_epi16(static_cast<uint16_t*>(out.data) + at, known, (__m256i)_mm512_cvtneps_pbh(values));
+    else _mm512_mask_storeu_ps(static_cast<float*>(out.data) + at, known, values);
   }
 }
 
