@@ -208,6 +208,7 @@ static void tile_of_bfloat16(const Attention& a, const Tile& tile, float* scratc
     const int64_t n = span.end - at < kAmxKeys ? span.end - at : kAmxKeys;
     pack_block(t, a, tile, at, n);
     settle();
+    fetch_rows(a, a.table + tile.request * a.table_stride, at + kAmxKeys, kAmxKeys, span.end, tile.kv_head);
     for (int64_t m = 0; m < tile.num_rows; m += kAmxRows) pass_rows(t, a, tile, span, m, at, n);
   }
   _tile_release();

@@ -11,6 +11,17 @@ HEADRACE_INLINE const void* row_at(const void* pages, const PageStrides& strides
   return static_cast<const char*>(pages) + (page * strides.page + place * strides.token + kv_head * strides.head) * size_of(a.kv_type);
 }
 
+// Bring rows of keys and values of positions [at, end), at most n, near: they are far apart, which hardware does not foresee.
+inline void fetch_rows(const Attention& a, const int32_t* table, int64_t at, int64_t n, int64_t end, int64_t kv_head) {
+  const int64_t size = size_of(a.kv_type);
+  for (int64_t j = 0; j < n && at + j < end; ++j) {
+    const char* key = static_cast<const char*>(row_at(a.k, a.k_strides, a, table, at + j, kv_head));
+    const char* value = static_cast<const char*>(row_at(a.v, a.v_strides, a, table, at + j, kv_head));
+    for (int64_t i = 0; i < a.head_dim * size; i += 64) __builtin_prefetch(key + i, 0, 2);
+    for (int64_t i = 0; i < a.value_dim * size; i += 64) __builtin_prefetch(value + i, 0, 2);
+  }
+}
+
 // Logits from products that hold the scale already (divided by the soft-cap where there is one).
 inline void cap_logits(float* logits, int64_t n, float softcap) {
   over_lanes(n, [&](int64_t i, auto part) { part.store(logits + i, Vec(softcap) * tanh(part.load(logits + i))); });

@@ -132,6 +132,7 @@ static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch)
       memset(value + a.value_dim / kLanes * kLanes, 0, (t.width - a.value_dim / kLanes * kLanes) * sizeof(float));
       widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), value, a.value_dim);
     }
+    fetch_rows(a, table, at + kTileKeys, kTileKeys, span.end, tile.kv_head);
     multiply(t.keys, dim, 1, t.q, t.rows, t.logits, t.rows, n, t.rows, a.head_dim, nullptr);
     if (a.softcap > 0.0f) cap_logits(t.logits, n * t.rows, a.softcap);
     for (int64_t j = 0; j < n; ++j) {
