@@ -11,7 +11,7 @@ from headrace.base.errors import WeightError
 from headrace.kernels.activation import CLAMPED_SWIGLU
 from headrace.kernels.block_fp8 import QUANTISE_GROUPS
 from headrace.kernels.block_fp8.reference import dequantise_blocks
-from headrace.kernels.mxfp4.reference import dequantise_mxfp4
+from headrace.kernels.mxfp4.reference import dequantise_mxfp4, quantise_mxfp4
 from headrace.layers.quantization import default_chain
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -26,6 +26,32 @@ def test_every_code_of_mxfp4_under_extreme_scales(exponent: int, dtype: torch.dt
     exact = torch.tensor([sign * m for sign in (1, -1) for m in MAGNITUDES], dtype=torch.float64) * 2.0 ** (exponent - 127)
     expected = torch.cat((exact, exact))[None].to(dtype)
     assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("exponent", [112, 127, 252])
+def test_every_code_of_mxfp4_round_trips(exponent: int):
+    """All 16 codes but minus zero, which becomes zero; from the least scale that is made, for 1e-4, to the largest of finite
+    values."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[::2] | codes[1::2] << 4).repeat(1, 2)
+    scales = torch.tensor([[exponent]], dtype=torch.uint8)
+    again, scales_again = quantise_mxfp4(dequantise_mxfp4(packed, scales, torch.float32))
+    assert torch.equal(scales_again, scales)
+    assert torch.equal(again, torch.where(packed == (8 | 9 << 4), 0 | 9 << 4, packed))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_halfway_goes_down(sign: int):
+    """Strictly above a threshold is the next magnitude; on it, the one nearer to 0."""
+    thresholds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    above = torch.nextafter(thresholds, torch.tensor(10.0))
+    x = sign * torch.cat((thresholds, above, torch.tensor([6.0]), torch.zeros(17)))[None]
+    codes, scales = quantise_mxfp4(x)
+    assert int(scales) == 127
+    values = dequantise_mxfp4(codes, scales, torch.float32)[0]
+    assert values[:7].tolist() == [sign * m for m in MAGNITUDES[:7]] and values[7:15].tolist() == [sign * m for m in (*MAGNITUDES[1:], 6.0)]
+    both = torch.stack((codes & 15, codes >> 4))
+    assert (both != 8).all(), "never minus zero"
 
 
 def test_scale_255_is_no_number():

@@ -146,6 +146,51 @@ def test_a_pair_that_cannot_be_joined_lists_those_that_can(strangers: None):
     assert "none + broken, none + grouped, none + reference" in str(caught.value)
 
 
+class MaskedDispatcher:
+    """A stand-in for one that receives into buffers of fixed size: each expert's tokens [X, M, D] and how many there are."""
+
+    def __init__(self, build: Build):
+        pass
+
+    def dispatch(self, tokens: ChosenTokens) -> dict[str, torch.Tensor]:
+        self.tokens = tokens
+        self.chosen = (tokens.ids[:, :, None] == torch.arange(NUM_EXPERTS)).any(1).T
+        return {"hidden": tokens.hidden * self.chosen[..., None], "counts": self.chosen.sum(1)}
+
+    def combine(self, results: torch.Tensor) -> torch.Tensor:
+        weights = torch.zeros(self.tokens.hidden.shape[0], NUM_EXPERTS).scatter_(1, self.tokens.ids, self.tokens.weights)
+        return torch.einsum("xmd,mx->md", results, weights)
+
+
+class MaskedExperts:
+    """A stand-in for a kernel over such buffers."""
+
+    def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
+        self.weights = weights
+
+    def run(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        gate, up = torch.bmm(tokens["hidden"], self.weights.gate_up.weight.transpose(1, 2)).chunk(2, -1)
+        return torch.bmm(F.silu(gate) * up, self.weights.down.weight.transpose(1, 2))
+
+
+def test_dispatcher_and_experts_of_a_format_of_their_own(strangers: None):
+    """They work together, and with nobody else, as no adapter knows their format."""
+    EXPERTS.add("masked", f"{__name__}:MaskedExperts", speaks="masked")
+    DISPATCHERS.add("masked", f"{__name__}:MaskedDispatcher", speaks="masked", supports=lambda query: None if query.shape.get("masked") else "moves no tokens")
+    query = KernelQuery("cpu", "float32", shape={"ranks": 1, "masked": 1})
+    assert choose_pair(query, dispatcher="masked", experts="masked") == ("masked", "masked")
+    assert choose_pair(query, dispatcher="masked")[1] == "masked" and ("masked", "masked") in joinable_pairs(query)
+    layer, x = build_layer("reference"), torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1))
+    ids, weights = layer.router(x)
+    dispatcher, tokens = MaskedDispatcher(Build(CPU, torch.float32)), ChosenTokens(x, ids, weights, NUM_EXPERTS)
+    experts = MaskedExperts(layer.experts, MlpSpec(24), Build(CPU, torch.float32))
+    out = dispatcher.combine(find_adapter("masked", "masked")(dispatcher.dispatch(tokens), experts.run))
+    torch.testing.assert_close(out, layer._run_experts(tokens), atol=1e-5, rtol=1e-5)
+    for pair in ({"dispatcher": "masked", "experts": "grouped"}, {"dispatcher": "none", "experts": "masked"}):
+        with pytest.raises(ConfigError, match=r"no adapter joins the two.*masked \+ masked"):
+            choose_pair(query, **pair)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("picky", "needs a moon"), ("broken", "failed to load"), ("nobody", "there is no MoE experts 'nobody', only alien, broken")],

@@ -58,6 +58,14 @@ def test_logits_however_prefill_is_cut(oracle: Any, expected: torch.Tensor, chun
     torch.testing.assert_close(run_in_chunks(harness, prompt(0, LENGTH), chunks), expected, **TOLERANCE)
 
 
+def test_chunks_are_one_pass(oracle: Any):
+    """Nearer to each other than to the oracle: cuts inside windows of 4 and of 128 tokens, then decodes."""
+    text = prompt(0, LENGTH)
+    whole = run_in_chunks(build_harness(published_config(), oracle.state_dict()), text, [LENGTH])
+    cut = run_in_chunks(build_harness(published_config(), oracle.state_dict()), text, [130, 1, 1, 125, 3, 35, *[1] * 5])
+    torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-5)
+
+
 def test_mixed_batches(oracle: Any):
     """Decodes at different places of their windows together with chunks of others."""
     harness = build_harness(published_config(), oracle.state_dict(), page_size=256)

@@ -81,6 +81,17 @@ def test_greedy_tokens_equal_generate(served: tuple[Path, list[list[int]], list[
             assert [o.num_cached_tokens for o in outputs] == [512, 512, 256, 256, 0, 256]
 
 
+def test_a_prefix_hit_changes_no_probability(served: tuple[Path, list[list[int]], list[list[int]]]):
+    """Cold, and behind one and two pages of the prefix cache: compressor state at the boundary included."""
+    folder, prompts, _ = served
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    with LLM(str(folder), **BASE | {"max_step_tokens": 300}) as llm:
+        runs = [llm.generate(prompt_token_ids=prompts, sampling_params=params) for _ in range(2)]
+    assert [o.num_cached_tokens for o in runs[1]][:4] == [512, 512, 256, 256]
+    cold, warm = (torch.tensor([[entry.logprob for entry in o.outputs[0].logprobs] for o in outputs]) for outputs in runs)
+    torch.testing.assert_close(warm, cold, atol=1e-5, rtol=1e-5)
+
+
 async def test_aborts_leave_nothing_behind(served: tuple[Path, list[list[int]], list[list[int]]]):
     folder, prompts, expected = served
     async with AsyncLLM(str(folder), **BASE | {"max_step_tokens": 64, "skip_tokenizer": True}) as llm:
