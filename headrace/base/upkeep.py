@@ -43,13 +43,15 @@ class ReplaceWeights(msgspec.Struct, frozen=True):
 
 
 class StartProfile(msgspec.Struct, frozen=True):
-    """Record what the engine's process does; ends by itself after ``num_steps`` steps. ``folder`` is where the trace goes."""
+    """Record what the engine's process does, and its device unless ``has_device`` is false; ends by itself after
+    ``num_steps`` steps. ``folder`` is where the trace goes."""
 
     method: ClassVar[str] = "start_profile"
     folder: str
     num_steps: int | None = None
     has_stacks: bool = False
     has_shapes: bool = False
+    has_device: bool = True
 
 
 class StopProfile(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ class Profiler:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError(f"the folder for profiles cannot be made: {error.strerror}", param="profile_folder") from error
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" and options.has_device else [])]
         self._options, self._num_steps, self._written = options, 0, ""
         self._running = profile(activities=activities, record_shapes=options.has_shapes, with_stack=options.has_stacks)
         self._running.start()

@@ -120,6 +120,10 @@ async def test_weights_are_read_from_the_configured_folder_alone(client, tmp_pat
             assert answer.json() == {"success": True, "message": "the weights were replaced", "num_paused_requests": 0}
             assert client.controls.pop() == ReplaceWeights(str(root / "step-1"))
         assert (await http.get("/model_info")).json()["weight_version"] == "1" and client.config.model.model == str(root / "step-1")
+        asking = await start_held(http)
+        answer = await http.post("/update_weights_from_disk", json={"model_path": "step-1", "abort_all_requests": True})
+        assert answer.json()["num_paused_requests"] == 0 and (await asking).json()["choices"][0]["finish_reason"] == "abort"
+        client.controls.clear()
         for path in ("../x", "/etc", "out/x", "step-1/../../x", "a\0b", "org/name/../../.."):
             answer = await http.post("/update_weights_from_disk", json={"model_path": path})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "model_path", path
@@ -140,4 +144,5 @@ async def test_profiles(client, tmp_path: Path):
     async with http_for(client, operations=OperationsConfig(profile_folder=str(tmp_path))) as http:
         assert (await http.post("/start_profile", json={"num_steps": 3, "with_stack": True, "activities": ["CPU", "GPU"]})).status_code == 200
         assert "a.trace.json" in (await http.post("/stop_profile")).json()["message"]
-    assert client.controls == [StartProfile(str(tmp_path), 3, has_stacks=True), StopProfile()]
+        assert (await http.post("/start_profile", json={"activities": ["CPU"]})).status_code == 200
+    assert client.controls == [StartProfile(str(tmp_path), 3, has_stacks=True), StopProfile(), StartProfile(str(tmp_path), has_device=False)]

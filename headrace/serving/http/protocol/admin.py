@@ -33,7 +33,8 @@ class UpdateWeightsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ProfileRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """``num_steps`` steps, or until `/stop_profile`."""
+    """``num_steps`` steps, or until `/stop_profile`. What the processor does is always recorded, the device unless
+    ``activities`` leave it out."""
 
     num_steps: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     with_stack: bool | None = None

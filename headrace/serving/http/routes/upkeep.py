@@ -137,7 +137,7 @@ async def update_weights(request: Request) -> JsonResponse:
         num_kept = await context.upkeep.replace_weights(model, load_format=body.load_format or same_format, version=body.weight_version)
     except (ModelError, ConfigError) as error:
         raise RequestError(f"the weights were not replaced: {_without_paths(context, error.message, model)}", param="model_path") from error
-    return JsonResponse(UpdateAnswer(True, "the weights were replaced", num_kept))
+    return JsonResponse(UpdateAnswer(True, "the weights were replaced", 0 if body.abort_all_requests else num_kept))
 
 
 def _find_model(context: AppContext, path: str | None) -> str:
@@ -172,6 +172,7 @@ async def start_profile(request: Request) -> JsonResponse:
     context.check_available()
     await context.upkeep.start_profile(StartProfile(
         os.path.abspath(folder), num_steps=body.num_steps, has_stacks=bool(body.with_stack), has_shapes=bool(body.record_shapes),
+        has_device=body.activities is None or bool({"GPU", "CUDA"} & set(body.activities)),
     ))
     return JsonResponse(AdminAnswer(True, "a profile is being recorded"))
 
