@@ -141,26 +141,51 @@ HEADRACE_INLINE __m512 exp2_coarse(__m512 x) {
   return _mm512_scalef_ps(_mm512_fmadd_ps(p, r, _mm512_set1_ps(0.9999245f)), n);
 }
 
+HEADRACE_INLINE __mmask16 between(int64_t low, int64_t n, int64_t i) {
+  return first(static_cast<int>(clamp(n - i, 0, 16))) & ~first(static_cast<int>(clamp(low - i, 0, 16)));
+}
+
+// The greatest of logits [low, n). This and what follows take most of the time of a prefill: no masks where none are needed.
+HEADRACE_INLINE float most_of(const float* logits, int64_t low, int64_t n) {
+  __m512 most = _mm512_set1_ps(-INFINITY), other = most;
+  int64_t i = low / 16 * 16;
+  if (low == i) {
+    for (; i + 32 <= n; i += 32) {
+      most = _mm512_max_ps(most, _mm512_loadu_ps(logits + i));
+      other = _mm512_max_ps(other, _mm512_loadu_ps(logits + i + 16));
+    }
+  }
+  for (; i < n; i += 16) most = _mm512_mask_max_ps(most, between(low, n, i), most, _mm512_loadu_ps(logits + i));
+  return _mm512_reduce_max_ps(_mm512_max_ps(most, other));
+}
+
+HEADRACE_INLINE __m512 weigh(const float* logits, bf16* weights, __m512 scale, __m512 shift) {
+  const __m512 weight = exp2_coarse(_mm512_fmadd_ps(_mm512_loadu_ps(logits), scale, shift));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights), (__m256i)_mm512_cvtneps_pbh(weight));
+  return weight;
+}
+
 // One step of the running softmax for a row of n logits: bfloat16 weights, zeros beyond n up to `padded_n`. `factor` brings
 // logits to units of log2; `top` is in those. Sums fade in place.
 static void soften_row(const AmxBuffers& t, const float* logits, bf16* weights, int64_t low, int64_t n, int64_t padded_n, float factor, float& top, float& total, float* sums) {
-  __m512 most = _mm512_set1_ps(-INFINITY);
-  for (int64_t i = low / 16 * 16; i < n; i += 16) {
-    const __mmask16 inside = first(static_cast<int>(clamp(n - i, 0, 16))) & ~first(static_cast<int>(clamp(low - i, 0, 16)));
-    most = _mm512_mask_max_ps(most, inside, most, _mm512_loadu_ps(logits + i));
-  }
-  const float old = top, found = low < n ? _mm512_reduce_max_ps(most) * factor : kMasked;
+  const float old = top, found = low < n ? most_of(logits, low, n) * factor : kMasked;
   top = found > old ? found : old;
   const __m512 scale = _mm512_set1_ps(factor), shift = _mm512_set1_ps(-top);
-  __m512 added = _mm512_setzero_ps();
-  for (int64_t i = 0; i < padded_n; i += 16) {
-    const __mmask16 inside = first(static_cast<int>(clamp(n - i, 0, 16))) & ~first(static_cast<int>(clamp(low - i, 0, 16)));
-    const __m512 weight = _mm512_maskz_mov_ps(inside, exp2_coarse(_mm512_fmadd_ps(_mm512_loadu_ps(logits + i), scale, shift)));
+  __m512 added = _mm512_setzero_ps(), other = added;
+  int64_t i = 0;
+  if (low == 0) {
+    for (; i + 32 <= n; i += 32) {
+      added = _mm512_add_ps(added, weigh(logits + i, weights + i, scale, shift));
+      other = _mm512_add_ps(other, weigh(logits + i + 16, weights + i + 16, scale, shift));
+    }
+  }
+  for (; i < padded_n; i += 16) {
+    const __m512 weight = _mm512_maskz_mov_ps(between(low, n, i), exp2_coarse(_mm512_fmadd_ps(_mm512_loadu_ps(logits + i), scale, shift)));
     added = _mm512_add_ps(added, weight);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + i), (__m256i)_mm512_cvtneps_pbh(weight));
   }
   const float fade = exp2f(old - top);
-  total = total * fade + _mm512_reduce_add_ps(added);
+  total = total * fade + _mm512_reduce_add_ps(_mm512_add_ps(added, other));
   if (fade == 1.0f) return;
   for (int64_t e = 0; e < t.width; e += 16) _mm512_storeu_ps(sums + e, _mm512_mul_ps(_mm512_loadu_ps(sums + e), _mm512_set1_ps(fade)));
 }

@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t kLeastRows = 6;        // from which tiles are faster than registers
 constexpr int64_t kLeastGroupRows = 24;  // from which making bfloat16 of a group format pays
 constexpr int64_t kTileWords = 16 * kPanel;
+constexpr int64_t kAhead = 4;  // tiles of rows fetched before their turn: the panels stay in the first-level cache, the rows do not
 
 RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
   switch (weight.format) {
@@ -72,6 +73,10 @@ void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t 
   if constexpr (R == 2) _tile_zero(2);
   if constexpr (R == 2 && N == 2) _tile_zero(3);
   for (int64_t t = 0; t < num_tiles; ++t) {
+    for (int64_t line = 0; line < 1024; line += 64) {
+      _mm_prefetch(a[0] + (t + kAhead) * 1024 + line, _MM_HINT_T0);
+      if constexpr (R == 2) _mm_prefetch(a[1] + (t + kAhead) * 1024 + line, _MM_HINT_T0);
+    }
     _tile_loadd(6, b[0] + t * kTileWords, 64);
     _tile_loadd(4, a[0] + t * 1024, 64);
     HEADRACE_MULTIPLY_TILE(0, 4, 6);
