@@ -106,12 +106,15 @@ def print_ratios(name: str, result: dict[str, Any], others: dict[str, dict[str, 
 
 
 def describe_device() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """What the figures were taken on. Compiles Headrace's kernels where that has not been done yet."""
     import torch
 
+    from headrace.kernels import native
+
     words = {line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")}
-    known = [name for name, has in torch.cpu.get_capabilities().items() if has is True]
-    return {"cpu": ", ".join(sorted(words)), "cores": sorted(os.sched_getaffinity(0)), "capabilities": known, "torch": torch.__version__, "python": platform.python_version()}
+    known = [name for name, has in torch.cpu.get_capabilities().items() if has is True and name.startswith(("avx", "amx"))]
+    cores = sorted(os.sched_getaffinity(0))
+    return {"cpu": ", ".join(sorted(words)), "cores": cores, "capabilities": known, "torch": torch.__version__, "python": platform.python_version(), "kernels": native.build().detail}
 
 
 def read_arguments() -> argparse.Namespace:

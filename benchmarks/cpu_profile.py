@@ -81,6 +81,9 @@ def wrap_model(watch: Stopwatch, model: Any) -> None:
     """Measure a decoder's layers; what other models have is in "model: the rest"."""
     watch.wrap(model, "forward", "model: the rest")
     watch.wrap(model, "compute_logits", "head")
+    watch.wrap(getattr(model, "embedding", None), "forward", "embedding")
+    watch.wrap(getattr(model, "norm", None), "add", "last norm")
+    watch.wrap(getattr(model, "_table", None), "run", "all layers together")
     for layer in getattr(model, "layers", ()):
         attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
         for norm in (getattr(layer, "attention_norm", None), getattr(layer, "mlp_norm", None)):
@@ -93,15 +96,26 @@ def wrap_model(watch: Stopwatch, model: Any) -> None:
         watch.wrap(mlp, "_activate", "activation")
 
 
-def profile_steps(model: str, dtype: str, rows: int) -> tuple[Stopwatch, list[float]]:
-    """Decode steps of ``rows`` requests with `CONTEXT` tokens each; the stopwatch, and seconds of each step without it."""
-    from headrace.base.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+def engine_config(model: str, flags: list[str]) -> Any:
+    """The configuration that the flags of ``headrace serve`` make."""
+    from headrace.serving.cli.commands import COMMANDS
+    from headrace.serving.cli.flags import parse_command
+    from headrace.serving.cli.serve import serve_config
+
+    return serve_config(parse_command(COMMANDS["serve"], ["--model", model, "--device", "cpu", *flags])).engine
+
+
+def profile_steps(config: Any, rows: int, *, together: bool) -> tuple[Stopwatch, list[float]]:
+    """Decode steps of ``rows`` requests with `CONTEXT` tokens each; the stopwatch, and seconds of each step without it.
+    ``together``: layers may be run by one kernel."""
     from headrace.base.messages import EngineRequest
     from headrace.base.sampling import SamplingSpec, StopSpec
     from headrace.service.build import build_engine
 
-    config = EngineConfig(model=ModelConfig(model=model, dtype=dtype), cache=CacheConfig(), scheduler=SchedulerConfig(), device=DeviceConfig(device="cpu"))
     engine, watch, steps = build_engine(config), Stopwatch(), []
+    if not together:
+        decoder = engine.executor._runner._model
+        decoder._table, decoder._is_table_due = None, False
     try:
         for i in range(rows):
             prompt = [(1000 + 37 * i + 11 * j) % 20000 for j in range(CONTEXT)]
@@ -136,10 +150,15 @@ def profile_http(model: str, dtype: str, flags: list[str], rows: int) -> tuple[f
 def print_profile(model: str, dtype: str, flags: list[str]) -> None:
     """A table for each number of requests."""
     env.set_passive_waiting()
+    from headrace.kernels import native
+
+    print("own kernels:", native.build().detail)  # else the first engine would do without them
+    config = engine_config(model, ["--dtype", dtype, *flags])
     for rows in ROWS:
-        watch, steps = profile_steps(model, dtype, rows)
+        apart = statistics.median(profile_steps(config, rows, together=False)[1])
+        watch, steps = profile_steps(config, rows, together=True)
         measured = sum(watch.seconds.values()) / NUM_STEPS
-        print(f"\n{rows} requests of {CONTEXT} tokens: {statistics.median(steps) * 1e3:.2f} ms a step (median), {measured * 1e3:.2f} ms under the stopwatch")
+        print(f"\n{rows} requests of {CONTEXT} tokens: {statistics.median(steps) * 1e3:.2f} ms a step (median), {measured * 1e3:.2f} ms under the stopwatch; layers one after the other: {apart * 1e3:.2f} ms")
         for label, seconds in sorted(watch.seconds.items(), key=lambda item: -item[1]):
             print(f"  {label:22} {seconds / NUM_STEPS * 1e3:8.3f} ms {100 * seconds / NUM_STEPS / measured:5.1f} %  {watch.calls[label] / NUM_STEPS:5.1f} calls")
         per_token, spent = profile_http(model, dtype, flags, rows)
