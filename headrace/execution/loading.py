@@ -31,6 +31,10 @@ from headrace.models.weights.dummy import DEFAULT_STD
 
 Progress = Callable[[str, float], None]
 
+AS_PLAIN, AS_STORED = "none", "stored"
+"""Values of ``quantization`` that are no scheme's name: everything expanded; blocks kept even if native products must be
+waited for."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -114,7 +118,7 @@ def _choose_schemes(source: ModelSource, config: EngineConfig, dtype: torch.dtyp
     stated = {} if config.model.load_format == "dummy" else source.config.get("quantization_config") or {}
     wanted = config.model.quantization or ""
     return chain_schemes(SchemeQuery(
-        device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""), wanted="" if wanted == "none" else wanted,
+        device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""), wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted,
     ))
 
 
@@ -124,7 +128,8 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, dtype: torch.dt
         progress("drawing random weights", 0.1)
         draw_dummy_weights(model, config.model.seed, std=_initializer_range(source.config))
         return
-    keeps = config.model.quantization is None and can_store_blocks(device, dtype)
+    form = config.model.quantization
+    keeps = form in (None, AS_STORED) and can_store_blocks(device, dtype, waits=form == AS_STORED)
     tensors = open_weights(source, load_format=config.model.load_format, device=device, dtype=dtype, keeps_blocks=keeps)
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
 

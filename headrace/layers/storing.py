@@ -65,9 +65,14 @@ def find_storable(model: nn.Module) -> list[StorableWeight]:
     return [StorableWeight(layers[0][0], layers[0][1].weight, tuple(layer for _, layer in layers)) for layers in sharing.values()]
 
 
-def can_store_blocks(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers there multiply with a file's own quantised blocks faster than with plain numbers."""
-    return device.type == "cpu" and dtype in CPU_TYPES and native.library() is not None
+def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = False) -> bool:
+    """Whether layers there multiply with a file's own quantised blocks faster than with plain numbers, now, or once the
+    native library has been compiled."""
+    if device.type != "cpu" or dtype not in CPU_TYPES:
+        return False
+    if waits:
+        native.build()
+    return native.library() is not None
 
 
 def store_fastest(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from headrace.base.step import TokenLogprobs
 from headrace.serving.bench.options import QualityOptions
 from headrace.serving.bench.report import write_json
 
-PLAIN, STORED = "none", "stored"
+PLAIN = "none"
 NUM_TOP = 50
 NUM_PROMPTS, PROMPT_LEN, OUTPUT_LEN = 8, 32, 32
 COLUMNS = ("weights", "MB", "perplexity", "KL (nats)", "same first token", "tokens until greedy differs")
@@ -81,7 +81,7 @@ def read_text(path: str | None) -> str:
 def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> Reading:
     from headrace import LLM
 
-    engine = {**engine_options, "quantization": None if weights == STORED else weights}
+    engine = {**engine_options, "quantization": weights}
     engine.setdefault("max_model_len", max(options.window, PROMPT_LEN + OUTPUT_LEN) + 1)
     with LLM(engine.pop("model"), **engine) as llm:
         ids = llm.tokenizer.encode(text, add_special_tokens=False)[: options.max_tokens]

@@ -56,7 +56,7 @@ class FakeLlm:
 
     def __init__(self, model, **options):
         self.made.append({"model": model, **options})
-        self.sure = {"none": 0.5, "int8": 0.4, None: 0.25}[options["quantization"]]
+        self.sure = {"none": 0.5, "int8": 0.4, "stored": 0.25}[options["quantization"]]
         self.tokenizer = SimpleNamespace(encode=lambda text, **_: list(range(len(text.split()))))
 
     def __enter__(self):
@@ -83,7 +83,7 @@ def test_each_form_is_read_beside_the_plain_one(monkeypatch, tmp_path):
     console, path = Console(file=io.StringIO(), width=160), tmp_path / "quality.json"
     options = QualityOptions(compare="int8, stored", window=100, max_tokens=250, output_file=str(path))
     rows = run_quality_bench(options, console, model="m", threads=1)
-    assert [(m["model"], m["quantization"], m["threads"]) for m in FakeLlm.made] == [("m", "none", 1), ("m", "int8", 1), ("m", None, 1)]
+    assert [(m["model"], m["quantization"], m["threads"]) for m in FakeLlm.made] == [("m", "none", 1), ("m", "int8", 1), ("m", "stored", 1)]
     assert [round(row.perplexity, 6) for row in rows] == [2.0, 2.5, 4.0]
     assert [row.num_bytes for row in rows] == [500, 400, 250]
     assert rows[1].kl == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6), abs=1e-6)
