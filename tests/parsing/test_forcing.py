@@ -154,6 +154,12 @@ def test_schemas_that_need_not_be_exact_lose_what_cannot_be_enforced():
     assert loosen(schema) == {
         "type": "object", "required": ["a"], "properties": {"a": {"anyOf": [{"type": "string"}, {}]}, "b": {}, "c": {}}, "$defs": {"d": {}}, "additionalProperties": False,
     }
+    number = {"type": "integer", "minimum": 1, "exclusiveMaximum": 9}
+    kept = [number, {"type": "string", "maxLength": 5}, {"type": "array", "minItems": 2, "items": {}}, {"type": "number", "minimum": 0.5}]
+    assert [loosen(s) for s in kept] == kept
+    for lost in ({"minimum": 3, "maximum": 3}, {"minimum": 5, "maximum": 1}, {"minimum": "x"}, {"minimum": True}, {"maximum": 10**12}):
+        assert loosen({"type": "integer", **lost}) == {"type": "integer"}
+    assert loosen({"type": "string", "minLength": -1}) == {"type": "string"} and loosen({"enum": [1], "minimum": 3}) == {"enum": [1]}
     deep: dict = {}
     for _ in range(500):
         deep = {"type": "array", "items": deep}

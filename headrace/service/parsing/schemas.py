@@ -21,6 +21,13 @@ STRING = frozenset({"string"})
 _PLAIN_WORDS = ("type", "required", "enum", "const")
 _MAPS = ("properties", "$defs", "definitions")
 _SINGLES = ("items", "additionalProperties")
+BOUNDS = {
+    "integer": (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")), "number": (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")),
+    "string": (("minLength", "maxLength"),), "array": (("minItems", "maxItems"),),
+}
+"""What is least and what is most, by type."""
+MAX_BOUNDS = {"integer": 10**9, "number": 10**9, "string": 1000, "array": 64}
+"""Larger ones are left out."""
 _TYPE_OF_FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _TYPE_OF_PYTHON = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 
@@ -93,11 +100,27 @@ def loosen(schema: Any, depth: int = MAX_NESTING) -> Any:
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list) and schema[word]:
             kept["anyOf"] = [loosen(option, depth - 1) for option in schema[word]]
+    if not {"enum", "const", "$ref", "anyOf", "oneOf"} & kept.keys():
+        kept |= _bounds(schema)
     if str(schema.get("$ref", "")).startswith(("#/$defs/", "#/definitions/")):
         kept["$ref"] = schema["$ref"]
     if kept.get("properties"):
         kept.setdefault("additionalProperties", False)
     return kept
+
+
+def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The least and the most of a number, a length or a count, where there is something between them."""
+    kind = schema.get("type")
+    if not isinstance(kind, str) or kind not in BOUNDS:
+        return {}
+    pairs, most = BOUNDS[kind], MAX_BOUNDS[kind]
+    found = {word: schema[word] for pair in pairs for word in pair if type(schema.get(word)) in (int, float) and abs(schema[word]) <= most}
+    if kind in ("string", "array") and not all(type(value) is int and value >= 0 for value in found.values()):
+        return {}
+    low = max((found[low] for low, _ in pairs if low in found), default=-math.inf)
+    high = min((found[high] for _, high in pairs if high in found), default=math.inf)
+    return found if low + len(pairs) <= high or (low <= high and len(pairs) == 1) else {}
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:

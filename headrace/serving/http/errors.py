@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import re
 
 import msgspec
 from fastapi import FastAPI
@@ -15,6 +17,8 @@ from starlette.types import Scope
 
 from headrace.base.errors import HeadraceError, NotFound, RequestError
 from headrace.serving.http.error_forms import form_of, path_of
+
+_PLACES = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+-]+){2,}[/\\]?|\b0x[0-9a-fA-F]{4,}\b")
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,15 @@ class EncodedResponse(JsonResponse):
         return content
 
 
+def conceal(error: HeadraceError) -> HeadraceError:
+    """The error as clients may read it: what a library said of a fault of ours loses paths and addresses; the log has them."""
+    if error.status < 500:
+        return error
+    told = copy.copy(error)
+    told.message = _PLACES.sub("...", error.message)
+    return told
+
+
 def respond_error(error: HeadraceError, scope: Scope) -> Response:
     """The answer to a request that failed before anything was sent, in the form of its path."""
     headers = {}
@@ -76,7 +89,7 @@ def respond_error(error: HeadraceError, scope: Scope) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return JsonResponse(form_of(path_of(scope)).describe(error), error.status, headers)
+    return JsonResponse(form_of(path_of(scope)).describe(conceal(error)), error.status, headers)
 
 
 async def _answer_typed(request: Request, error: Exception) -> Response:

@@ -19,6 +19,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.collect import Collector, first_error
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.serving.http.context import AppContext, context_of
+from headrace.serving.http.errors import conceal
 from headrace.serving.http.metrics import RequestTimer
 from headrace.serving.http.protocol.answers import Usage
 
@@ -216,4 +217,4 @@ async def collect_generation(request: Request, ask: Ask) -> tuple[Generation, li
 
 def delta_error(delta: ChoiceDelta) -> HeadraceError | None:
     """The typed error that ended a choice."""
-    return delta.error.to_error() if delta.error is not None else None
+    return conceal(delta.error.to_error()) if delta.error is not None else None

@@ -177,3 +177,11 @@ async def test_without_a_tokenizer_ids_are_served(client):
         assert answer.json()["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
         for path, body in (("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}), ("/tokenize", {"prompt": "x"})):
             assert "token ids only" in (await http.post(path, json=body)).json()["error"]["message"]
+
+
+async def test_what_the_tokenizer_is(http, client):
+    client.tokenizer.chat_templates = ["{{ messages }}"]
+    info = (await http.get("/tokenizer_info")).json()
+    assert info == {
+        "vocab_size": 300, "model_max_length": 4096, "bos_token": "<256>", "eos_token": "<257>", "chat_template": "{{ messages }}", "tokenizer_class": "remote",
+    }

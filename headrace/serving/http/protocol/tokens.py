@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from __future__ import annotations
 
@@ -48,3 +48,14 @@ class Detokenized(Struct):
 
     prompt: str
     text: str
+
+
+class TokenizerInfo(Struct):
+    """What a client needs to tokenize by this server alone: evaluation harnesses ask for it."""
+
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    tokenizer_class: str = "remote"

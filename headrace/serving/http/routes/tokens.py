@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from headrace.serving.http.context import context_of
 from headrace.serving.http.conversation import render_conversation
 from headrace.serving.http.endpoint import Endpoint
 from headrace.serving.http.errors import JsonResponse
-from headrace.serving.http.protocol.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from headrace.serving.http.protocol.tokens import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 
 TOKENIZE_BODY = JsonBody(TokenizeRequest)
 DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
@@ -54,7 +60,17 @@ async def detokenize(request: Request) -> JsonResponse:
     return JsonResponse(Detokenized(text, text))
 
 
+async def show_tokenizer(request: Request) -> JsonResponse:
+    """The tokenizer's facts."""
+    context = context_of(request)
+    facts, tokenizer = context.facts(), context.tokenizer()
+    first, last = (tokenizer.token_text(i) if i is not None else None for i in (tokenizer.bos_id, next(iter(tokenizer.eos_ids), None)))
+    template = next(iter(tokenizer.chat_templates), None)
+    return JsonResponse(TokenizerInfo(tokenizer.vocab_size, facts.max_model_len, first, last, template))
+
+
 ENDPOINTS = (
+    Endpoint(path="/tokenizer_info", handler=show_tokenizer, tag="tokens", doc="The tokenizer's facts.", answer=TokenizerInfo, errors=(400, 503)),
     Endpoint(
         path="/tokenize", methods=("POST",), handler=tokenize, tag="tokens", doc="Text to token ids.", body=TOKENIZE_BODY,
         answer=Tokenized, errors=(404, 503),

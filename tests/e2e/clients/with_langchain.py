@@ -1,0 +1,34 @@
+"""langchain-openai: invoke, stream, bound tools, structured output by tool and by schema, batches."""
+
+import json
+import sys
+import urllib.request
+
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Pick(BaseModel):
+    """Pick a number."""
+
+    model_config = ConfigDict(extra="forbid")
+    n: int = Field(ge=1, le=9)
+
+
+def main(url: str) -> None:
+    with urllib.request.urlopen(url + "/v1/models") as answer:
+        name = json.load(answer)["data"][0]["id"]
+    model = ChatOpenAI(model=name, base_url=url + "/v1", api_key="none", temperature=0, max_tokens=60, max_retries=0)
+    whole = model.invoke("Say hello.", max_tokens=8)
+    assert whole.usage_metadata["output_tokens"] <= 8
+    pieces = list(model.stream("Say hello.", max_tokens=8))
+    assert "".join(p.content for p in pieces) == whole.content
+    called = model.bind_tools([Pick], tool_choice="any").invoke("Pick one.")
+    assert called.tool_calls[0]["name"] == "Pick" and 1 <= called.tool_calls[0]["args"]["n"] <= 9
+    for method in ("function_calling", "json_schema"):
+        assert 1 <= model.with_structured_output(Pick, method=method).invoke("Pick one.").n <= 9
+    assert len(model.batch(["One.", "Two."], config={"max_concurrency": 2})) == 2
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
