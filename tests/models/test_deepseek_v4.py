@@ -12,10 +12,11 @@ from deepseek_v4_tiny import TINY, build_harness, make_oracle, oracle_logits, pr
 from headrace.base.errors import ConfigError, WeightError
 from headrace.kernels.block_fp8.reference import dequantise_blocks
 from headrace.kernels.mxfp4.reference import dequantise_mxfp4
+from headrace.kernels.stream_weights.reference import balance
 from headrace.layers.build import Build
 from headrace.layers.rotary import RotaryTable
 from headrace.models.catalog import find_family
-from headrace.models.deepseek_v4.hyper_connections import HyperConnection, balance, write_back
+from headrace.models.deepseek_v4.hyper_connections import HyperConnection, write_back
 from headrace.models.deepseek_v4.indexer import choose_entries, hadamard
 from headrace.models.deepseek_v4.spec import HyperSpec
 
@@ -239,7 +240,7 @@ def test_mixing_matrices_are_doubly_stochastic():
     _, post, mix = connection(torch.randn(50, 4, 8, generator=draw))
     assert ((mix.sum(1) - 1).abs() < 1e-4).all() and ((mix.sum(2) - 1).abs() < 1e-4).all()
     assert ((post > 0) & (post < 2)).all()
-    assert torch.allclose(balance(torch.eye(4)[None] + 1e-9, spec), torch.eye(4)[None], atol=1e-5)
+    assert torch.allclose(balance(torch.eye(4)[None] + 1e-9, spec.iterations, spec.eps), torch.eye(4)[None], atol=1e-5)
 
 
 def test_streams_that_are_not_mixed_stay_as_they_are():

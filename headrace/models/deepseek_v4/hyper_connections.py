@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headrace.kernels.stream_weights import STREAM_WEIGHTS
 from headrace.layers.build import Build
 from headrace.models.deepseek_v4.spec import HyperSpec
 
@@ -20,6 +21,7 @@ class HyperConnection(nn.Module):
         super().__init__()
         build, num_weights = build.in_float32(), (2 + spec.streams) * spec.streams
         self.spec, self.norm_eps = spec, norm_eps
+        self._weigh = STREAM_WEIGHTS.choose(build.query(streams=spec.streams))
         self.fn = build.parameter(num_weights, spec.streams * width)
         self.base = build.parameter(num_weights)
         self.scale = build.parameter(3)
@@ -27,13 +29,9 @@ class HyperConnection(nn.Module):
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``streams`` [T, S, D] to the sublayer's input [T, D], and what `write_back` needs: ``post`` [T, S] and ``mix``
         [T, S, S], whose rows and columns each sum to 1."""
-        num, eps = self.spec.streams, self.spec.eps
-        pre, post, mix = mix_streams(streams, self.fn, self.norm_eps).split((num, num, num * num), dim=-1)
-        pre_base, post_base, mix_base = self.base.split((num, num, num * num))
-        pre = torch.sigmoid(pre * self.scale[0] + pre_base) + eps
-        post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
-        mix = torch.softmax((mix * self.scale[2] + mix_base).unflatten(-1, (num, num)), dim=-1) + eps
-        return collapse(streams, pre), post, balance(mix, self.spec)
+        raw = mix_streams(streams, self.fn, self.norm_eps)
+        pre, post, mix = self._weigh(raw, self.scale, self.base, iterations=self.spec.iterations, eps=self.spec.eps)
+        return collapse(streams, pre), post, mix
 
 
 class StreamHead(nn.Module):
@@ -61,15 +59,6 @@ def mix_streams(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Te
 def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum of streams, in their dtype."""
     return torch.einsum("ts,tsd->td", weights, streams.float()).to(streams.dtype)
-
-
-def balance(mix: torch.Tensor, spec: HyperSpec) -> torch.Tensor:
-    """Sinkhorn-Knopp: divide columns and rows of [..., S, S] by their sums in turn, columns first and last."""
-    mix = mix / (mix.sum(-2, keepdim=True) + spec.eps)
-    for _ in range(spec.iterations - 1):
-        mix = mix / (mix.sum(-1, keepdim=True) + spec.eps)
-        mix = mix / (mix.sum(-2, keepdim=True) + spec.eps)
-    return mix
 
 
 def write_back(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
