@@ -40,6 +40,14 @@ def import_torch() -> None:
             if parent in sys.modules:
                 vars(sys.modules[parent]).pop(child, None)
     sys.meta_path.insert(0, _Completion())
+    _bind_generators()
+
+
+def _bind_generators() -> None:
+    """What one of the omitted modules does that eager code needs, too: random generators get their metaclass."""
+    binding = importlib.import_module("torch._C")
+    if hasattr(binding, "_set_generator_metaclass"):
+        binding._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
 class _Completion(MetaPathFinder):

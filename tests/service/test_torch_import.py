@@ -25,6 +25,11 @@ def test_products_are_the_same():
     assert run(QUICK + code) == run("import torch; " + code)
 
 
+def test_random_numbers_are_the_same():
+    code = "g = torch.Generator().manual_seed(3); print(torch.rand(3, generator=g).tolist(), torch.randperm(9, generator=g).tolist())"
+    assert run(QUICK + code) == run("import torch; " + code)
+
+
 @pytest.mark.skipif(not torch_import._can_omit(), reason="here torch is imported whole")
 def test_what_was_omitted_is_not_there_until_it_is_asked_for():
     code = "before = [n in sys.modules for n in OMITTED]; import torch._dynamo; print(any(before), all(n in sys.modules for n in OMITTED))"
