@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.cache_kinds import CACHE_POLICIES, CACHE_POOLS, CACHE_READERS
-from headrace.base.errors import PluginError
+from headrace.base.errors import ConfigError, PluginError
 from headrace.base.registry import Registry
 from headrace.models.catalog import FAMILIES, add_out_of_tree_families, load_family
 
@@ -58,7 +58,7 @@ def find_machine() -> Machine:
 def take_inventory(machine: Machine) -> list[Finding]:
     """Try everything; one that is broken hurts no other."""
     return [
-        *_families(machine), *_attention(machine), *_caches(machine), *_experts(machine), *_schemes(machine), *_engine_parts(machine), *_operations(machine),
+        *_families(machine), *_attention(machine), *_caches(machine), *_experts(machine), *_schemes(machine), *_engine_parts(machine), *_operations(machine), _native(),
     ]
 
 
@@ -150,6 +150,18 @@ def _operations(machine: Machine) -> Iterator[Finding]:
         for name, operation in list(vars(module).items()):  # loading a solution adds its module's name
             if isinstance(operation, Operation) and not name.startswith("_"):
                 yield from _entries(operation.noun, operation, queries)
+
+
+def _native() -> Finding:
+    """What is behind every solution that is written in C++."""
+    from headrace.kernels import native
+
+    try:
+        found = native.NATIVE.inspect()
+    except ConfigError as error:
+        return Finding("native kernels", "cpu", BROKEN, (), str(error))
+    status = {"ready": OK, "idle": OK, "compiling": OK}.get(found.status, UNAVAILABLE)
+    return Finding("native kernels", "cpu", status, ("cpu",) if status == OK else (), f"{found.status}: {found.detail}")
 
 
 def _entries(kind: str, registry: Registry[Any], queries: dict[str, Any], only: str | None = None) -> Iterator[Finding]:

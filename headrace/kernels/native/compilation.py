@@ -70,7 +70,7 @@ def _run(command: list[str], target: Path, lock: int) -> None:
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise CompilationFailed(next((line for line in lines if "error" in line), lines[0]))
+        raise CompilationFailed(next((line for line in lines if "error:" in line), lines[0]))
     partial.replace(target)
 
 

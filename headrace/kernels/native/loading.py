@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,16 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "headrace_cpu"
 OFF = "off"
+SWITCHED_OFF = "HEADRACE_CPU_ISA=off: plain torch alone"
+
+LEVELS = {isa.name: level for level, isa in enumerate(ISAS)}
+
+
+def check_isa(name: str | None) -> str | None:
+    """The name as it is; raises `ConfigError` when it is none of an instruction set."""
+    if name is not None and name != OFF and name not in LEVELS:
+        raise ConfigError(f"HEADRACE_CPU_ISA must be one of {', '.join([OFF, *LEVELS])}; got {name!r}")
+    return name
 
 
 @dataclass(frozen=True)
@@ -59,13 +70,14 @@ class NativeLibrary:
         return self.ops
 
     def start(self) -> None:
-        """Load what is there already; else compile in the background."""
+        """Load what is there already; else compile in the background. Raises `ConfigError` for a wrong HEADRACE_CPU_ISA."""
         with self._lock:
             if self._is_started:
                 return
+            wanted = check_isa(env.cpu_isa())
             self._is_started = True
-            if env.cpu_isa() == OFF:
-                self.state = NativeState("off", "HEADRACE_CPU_ISA=off")
+            if wanted == OFF:
+                self.state = NativeState("off", SWITCHED_OFF)
                 return
             found = self._find_file()
             if found is not None:
@@ -74,6 +86,18 @@ class NativeLibrary:
                 self.state = NativeState("compiling", "plain torch serves meanwhile")
                 self._thread = threading.Thread(target=self._compile, name="native-build", daemon=True)
                 self._thread.start()
+
+    def inspect(self) -> NativeState:
+        """Load what is there already, but compile nothing."""
+        with self._lock:
+            if self._is_started or self.ops is not None:
+                return self.state
+            if check_isa(env.cpu_isa()) == OFF:
+                return NativeState("off", SWITCHED_OFF)
+            found = self._find_file()
+            if found is not None:
+                self._load(found)
+            return self.state
 
     def wait(self, timeout: float | None = None) -> None:
         """Until the compilation, if one runs, is over."""
@@ -91,7 +115,11 @@ class NativeLibrary:
             self._give_up(f"no C++ compiler found ({', '.join(COMPILERS)}); install one, for example g++")
             return None
         path = library_path(list_units(machine_isas()), compiler, cache_folder())
-        return path if path.exists() else None
+        if not path.exists():
+            return None
+        with suppress(OSError):  # a folder that others own
+            path.touch()  # used: not to be swept
+        return path
 
     def _compile(self) -> None:
         began = time.monotonic()
@@ -111,7 +139,7 @@ class NativeLibrary:
             return
         ops = NativeOps()
         wanted = env.cpu_isa()
-        isa = ISAS[ops.select_isa(_level(wanted) if wanted else len(ISAS))].name
+        isa = ISAS[ops.select_isa(LEVELS[wanted] if wanted else len(ISAS))].name
         self.state = NativeState("ready", isa)
         self.ops = ops
         logger.info("CPU kernels: %s", isa)
@@ -168,11 +196,4 @@ def cache_folder() -> Path:
 def select_isa(name: str = "") -> str:
     """Let the loaded kernels use this instruction set at most (empty: the best); returns the one they use. For tests."""
     assert NATIVE.ops is not None, "the native library is not loaded"
-    return ISAS[NATIVE.ops.select_isa(_level(name) if name else len(ISAS))].name
-
-
-def _level(name: str) -> int:
-    known = [isa.name for isa in ISAS]
-    if name not in known:
-        raise ConfigError(f"HEADRACE_CPU_ISA must be one of {', '.join([OFF, *known])}; got {name!r}")
-    return known.index(name)
+    return ISAS[NATIVE.ops.select_isa(LEVELS[name] if name else len(ISAS))].name
