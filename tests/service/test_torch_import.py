@@ -25,6 +25,11 @@ def test_products_are_the_same():
     assert run(QUICK + code) == run("import torch; " + code)
 
 
+def test_random_weights_can_be_drawn():
+    code = "from headrace.models.weights.dummy import draw_dummy_weights; m = torch.nn.Linear(3, 2); draw_dummy_weights(m, 1); print(m.weight.sum().item())"
+    assert run(QUICK + code) == run("import torch; " + code)
+
+
 def test_random_numbers_are_the_same():
     code = "g = torch.Generator().manual_seed(3); print(torch.rand(3, generator=g).tolist(), torch.randperm(9, generator=g).tolist())"
     assert run(QUICK + code) == run("import torch; " + code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import nn
 
@@ -15,6 +17,7 @@ def draw_dummy_weights(model: nn.Module, seed: int, *, std: float = DEFAULT_STD)
     so the values depend on the seed, the device type and the model alone. Integer parameters are set to zero. Modules that
     keep weights in a form of their own draw them themselves: ``draw(std, generator)``.
     """
+    importlib.import_module("torch._prims.rng_prims")  # generators need it; an engine's quick import of torch leaves it out
     generators: dict[torch.device, torch.Generator] = {}
 
     def on(device: torch.device) -> torch.Generator:
