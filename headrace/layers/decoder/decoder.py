@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         """Attach each layer's pages and cache group."""
         for layer, layer_pages, group in zip(self.layers, pages, group_of_layer, strict=True):
             layer.attention.bind(layer_pages, group)
-        self._is_table_due = True
+        self._table, self._is_table_due = None, True  # it keeps the pages alive
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the final norm; of the batch's wanted tokens alone, if it says so."""
