@@ -13,7 +13,7 @@ make_environment() {
   "$folder/$name/bin/pip" install --quiet "$@" || echo "$name cannot be installed; its tests are skipped"
 }
 
-make_environment chat openai anthropic litellm langchain-openai instructor 'outlines>=1'
+make_environment chat openai anthropic litellm mcp langchain-openai instructor 'outlines>=1'
 make_environment lm_eval 'lm_eval[api]'
 make_environment guidellm guidellm
 HEADRACE_CLIENT_ENVIRONMENTS="$(cd "$folder" && pwd)" exec "${HEADRACE_PYTHON:-python3}" -m pytest tests/e2e/clients -q -rs
