@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import psutil
 import torch
 
 from headrace.base import env
 from headrace.base.errors import ConfigError
+from headrace.execution.cores import count_cores
 
 
 def resolve_device(name: str) -> torch.device:
@@ -30,9 +29,7 @@ def resolve_device(name: str) -> torch.device:
 
 def set_threads(threads: int | None) -> int:
     """Let torch use ``threads`` CPU threads, else what OMP_NUM_THREADS says, else one per physical core it may run on."""
-    if threads is None:
-        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = env.omp_num_threads() or min(psutil.cpu_count(logical=False) or allowed, allowed)
+    threads = threads or env.omp_num_threads() or count_cores()
     torch.set_num_threads(threads)
     return threads
 

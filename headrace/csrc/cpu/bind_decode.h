@@ -79,16 +79,18 @@ class Step {
  public:
   Step(const Layer* layers, const Reals* reals, int64_t num_layers, const Inputs& in, char* residual, char* branch)
       : layers_(layers), reals_(reals), num_layers_(num_layers), in_(in), size_(in.type == kFloat32 ? 4 : 2), residual_(residual), branch_(branch) {
-    int64_t qkv = 0, heads = 0, hidden = 0, padded = 0, bytes = 0, groups = 1;
+    int64_t qkv = 0, heads = 0, hidden = 0, bytes = 0, weight_bytes = 0, groups = 1;
     for (int64_t i = 0; i < num_layers; ++i) {
       const Layer& layer = layers[i];
       qkv = std::max(qkv, layer.qkv.outputs), heads = std::max(heads, layer.num_heads * layer.head_dim), hidden = std::max(hidden, layer.gate_up.outputs);
       for (const Product* p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
         const packed::Weight weight = weight_of(*p);
-        padded = std::max(padded, weight.padded()), groups = std::max(groups, weight.groups());
+        groups = std::max(groups, weight.groups());
         bytes = std::max(bytes, packed::row_form_bytes(packed::RowForm::kFloat32, weight, in.rows));
+        weight_bytes += weight.panels() * weight.num_words() * packed::kPanel * 4;
       }
     }
+    num_members_ = std::clamp<int64_t>(weight_bytes / (num_layers * kMemberBytes), 1, torch::stable::get_num_threads());
     const auto row_bytes = [&](int64_t values) { return Arena::rounded(in_.rows * values * size_); };
     static thread_local Arena arena;
     arena.reserve(2 * row_bytes(in.width) + row_bytes(qkv) + 2 * row_bytes(heads) + 2 * row_bytes(hidden) + Arena::rounded(bytes) + 2 * Arena::rounded(in.rows * groups * 4));
@@ -102,7 +104,7 @@ class Step {
 
   // The residual then holds what was before the last branch, the branch what is still to be added to it.
   void run() {
-    Team::run(torch::stable::get_num_threads(), [&](Team& team, bool is_first) {
+    Team::run(num_members_, [&](Team& team, bool is_first) {
       for (int64_t i = 0; i < num_layers_; ++i) run_layer(team, is_first, i);
     });
   }
@@ -120,7 +122,7 @@ class Step {
     a.scale = static_cast<float>(reals.scale), a.softcap = static_cast<float>(reals.softcap), a.window = layer.window, a.sinks = at<float>(layer.sinks);
     Decodes& decodes = decodes_.emplace_back(a);
     for (int64_t r = 0; r < in_.rows; ++r) decodes.add(r);
-    shares_.push_back(decodes.cut(torch::stable::get_num_threads()));
+    shares_.push_back(decodes.cut(num_members_));
   }
 
   void run_layer(Team& team, bool is_first, int64_t i) {
@@ -215,13 +217,14 @@ class Step {
   }
 
   static constexpr int64_t kPieces = 8;              // for each member, so that a slow one holds up the others little
+  static constexpr int64_t kMemberBytes = 128 * 1024;  // of a layer for each member: with less, they would mostly wait
   static constexpr int64_t kPieceBytes = 32 * 1024;  // fewer are not worth an atomic operation
 
   const Layer* layers_;
   const Reals* reals_;
   int64_t num_layers_;
   Inputs in_;
-  int64_t size_;
+  int64_t size_, num_members_ = 1;
   char *residual_, *branch_, *normed_, *plain_, *qkv_, *q_, *attended_, *gates_, *hidden_, *values_;
   float *scales_, *sums_;
   std::deque<Attention> attentions_;

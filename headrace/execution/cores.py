@@ -1,0 +1,61 @@
+"""How many processor cores this process may use: physical ones among those it is bound to, and no more than its quota."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
+
+
+def count_cores() -> int:
+    """At least 1. Two logical processors of one core count once: they share what multiplies."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = {_core_of(cpu) for cpu in os.sched_getaffinity(0)}
+    quota = read_quota()
+    return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
+
+
+def _core_of(cpu: int) -> tuple[str, ...]:
+    """Socket and core of a logical processor; where the system does not tell, each is one of its own."""
+    folder = TOPOLOGY / f"cpu{cpu}" / "topology"
+    try:
+        return tuple((folder / name).read_text().strip() for name in ("physical_package_id", "die_id", "core_id"))
+    except OSError:
+        return (str(cpu),)
+
+
+def read_quota() -> float | None:
+    """Processors' worth of time that a container leaves this process, None for all: the least of its control group and
+    those around it, in either version of control groups."""
+    quotas = [_read_group(folder) for folder in _own_groups()]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _own_groups() -> list[Path]:
+    """Folders that may hold a limit, innermost first; inside a container the outermost is the container's own."""
+    try:
+        lines = OWN_GROUP.read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "" or "cpu" in controllers.split(","):
+            root = GROUPS / "cpu" if controllers else GROUPS
+            own = root / name.lstrip("/")
+            folders += [own, *(parent for parent in own.parents if parent == root or root in parent.parents)]
+    return folders
+
+
+def _read_group(folder: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((folder / name).read_text().strip() for name in names).split()[:2]
+        except (OSError, ValueError):
+            continue
+        return float(quota) / float(period) if quota.isdigit() and float(period) > 0 else None
+    return None
