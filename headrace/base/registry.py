@@ -132,6 +132,7 @@ class Registry(Generic[T]):
         try:
             return plugin(*args)
         except Exception as error:  # as when it is loaded
+            self._failures[name] = error
             raise PluginError(f"{self.noun} {name!r} failed to start: {type(error).__name__}: {error}") from error
 
     def reason_against(self, name: str, query: Any) -> str | None:

@@ -9,6 +9,7 @@ from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError
 from headrace.base.grammar import Vocabulary
 from headrace.base.hooks import HOOKS, load_hooks
+from headrace.base.plugins import start_plugins
 from headrace.base.stale_locks import sweep_stale_locks
 from headrace.execution.executor import build_executor
 from headrace.scheduling.scheduler import Scheduler
@@ -38,6 +39,7 @@ def read_vocabulary(config: ModelConfig) -> Vocabulary:
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> Engine:
     """Load the model onto its device and put a scheduler in front; raises the typed errors of base/errors."""
     sweep_stale_locks(env.torch_extensions_dir())
+    start_plugins()
     executor = build_executor(config, progress)
     executor.serve_grammars(partial(read_vocabulary, config.model))
     hooks = load_hooks(executor.config)

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.base.cache_kinds import CACHE_POLICIES, CACHE_POOLS, CACHE_READERS
 from headrace.base.errors import ConfigError, PluginError
+from headrace.base.plugins import PLUGINS, start_plugins
 from headrace.base.registry import Registry
 from headrace.models.catalog import FAMILIES, add_out_of_tree_families, load_family
 
@@ -57,7 +58,9 @@ def find_machine() -> Machine:
 
 def take_inventory(machine: Machine) -> list[Finding]:
     """Try everything; one that is broken hurts no other."""
+    start_plugins()
     return [
+        *_entries(PLUGINS.noun, PLUGINS, {device: None for device, _, _ in machine.devices}),
         *_families(machine), *_attention(machine), *_caches(machine), *_experts(machine), *_schemes(machine), *_engine_parts(machine), *_operations(machine), _native(),
     ]
 

@@ -166,6 +166,10 @@ acme_broken = acme_models.not_there:FAMILY
 [headrace.hooks]
 acme_told = acme_models.hook:Told
 acme_faulty = acme_models.hook:Faulty
+
+[headrace.plugins]
+acme = acme_models.hook:start
+acme_failing = acme_models.hook:fail
 """
 HOOK = """
 class Told:
@@ -177,6 +181,13 @@ class Told:
 class Faulty(Told):
     def step_planned(self, plan):
         raise OSError("its own fault")
+def start():
+    from headrace.layers.attention import ATTENTION_BACKENDS
+    ATTENTION_BACKENDS.add("acme", "acme_models.hook:Told", supports=lambda geometry: "serves nobody", priority=99)
+start.plugin_api = 1
+def fail():
+    raise KeyError("nothing there")
+fail.plugin_api = 1
 """
 
 
@@ -202,6 +213,12 @@ from headrace.base.errors import HeadraceError
 tokens, facts = serve({acme!r})
 assert facts.family == "acme" and "headrace.models.llama.family" not in sys.modules
 assert tokens == serve({llama!r})[0], "the same decoder with the same seed"
+from headrace.layers.attention import ATTENTION_BACKENDS
+assert ATTENTION_BACKENDS.names()[0] == "acme"
+from headrace.service.inventory import find_machine, take_inventory
+findings = {{(f.kind, f.name): f.status for f in take_inventory(find_machine())}}
+assert [findings["plug-in package", name] for name in ("acme", "acme_failing")] == ["ok", "broken"]
+assert findings["attention backend", "acme"] == "unavailable" and findings["model family", "acme"] == "ok"
 try:
     serve({old!r})
 except HeadraceError as error:
@@ -210,3 +227,4 @@ except HeadraceError as error:
     assert "plug-in API 0" in said and "'acme_broken' failed to load" in said
     assert said.count("told of 3 tokens, length") == 2, "by two models"
     assert said.count("step hook 'acme_faulty' is switched off: step_planned raised OSError: its own fault") == 2
+    assert "plug-in package 'acme_failing' failed to start: KeyError: 'nothing there'" in said
