@@ -22,7 +22,7 @@ class Team {
     torch::stable::parallel_for(0, size, 1, [&](int64_t begin, int64_t end) {
       // Torch may have fewer threads to give; then each call stands for several of the members asked for.
       if (begin == 0) team.size_.store((size + end - 1) / end, std::memory_order_release);
-      spin([&] { return team.size_.load(std::memory_order_acquire) > 0; });
+      while (team.size_.load(std::memory_order_acquire) == 0) sched_yield();
       f(team, begin == 0);
     });
   }
@@ -47,21 +47,16 @@ class Team {
       arrived_.store(0, std::memory_order_relaxed);
       tickets_[generation & 1].taken.store(0, std::memory_order_relaxed);
       generation_.store(generation + 1, std::memory_order_release);
+      generation_.notify_all();  // costs nothing while nobody sleeps
     } else {
-      spin([&] { return generation_.load(std::memory_order_acquire) != generation; });
+      const auto is_over = [&] { return generation_.load(std::memory_order_acquire) != generation; };
+      for (int i = 0; i < kSpins && !is_over(); ++i) relax();
+      while (!is_over()) generation_.wait(generation, std::memory_order_acquire);
     }
   }
 
  private:
-  static constexpr int kSpins = 1 << 12;  // some 100 us; then others on the same core are let through
-
-  template <class F>
-  static void spin(const F& is_done) {
-    for (int i = 0; !is_done();) {
-      if (i < kSpins) ++i, relax();
-      else sched_yield();
-    }
-  }
+  static constexpr int kSpins = 1 << 10;  // 20 to 60 us, longer than members are apart unless one had to leave its core
 
   static void relax() {
 #if defined(__x86_64__)
