@@ -151,6 +151,30 @@ def test_a_row_jumps_with_two_steps_in_flight():
     assert bench.grammars._constraints[0].num_tokens == 2 + len(run) + sum(len(r) for _, r in third.forced)
 
 
+def test_a_matcher_that_gives_up_within_a_run_ends_its_row_alone():
+    bench = Bench(CALL)
+    constraint = bench.grammars._constraints[0]
+    accept, told = constraint.matcher.accept, []
+
+    class Tired:
+        error = None
+        read_forced = constraint.matcher.read_forced
+
+        def accept(self, token_ids: list[int]) -> None:
+            told.extend(token_ids)
+            accept(token_ids)
+            self.error = "too much work" if len(told) == 4 else None
+
+    constraint.matcher = Tired()
+    step, _ = bench.step(0, ord("<"))
+    bench.grammars.catch_up(step)
+    ((row, run),) = step.forced
+    assert (row, [ord("<"), *run], constraint.num_tokens) == (0, told, 4)
+    filling = bench.grammars.begin(SampleBatch.of(np.array([0]), np.array([2 + 4]), bench.rows))
+    masks = filling.result()
+    assert masks.errors == {0: "too much work"} and not masks.masks.any()
+
+
 @pytest.mark.parametrize("sampling", [{"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}, {"min_jump": 1000}], ids=str)
 def test_rows_that_must_be_drawn_one_by_one_do_not_jump(sampling: dict[str, Any]):
     bench = Bench(CALL, **sampling)

@@ -173,9 +173,10 @@ class GrammarRows:
         run = jumps.find(text, constraint.last_token) if len(text) >= self.min_jump else []
         if len(run) < self.min_jump:
             return []
-        for token in run:
+        for count, token in enumerate(run, 1):
             self._accept(constraint, token)
-        assert constraint.matcher.error is None, f"a forced text is not allowed: {constraint.matcher.error}"
+            if constraint.matcher.error is not None:  # its limit on work; the next draw tells
+                return [(constraint.row, run[:count])]
         return [(constraint.row, run)]
 
     def fill(self, filling: Filling) -> None:
