@@ -158,7 +158,7 @@ def test_a_matcher_that_gives_up_within_a_run_ends_its_row_alone():
 
     class Tired:
         error = None
-        read_forced = constraint.matcher.read_forced
+        inner, read_forced = constraint.matcher.inner, constraint.matcher.read_forced
 
         def accept(self, token_ids: list[int]) -> None:
             told.extend(token_ids)
