@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from headrace.kernels import native
 from headrace.kernels.native.toolchain import machine_isas
-from headrace.kernels.packed_linear import PACKED_LINEAR
+from headrace.kernels.packed_linear import PACKED_LINEAR, PACKED_ROWS
 from headrace.kernels.packed_linear.layout import (
     Format,
     PackedMatrix,
@@ -160,3 +160,17 @@ def test_constant_and_zero_weights_have_no_steps():
     for weight in (torch.zeros(20, 64), torch.full((20, 64), 0.25)):
         for quantise in (quantise_int8, quantise_int8_groups, quantise_int4):
             assert torch.allclose(unpack(quantise(weight), torch.float32), weight, rtol=2e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_gathered_as_the_reference_does(form: str, dtype: torch.dtype, isa: str):
+    for out_width, in_width in SHAPES:
+        packed, rows = FORMS[form](draw(out_width, in_width)), torch.tensor([out_width - 1, 0, 5, 5])
+        out, expected = (PACKED_ROWS.load(name)(packed, rows, dtype) for name in ("native", "reference"))
+        assert out.dtype == dtype and out.shape == expected.shape
+        assert torch.allclose(out, expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
+    assert PACKED_ROWS.load("native")(packed, rows[:0], dtype).shape == (0, in_width)
+    for wrong in (-1, packed.out_width):
+        with pytest.raises(RuntimeError, match="no such row"):
+            PACKED_ROWS.load("native")(packed, torch.tensor([wrong]), dtype)

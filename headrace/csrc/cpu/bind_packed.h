@@ -1,4 +1,4 @@
-// packed_linear: products with weights in packed layout; see kernels/packed_linear for what it computes.
+// packed_linear and packed_rows: products with weights in packed layout, and rows of these; see kernels/packed_linear for what it computes.
 #pragma once
 
 #include <vector>
@@ -7,6 +7,7 @@
 #include "packed_linear.h"
 
 HEADRACE_TABLE_AMX(PackedKernels, packed_kernels)
+HEADRACE_TABLE(PackedGather, packed_gather)
 
 namespace headrace {
 
@@ -70,33 +71,59 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
   });
 }
 
-inline Tensor packed_linear(Tensor x, Tensor words, std::optional<Tensor> scales, std::optional<Tensor> mins, int64_t format, int64_t outputs,
-                            std::optional<Tensor> bias, bool is_out_float) {
-  check_rows_are_dense(x);
-  const int x_type = float_type(x), out_type = is_out_float ? kFloat32 : x_type;
-  STD_TORCH_CHECK(x_type != kFloat16, "packed_linear takes float32 or bfloat16");
-  packed::Weight weight{static_cast<packed::Format>(format), outputs, x.size(1), pointer<uint32_t>(words)};
-  STD_TORCH_CHECK(words.size(0) == weight.panels() && words.size(1) == weight.num_words() && words.is_contiguous(), "the weight does not fit x");
+inline packed::Weight packed_weight(const Tensor& words, const std::optional<Tensor>& scales, const std::optional<Tensor>& mins, int64_t format,
+                                    int64_t outputs, int64_t inputs) {
+  packed::Weight weight{static_cast<packed::Format>(format), outputs, inputs, pointer<uint32_t>(words)};
+  STD_TORCH_CHECK(words.size(0) == weight.panels() && words.size(1) == weight.num_words() && words.is_contiguous(), "the weight does not fit");
   if (weight.format == packed::Format::kInt8) {
     weight.scales = pointer<float>(*scales);
   } else if (weight.format > packed::Format::kInt8) {
     weight.group_scales = pointer<uint16_t>(*scales), weight.group_mins = pointer<uint16_t>(mins);
   }
-  int64_t sizes[] = {x.size(0), outputs}, strides[] = {outputs, 1};
+  return weight;
+}
+
+inline Tensor empty_floats(int64_t rows, int64_t width, bool is_half) {
+  int64_t sizes[] = {rows, width}, strides[] = {width, 1};
   AtenTensorHandle handle;
-  const int32_t dtype = out_type == kFloat32 ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
+  const int32_t dtype = is_half ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32();
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
-  Tensor out(handle);
+  return Tensor(handle);
+}
+
+inline Tensor packed_linear(Tensor x, Tensor words, std::optional<Tensor> scales, std::optional<Tensor> mins, int64_t format, int64_t outputs,
+                            std::optional<Tensor> bias, bool is_out_float) {
+  check_rows_are_dense(x);
+  const int x_type = float_type(x), out_type = is_out_float ? kFloat32 : x_type;
+  STD_TORCH_CHECK(x_type != kFloat16, "packed_linear takes float32 or bfloat16");
+  const packed::Weight weight = packed_weight(words, scales, mins, format, outputs, x.size(1));
+  const Tensor out = empty_floats(x.size(0), outputs, out_type == kBFloat16);
   if (x.size(0) == 0) return out;
   multiply_packed(weight, {pointer(x), x.size(0), x.stride(0), x_type == kBFloat16},
                   {writable(out), outputs, out_type == kBFloat16, pointer(bias), bias && float_type(*bias) == kBFloat16});
   return out;
 }
 
-inline void define_packed(Library& m) {
-  m.def("packed_linear(Tensor x, Tensor words, Tensor? scales, Tensor? mins, int format, int outputs, Tensor? bias, bool is_out_float) -> Tensor");
+inline Tensor packed_rows(Tensor rows, Tensor words, std::optional<Tensor> scales, std::optional<Tensor> mins, int64_t format, int64_t outputs,
+                          int64_t inputs, bool is_half) {
+  const packed::Weight weight = packed_weight(words, scales, mins, format, outputs, inputs);
+  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Long && rows.dim() == 1 && rows.is_contiguous(), "rows must be a dense list of int64");
+  const int64_t count = rows.size(0), *list = pointer<int64_t>(rows);
+  for (int64_t t = 0; t < count; ++t) STD_TORCH_CHECK(list[t] >= 0 && list[t] < outputs, "there is no such row");
+  const Tensor out = empty_floats(count, inputs, is_half);
+  void* to = writable(out);
+  over_rows(count, inputs, [&](int64_t begin, int64_t end) { best_packed_gather().gather(weight, list, begin, end, to, is_half); });
+  return out;
 }
 
-inline void implement_packed(Library& m) { m.impl("packed_linear", TORCH_BOX(&packed_linear)); }
+inline void define_packed(Library& m) {
+  m.def("packed_linear(Tensor x, Tensor words, Tensor? scales, Tensor? mins, int format, int outputs, Tensor? bias, bool is_out_float) -> Tensor");
+  m.def("packed_rows(Tensor rows, Tensor words, Tensor? scales, Tensor? mins, int format, int outputs, int inputs, bool is_half) -> Tensor");
+}
+
+inline void implement_packed(Library& m) {
+  m.impl("packed_linear", TORCH_BOX(&packed_linear));
+  m.impl("packed_rows", TORCH_BOX(&packed_rows));
+}
 
 }  // namespace headrace

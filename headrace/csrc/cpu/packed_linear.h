@@ -94,4 +94,9 @@ struct PackedKernels {
                    int64_t first, int64_t last);
 };
 
+// Rows [begin, end) of those listed, as floats or bfloat16 [rows, inputs].
+struct PackedGather {
+  void (*gather)(const packed::Weight& weight, const int64_t* rows, int64_t begin, int64_t end, void* out, bool is_half);
+};
+
 }  // namespace headrace

@@ -24,6 +24,12 @@ PACKED_LINEAR.add(
     doc="own C++: AVX2, AVX-512 with VNNI and BF16, AMX; streams the weight once for few rows",
 )
 
+PACKED_ROWS = Operation("packed rows kernel")
+"""``packed_rows(weight: PackedMatrix [O, I], rows [T] int64, dtype) -> [T, I]``: rows as plain numbers, float32 or bfloat16."""
+
+PACKED_ROWS.add("reference", "headrace.kernels.packed_linear.layout:gather_rows", doc="plain torch")
+PACKED_ROWS.add("native", "headrace.kernels.packed_linear.cpu:packed_rows", supports=_reason_against, priority=10, doc="own C++")
+
 WEIGHT_FORMS = Operation("weight form")
 """``form(weight [O, I]) -> forms.StoredWeight``: ways to keep a weight that lose nothing, chosen among by measuring. The query
 has ``in_width``, ``out_width``, and ``has_rows``: 1 where the weight is an embedding too."""

@@ -6,7 +6,7 @@ import torch
 
 from headrace.kernels import native
 from headrace.kernels.packed_linear import reference
-from headrace.kernels.packed_linear.layout import PackedMatrix
+from headrace.kernels.packed_linear.layout import PackedMatrix, gather_rows
 
 
 def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -16,3 +16,12 @@ def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | No
         return reference.packed_linear(x, weight, bias, out_dtype)
     out = ops.packed_linear(x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, out_dtype is torch.float32)
     return out if out_dtype is None or out.dtype == out_dtype else out.to(out_dtype)
+
+
+def packed_rows(weight: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `PACKED_ROWS`."""
+    ops = native.library()
+    if ops is None:
+        return gather_rows(weight, rows, dtype)
+    out_width, in_width = weight.shape
+    return ops.packed_rows(rows.contiguous(), weight.words, weight.scales, weight.mins, weight.number, out_width, in_width, dtype is torch.bfloat16)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.packed_linear import PACKED_LINEAR
-from headrace.kernels.packed_linear.layout import PackedMatrix, chunk_rows, gather_rows, pack_floats, unpack
+from headrace.kernels.packed_linear import PACKED_LINEAR, PACKED_ROWS
+from headrace.kernels.packed_linear.layout import PackedMatrix, chunk_rows, pack_floats, unpack
 
 MOST_TURNED_ROWS = 16
 """Up to how many rows torch's GEMM is faster with its operands turned around."""
@@ -40,13 +40,14 @@ class PanelWeight:
 
     def __init__(self, matrix: PackedMatrix):
         self.matrix, self.shape, self.num_bytes = matrix, matrix.shape, matrix.num_bytes
-        self._linear = PACKED_LINEAR.choose(KernelQuery("cpu", "float32"))
+        query = KernelQuery("cpu", "float32")
+        self._linear, self._rows = PACKED_LINEAR.choose(query), PACKED_ROWS.choose(query)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._linear(x, self.matrix, bias, out_dtype)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return gather_rows(self.matrix, ids, dtype)
+        return self._rows(self.matrix, ids, dtype)
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         return unpack(self.matrix, dtype)
