@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from pathlib import Path
 
@@ -240,3 +241,11 @@ def test_weights_are_stored_when_the_library_has_been_compiled(monkeypatch: pyte
         for out, wanted in zip(run(toy), expected, strict=True):
             assert torch.allclose(out, wanted, atol=1e-4)
     assert toy.linear.stored is not None and toy.embedding.stored is toy.head.stored
+
+
+def test_experts_stay_plain_and_that_is_said(caplog: pytest.LogCaptureFixture):
+    toy = Toy()
+    toy.experts = torch.nn.Parameter(torch.zeros(8, 64, 64), requires_grad=False)
+    with caplog.at_level(logging.WARNING):
+        Int8(SchemeQuery()).finish(toy)
+    assert toy.linear.stored is not None and "stay plain" in caplog.text
