@@ -115,6 +115,7 @@ def test_what_fails_on_the_way_raises_or_is_returned(llm: LLM):
 
 
 def test_interrupt_aborts_everything_and_the_model_stays_usable(config_only: Path):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # servers in this process may have left another
     with LLM(str(config_only), skip_tokenizer=True, seed=10) as llm:
         timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
