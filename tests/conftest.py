@@ -8,8 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 HAS_GPU = torch.cuda.is_available()
 
