@@ -10,6 +10,7 @@ by them at once; what a later step in flight draws in their place is recognised 
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,6 +30,9 @@ MIN_JUMP = 2
 
 MIN_JUMP_OVER_GRAPHS = 8
 """The same where decodes alone are a captured graph, which is faster by more."""
+
+JUMP_COST = 0.5
+"""What a run in it adds to a step, in steps; all rows of the step pay, and one gains the run's tokens but one."""
 
 
 class DrawnStep(Protocol):
@@ -98,12 +102,14 @@ class _Unread:
 
 class GrammarRows:
     """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `Filling.follow` after, and
-    `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one."""
+    `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one, and longer ones,
+    too, among so many rows that these would lose more than the one gains."""
 
     def __init__(self, store: GrammarStore, vocab_size: int, *, min_jump: int = MIN_JUMP):
         self._store, self._num_words, self.min_jump = store, -(-vocab_size // 32), min_jump
         self._constraints: dict[int, Constraint] = {}
         self._unread: list[_Unread] = []
+        self._batch_size = 1  # of the latest step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def start(self, row: int, known: RowTokens) -> None:
@@ -127,6 +133,7 @@ class GrammarRows:
 
     def begin(self, batch: SampleBatch) -> Filling | None:
         """Start on the masks of a batch; None when no row of it has a grammar."""
+        self._batch_size = len(batch.rows)
         if not len(batch.constrained):
             return None
         rows = batch.rows[batch.constrained]
@@ -170,8 +177,9 @@ class GrammarRows:
         if jumps is None or not constraint.can_jump or constraint.is_over or constraint.matcher.error is not None:
             return []
         text = constraint.matcher.read_forced()
-        run = jumps.find(text, constraint.last_token) if len(text) >= self.min_jump else []
-        if len(run) < self.min_jump:
+        least = max(self.min_jump, 1 + math.ceil(JUMP_COST * self._batch_size))
+        run = jumps.find(text, constraint.last_token) if len(text) >= least else []
+        if len(run) < least:
             return []
         for count, token in enumerate(run, 1):
             self._accept(constraint, token)
