@@ -3,6 +3,7 @@
 // outputs whose rows hold two inputs each: (input 2i, input 2i + 1) of output 0, of output 1, ...
 #pragma once
 
+#include "amx_tiles.h"
 #include "attention_tile.h"
 
 namespace headrace::HEADRACE_ISA {
@@ -10,16 +11,6 @@ namespace headrace::HEADRACE_ISA {
 constexpr int64_t kAmxKeys = 256;  // of a block
 constexpr int64_t kAmxRows = 32;   // of a pass
 constexpr int64_t kTileValues = 512;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static constexpr TileConfig kTileConfig;  // constant data: the compiler need not know that all of it is read
-
-// The compiler does not know what tile loads read: everything written before must be in memory.
-HEADRACE_INLINE void settle() { asm volatile("" ::: "memory"); }
 
 struct AmxBuffers {
   int64_t rows, dim, width;  // M, E and V, padded to 32

@@ -1,10 +1,9 @@
 // compiled for: amx
 // Packed products on AMX tiles, for more than a handful of rows; fewer, and what must stay float32, go to AVX-512.
 // A tile is 16 rows of 64 bytes. Tiles 0 to 3 hold 32 rows times 32 outputs, 4 and 5 the rows, 6 and 7 the panels.
-#include <immintrin.h>
-
 #include <vector>
 
+#include "amx_tiles.h"
 #include "packed_rows.h"
 
 namespace headrace::avx512 {
@@ -41,18 +40,8 @@ void prepare(const Weight& weight, const Input& input, const Rows& rows, int64_t
   prepare_rows(weight, input, rows, first, last, line.data());
 }
 
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
 struct Tiles {
-  Tiles() {
-    TileConfig config;
-    for (int t = 0; t < 8; ++t) config.row_bytes[t] = 64, config.rows[t] = 16;
-    _tile_loadconfig(&config);
-  }
+  Tiles() { _tile_loadconfig(&kTileConfig); }
   ~Tiles() { _tile_release(); }
 };
 
@@ -179,6 +168,7 @@ void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out, i
       b[i] = is_grouped ? expanded.data() + i * padded / 2 * kPanel : weight.panel(p + i);
       if (is_grouped) expand_panel(weight, p + i, expanded.data() + i * padded / 2 * kPanel);
     }
+    settle();
     for (int64_t m = first_row; m < last_row; m += 32) {
       const char* start = static_cast<const char*>(rows.values) + m / 16 * num_tiles * 1024;
       const char* a[2] = {start, start + num_tiles * 1024};
