@@ -20,3 +20,7 @@ ATTENTION_BACKENDS.add(
     "cudnn", "headrace.layers.attention.cudnn:CudnnAttention", supports=support.reason_against_cudnn, priority=20,
     doc="cuDNN's paged attention; needs nvidia-cudnn-frontend",
 )
+ATTENTION_BACKENDS.add(
+    "flashinfer", "headrace.layers.attention.flashinfer:FlashinferAttention", supports=support.reason_against_flashinfer,
+    priority=1, doc="flashinfer's prefill, on request; needs flashinfer-python, and nvcc to compile it",
+)

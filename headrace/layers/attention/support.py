@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from headrace.layers.attention.contract import AttentionGeometry
 
 HALF_TYPES = ("float16", "bfloat16")
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
@@ -57,3 +58,20 @@ def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
     if geometry.page_size < 16:
         return "takes pages of at least 16 tokens"
     return None
+
+
+def reason_against_flashinfer(geometry: AttentionGeometry) -> str | None:
+    """Half-precision on Ampere and later, three head dims, without soft-cap and sinks."""
+    if geometry.device != "cuda":
+        return "needs a cuda device"
+    if find_spec("flashinfer") is None:
+        return "flashinfer-python is not installed: pip install 'headrace[flashinfer]'"
+    if geometry.capability < (8, 0):
+        return "needs compute capability 8.0"
+    if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != geometry.dtype:
+        return "takes queries, keys and values in float16 or bfloat16, all alike"
+    if geometry.has_softcap or geometry.has_sinks or geometry.values_in_keys:
+        return "has no soft-cap, no sinks, and reads values from pages of their own"
+    if geometry.head_dim not in FLASHINFER_HEAD_DIMS or geometry.value_dim != geometry.head_dim:
+        return f"takes head dims {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, keys and values alike"
+    return reason_against_triton(geometry)

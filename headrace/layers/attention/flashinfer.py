@@ -1,0 +1,135 @@
+"""The attention backend on flashinfer: longer prefill chunks by its paged kernels, planned once a step from the host's lengths.
+
+Decodes, steps of short chunks and layers with a window go to the Triton kernels, which need no plan on the host and so run
+in captured graphs. Refuses: compiling on a request's path; what a geometry needs is built when its backend is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.base.errors import ConfigError
+from headrace.kernels.launch import ceil_div
+from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.triton import DependentLaunchTritonAttention, TritonAttention
+
+logger = logging.getLogger(__name__)
+
+LEAST_QUERIES = 128
+"""Below so many query tokens in the longest chunk the Triton kernel is faster: flashinfer's tiles hold 128 queries of one head."""
+HOPPER = (9, 0)
+SPLIT_BYTES = 128 * 2**20
+"""Room for the parts of keys that are split among programs, which the kernels for Hopper never do."""
+LEAST_BYTES = 2**20
+
+
+class Planners:
+    """flashinfer's wrappers of one geometry: each holds one plan. A wrapper writes its plan into one pinned buffer and copies
+    it from there asynchronously, so it may not plan again before that copy is over; with several steps in flight another
+    one plans meanwhile. There are as many as were ever needed at once."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._planners: list[tuple[Any, torch.cuda.Event]] = []
+
+    def plan(self, *arrays: torch.Tensor, **facts: Any) -> Any:
+        """Plan on a wrapper that is free, and return it."""
+        planner, copied = next((pair for pair in self._planners if pair[1].query()), (None, None))
+        if planner is None:
+            planner, copied = self._make(), torch.cuda.Event()
+            self._planners.append((planner, copied))
+        planner.plan(*arrays, **facts)
+        copied.record()
+        return planner
+
+
+class FlashinferAttention:
+    """See `AttentionBackend`. Raises `ConfigError` when flashinfer's kernels for this geometry cannot be built."""
+
+    preferred_page_size = 64
+    takes_open_steps = True
+
+    def __init__(self, geometry: AttentionGeometry, device: torch.device):
+        is_hopper = geometry.capability[:1] == HOPPER[:1]
+        self._geometry, self._device = geometry, device
+        self._fallback = (DependentLaunchTritonAttention if geometry.capability >= HOPPER else TritonAttention)(geometry, device)
+        self._planners = None if geometry.window else _build_planners(geometry, device, "fa3" if is_hopper else "fa2")
+        self._inputs: AttentionInputs | None = None
+        self._planned: Any = None
+
+    def prepare(self, inputs: AttentionInputs) -> None:
+        """Plan a step that has a longer chunk; its lengths are sent from pinned memory, its pages are there already."""
+        has_chunks = not inputs.is_open and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
+        is_planned = has_chunks and self._planners is not None
+        self._inputs, self._planned = inputs, self._plan(inputs) if is_planned else None
+
+    def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        inputs = self._inputs
+        if self._planned is None:
+            if self._fallback.inputs is not inputs:
+                self._fallback.prepare(inputs)
+            return self._fallback.attend(q, pages, params)
+        out = torch.empty_like(q)
+        first = inputs.num_decodes
+        # the wrapper multiplies its own scale, head_dim ** -0.5, by this one
+        relative = params.scale * math.sqrt(self._geometry.head_dim)
+        self._planned.run(q[first:], (pages.k, pages.v), q_scale=relative, out=out[first:], enable_pdl=False)
+        self._fallback.attend_decodes(q, pages, params, inputs, out)
+        return out
+
+    def _plan(self, inputs: AttentionInputs) -> Any:
+        first, page_size = inputs.num_decodes, self._geometry.page_size
+        kv_lens = inputs.kv_lens_cpu[first:]
+        counts = [ceil_div(length, page_size) for length in kv_lens]
+        pages = _gather_pages(inputs.page_table[first:], inputs.kv_lens[first:], counts, page_size)
+        return _plan_chunks(self._planners, self._geometry, inputs.query_lens_cpu[first:], kv_lens, pages)
+
+
+def _plan_chunks(planners: Planners, geometry: AttentionGeometry, query_lens: list[int], kv_lens: list[int], pages: torch.Tensor) -> Any:
+    """``pages`` [sum of the requests' pages] int32 on the device; the rest is sent from pinned memory."""
+    count, page_size = len(kv_lens), geometry.page_size
+    lens = torch.tensor([query_lens, [ceil_div(n, page_size) for n in kv_lens], [(n - 1) % page_size + 1 for n in kv_lens], kv_lens], dtype=torch.int32)
+    starts = torch.zeros((2, count + 1), dtype=torch.int32)
+    torch.cumsum(lens[:2], 1, dtype=torch.int32, out=starts[:, 1:])
+    if pages.device.type == "cuda":
+        lens, starts = lens.pin_memory(), starts.pin_memory()
+    dtype = getattr(torch, geometry.dtype)
+    return planners.plan(
+        starts[0], starts[1], pages, lens[2], geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, page_size,
+        causal=True, q_data_type=dtype, kv_data_type=dtype, seq_lens=lens[3], max_token_per_sequence=max(query_lens),
+    )
+
+
+def _gather_pages(table: torch.Tensor, kv_lens: torch.Tensor, counts: list[int], page_size: int) -> torch.Tensor:
+    """The requests' pages one after the other, [sum(counts)] int32; without waiting, as the host knows how many."""
+    if len(counts) == 1:
+        return table[0, : counts[0]]
+    total = sum(counts)
+    num_pages = (kv_lens + (page_size - 1)) // page_size
+    owner = torch.repeat_interleave(num_pages, output_size=total)
+    column = torch.arange(total, device=table.device) - (num_pages.cumsum(0) - num_pages)[owner]
+    return table[owner, column]
+
+
+def _build_planners(geometry: AttentionGeometry, device: torch.device, kind: str) -> Planners:
+    """Build the kernels by planning a chunk of one token: from the library's cache, or in about a minute."""
+    workspace = torch.empty(SPLIT_BYTES if kind == "fa2" else LEAST_BYTES, dtype=torch.uint8, device=device)
+    logger.info("flashinfer's %s kernels for head dim %d; built now if they are not cached", kind, geometry.head_dim)
+    try:
+        # takes seconds, and makes a folder in the user's cache
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        planners = Planners(lambda: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kind))
+        _plan_chunks(planners, geometry, [1], [1], torch.zeros(1, dtype=torch.int32, device=device))
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"attention_backend: flashinfer's kernels could not be built ({type(error).__name__}: {error}); it needs nvcc and ninja, "
+            "or the package flashinfer-jit-cache; without either take another attention_backend", param="attention_backend",
+        ) from error
+    return planners
