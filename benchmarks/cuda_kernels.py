@@ -240,6 +240,17 @@ def triton_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n: int
     return [partial(call, table) for table in pool.tables(n, q.shape[0], length, page_size)]
 
 
+def flashinfer_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n: int) -> list[Call]:
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    table = pool.tables(n, q.shape[0], length, PAGE)[0]
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.zeros(2**27, dtype=torch.uint8, device="cuda"))
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32) * table.shape[1]
+    last = torch.full((q.shape[0],), (length - 1) % PAGE + 1, dtype=torch.int32)
+    wrapper.plan(starts, table.flatten(), last, model.heads, model.kv_heads, model.dim, PAGE, q_data_type=BF16, kv_data_type=BF16)
+    return [lambda: wrapper.run(q, pool.pages(PAGE))[:4]]
+
+
 def decode_items(pool: Pool) -> Iterator[Item]:
     for model in MODELS:
         for requests in (1, 8, 64, 256):
@@ -252,6 +263,8 @@ def decode_items(pool: Pool) -> Iterator[Item]:
                     "triton": partial(triton_decode, *given), "two-kernel": partial(triton_decode, *given, fused=False),
                     "page16": partial(triton_decode, *given, page_size=16),
                 }
+                if moved >= ROTATED_BYTES:
+                    solutions |= {"flashinfer": partial(flashinfer_decode, *given)}
                 if length == 512 and requests <= 64:
                     solutions |= {"triton-32k-bound": partial(triton_decode, *given, **long)}
                 yield Item(
@@ -300,6 +313,12 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
 
         return backend_calls(CudnnAttention, model, lens)
 
+    def flashinfer_calls(model: Model, lens: list[tuple[int, int]]) -> list[Call]:
+        from headrace.layers.attention import flashinfer
+
+        flashinfer.LEAST_QUERIES = 1
+        return backend_calls(flashinfer.FlashinferAttention, model, lens)
+
     def torch_calls(model: Model, length: int) -> list[Call]:
         q, k, v = (draw(1, h, length, model.dim) for h in (model.heads, model.kv_heads, model.kv_heads))
         return [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]
@@ -308,12 +327,16 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
 
     tiles = {"128x64w8s3": Tile(128, 64, 8, 3), "128x128w8s2": Tile(128, 128, 8, 2), "64x64w4s3": Tile(64, 64, 4, 3), "128x64w4s3": Tile(128, 64, 4, 3)}
     for model in MODELS:
-        for name, lens in {"8k": [(8192, 8192)], "4x2k": [(2048, 2048)] * 4, "2k@32k": [(2048, 32768)], "32x64@2k": [(64, 2112)] * 32}.items():
+        for name, lens in {
+            "8k": [(8192, 8192)], "4x2k": [(2048, 2048)] * 4, "2k@32k": [(2048, 32768)], "4x512@4k": [(512, 4096)] * 4, "8x256@2k": [(256, 2304)] * 8,
+            "16x128@2k": [(128, 2176)] * 16, "32x64@2k": [(64, 2112)] * 32,
+        }.items():
             pairs = sum(n * kv - n * (n - 1) / 2 for n, kv in lens)
             flops = 4 * model.heads * model.dim * pairs
             solutions = {
                 "triton": lambda n, m=model, s=lens: backend_calls(TritonAttention, m, s),
                 "cudnn": lambda n, m=model, s=lens: cudnn_calls(m, s),
+                "flashinfer": lambda n, m=model, s=lens: flashinfer_calls(m, s),
             }
             if name == "8k":
                 solutions["torch-sdpa"] = lambda n, m=model: torch_calls(m, 8192)
