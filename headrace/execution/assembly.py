@@ -5,6 +5,7 @@ Refuses: deciding sizes; they are in the resolved configuration and the layout.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -14,12 +15,15 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import DeviceConfig, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError
 from headrace.execution.backends import ChosenBackends, choose_backends
+from headrace.execution.captured_steps import GraphSizes
+from headrace.execution.captures import Recorder
 from headrace.execution.graphs import bucket_sizes
 from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.runner import Runner
 from headrace.execution.step_graphs import step_sizes
 from headrace.execution.warmup import measure_largest_steps, run_tiny_steps
 from headrace.layers.build import Build
+from headrace.memory.capacity import free_bytes
 from headrace.memory.plan import CachePlan
 
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
@@ -44,12 +48,20 @@ class Assembly:
         run_tiny_steps(runner.execute, self.layout, is_reader=loaded.pooling is not None)
         return runner
 
+    @torch.inference_mode()
     def capture_graphs(self, runner: Runner, loaded: LoadedModel, chosen: ChosenBackends, progress: Progress) -> int:
-        """Capture steps where there is anything to capture; returns the bytes they take."""
+        """Let steps run as graphs where there is anything to capture: all recorded now, or the largest alone and the others
+        when they are wanted. Returns the bytes that those recorded take."""
         if not has_graphs(self.config, self.device):
             return 0
-        decodes, tokens = graph_sizes(self.config, loaded, chosen)
-        return runner.capture_graphs(decodes, tokens, lambda done, total: progress("capturing graphs", 0.9 + 0.1 * done / total))
+        sizes, done, free = graph_sizes(self.config, loaded, chosen), itertools.count(1), free_bytes(self.device)
+        captured = runner.capture(sizes, Recorder(self.device))
+        progress("capturing graphs", 0.9)
+        if self.config.device.graphs == "lazy":
+            captured.record_largest()
+        else:
+            captured.record_all(lambda: progress("capturing graphs", 0.9 + 0.1 * next(done) / len(sizes)))
+        return max(0, free - free_bytes(self.device))
 
     def rebuild_runner(self, loaded: LoadedModel, *, captures: bool, progress: Progress) -> Runner:
         """What the start does once the layout is known: measure, allocate, run, capture."""
@@ -64,33 +76,34 @@ class Assembly:
 
 def limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
     """Without graphs where the model or a backend says that it cannot be captured."""
-    return replace(device, graphs=device.graphs and all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends)))
+    is_capturable = all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends))
+    return device if is_capturable else replace(device, graphs="off")
 
 
 def has_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Whether decode steps are captured."""
-    return device.type == "cuda" and config.device.graphs
+    """Whether steps are captured."""
+    return device.type == "cuda" and config.device.graphs != "off"
 
 
-def graph_sizes(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends) -> tuple[list[int], list[int]]:
-    """Buckets to capture: requests of decode steps, tokens of other steps."""
+def graph_sizes(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends) -> GraphSizes:
+    """Buckets to capture."""
     assert config.scheduler.max_running_requests and config.scheduler.max_step_tokens
     decodes = bucket_sizes(config.scheduler.max_running_requests)
     if not all(getattr(backend, "takes_open_steps", False) for backend in chosen.backends):
-        return decodes, []
+        return GraphSizes(decodes, [])
     most = min([config.scheduler.max_step_tokens, *(part.most_captured_tokens for part in loaded.model.modules() if hasattr(part, "most_captured_tokens"))])
-    return decodes, step_sizes(most, loaded.num_parameters)
+    return GraphSizes(decodes, step_sizes(most, loaded.num_parameters))
 
 
 def graph_reserve(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, activations: int, device: torch.device) -> int:
     """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): the logits
     of the largest decode step in three forms, their share of the largest step's ``activations``, and what the driver takes
-    for each graph."""
+    for each graph. The same whenever they are captured."""
     if not has_graphs(config, device):
         return 0
-    decodes, tokens = graph_sizes(config, loaded, chosen)
-    share = activations * max(tokens, default=0) // config.scheduler.max_step_tokens
-    return decodes[-1] * loaded.vocab_size * 10 + share + (len(decodes) + len(tokens)) * DRIVER_BYTES_PER_GRAPH
+    sizes = graph_sizes(config, loaded, chosen)
+    share = activations * max(sizes.tokens, default=0) // config.scheduler.max_step_tokens
+    return sizes.decodes[-1] * loaded.vocab_size * 10 + share + len(sizes) * DRIVER_BYTES_PER_GRAPH
 
 
 def layout_of(config: EngineConfig, plan: CachePlan) -> CacheLayout:

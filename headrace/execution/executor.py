@@ -67,6 +67,14 @@ class LocalExecutor:
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
 
+    def use_idle_moment(self) -> bool:
+        """See `headrace.service.executor.Executor`."""
+        try:
+            return self._runner is not None and self._runner.record_next()
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for a graph: %s", error)
+            return True
+
     def serve_grammars(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
         """Take requests with grammars from now on. ``read_vocabulary`` reads the tokenizer; it is called when the first
         of them comes, on another thread."""
@@ -138,13 +146,15 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     config = replace(config, cache=replace(config.cache, page_size=chosen.page_size), device=limit_graphs(config.device, loaded, chosen))
     progress("sizing the KV cache", 0.8)
     activations = measure_activations(config, loaded, chosen, device)
-    free = free_bytes(device)
-    budget = kv_budget(device.type, free - graph_reserve(config, loaded, chosen, activations, device), config.cache.memory_fraction)
+    free, reserve = free_bytes(device), graph_reserve(config, loaded, chosen, activations, device)
+    budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
     plan = plan_cache(_demand(config, loaded), config.cache, budget)
     assembly = Assembly(config, layout_of(config, plan), device)
     progress("running a first step", 0.9)
     runner = assembly.build_runner(loaded, chosen)
     graphs = assembly.capture_graphs(runner, loaded, chosen, progress)
+    if config.device.graphs == "lazy":
+        graphs = max(graphs, reserve)  # most are still to come
     kv_bytes = sum(pool.num_bytes for pool in runner.pools)
     memory = memory_lines(
         weights=loaded.num_bytes, activations=activations, graphs=graphs, plan=plan, page_size=assembly.layout.page_size,

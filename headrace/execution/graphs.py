@@ -6,13 +6,13 @@ B bucket size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from headrace.base.cache import CacheLayout
+from headrace.execution.captures import Capture, Records
 from headrace.execution.rows import Rows
 from headrace.kernels.decode_inputs import DECODE_INPUTS, DecodeInputs
 from headrace.kernels.operation import KernelQuery
@@ -44,32 +44,34 @@ class DecodeState:
 
 class DecodeGraph:
     """One bucket. ``requests`` [2, B] int64 is its input: rows, and lengths after the step; padding is the null row at
-    length 1. After `replay`: ``logits`` [B, V] float32, ``drawn`` [2, B] int64 (likeliest ids, states), and the rows'
-    last tokens are set. All are overwritten by the next replay of any bucket; stream order keeps readers safe."""
+    length 1. `run` yields logits [B, V] float32 and drawn [2, B] int64 (likeliest ids, states), and sets the rows' last
+    tokens. All may be overwritten by the next run of any bucket; stream order keeps readers safe."""
 
-    def __init__(self, size: int, model: ServedModel, state: DecodeState, device: torch.device):
+    def __init__(self, size: int, model: ServedModel, state: DecodeState, recorder: Records):
+        device = state.rows.last_token.device
         self.size, self._model, self._state = size, model, state
         self.requests = torch.empty((2, size), dtype=torch.int64, device=device)
-        query = KernelQuery(device.type, "float32", torch.cuda.get_device_capability(device))
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        query = KernelQuery(device.type, "float32", capability)
         self._decode_inputs, self._keep_best = DECODE_INPUTS.choose(query), KEEP_BEST.choose(query)
         self._inputs = DecodeInputs.allocate(size, state.tables.tensor)
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self.logits: torch.Tensor | None = None
-        self.drawn: torch.Tensor | None = None
-        self._graph = torch.cuda.CUDAGraph()
+        self._capture = Capture(self._compute, recorder)
 
-    def capture(self, pool: tuple[int, int]) -> None:
-        """Run once to compile and choose what must be, then capture into the shared memory pool."""
+    @property
+    def is_settled(self) -> bool:
+        """See `Bucket`, here and below."""
+        return self._capture.is_settled
+
+    def settle(self) -> None:
         self.requests[0] = self._state.tables.null_row
         self.requests[1] = 1
-        self._run()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self.logits, self.drawn = self._run()
+        self._capture.run()
 
-    def replay(self, requests: torch.Tensor) -> None:
+    def run(self, requests: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``requests`` [2 * B] as `pack` made it, on the device."""
         self.requests.view(-1).copy_(requests)
-        self._graph.replay()
+        return self._capture.run()
 
     def pack(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """[2 * B] int64 on the host: the requests and the padding."""
@@ -79,7 +81,7 @@ class DecodeGraph:
         packed[self.size : self.size + len(rows)] = ends
         return packed
 
-    def _run(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
         state, inputs = self._state, self._inputs
         self._decode_inputs(self.requests, state.rows.last_token, state.tables.tensor, state.layout.page_size, inputs)
         groups = [self._group_step(g) for g in range(len(state.backends))]
@@ -95,26 +97,3 @@ class DecodeGraph:
         backend.prepare(step)
         return GroupStep(step, backend)
 
-
-class DecodeGraphs:
-    """All buckets of one runner, captured largest first so that the smaller ones fit into its memory."""
-
-    def __init__(self, model: ServedModel, state: DecodeState, device: torch.device):
-        self._model, self._state, self._device = model, state, device
-        self._graphs: dict[int, DecodeGraph] = {}
-        self._sizes: list[int] = []
-
-    @torch.inference_mode()
-    def capture(self, sizes: list[int], pool: tuple[int, int], advance: Callable[[], None]) -> None:
-        """Capture buckets; ``advance`` is called after each."""
-        for size in sorted(sizes, reverse=True):
-            graph = DecodeGraph(size, self._model, self._state, self._device)
-            graph.capture(pool)
-            self._graphs[size] = graph
-            advance()
-        self._sizes = sorted(self._graphs)
-
-    def find(self, num_requests: int) -> DecodeGraph | None:
-        """The smallest bucket that holds so many requests."""
-        at = int(np.searchsorted(self._sizes, num_requests))
-        return self._graphs[self._sizes[at]] if at < len(self._sizes) else None

@@ -118,7 +118,17 @@ class InputBuilder:
         """The same for a graph captured over `open_batch` of ``size`` tokens: what is left of its room becomes padding,
         requests without tokens and tokens that write to the null page."""
         self._write(shape, sent)
-        static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
+        self._pad(shape.num_tokens, len(shape.rows), size)
+
+    def clear(self, size: int) -> None:
+        """Leave nothing but padding for a graph captured over so many tokens."""
+        self.static.token_ids[:size].zero_()
+        self.static.positions[:size].zero_()
+        self.static.query_start[:1].zero_()
+        self._pad(0, 0, size)
+
+    def _pad(self, num_tokens: int, num_requests: int, size: int) -> None:
+        static = self.static
         static.slots[:, num_tokens:size].fill_(NULL_PAGE * self._layout.page_size)
         static.query_start[num_requests + 1 :].fill_(num_tokens)
         static.kv_lens[num_requests:].fill_(0)

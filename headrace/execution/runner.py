@@ -5,22 +5,20 @@ Refuses: deciding anything, waiting for the device, and knowing which model or b
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from headrace.base.cache import CacheLayout
 from headrace.base.step import StepPlan
-from headrace.execution.graphs import DecodeGraph, DecodeGraphs, DecodeState
+from headrace.execution.captured_steps import CapturedSteps, GraphSizes
+from headrace.execution.captures import Records
+from headrace.execution.graphs import DecodeGraph, DecodeState
 from headrace.execution.inputs import InputBuilder, StepShape
 from headrace.execution.logprobs import Logprobs, compute_prompt_logprobs
 from headrace.execution.pooling import Pooler
 from headrace.execution.result import PendingSample, PromptSpan
 from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
 from headrace.execution.sampling import Drawn, SampleBatch, Sampler
-from headrace.execution.step_graphs import StepGraphs
 from headrace.execution.structured.rows import MIN_JUMP, MIN_JUMP_OVER_GRAPHS, Filling, GrammarRows
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import Upload
@@ -44,8 +42,7 @@ class Runner:
         self._num_layers = num_layers
         self._layout, self._backends = layout, backends
         self._narrows = getattr(model, "narrows", False)
-        self._graphs: DecodeGraphs | None = None
-        self._step_graphs: StepGraphs | None = None
+        self._captured: CapturedSteps | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
@@ -65,12 +62,12 @@ class Runner:
             return PendingSample(plan.step_id)
         shape = StepShape.of(plan)
         self._rows.require(shape.rows)
-        graph = self._graphs.find(len(plan.rows)) if self._graphs and plan.num_decodes == len(plan.rows) else None
+        graph = self._captured.find_decodes(len(plan.rows)) if self._captured and plan.num_decodes == len(plan.rows) else None
         return self._compute(plan, shape, upload) if graph is None else self._replay(plan, shape, upload, graph)
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
-        self._grammars = GrammarRows(store, self._sampler.vocab_size, min_jump=MIN_JUMP if self._graphs is None else MIN_JUMP_OVER_GRAPHS)
+        self._grammars = GrammarRows(store, self._sampler.vocab_size, min_jump=MIN_JUMP if self._captured is None else MIN_JUMP_OVER_GRAPHS)
 
     def reset(self) -> None:
         """Forget what failed steps left behind; every row is started anew before it is computed again."""
@@ -80,24 +77,18 @@ class Runner:
     def detach(self) -> None:
         """Take the pools from the model, which may get another runner. This one cannot be used afterwards."""
         self._model.bind_cache([None] * self._num_layers, [None] * self._num_layers)
-        self._graphs = self._step_graphs = None
+        self._captured = None
 
-    def capture_graphs(self, decodes: list[int], tokens: list[int], progress: Callable[[int, int], None]) -> int:
-        """Capture decode steps of these numbers of requests, and other steps of these numbers of tokens; returns the bytes
-        they take. ``progress(done, total)`` is called after each. On a GPU only."""
-        torch.cuda.synchronize(self._device)
-        free_before = torch.cuda.mem_get_info(self._device)[0]
-        pool, done = torch.cuda.graph_pool_handle(), itertools.count(1)
+    def capture(self, sizes: GraphSizes, recorder: Records) -> CapturedSteps:
+        """Run steps of these sizes as graphs from now on; whoever calls decides when these are recorded."""
+        state = DecodeState(self._rows, self._tables, self._layout, self._backends)
+        self._captured = CapturedSteps(sizes, self._model, state, self._inputs, recorder)
+        return self._captured
 
-        def advance() -> None:
-            progress(next(done), len(decodes) + len(tokens))
-
-        self._step_graphs = StepGraphs(self._model, self._inputs)
-        self._step_graphs.capture(tokens, pool, advance)
-        self._graphs = DecodeGraphs(self._model, DecodeState(self._rows, self._tables, self._layout, self._backends), self._device)
-        self._graphs.capture(decodes, pool, advance)
-        torch.cuda.synchronize(self._device)
-        return max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
+    @torch.inference_mode()
+    def record_next(self) -> bool:
+        """Use an idle moment: record one graph that is missing; False when there is none."""
+        return self._captured is not None and self._captured.record_next()
 
     def _compute(self, plan: StepPlan, shape: StepShape, upload: Upload) -> PendingSample:
         self._inputs.pack(shape, upload)
@@ -106,7 +97,7 @@ class Runner:
         upload.add("sample_tokens", shape.query_start[1:][samples] - 1)
         self._sampler.pack(batch, upload)
         spans, reads = self._find_prompt_spans(shape, upload), self._pooler.pack(shape, upload)
-        graph = self._step_graphs.find(shape) if self._step_graphs is not None else None
+        graph = self._captured.find(shape) if self._captured is not None else None
         is_narrow = graph is None and self._narrows and not spans and not reads and len(samples) < shape.num_tokens
         if is_narrow:
             upload.add("sample_requests", samples)
@@ -114,7 +105,7 @@ class Runner:
         filling = self._grammars.begin(batch) if self._grammars is not None else None
         self._apply_pages(plan, sent)
         if graph is not None:
-            hidden = graph.replay(shape, sent)
+            hidden = graph.run(shape, sent)
         else:
             hidden = self._model.forward(self._inputs.build(shape, sent, samples if is_narrow else None))
         prompts, pooled = self._log_prompts(spans, hidden, sent), self._pooler.pool(reads, hidden, sent)
@@ -140,11 +131,11 @@ class Runner:
         sent = upload.send(self._device)
         self._apply_pages(plan, sent)
         filling = self._grammars.begin(batch) if self._grammars is not None else None
-        graph.replay(sent["decodes"])
+        logits, likeliest = graph.run(sent["decodes"])
         if batch.is_greedy:
-            drawn = Drawn(graph.drawn, None)
+            drawn = Drawn(likeliest, None)
         else:
-            drawn = self._sampler.draw(graph.logits[: len(shape.rows)], batch, sent, filling.result() if filling is not None else None)
+            drawn = self._sampler.draw(logits[: len(shape.rows)], batch, sent, filling.result() if filling is not None else None)
         return self._follow(filling, PendingSample(plan.step_id, batch, drawn, check_finite=self._check_finite, places=places))
 
     def _follow(self, filling: Filling | None, pending: PendingSample) -> PendingSample:

@@ -7,11 +7,9 @@ them; and steps so large that launching them costs nothing. T tokens, D hidden w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import torch
 
+from headrace.execution.captures import Capture, Records
 from headrace.execution.inputs import InputBuilder, StepShape
 from headrace.models.family import ServedModel
 
@@ -31,56 +29,34 @@ def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
     return [*sizes, max_tokens] if sizes and sizes[-1] < max_tokens == most else sizes
 
 
+def takes_graph(shape: StepShape) -> bool:
+    """Whether a step that fits a bucket is one for graphs."""
+    decodes = shape.ends[: shape.num_decodes]
+    has_few_long = 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > LONGEST_DECODE
+    return int(shape.lengths.max()) <= LONGEST_SPAN and not has_few_long
+
+
 class StepGraph:
-    """One bucket. Its input is what `InputBuilder.fill` left in the static tensors; ``hidden`` [T, D] is its output, which
-    the next replay of any bucket overwrites."""
+    """One bucket. Its input is what `InputBuilder.fill` leaves in the static tensors; hidden states [T, D] are its output,
+    which the next run of any bucket may overwrite."""
 
-    def __init__(self, size: int, model: ServedModel, inputs: InputBuilder):
+    def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
         self.size, self._model, self._inputs = size, model, inputs
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._hidden: torch.Tensor | None = None
+        self._capture = Capture(self._compute, recorder)
 
-    def capture(self, pool: tuple[int, int]) -> None:
-        """Run once to compile and choose what must be, then capture into the shared memory pool."""
-        self._run()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._hidden = self._run()
+    @property
+    def is_settled(self) -> bool:
+        """See `Bucket`, here and below."""
+        return self._capture.is_settled
 
-    def replay(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+    def settle(self) -> None:
+        self._inputs.clear(self.size)
+        self._capture.run()
+
+    def run(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         """Hidden states [T, D] of a step's tokens."""
-        assert self._graph is not None and self._hidden is not None, "captured before it is replayed"
         self._inputs.fill(shape, sent, self.size)
-        self._graph.replay()
-        return self._hidden[: shape.num_tokens]
+        return self._capture.run()[: shape.num_tokens]
 
-    def _run(self) -> torch.Tensor:
+    def _compute(self) -> torch.Tensor:
         return self._model.forward(self._inputs.open_batch(self.size))
-
-
-class StepGraphs:
-    """All buckets of one runner, captured largest first so that the smaller ones fit into its memory."""
-
-    def __init__(self, model: ServedModel, inputs: InputBuilder):
-        self._model, self._inputs = model, inputs
-        self._graphs: dict[int, StepGraph] = {}
-        self._sizes: list[int] = []
-
-    @torch.inference_mode()
-    def capture(self, sizes: list[int], pool: tuple[int, int], advance: Callable[[], None]) -> None:
-        """Capture buckets; ``advance`` is called after each."""
-        for size in sorted(sizes, reverse=True):
-            self._graphs[size] = graph = StepGraph(size, self._model, self._inputs)
-            graph.capture(pool)
-            advance()
-        self._sizes = sorted(self._graphs)
-
-    def find(self, shape: StepShape) -> StepGraph | None:
-        """The smallest bucket that holds a step, if it is one for graphs."""
-        at = int(np.searchsorted(self._sizes, shape.num_tokens))
-        if at == len(self._sizes) or int(shape.lengths.max()) > LONGEST_SPAN:
-            return None
-        decodes = shape.ends[: shape.num_decodes]
-        if 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > LONGEST_DECODE:
-            return None
-        return self._graphs[self._sizes[at]]

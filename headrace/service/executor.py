@@ -35,6 +35,10 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""
 
+    def use_idle_moment(self) -> bool:
+        """Called while there is nothing to run: do a little that later steps would have to do, a tenth of a second at most;
+        False when nothing is left."""
+
     def prepare_grammar(self, grammar: Grammar) -> Future[object]:
         """Compile a grammar on another thread; requests with it are run when the future is done, and end with the
         `RequestError` that it may raise. Never raises itself."""

@@ -47,6 +47,8 @@ from headrace.service.transport import EngineChannel, Launch
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 250
+IDLE_PAUSE_MS = 5
+"""Between two pieces of work for idle moments: time for a request to arrive."""
 PAUSED_WAIT_MS = 20
 STATS_PERIOD_S = 0.25
 MAX_DRAIN = 1024
@@ -64,6 +66,7 @@ class EngineLoop:
         self._control = Control(engine, self.stop)
         self._is_stopping = False
         self._stats_sent_at = 0.0
+        self._has_idle_work = True
 
     def stop(self) -> None:
         """Leave `run` after the current step; safe to call from a signal handler."""
@@ -72,14 +75,17 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until stopped. An exception from here means that the engine cannot be trusted any more."""
         while not self._is_stopping:
-            for message in self._channel.receive(self._patience_ms(), at_most=MAX_DRAIN):
+            messages = self._channel.receive(self._patience_ms(), at_most=MAX_DRAIN)
+            for message in messages:
                 self._take(message)
             if self._engine.has_work:
                 self._step()
+            elif not messages:
+                self._has_idle_work = self._engine.executor.use_idle_moment()
 
     def _patience_ms(self) -> int:
         if not self._engine.has_work:
-            return IDLE_WAIT_MS
+            return IDLE_PAUSE_MS if self._has_idle_work else IDLE_WAIT_MS
         return PAUSED_WAIT_MS if self._engine.is_held else 0
 
     def _step(self) -> None:

@@ -32,14 +32,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_tiny_checkpoint(home / name, seed, **SHAPE) for name, seed in (("first", 1), ("second", 2))}
 
 
-def build(folder: Path, *, graphs: bool = True) -> LocalExecutor:
+def build(folder: Path, *, graphs: str = "on") -> LocalExecutor:
     return build_executor(engine_config(
         model=str(folder), device="cuda", dtype="float32", kv_pages=NUM_PAGES, page_size=PAGE_SIZE, max_running_requests=8, max_step_tokens=512,
         graphs=graphs, attention_backend="triton",
     ))
 
 
-@pytest.fixture(params=[True, False], ids=["graphs", "eager"])
+@pytest.fixture(params=["on", "lazy", "off"])
 def executor(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[LocalExecutor]:
     built = build(folders["first"], graphs=request.param)
     yield built
@@ -90,11 +90,11 @@ def test_memory_falls_and_output_is_the_same(executor: LocalExecutor, discards: 
 def test_graphs_are_captured_anew(folders: dict[str, Path]):
     executor = build(folders["first"])
     expected = speak(executor)
-    assert executor._runner._graphs is not None
+    assert executor._runner._captured is not None
     executor.release_memory(["cuda_graph"])
-    assert executor._runner._graphs is None and speak(executor) == expected
+    assert executor._runner._captured is None and speak(executor) == expected
     executor.acquire_memory(["cuda_graph"])
-    assert executor._runner._graphs is not None and speak(executor) == expected
+    assert executor._runner._captured is not None and speak(executor) == expected
     executor.close()
 
 

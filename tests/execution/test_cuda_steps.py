@@ -32,7 +32,7 @@ SPECS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["eager", "graphs"])
+@pytest.fixture(scope="module", params=["off", "lazy", "on"])
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalExecutor]:
     folder: Path = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from headrace.base.cache import CacheLayout, group_layers
 from headrace.base.config import CacheConfig
 from headrace.base.sampling import SamplingSpec
 from headrace.execution.backends import choose_backends
-from headrace.execution.inputs import InputBuilder, StepShape
+from headrace.execution.captured_steps import GraphSizes
+from headrace.execution.inputs import InputBuilder
 from headrace.execution.runner import Runner
-from headrace.execution.step_graphs import StepGraph, StepGraphs
 from headrace.layers.attention.contract import AttentionGeometry
 from headrace.layers.attention.triton import TritonAttention
 from headrace.layers.build import Build
@@ -59,34 +61,39 @@ def generate(theirs: torch.nn.Module, prompt: list[int]) -> list[int]:
     return out[0, len(prompt):].tolist()
 
 
-class UncapturedStep(StepGraph):
-    """Computes what a captured step replays."""
+class PretendedRecorder:
+    """A graph is the work itself."""
 
-    def replay(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        self._inputs.fill(shape, sent, self.size)
-        return self._run()[: shape.num_tokens]
+    num_recorded = 0
+
+    def record(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        self.num_recorded += 1
+        return work
 
 
-def open_steps(runner: Runner) -> None:
+def open_steps(runner: Runner, recorder: PretendedRecorder) -> None:
     """Let every step run as one that is captured, padding and all, on the kernels that know their spans from the device."""
     geometry = AttentionGeometry("cpu", "float32", "float32", (0, 0), 4, 2, 8, 8, PAGE_SIZE)
-    backends = [TritonAttention(geometry, CPU) for _ in runner._backends]
-    runner._inputs = InputBuilder(runner._layout, runner._rows, runner._tables, backends, 64)
-    runner._step_graphs = StepGraphs(runner._model, runner._inputs)
-    runner._step_graphs._sizes = [8, 40, 64]
-    runner._step_graphs._graphs = {size: UncapturedStep(size, runner._model, runner._inputs) for size in (8, 40, 64)}
+    runner._backends = [TritonAttention(geometry, CPU) for _ in runner._backends]
+    runner._inputs = InputBuilder(runner._layout, runner._rows, runner._tables, runner._backends, 64)
+    runner.capture(GraphSizes([4], [4, 8, 40]), recorder)
 
 
 @pytest.mark.interpreted
-def test_open_steps_compute_the_same():
+@pytest.mark.parametrize(("moment", "num_recorded"), [("wanted", 3), ("idle", 4)])
+def test_captured_steps_compute_the_same(moment: str, num_recorded: int):
     theirs, runner = build("gemma3")
-    open_steps(runner)
+    recorder = PretendedRecorder()
+    open_steps(runner, recorder)
     prompts = {row: random.Random(row).choices(range(1, VOCAB_SIZE), k=length) for row, length in enumerate((5, 20, 1))}
     driver = Driver(runner, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     for row, prompt in prompts.items():
         driver.start(row, prompt, SamplingSpec())
     for chunks in ({0: 8, 1: 6}, {1: 13, 2: 1}, {1: 1}, {}):
         driver.step(chunks)
+        if moment == "idle":
+            runner.record_next()
+    assert recorder.num_recorded == num_recorded
     for row, count in ((0, 4), (1, 2), (2, 3)):
         assert driver.output[row] == generate(theirs, prompts[row])[:count]
 

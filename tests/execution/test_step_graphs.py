@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from headrace.execution.captured_steps import CapturedSteps, GraphSizes
 from headrace.execution.inputs import StepShape
-from headrace.execution.step_graphs import LONGEST_SPAN, SIZES, StepGraph, StepGraphs, step_sizes
+from headrace.execution.step_graphs import LONGEST_SPAN, SIZES, step_sizes
 
 
 def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
@@ -16,20 +17,17 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
     return StepShape(len(decode_lens), np.arange(len(ends)), ends - lengths, lengths, ends, np.concatenate(([0], lengths.cumsum())))
 
 
-@pytest.fixture
-def graphs() -> StepGraphs:
-    made = StepGraphs(None, None)
-    made._sizes = [64, 256, 2048]
-    made._graphs = {size: StepGraph(size, None, None) for size in made._sizes}
-    return made
+@pytest.fixture(scope="module")
+def captured() -> CapturedSteps:
+    return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, None, None, None)
 
 
 @pytest.mark.parametrize(("decodes", "prefills", "size"), [
     ([], [1], 64), ([5, 9], [62], 64), ([5, 9], [63], 256), ([], [256], 256), ([10] * 200, [500, 500], 2048), ([], [LONGEST_SPAN] * 2, 2048),
     ([], [2049], None), ([], [LONGEST_SPAN + 1], None), ([50_000], [10], None), ([50_000] * 64, [10], 256),
 ])
-def test_the_smallest_that_holds_the_step(graphs: StepGraphs, decodes: list[int], prefills: list[int], size: int | None):
-    found = graphs.find(shape_of(decodes, prefills))
+def test_the_smallest_that_holds_the_step(captured: CapturedSteps, decodes: list[int], prefills: list[int], size: int | None):
+    found = captured.find(shape_of(decodes, prefills))
     assert (found.size if found is not None else None) == size
 
 

@@ -70,7 +70,7 @@ class FakeExecutor:
         self.memory = [MemoryLine("weights", 1)]
         self.delay_s = delay_s
         self.rows: dict[int, list[int]] = {}
-        self.num_resets = 0
+        self.num_resets = self.num_idle_moments = 0
         self.is_closed = False
         self.launched: list[StepPlan] = []
         self.released: frozenset[str] = frozenset()
@@ -101,6 +101,10 @@ class FakeExecutor:
                 known.append(tokens[-1])
         outcome = Boom("device lost") if self.FAIL_RESULT in planned else StepResult(plan.step_id, tokens)
         return FakePending(outcome, self.delay_s)
+
+    def use_idle_moment(self) -> bool:
+        self.num_idle_moments += 1
+        return self.num_idle_moments < 3
 
     def reset(self) -> None:
         self.num_resets += 1

@@ -81,7 +81,7 @@ def test_greedy_tokens_equal_generate(served: tuple[Path, list[list[int]], list[
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("served", list(GPU_CASES), indirect=True)
-@pytest.mark.parametrize("options", [{"max_step_tokens": 32}, {"overlap_depth": 1, "graphs": False}], ids=str)
+@pytest.mark.parametrize("options", [{"max_step_tokens": 32}, {"overlap_depth": 1, "graphs": "off"}], ids=str)
 def test_a_gpu_says_the_same(served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]):
     folder, prompts, expected = served
     with LLM(str(folder), **BASE | {"device": "cuda", "page_size": 16} | options) as llm:

@@ -65,7 +65,7 @@ class DeviceConfig(_Section):
     attention_backend: str = option("auto", "attention implementation; auto takes the fastest that can serve the model here", metavar="NAME")
     moe_experts: str = option("auto", "how experts of a mixture of experts are computed; auto takes the fastest that can serve the model here", metavar="NAME")
     threads: int | None = option(None, "CPU threads for the model; default: physical cores", low=1, high=1024)
-    graphs: bool = option(True, "capture decode steps as CUDA graphs (no effect on a CPU)")
+    graphs: str = option("on", "steps captured as CUDA graphs: on, all before the first request; lazy, each when first wanted or in idle moments; off (no effect on a CPU)", choices=("on", "lazy", "off"))
     check_finite: bool = option(True, "fail a request whose logits are not finite instead of returning noise")
 
 

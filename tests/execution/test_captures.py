@@ -1,0 +1,98 @@
+"""When work is recorded, and which size is taken; on a recorder that notes what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace.execution.captured_steps import CapturedSteps, GraphSizes
+from headrace.execution.captures import Buckets, Capture
+
+
+class Recorder:
+    """Its graphs say that they were replayed."""
+
+    def __init__(self, *, refuses: bool = False):
+        self.refuses = refuses
+
+    def record(self, work: Callable[[], str]) -> Callable[[], str] | None:
+        return None if self.refuses else lambda: f"replayed {work()}"
+
+
+class Work:
+    """A bucket."""
+
+    def __init__(self, size: int, log: list[str]):
+        self.size, self.is_settled, self._log = size, False, log
+        log.append(f"made {size}")
+
+    def settle(self) -> None:
+        self.is_settled = True
+        self._log.append(f"recorded {self.size}")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def captured(log: list[str]) -> CapturedSteps:
+    """Steps whose buckets keep a log."""
+    steps = CapturedSteps(GraphSizes([], []), None, None, None, None)
+    steps._decodes, steps._others = (Buckets(sizes, lambda size: Work(size, log)) for sizes in ([1, 2, 4], [64, 32]))
+    return steps
+
+
+def test_the_first_run_is_as_written_and_later_ones_are_replayed():
+    capture = Capture(lambda: "work", Recorder())
+    assert not capture.is_settled
+    assert [capture.run() for _ in range(3)] == ["work", "replayed work", "replayed work"]
+    assert capture.is_settled
+
+
+def test_what_cannot_be_recorded_runs_as_written_for_good():
+    capture = Capture(lambda: "work", Recorder(refuses=True))
+    assert [capture.run() for _ in range(3)] == ["work"] * 3
+    assert capture.is_settled
+
+
+def test_work_that_failed_once_is_never_recorded():
+    outcomes = iter([MemoryError("too much"), "work", "work"])
+
+    def work() -> str:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    capture = Capture(work, Recorder())
+    with pytest.raises(MemoryError):
+        capture.run()
+    assert [capture.run(), capture.run()] == ["work", "work"]
+
+
+def test_the_smallest_bucket_that_holds_the_step_is_made_when_it_is_wanted(log: list[str]):
+    buckets = Buckets([8, 1, 4], lambda size: Work(size, log))
+    assert log == [] and buckets.find(9) is None
+    found = [buckets.find(count) for count in (1, 2, 4, 5, 3)]
+    assert [bucket.size for bucket in found] == [1, 4, 4, 8, 4] and found[1] is found[2] is found[4]
+    assert log == ["made 1", "made 4", "made 8"]
+
+
+def test_all_are_recorded_largest_first(captured: CapturedSteps, log: list[str]):
+    captured.record_all(lambda: log.append("-"))
+    assert log == [entry for size in (64, 32, 4, 2, 1) for entry in (f"made {size}", f"recorded {size}", "-")]
+
+
+def test_lazily_the_largest_come_first_and_idle_moments_take_one_each(captured: CapturedSteps, log: list[str]):
+    captured.record_largest()
+    assert log == ["made 64", "recorded 64", "made 4", "recorded 4"]
+    captured.find_decodes(1).settle()  # wanted by a step
+    log.clear()
+    moments = []
+    while captured.record_next():
+        moments.append(log[-1])
+    assert moments == ["recorded 32", "recorded 2"]
+    assert not captured.record_next()

@@ -1,0 +1,42 @@
+"""The engine process uses the time in which nobody asks for anything, a little at a time."""
+
+from __future__ import annotations
+
+from fakes import FakeExecutor
+
+from headrace.base.config import engine_config
+from headrace.base.messages import Call, EngineRequest, FromEngine, Outputs, ToEngine
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.scheduling.scheduler import Scheduler
+from headrace.service.engine import Engine
+from headrace.service.process import IDLE_PAUSE_MS, IDLE_WAIT_MS, EngineLoop
+
+
+class ScriptedChannel:
+    """Hands out one list of messages at a time, and notes how long the loop was ready to wait and had idled by then."""
+
+    def __init__(self, script: list[list[ToEngine]], executor: FakeExecutor):
+        self._script, self._executor = iter(script), executor
+        self.waits: list[tuple[int, int]] = []
+        self.sent: list[FromEngine] = []
+
+    def receive(self, wait_ms: int, *, at_most: int) -> list[ToEngine]:
+        self.waits.append((wait_ms, self._executor.num_idle_moments))
+        return next(self._script)
+
+    def send(self, message: FromEngine) -> None:
+        self.sent.append(message)
+
+
+def test_idle_moments_are_used_and_requests_go_first():
+    config = engine_config()
+    executor = FakeExecutor(config)
+    engine = Engine(Scheduler(executor.config.scheduler, executor.config.cache, executor.layout), executor)
+    request = EngineRequest("r", [1, 2], SamplingSpec(), StopSpec(max_tokens=3))
+    script = [[], [request], *[[]] * 20, [Call(1, "shutdown")]]
+    channel = ScriptedChannel(script, executor)
+    EngineLoop(engine, channel).run()
+    idle = [(wait, moments) for wait, moments in channel.waits if wait]
+    assert idle[:4] == [(IDLE_PAUSE_MS, 0), (IDLE_PAUSE_MS, 1), (IDLE_PAUSE_MS, 1), (IDLE_PAUSE_MS, 2)]
+    assert set(idle[4:]) == {(IDLE_WAIT_MS, moments) for moments in range(3, 3 + len(idle[4:]))}, "nothing was left after the third"
+    assert any(isinstance(message, Outputs) and message.outputs for message in channel.sent)
