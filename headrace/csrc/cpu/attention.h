@@ -28,6 +28,7 @@ struct Attention {
   float scale, softcap;
   int64_t window;      // 0: all
   const float* sinks;  // [H], or null
+  float* partial;      // where a tile of all rows leaves its partial result, see `partial_size`, instead of `out`; or null
 
   int64_t group() const { return num_heads / num_kv_heads; }
 };
@@ -44,7 +45,7 @@ struct KeyRange {
   int64_t request, first_head, num_heads, first, last;
 };
 
-// The result of a range, per query head: the largest logit, the sum of e^(logit - largest), and the sum of values so
+// A partial result, per query head: the largest logit, the sum of e^(logit - largest), and the sum of values so
 // weighted. All tops come first, then all sums, then the values.
 inline int64_t partial_size(const Attention& a, int64_t num_kv_heads) {
   return padded(2 * num_kv_heads * a.group()) + num_kv_heads * a.group() * padded(a.value_dim);

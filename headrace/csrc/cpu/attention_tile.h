@@ -49,12 +49,11 @@ struct TileBuffers {
   float *q, *keys, *values, *logits, *sums;       // [E, M], [N, padded E], [N, V], [N, M], [M, V]
   float *top, *total, *fades;                     // [M] each
 
-  static int64_t pad(int64_t size) { return padded(size, 2 * kMostLanes); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
-    const int64_t m = pad(num_rows), v = pad(a.value_dim);
+    const int64_t m = padded(num_rows, 2 * kLanes), v = padded(a.value_dim, 2 * kMostLanes);
     return padded(a.head_dim) * (m + kTileKeys) + (kTileKeys + m) * v + kTileKeys * m + 3 * m;
   }
-  TileBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(pad(num_rows)), width(pad(a.value_dim)) {
+  TileBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, 2 * kLanes)), width(padded(a.value_dim, 2 * kMostLanes)) {
     const int64_t dim = padded(a.head_dim);
     q = scratch, keys = q + dim * rows, values = keys + kTileKeys * dim, logits = values + kTileKeys * width;
     sums = logits + kTileKeys * rows, top = sums + rows * width, total = top + rows, fades = total + rows;
@@ -67,9 +66,14 @@ inline const char* query_row(const Attention& a, const Tile& tile, int64_t r) {
          ((a.query_start[tile.request] + row / group) * a.q_stride + (tile.kv_head * group + row % group) * a.head_dim) * size_of(a.q_type);
 }
 
-// Writes row r of the tile: its sum of weighted values over its denominator.
+// Writes row r of the tile: its sum of weighted values over its denominator, or all of these as they are.
 inline void write_row(const Attention& a, const Tile& tile, int64_t r, const float* sums, float top, float total) {
   const int64_t group = a.group(), row = tile.first_row + r, head = tile.kv_head * group + row % group;
+  if (a.partial) {
+    a.partial[head] = top, a.partial[a.num_heads + head] = total;
+    memcpy(a.partial + padded(2 * a.num_heads) + head * padded(a.value_dim), sums, padded(a.value_dim) * sizeof(float));
+    return;
+  }
   if (a.sinks) total += expf(a.sinks[head] - top);
   const int64_t place = ((a.query_start[tile.request] + row / group) * a.num_heads + head) * a.value_dim;
   narrow_values(a.q_type, sums, static_cast<char*>(a.out) + place * size_of(a.q_type), a.value_dim, 1.0f / total);

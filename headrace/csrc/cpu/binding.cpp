@@ -4,7 +4,7 @@
 #include "operators.h"
 
 #include "bind_attention.h"
-#include "bind_decode.h"
+#include "bind_layers.h"
 #include "bind_packed.h"
 #include "bind_rope.h"
 #include "bind_rows.h"
@@ -32,7 +32,7 @@ static int64_t select_isa(int64_t most) {
 STABLE_TORCH_LIBRARY(headrace_cpu, m) {
   m.def("select_isa(int most) -> int");
   headrace::define_attention(m);
-  headrace::define_decode(m);
+  headrace::define_layers(m);
   headrace::define_packed(m);
   headrace::define_rope(m);
   headrace::define_rows(m);
@@ -42,7 +42,7 @@ STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CompositeExplicitAutograd, m) { m.impl("
 
 STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
   headrace::implement_attention(m);
-  headrace::implement_decode(m);
+  headrace::implement_layers(m);
   headrace::implement_packed(m);
   headrace::implement_rope(m);
   headrace::implement_rows(m);

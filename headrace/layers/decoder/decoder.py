@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from headrace.kernels.decode_layers.table import LayerTable
+from headrace.kernels.decoder_layers.table import LayerTable
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from headrace.kernels.decode_layers import MOST_ROWS
-from headrace.kernels.decode_layers.parts import Heads, LayerParts, Norms, Pages, Product, Products, Rotation
-from headrace.kernels.decode_layers.table import LayerTable
+from headrace.kernels.decoder_layers import MOST_TOKENS
+from headrace.kernels.decoder_layers.parts import Heads, LayerParts, Norms, Pages, Product, Products, Rotation
+from headrace.kernels.decoder_layers.table import LayerTable
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.layers.attention.layer import Attention
 from headrace.layers.batch import ForwardBatch
@@ -26,8 +26,6 @@ from headrace.layers.norm import NoNorm, RmsNorm
 logger = logging.getLogger(__name__)
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-MOST_QUERIES = 8
-"""Query heads that share a kv head."""
 
 
 class NotFusable(Exception):
@@ -44,15 +42,19 @@ def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
 
 
 def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What the layers make of the embedded tokens ``x`` [T, D], as ``(branch, residual)``; None when this step is not
-    theirs: it is large, or a request has several tokens, or another attention backend was asked for."""
+    """What the layers make of the embedded tokens ``x`` [T, D], as ``(branch, residual)``, each [S, D] where S tokens are
+    wanted; None when this step is not theirs: it is large, or another attention backend was asked for."""
     first = batch.groups[0].inputs if batch.groups else None
-    if first is None or batch.wanted is not None or not 0 < first.num_tokens == first.num_decodes <= MOST_ROWS:
+    if first is None or not 0 < first.num_tokens <= MOST_TOKENS:
         return None
     if not all(getattr(group.backend, "joins_layers", False) for group in batch.groups):
         return None
     groups = [(group.inputs.slots, group.inputs.page_table) for group in batch.groups]
-    return table.run(x, batch.positions, groups, (first.query_start, first.kv_lens))
+    found = table.run(x, batch.positions, groups, (first.query_start, first.kv_lens))
+    if found is None or batch.wanted is None:
+        return found
+    branch, residual = found
+    return branch.index_select(0, batch.wanted.places), residual.index_select(0, batch.wanted.places)
 
 
 def describe_layer(layer: Any) -> LayerParts:
@@ -90,7 +92,6 @@ def _describe_product(linear: Any) -> Product:
 
 def _describe_heads(attention: Attention) -> Heads:
     spec, params = attention.spec, attention.params
-    _require(spec.num_heads // spec.num_kv_heads <= MOST_QUERIES, "many query heads to a kv head")
     sinks = None if params.sinks is None else params.sinks.data.float().contiguous()
     return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, params.scale, params.softcap, params.window, sinks)
 

@@ -1,6 +1,6 @@
 """`LayerTable`: the layers' parts as the C++ kernel reads them, one row of numbers and addresses a layer.
 
-The order is that of `Layer` in csrc/cpu/bind_decode.h. The table keeps every tensor whose address it holds.
+The order is that of `Layer` in csrc/cpu/bind_layers.h. The table keeps every tensor whose address it holds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from headrace.kernels import native
-from headrace.kernels.decode_layers.parts import Heads, LayerParts, Pages, Product, Rotation
+from headrace.kernels.decoder_layers.parts import Heads, LayerParts, Pages, Product, Rotation
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -27,15 +27,15 @@ class LayerTable:
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``x`` [M, D], float32 or bfloat16 and consumed, to ``(branch, residual)`` [M, D] each, whose sum is the output;
-        None while there are no kernels. ``positions`` [M] int64, ``groups``: slots [M] int64 and page table [M, *] int32 of
-        each cache group, ``lengths``: query_start [M + 1] and kv_lens [M], int32; the attention contract tells of them."""
+        """``x`` [T, D], float32 or bfloat16 and consumed, to ``(branch, residual)`` [T, D] each, whose sum is the output;
+        None while there are no kernels. ``positions`` [T] int64, ``groups``: slots [T] int64 and page table [R, *] int32 of
+        each cache group, ``lengths``: query_start [R + 1] and kv_lens [R], int32; the attention contract tells of them."""
         ops = native.library()
         if ops is None:
             return None
         addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])
         x = x.contiguous()
-        branch = ops.decode_layers(self._numbers, self._reals, addresses, x, positions, *lengths)
+        branch = ops.decoder_layers(self._numbers, self._reals, addresses, x, positions, *lengths)
         return branch, x
 
     def _row(self, layer: LayerParts) -> list[int]:

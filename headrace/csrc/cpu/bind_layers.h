@@ -1,11 +1,12 @@
-// decode_layers: all layers of a decoder for a few tokens, each the only new one of its request, in one call; see
-// kernels/decode_layers for what it computes. The kernels are those of the separate operators; here a team of threads goes
-// through them phase by phase. M rows, D model width.
+// decoder_layers: all layers of a decoder for the tokens of a step, in one call; see kernels/decoder_layers for what it
+// computes. The kernels are those of the separate operators; here a team of threads goes through them phase by phase.
+// M rows, which are tokens, D model width.
 #pragma once
 
 #include <deque>
+#include <memory>
 
-#include "bind_attention.h"
+#include "attention_work.h"
 #include "bind_packed.h"
 #include "bind_rope.h"
 #include "bind_rows.h"
@@ -13,9 +14,9 @@
 
 namespace headrace {
 
-namespace decode {
+namespace layers {
 
-// One row of the table that Python makes, in the order of kernels/decode_layers/table.py. Addresses are numbers.
+// One row of the table that Python makes, in the order of kernels/decoder_layers/table.py. Addresses are numbers.
 struct Product {
   int64_t words, scales, mins, format, outputs, inputs, bias, bias_type;
 };
@@ -52,8 +53,11 @@ inline packed::Weight weight_of(const Product& p) {
 class Arena {
  public:
   void reserve(size_t bytes) {
-    if (memory_.size() < bytes + 64) memory_.resize(bytes + 64);
-    at_ = memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64);
+    if (size_ < bytes + 64) {
+      memory_.reset();
+      memory_.reset(new char[size_ = bytes + 64]);
+    }
+    at_ = memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64);
   }
   char* take(size_t bytes) {
     char* start = at_;
@@ -63,13 +67,14 @@ class Arena {
   static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
  private:
-  std::vector<char> memory_;
+  std::unique_ptr<char[]> memory_;
+  size_t size_ = 0;
   char* at_ = nullptr;
 };
 
 struct Inputs {
   int type;
-  int64_t rows, width;
+  int64_t rows, width, num_requests;
   const int64_t* positions;
   const int32_t *query_start, *kv_lens;
   const Group* groups;
@@ -90,7 +95,7 @@ class Step {
         weight_bytes += weight.panels() * weight.num_words() * packed::kPanel * 4;
       }
     }
-    num_members_ = std::clamp<int64_t>(weight_bytes / (num_layers * kMemberBytes), 1, torch::stable::get_num_threads());
+    num_members_ = std::clamp<int64_t>(weight_bytes * (1 + in.rows / 16) / (num_layers * kMemberBytes), 1, torch::stable::get_num_threads());
     const auto row_bytes = [&](int64_t values) { return Arena::rounded(in_.rows * values * size_); };
     static thread_local Arena arena;
     arena.reserve(2 * row_bytes(in.width) + row_bytes(qkv) + 2 * row_bytes(heads) + 2 * row_bytes(hidden) + Arena::rounded(bytes) + 2 * Arena::rounded(in.rows * groups * 4));
@@ -120,9 +125,16 @@ class Step {
     a.query_start = in_.query_start, a.kv_lens = in_.kv_lens;
     a.num_heads = layer.num_heads, a.num_kv_heads = layer.num_kv_heads, a.head_dim = a.value_dim = layer.head_dim;
     a.scale = static_cast<float>(reals.scale), a.softcap = static_cast<float>(reals.softcap), a.window = layer.window, a.sinks = at<float>(layer.sinks);
-    Decodes& decodes = decodes_.emplace_back(a);
-    for (int64_t r = 0; r < in_.rows; ++r) decodes.add(r);
-    shares_.push_back(decodes.cut(num_members_));
+    for (int64_t i = 0; i < static_cast<int64_t>(attentions_.size()) - 1; ++i)
+      if (is_alike(i, layer)) return works_.push_back(works_[i]);
+    works_.push_back(std::make_shared<AttentionWork>(a, in_.num_requests, num_members_));
+  }
+
+  // Whether the work of layer i's attention serves another layer.
+  bool is_alike(int64_t i, const Layer& layer) const {
+    const Layer& other = layers_[i];
+    return other.group == layer.group && other.num_heads == layer.num_heads && other.num_kv_heads == layer.num_kv_heads && other.head_dim == layer.head_dim &&
+           other.window == layer.window && other.page_size == layer.page_size && other.page_type == layer.page_type;
   }
 
   void run_layer(Team& team, bool is_first, int64_t i) {
@@ -131,14 +143,8 @@ class Step {
     enter(team, layer.attention_norm, reals, i > 0, layer.qkv);
     multiply(team, layer.qkv, normed_, qkv_);
     const RopeRows rope = rope_of(layer, reals);
-    team.share(in_.rows, 1, [&](int64_t begin, int64_t end) { best_rope_kernels().rope_write(rope, begin, end); });
-    team.share(shares_[i], 1, [&](int64_t begin, int64_t end) {
-      for (int64_t s = begin; s < end; ++s) decodes_[i].run_share(s);
-    });
-    if (shares_[i] > 1) {
-      if (is_first) decodes_[i].join();
-      team.wait();
-    }
+    share_rows(team, [&](int64_t begin, int64_t end) { best_rope_kernels().rope_write(rope, begin, end); });
+    attend(team, attentions_[i], *works_[i]);
     prepare(team, layer.output, attended_);
     multiply(team, layer.output, attended_, branch_);
     leave(team, layer.attention_post, reals);
@@ -147,7 +153,7 @@ class Step {
     const int64_t width = layer.gate_up.outputs / 2;
     const GatedRows gated{gates_, 2 * width, hidden_, width, static_cast<Activation>(layer.activation)};
     const packed::Weight down = weight_of(layer.down);
-    team.share(in_.rows, 1, [&](int64_t begin, int64_t end) {
+    share_rows(team, [&](int64_t begin, int64_t end) {
       best_row_kernels().gate(in_.type, gated, begin, end);
       prepare_rows(down, hidden_, begin, end);
     });
@@ -155,12 +161,26 @@ class Step {
     leave(team, layer.mlp_post, reals);
   }
 
+  void attend(Team& team, const Attention& a, AttentionWork& work) {
+    team.share(work.num_items(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) work.run(a, i);
+    });
+    if (work.num_joins() == 0) return;
+    team.share(work.num_joins(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) work.join(a, i);
+    });
+  }
+
+  // f(begin, end) over the rows, in pieces.
+  template <class F>
+  void share_rows(Team& team, const F& f) const { team.share(in_.rows, 1 + in_.rows / (kPieces * team.size()), f); }
+
   // The branch is added to the residual and that is normed, in the form that the next product takes.
   void enter(Team& team, const Norm& norm, const Reals& reals, bool has_branch, const Product& next) {
     NormRows rows{has_branch ? branch_ : residual_, in_.width, has_branch ? residual_ : nullptr, in_.width, at(norm.weight), static_cast<int>(norm.type),
                   normed_, in_.width, static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
     const packed::Weight weight = weight_of(next);
-    team.share(in_.rows, 1, [&](int64_t begin, int64_t end) {
+    share_rows(team, [&](int64_t begin, int64_t end) {
       best_row_kernels().norm(in_.type, rows, begin, end);
       prepare_rows(weight, normed_, begin, end);
     });
@@ -171,7 +191,7 @@ class Step {
     if (norm.weight == 0) return;
     const NormRows rows{branch_, in_.width, nullptr, 0, at(norm.weight), static_cast<int>(norm.type), plain_, in_.width, static_cast<float>(reals.eps),
                         static_cast<float>(reals.offset)};
-    team.share(in_.rows, 1, [&](int64_t begin, int64_t end) {
+    share_rows(team, [&](int64_t begin, int64_t end) {
       best_row_kernels().norm(in_.type, rows, begin, end);
       const int64_t step = in_.width * size_;
       std::copy(plain_ + begin * step, plain_ + end * step, branch_ + begin * step);
@@ -202,7 +222,7 @@ class Step {
   void prepare(Team& team, const Product& product, const char* x) {
     const packed::Weight weight = weight_of(product);
     if (rows_of(weight, x).values == x) return;
-    team.share(in_.rows, 1, [&](int64_t begin, int64_t end) { prepare_rows(weight, x, begin, end); });
+    share_rows(team, [&](int64_t begin, int64_t end) { prepare_rows(weight, x, begin, end); });
   }
 
   void multiply(Team& team, const Product& product, const char* x, char* out) {
@@ -210,10 +230,21 @@ class Step {
     const packed::Rows rows = rows_of(weight, x);
     const packed::Output to{out, weight.outputs, in_.type == kBFloat16, at(product.bias), product.bias_type == kBFloat16};
     const int64_t pairs = (weight.panels() + 1) / 2, pair_bytes = 2 * weight.num_words() * packed::kPanel * 4;
-    const int64_t piece = std::max(pairs / (kPieces * team.size()), std::min(pairs, kPieceBytes / pair_bytes) + 1);
-    team.share(pairs, piece, [&](int64_t begin, int64_t end) {
-      best_packed_kernels().multiply(weight, rows, to, 0, in_.rows, 2 * begin, std::min(2 * end, weight.panels()));
+    const bool is_expanded = rows.form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;  // once, for all rows
+    const int64_t height = is_expanded ? in_.rows : kRowBlock, blocks = (in_.rows + height - 1) / height;
+    const int64_t least = std::min(pairs, kPieceBytes / (pair_bytes * (1 + std::min(in_.rows, height) / 16))) + 1;
+    const int64_t piece = std::max(pairs * blocks / (kPieces * team.size()), least), pieces = (pairs + piece - 1) / piece;
+    team.share(blocks * pieces, 1, [&](int64_t begin, int64_t end) {
+      if (blocks == 1) return multiply_block(weight, rows, to, 0, in_.rows, begin * piece, std::min(end * piece, pairs));
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = i / pieces * height, pair = i % pieces * piece;
+        multiply_block(weight, rows, to, row, std::min(row + height, in_.rows), pair, std::min(pair + piece, pairs));
+      }
     });
+  }
+
+  static void multiply_block(const packed::Weight& weight, const packed::Rows& rows, const packed::Output& to, int64_t row, int64_t last_row, int64_t pair, int64_t last_pair) {
+    best_packed_kernels().multiply(weight, rows, to, row, last_row, 2 * pair, std::min(2 * last_pair, weight.panels()));
   }
 
   static constexpr int64_t kPieces = 8;              // for each member, so that a slow one holds up the others little
@@ -228,30 +259,28 @@ class Step {
   char *residual_, *branch_, *normed_, *plain_, *qkv_, *q_, *attended_, *gates_, *hidden_, *values_;
   float *scales_, *sums_;
   std::deque<Attention> attentions_;
-  std::deque<Decodes> decodes_;
-  std::vector<int64_t> shares_;
+  std::vector<std::shared_ptr<AttentionWork>> works_;
 };
 
-}  // namespace decode
+}  // namespace layers
 
 // x [M, D] is overwritten with the residual; returns the last branch.
-inline Tensor decode_layers(Tensor table, Tensor reals, Tensor groups, Tensor x, Tensor positions, Tensor query_start, Tensor kv_lens) {
-  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.is_contiguous() && table.size(1) == decode::kFields, "the table is not of this library");
+inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x, Tensor positions, Tensor query_start, Tensor kv_lens) {
+  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.is_contiguous() && table.size(1) == layers::kFields, "the table is not of this library");
   STD_TORCH_CHECK(reals.scalar_type() == ScalarType::Double && reals.is_contiguous() && reals.size(0) == table.size(0) && reals.size(1) == 4, "reals must be float64 [L, 4]");
   STD_TORCH_CHECK(groups.scalar_type() == ScalarType::Long && groups.is_contiguous() && groups.size(1) == 3, "groups must be int64 [G, 3]");
-  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && positions.numel() == x.size(0) && kv_lens.numel() == x.size(0) && query_start.numel() == x.size(0) + 1,
-                  "one position and length a row");
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && positions.numel() == x.size(0) && query_start.numel() == kv_lens.numel() + 1, "one position a row, one length a request");
   Tensor branch = empty({x.size(0), x.size(1)}, x);
-  const decode::Inputs in{float_type(x), x.size(0), x.size(1), pointer<int64_t>(positions), pointer<int32_t>(query_start), pointer<int32_t>(kv_lens),
-                          pointer<decode::Group>(groups)};
-  decode::Step(pointer<decode::Layer>(table), pointer<decode::Reals>(reals), table.size(0), in, writable<char>(x), writable<char>(branch)).run();
+  const layers::Inputs in{float_type(x), x.size(0), x.size(1), kv_lens.numel(), pointer<int64_t>(positions), pointer<int32_t>(query_start), pointer<int32_t>(kv_lens),
+                          pointer<layers::Group>(groups)};
+  layers::Step(pointer<layers::Layer>(table), pointer<layers::Reals>(reals), table.size(0), in, writable<char>(x), writable<char>(branch)).run();
   return branch;
 }
 
-inline void define_decode(Library& m) {
-  m.def("decode_layers(Tensor table, Tensor reals, Tensor groups, Tensor(a!) x, Tensor positions, Tensor query_start, Tensor kv_lens) -> Tensor");
+inline void define_layers(Library& m) {
+  m.def("decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor(a!) x, Tensor positions, Tensor query_start, Tensor kv_lens) -> Tensor");
 }
 
-inline void implement_decode(Library& m) { m.impl("decode_layers", TORCH_BOX(&decode_layers)); }
+inline void implement_layers(Library& m) { m.impl("decoder_layers", TORCH_BOX(&decoder_layers)); }
 
 }  // namespace headrace
