@@ -109,8 +109,8 @@ class Step {
 
   // The residual then holds what was before the last branch, the branch what is still to be added to it.
   void run() {
-    Team::run(num_members_, [&](Team& team, bool is_first) {
-      for (int64_t i = 0; i < num_layers_; ++i) run_layer(team, is_first, i);
+    Team::run(num_members_, [&](Team& team) {
+      for (int64_t i = 0; i < num_layers_; ++i) run_layer(team, i);
     });
   }
 
@@ -137,7 +137,7 @@ class Step {
            other.window == layer.window && other.page_size == layer.page_size && other.page_type == layer.page_type;
   }
 
-  void run_layer(Team& team, bool is_first, int64_t i) {
+  void run_layer(Team& team, int64_t i) {
     const Layer& layer = layers_[i];
     const Reals& reals = reals_[i];
     enter(team, layer.attention_norm, reals, i > 0, layer.qkv);

@@ -14,16 +14,16 @@ namespace headrace {
 // The members are torch's own threads. Every member calls `share` and `wait` equally often and in the same order.
 class Team {
  public:
-  // f(team, is_first) on each member; is_first on the calling thread alone.
+  // f(team) on each member.
   template <class F>
   static void run(int64_t size, const F& f) {
     Team team;
-    if (size <= 1) return f(team, true);
+    if (size <= 1) return f(team);
     torch::stable::parallel_for(0, size, 1, [&](int64_t begin, int64_t end) {
       // Torch may have fewer threads to give; then each call stands for several of the members asked for.
       if (begin == 0) team.size_.store((size + end - 1) / end, std::memory_order_release);
       while (team.size_.load(std::memory_order_acquire) == 0) sched_yield();
-      f(team, begin == 0);
+      f(team);
     });
   }
 
