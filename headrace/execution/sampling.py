@@ -58,21 +58,23 @@ class SampleBatch:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest tokens are all that is asked."""
-        return not (len(self.random) or len(self.logged) or self.has_edits)
-
-    @property
-    def has_edits(self) -> bool:
-        return bool(len(self.penalised) or len(self.ruled) or len(self.constrained))
+        return not any(map(len, (self.random, self.logged, self.penalised, self.ruled, self.constrained)))
 
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """What grammars allow: ``masks`` [G, W] int32 on the host, of the rows at ``places`` [G] of the batch. ``errors``
-    tells why, by row, where a grammar cannot go on."""
+    """What grammars allow: ``words`` int32 on the host are ``num_masks`` masks, one after the other, and then the mask of
+    each row of the batch, or -1. ``errors`` tells why, by row, where a grammar cannot go on."""
 
-    masks: np.ndarray
-    places: np.ndarray
+    words: torch.Tensor
+    num_masks: int
     errors: dict[int, str | None]
+
+    def send(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masks [G, W] and ``mask_of_row`` [S] on the device."""
+        sent = to_device(self.words, device)
+        split = len(sent) - num_rows
+        return sent[:split].view(self.num_masks, -1), sent[split:]
 
 
 @dataclass(slots=True)
@@ -132,12 +134,7 @@ class Sampler:
         """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token. ``masks``
         are those of ``batch.constrained``, if there are any."""
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
-        best, ids = self._look(logits, batch)
-        states = torch.where(best.isfinite(), OK, NOT_FINITE)
-        if batch.has_edits:
-            logits = self._edit(logits, batch, sent, masks)
-            best, ids = self._look(logits, batch)
-            states = torch.where((states == OK) & ~best.isfinite(), NOTHING_ALLOWED, states)
+        ids, states = self._judge(logits, batch, sent, masks)
         if len(batch.random):
             ids = self._draw_random(logits, ids, batch, sent)
         self._keep(ids, batch, sent)
@@ -146,13 +143,33 @@ class Sampler:
             logprobs = compute_logprobs(raw, ids.index_select(0, sent["logged"]), max(batch.top_counts))
         return Drawn(torch.stack((ids, states)), logprobs, masks.errors if masks is not None else {})
 
+    def _judge(
+        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Edit the logits in place; the likeliest tokens then, where they are asked for, and the rows' states."""
+        before = after = ids = None
+        is_ruled = bool(len(batch.ruled) or len(batch.penalised))
+        if masks is None or is_ruled:
+            before, ids = self._look(logits, batch)
+        if is_ruled:
+            self._edit(logits, batch, sent)
+        if masks is not None:
+            found, after, ids = self._mask(logits, *masks.send(logits.device, len(batch.rows)))
+            before = found if before is None else before
+        elif is_ruled:
+            after, ids = self._look(logits, batch)
+        states = torch.where(before.isfinite(), OK, NOT_FINITE)
+        if after is not None:
+            states = torch.where((states == OK) & ~after.isfinite(), NOTHING_ALLOWED, states)
+        return ids, states
+
     def _look(self, logits: torch.Tensor, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The greatest logit of each row, and where it is; not where, which takes longer, if all rows draw at random."""
         if len(batch.random) == len(batch.rows):
             return logits.amax(dim=1), None
         return self._find_best(logits)
 
-    def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None) -> torch.Tensor:
+    def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
         if len(batch.ruled):
             edited = logits.index_select(0, sent["ruled"])
             self._rules.apply(edited, sent)
@@ -160,9 +177,6 @@ class Sampler:
         if len(batch.penalised):
             edited = self._penalties.apply(logits.index_select(0, sent["penalised"]), sent)
             logits.index_copy_(0, sent["penalised"], edited)
-        if masks is not None:
-            self._mask(logits, to_device(masks.masks, logits.device), to_device(masks.places, logits.device))
-        return logits
 
     def _draw_random(self, logits: torch.Tensor, ids: torch.Tensor | None, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         params = self._draw_params(batch, sent)

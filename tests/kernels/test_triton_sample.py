@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sample_cases import CUTS, draw_params, random_logits
 
 pytest.importorskip("triton")
 
@@ -19,41 +20,13 @@ def _small_blocks(monkeypatch):
         monkeypatch.setattr(sample, "BLOCK", 256)
 
 
-def _params(rows, device, *, top_k=0, top_p=1.0, min_p=0.0, vocab=0):
-    def fill(value, dtype):
-        return torch.full((rows,), value, dtype=dtype, device=device)
-
-    seed = torch.arange(rows, device=device) * 7919 - 5
-    ranked = top_k if top_k else (vocab if top_p < 1 else 0)
-    return DrawParams(
-        fill(0.8, torch.float64), fill(top_k, torch.int64), fill(top_p, torch.float64), fill(min_p, torch.float64), seed,
-        torch.arange(rows, device=device) % 5, has_min_p=min_p > 0, has_top_p=top_p < 1, num_ranked=ranked,
-    )
-
-
-def _logits(rows, vocab, device, *, has_ties):
-    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows))
-    return (logits.bfloat16().float() if has_ties else logits).to(device)
-
-
-CUTS = {
-    "none": {},
-    "top-k": {"top_k": 5},
-    "top-p": {"top_p": 0.7},
-    "top-k-top-p": {"top_k": 50, "top_p": 0.8},
-    "min-p": {"min_p": 0.1},
-    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.05},
-    "top-k-beyond-the-vocabulary": {"top_k": 2000},
-}
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_ties", [False, True])
 @pytest.mark.parametrize("name", CUTS)
 def test_draws_what_the_reference_draws(name, has_ties, device):
     rows, vocab = (200, 151936) if device == "cuda" else (4, 400)
-    logits = _logits(rows, vocab, device, has_ties=has_ties)
-    params = _params(rows, device, **CUTS[name], vocab=vocab)
+    logits = random_logits(rows, vocab, device, has_ties=has_ties)
+    params = draw_params(rows, device, **CUTS[name], vocab=vocab)
     drawn, expected = sample.sample(logits.clone(), params), reference.sample(logits.clone(), params)
     differing = int((drawn != expected).sum())
     assert differing <= rows // 100, "float32 sums may move a border token now and then, no more"
@@ -61,8 +34,8 @@ def test_draws_what_the_reference_draws(name, has_ties, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_draws_the_same_alone(device):
-    logits = _logits(2, 150, device, has_ties=False)
-    params = _params(2, device, top_k=20, top_p=0.9)
+    logits = random_logits(2, 150, device, has_ties=False)
+    params = draw_params(2, device, top_k=20, top_p=0.9)
     together = sample.sample(logits, params)
     for row in range(2):
         part = slice(row, row + 1)
@@ -77,13 +50,13 @@ def test_a_row_draws_the_same_alone(device):
 def test_rows_without_a_distribution_give_some_token(device):
     logits = torch.zeros(3, 300, device=device)
     logits[0], logits[1, 7], logits[2] = float("nan"), float("nan"), float("-inf")
-    ids = sample.sample(logits, _params(3, device, top_k=5, top_p=0.9))
+    ids = sample.sample(logits, draw_params(3, device, top_k=5, top_p=0.9))
     assert ((ids >= 0) & (ids < 300)).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_find_best(device):
-    logits = _logits(5, 1000, device, has_ties=False)
+    logits = random_logits(5, 1000, device, has_ties=False)
     logits[2, 7], logits[3] = float("nan"), float("-inf")
     values, ids = sample.find_best(logits)
     expected = logits.max(-1)
@@ -94,7 +67,7 @@ def test_find_best(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_keep_best_stores_what_a_greedy_step_needs(device):
-    logits = _logits(5, 9000, device, has_ties=False)
+    logits = random_logits(5, 9000, device, has_ties=False)
     logits[2, 7], logits[3], logits[4, 1] = float("nan"), float("-inf"), float("inf")
     rows, last_token = torch.tensor([6, 1, 3, 0, 2], device=device), torch.full((8,), -5, device=device)
     other = last_token.clone()

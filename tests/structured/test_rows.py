@@ -93,7 +93,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.rows = Rows(8, torch.device("cpu"))
-        self.grammars = GrammarRows(store_of(CountLibrary()), VOCAB_SIZE)
+        self.grammars = GrammarRows(store_of(CountLibrary()), VOCAB_SIZE, torch.device("cpu"))
         self.num_drawn: dict[int, int] = {}
 
     def start(self, row: int, end: int | None, *, output: tuple[int, ...] = (), rules: LogitRules | None = None) -> RowTokens:
@@ -121,8 +121,9 @@ class Bench:
 
 
 def read_masks(masks: RowMasks, rows: list[int]) -> dict[int, set[int]]:
-    bits = np.unpackbits(masks.masks.astype("<i4").view(np.uint8), bitorder="little", axis=-1)[:, :VOCAB_SIZE]
-    return {rows[place]: set(map(int, np.flatnonzero(row))) for place, row in zip(masks.places, bits, strict=True)}
+    words, mask_of_row = (part.numpy() for part in masks.send(torch.device("cpu"), len(rows)))
+    bits = np.unpackbits(words.astype("<i4").view(np.uint8), bitorder="little", axis=-1)[:, :VOCAB_SIZE]
+    return {row: set(map(int, np.flatnonzero(bits[place]))) for row, place in zip(rows, mask_of_row, strict=True) if place >= 0}
 
 
 @pytest.mark.parametrize("is_done", [True, False])

@@ -8,6 +8,7 @@
 #include "bind_packed.h"
 #include "bind_rope.h"
 #include "bind_rows.h"
+#include "bind_sample.h"
 
 namespace headrace {
 
@@ -36,6 +37,7 @@ STABLE_TORCH_LIBRARY(headrace_cpu, m) {
   headrace::define_packed(m);
   headrace::define_rope(m);
   headrace::define_rows(m);
+  headrace::define_sample(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CompositeExplicitAutograd, m) { m.impl("select_isa", TORCH_BOX(&headrace::select_isa)); }
@@ -46,4 +48,5 @@ STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
   headrace::implement_packed(m);
   headrace::implement_rope(m);
   headrace::implement_rows(m);
+  headrace::implement_sample(m);
 }

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from headrace.execution.rows import RowTokens
 from headrace.execution.sampling import RowMasks, SampleBatch
 from headrace.execution.structured.library import GrammarLibrary, Matcher
 from headrace.execution.structured.store import GrammarStore
+from headrace.execution.upload import host_words
 
 ALL_ALLOWED = -1
 """A word of a mask."""
@@ -68,12 +70,13 @@ class Constraint:
 @dataclass(slots=True)
 class Filling:
     """Masks on their way: ``constraints[i]`` is at place ``places[i]`` of the batch and draws token ``indices[i]`` of its
-    output."""
+    output. ``words``: see `RowMasks`; ``masks`` [G, W] are those in it."""
 
     rows: GrammarRows
     constraints: list[Constraint]
     places: np.ndarray
     indices: list[int]
+    words: torch.Tensor
     masks: np.ndarray
     work: Future[None] | None = None
 
@@ -85,7 +88,7 @@ class Filling:
         else:
             self.work.result()
         errors = {c.row: c.matcher.error for c in self.constraints if c.matcher.error and not c.is_over}
-        return RowMasks(self.masks, self.places, errors)
+        return RowMasks(self.words, len(self.masks), errors)
 
     def follow(self, step: DrawnStep) -> None:
         """The step that uses these masks was launched."""
@@ -105,8 +108,8 @@ class GrammarRows:
     `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one, and longer ones,
     too, among so many rows that these would lose more than the one gains."""
 
-    def __init__(self, store: GrammarStore, vocab_size: int, *, min_jump: int = MIN_JUMP):
-        self._store, self._num_words, self.min_jump = store, -(-vocab_size // 32), min_jump
+    def __init__(self, store: GrammarStore, vocab_size: int, device: torch.device, *, min_jump: int = MIN_JUMP):
+        self._store, self._num_words, self._device, self.min_jump = store, -(-vocab_size // 32), device, min_jump
         self._constraints: dict[int, Constraint] = {}
         self._unread: list[_Unread] = []
         self._batch_size = 1  # of the latest step
@@ -140,9 +143,14 @@ class GrammarRows:
         # Matchers of one library stand together, so that it fills them in one call.
         constraints = [self._constraints[int(row)] for row in rows]
         order = sorted(range(len(rows)), key=lambda i: id(constraints[i].library))
-        masks = np.empty((len(rows), self._num_words), dtype=np.int32)
-        indices = list(map(int, batch.output_lens[batch.constrained]))
-        filling = Filling(self, [constraints[i] for i in order], batch.constrained[order], [indices[i] for i in order], masks)
+        places = batch.constrained[order]
+        indices = list(map(int, batch.output_lens[places]))
+        split = len(rows) * self._num_words
+        words, written = host_words(split + len(batch.rows), self._device)
+        masks, mask_of_row = written[:split].reshape(len(rows), -1), written[split:]
+        mask_of_row[:] = -1
+        mask_of_row[places] = np.arange(len(places))
+        filling = Filling(self, [constraints[i] for i in order], places, indices, words, masks)
         if all(unread.step.is_done for unread in self._unread):
             self.catch_up()
             filling.work = self._thread.submit(self.fill, filling)

@@ -43,6 +43,7 @@ every batch on the same device. A row whose logits hold NaN, or nothing but -inf
 """
 
 SAMPLE.add("reference", "headrace.kernels.sample.reference:sample", doc="plain torch, inverse CDF in float64")
+SAMPLE.add("cpu", "headrace.kernels.sample.cpu:sample", supports=requires(device="cpu", dtypes=("float32",)), priority=10, doc="own C++, cuts by selection")
 SAMPLE.add("triton", "headrace.kernels.sample.triton:sample", supports=requires(device="cuda"), priority=10, doc="threshold search, no sort")
 
 FIND_BEST = Operation("find_best kernel")
@@ -50,6 +51,7 @@ FIND_BEST = Operation("find_best kernel")
 the value is NaN when the row holds one, and the id is then some id in [0, V)."""
 
 FIND_BEST.add("reference", "headrace.kernels.sample.reference:find_best", doc="plain torch")
+FIND_BEST.add("cpu", "headrace.kernels.sample.cpu:find_best", supports=requires(device="cpu", dtypes=("float32",)), priority=10, doc="own C++, one pass")
 FIND_BEST.add("triton", "headrace.kernels.sample.triton:find_best", supports=requires(device="cuda"), priority=10, doc="parts of a row side by side")
 
 KEEP_BEST = Operation("keep_best kernel")

@@ -159,15 +159,34 @@ def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
 
 
 @triton.jit
+def greatest(x):
+    """Of a block, NaN if it holds one."""
+    return tl.where(tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), tl.max(x, axis=0))
+
+
+@triton.jit
+def find_first(x, index, last):
+    """The index of the greatest; ``last`` where there is none."""
+    return tl.min(tl.where(x == tl.max(x, axis=0), index, last), axis=0)
+
+
+@triton.jit
+def join_parts(part_values_ptr, part_ids_ptr, row, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest of a row's parts, NaN if one is, and its token."""
+    part = tl.arange(0, BLOCK)
+    x = tl.load(part_values_ptr + row * PARTS + part, mask=part < PARTS, other=NEGATIVE)
+    ids = tl.load(part_ids_ptr + row * PARTS + part, mask=part < PARTS, other=0)
+    first = find_first(x, part, PARTS - 1)
+    return greatest(x), tl.max(tl.where(part == first, ids, 0), axis=0).to(tl.int64)
+
+
+@triton.jit
 def _best_of_part(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)
     index = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + index, mask=index < V, other=NEGATIVE).to(tl.float32)
-    best = tl.max(x, axis=0)
-    at = tl.min(tl.where(x == best, index, V - 1), axis=0)
-    best = tl.where(tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), best)
-    tl.store(values_ptr + row * PARTS + part, best)
-    tl.store(ids_ptr + row * PARTS + part, at)
+    tl.store(values_ptr + row * PARTS + part, greatest(x))
+    tl.store(ids_ptr + row * PARTS + part, find_first(x, index, V - 1))
 
 
 @triton.jit
@@ -176,20 +195,14 @@ def _best_of_parts(
 ):
     """Values and ids; when KEEP, ``ids_ptr`` [2, B] gets ids and states, and the rows' last tokens are set."""
     row = tl.program_id(0)
-    part = tl.arange(0, BLOCK)
-    x = tl.load(part_values_ptr + row * PARTS + part, mask=part < PARTS, other=NEGATIVE)
-    ids = tl.load(part_ids_ptr + row * PARTS + part, mask=part < PARTS, other=0)
-    best = tl.max(x, axis=0)
-    first = tl.min(tl.where(x == best, part, PARTS - 1), axis=0)
-    token = tl.max(tl.where(part == first, ids, 0), axis=0).to(tl.int64)
-    is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
+    best, token = join_parts(part_values_ptr, part_ids_ptr, row, PARTS, BLOCK)
     tl.store(ids_ptr + row, token)
     if KEEP:
-        is_broken = is_nan | (tl.abs(best) == float("inf"))
+        is_broken = (best != best) | (tl.abs(best) == float("inf"))
         tl.store(ids_ptr + tl.num_programs(0) + row, is_broken.to(tl.int64))
         tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
     else:
-        tl.store(values_ptr + row, tl.where(is_nan, float("nan"), best))
+        tl.store(values_ptr + row, best)
 
 
 def _search_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
