@@ -29,11 +29,13 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Layers of one spec and the pages they share. ``num_pages`` counts the null page too."""
+    """Layers of one spec and the pages they share. ``num_pages`` counts the null page too. Once ``soft_pages`` have been in
+    use, stored prefixes that nobody reads give way before pages are used that never were (0: only when there are none)."""
 
     spec: CacheSpec
     layers: list[int]
     num_pages: int = 0
+    soft_pages: int = 0
 
 
 class CacheLayout(msgspec.Struct, frozen=True, array_like=True):

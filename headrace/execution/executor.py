@@ -32,7 +32,7 @@ from headrace.execution.structured.library import CompiledGrammar
 from headrace.execution.structured.store import GrammarStore
 from headrace.layers.build import Build
 from headrace.memory.capacity import free_bytes
-from headrace.memory.plan import CacheDemand, kv_budget, memory_lines, plan_cache
+from headrace.memory.plan import CacheDemand, kv_budget, memory_lines, plan_cache, soft_budget
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     activations = measure_activations(config, loaded, chosen, device)
     free, reserve = free_bytes(device), graph_reserve(config, loaded, chosen, activations, device)
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
-    plan = plan_cache(_demand(config, loaded), config.cache, budget)
+    plan = plan_cache(_demand(config, loaded), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
     assembly = Assembly(config, layout_of(config, plan), device)
     progress("running a first step", 0.9)
     runner = assembly.build_runner(loaded, chosen)

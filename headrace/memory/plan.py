@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 CPU_KV_LIMIT = 4 * 2**30
 """Bytes of KV on a CPU at most: the host's memory belongs to others too."""
 
+CPU_SOFT_LIMIT = 256 * 2**20
+"""Bytes of KV that a CPU may always use before stored prefixes give way, however small the model."""
+
 MIN_WINDOW_SHARE = 0.25
 """Requests are mostly shorter than the longest one: a window group sized for the longest alone would run out first."""
 
@@ -52,8 +55,15 @@ def kv_budget(device_type: str, free: int, fraction: float) -> int:
     return min(budget, CPU_KV_LIMIT) if device_type == "cpu" else budget
 
 
-def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int) -> CachePlan:
-    """Divide ``budget`` bytes (``config.kv_pages`` overrules it) among the groups; raises `ConfigError` with the fix."""
+def soft_budget(device_type: str, weights: int) -> int:
+    """Bytes of KV from which on stored prefixes give way before more is used, 0 for no such bound. On a CPU, where memory is
+    only taken when it is used, what nobody reads shall not take more than the model itself."""
+    return max(CPU_SOFT_LIMIT, weights) if device_type == "cpu" else 0
+
+
+def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int = 0) -> CachePlan:
+    """Divide ``budget`` bytes (``config.kv_pages`` overrules it) among the groups, ``soft`` being what is used before stored
+    prefixes give way (see `CacheGroup`); raises `ConfigError` with the fix."""
     if not demand.groups:
         return CachePlan([], demand.max_model_len)
     base = config.kv_pages or _most_pages(demand, config, budget)
@@ -63,7 +73,11 @@ def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int) -> CachePl
             f"no memory is left for the KV cache ({_mib(budget)} MiB, a page takes {page / 2**20:.2f}): "
             "free memory on the device, raise memory_fraction, or serve a smaller model", param="memory_fraction",
         )
-    groups = [_with_pages(g, _pages_of(g, base, demand, config)) for g in demand.groups]
+    soft_base = 0 if config.kv_pages else _most_pages(demand, config, soft)
+    groups = [
+        msgspec.structs.replace(g, num_pages=_pages_of(g, base, demand, config), soft_pages=soft_base and _pages_of(g, soft_base, demand, config))
+        for g in demand.groups
+    ]
     return CachePlan(groups, _longest_context(demand, groups))
 
 
@@ -128,10 +142,6 @@ def _pages_needed(group: CacheGroup, demand: CacheDemand) -> int:
     if not group.spec.window:
         return whole
     return min(whole, -(-(group.spec.window + 2 * demand.max_step_tokens) // page) + 3)
-
-
-def _with_pages(group: CacheGroup, num_pages: int) -> CacheGroup:
-    return msgspec.structs.replace(group, num_pages=num_pages)
 
 
 def _mib(num_bytes: int) -> int:

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.base.config import CacheConfig
 from headrace.base.errors import ConfigError
-from headrace.memory.plan import CPU_KV_LIMIT, CacheDemand, kv_budget, memory_lines, plan_cache
+from headrace.memory.plan import (
+    CPU_KV_LIMIT,
+    CPU_SOFT_LIMIT,
+    CacheDemand,
+    kv_budget,
+    memory_lines,
+    plan_cache,
+    soft_budget,
+)
 from headrace.memory.pools import group_page_bytes
 
 FULL = CacheSpec("full", 2, 64, 64, "float32")
@@ -93,3 +101,14 @@ def test_memory_lines_add_up_and_skip_what_is_empty():
     assert [line.name for line in lines] == ["weights", "KV full", "free"]
     assert lines[1].num_bytes == 200 * group_page_bytes(plan.groups[0], 16)
     assert "3,184 tokens" in lines[1].note
+
+
+def test_on_a_cpu_stored_prefixes_may_take_as_much_as_the_weights_do():
+    assert soft_budget("cuda", 10**9) == 0 and soft_budget("cpu", 10**9) == 10**9 and soft_budget("cpu", 10**6) == CPU_SOFT_LIMIT
+    page = group_page_bytes(CacheGroup(FULL, [0, 1]), 16)
+    group = plan_cache(demand([CacheGroup(FULL, [0, 1])]), CacheConfig(), 500 * page, 200 * page).groups[0]
+    assert (group.num_pages, group.soft_pages) == (500, 200)
+    chosen = plan_cache(demand([CacheGroup(FULL, [0, 1])]), CacheConfig(kv_pages=300), 500 * page, 200 * page).groups[0]
+    assert (chosen.num_pages, chosen.soft_pages) == (300, 0), "what the user sets is what may be used"
+    groups = plan_cache(demand([CacheGroup(WINDOW, [0]), CacheGroup(FULL, [1])]), CacheConfig(), 2000 * page, 1000 * page).groups
+    assert sum(g.soft_pages * group_page_bytes(g, 16) for g in groups) <= 1000 * page and all(0 < g.soft_pages <= g.num_pages for g in groups)

@@ -283,11 +283,14 @@ class FakeEngine:
                     assert self.prompt_positions[request_id] == list(range(1, len(ask.prompt_token_ids)))
 
 
-def make_layout(num_pages: int, *, page_size: int = 4, max_rows: int = 4, max_model_len: int = 64, window: int = 0, window_pages: int = 0, full: bool = True) -> CacheLayout:
+def make_layout(
+    num_pages: int, *, page_size: int = 4, max_rows: int = 4, max_model_len: int = 64, window: int = 0, window_pages: int = 0, full: bool = True,
+    soft_pages: int = 0,
+) -> CacheLayout:
     """A full group, a window group when ``window`` is given, or the latter alone."""
-    groups = [CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages)] if full else []
+    groups = [CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages, soft_pages)] if full else []
     if window:
-        groups.append(CacheGroup(CacheSpec("sliding_window", 1, 8, 8, "float32", window=window), [1], window_pages or num_pages))
+        groups.append(CacheGroup(CacheSpec("sliding_window", 1, 8, 8, "float32", window=window), [1], window_pages or num_pages, soft_pages))
     return CacheLayout(page_size, max_rows, max_model_len, groups)
 
 

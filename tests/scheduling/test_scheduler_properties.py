@@ -39,14 +39,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         starvation=st.integers(1, 5),
         prefix_cache=st.booleans(),
         share=st.booleans(),
+        soft_pages=st.sampled_from([0, 0, 3, 12]),
     )
-    def build(self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, step_tokens, policy, starvation, prefix_cache, share):
+    def build(self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, step_tokens, policy, starvation, prefix_cache, share, soft_pages):
         self.now = 0.0
         num_pages = 1 + -(-MAX_MODEL_LEN // page_size) // 2 + spare_pages
         window_pages = 3 + -(-window // page_size) + spare_window_pages
         layout = make_layout(
             num_pages, page_size=page_size, max_rows=rows, max_model_len=MAX_MODEL_LEN, window=window,
-            window_pages=window_pages, full=full or not window,
+            window_pages=window_pages, full=full or not window, soft_pages=soft_pages,
         )
         self.engine = make_engine(
             layout, vocab=VOCAB, prefix_cache=prefix_cache, clock=lambda: self.now, max_step_tokens=step_tokens,

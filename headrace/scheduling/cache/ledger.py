@@ -52,7 +52,7 @@ class CacheLedger:
         self.policies: list[GroupPolicy] = [
             GROUP_POLICIES.load(group.spec.kind)(group.spec, layout.page_size) for group in layout.groups
         ]
-        self.accounts = [PageAccounts(group.num_pages) for group in layout.groups]
+        self.accounts = [PageAccounts(group.num_pages, group.soft_pages) for group in layout.groups]
         self.tree = PrefixTree(self.policies, layout.page_size, self.accounts)
         self.promised = [0] * len(self.policies)
 
@@ -84,14 +84,16 @@ class CacheLedger:
         return max(0, min(rooms, default=NO_LIMIT))
 
     def reserve(self, count: int) -> bool:
-        """Make ``count`` pages free in every group, evicting from the tree; False if even that is not enough."""
+        """Make ``count`` pages free in every group, evicting from the tree; False if even that is not enough. Evicts more
+        than it must where that spares memory that was never in use."""
         tree = self.tree
         shortages = [count - account.num_free for account in self.accounts]
         if any(short > evictable for short, evictable in zip(shortages, tree.num_evictable, strict=True)):
             return False
         for group, account in enumerate(self.accounts):
-            if count > account.num_free:
-                tree.evict(group, count - account.num_free)
+            excess = account.count_excess(count)
+            if excess:
+                tree.evict(group, excess)
         return True
 
     # -- a holding's life ---------------------------------------------------------------------------------------

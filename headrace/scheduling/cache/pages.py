@@ -11,12 +11,14 @@ from headrace.base.cache import NULL_PAGE
 class PageAccounts:
     """A stack of free page ids: the page given back last, whose memory is warmest, is handed out first."""
 
-    __slots__ = ("_free", "num_pages")
+    __slots__ = ("_free", "_num_fresh", "_soft_pages", "num_pages")
 
-    def __init__(self, num_pages: int):
-        """``num_pages`` counts the null page, as `CacheGroup` does."""
+    def __init__(self, num_pages: int, soft_pages: int = 0):
+        """Both numbers are those of `CacheGroup`."""
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._num_fresh = len(self._free)  # pages never handed out; they lie at the bottom
+        self._soft_pages = soft_pages or num_pages
 
     @property
     def capacity(self) -> int:
@@ -34,7 +36,15 @@ class PageAccounts:
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         pages = self._free[-count:]
         del self._free[-count:]
+        self._num_fresh = min(self._num_fresh, len(self._free))
         return pages
+
+    def count_excess(self, count: int) -> int:
+        """How many of the next ``count`` pages would come from memory that is better left alone: there are none left, or
+        they were never in use and enough others were."""
+        fresh = count - (len(self._free) - self._num_fresh)
+        used = self.capacity - self._num_fresh
+        return max(count - len(self._free), min(fresh, used + fresh - self._soft_pages), 0)
 
     def give(self, pages: list[int]) -> None:
         """Take pages back. Steps in flight may still touch them: pages are reused by later plans only, and the device
