@@ -71,14 +71,38 @@ struct DecodeState {
   }
 };
 
-// n rows of keys and values of one kv head, whose first query head is `head`.
+// Rows of keys and values of a block, of the first kv head of a range.
 template <class T>
-HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int64_t head, const T** keys, const T** values, int64_t n) {
+struct BlockRows {
+  int64_t n = 0;
+  const T *keys[kDecodeKeys], *values[kDecodeKeys];
+
+  void find(const Attention& a, const KeyRange& range, const int32_t* table, int64_t at) {
+    n = range.last - at < kDecodeKeys ? range.last - at : kDecodeKeys;
+    for (int64_t j = 0; j < n; ++j) {
+      keys[j] = static_cast<const T*>(row_at(a.k, a.k_strides, a, table, at + j, range.first_head));
+      values[j] = static_cast<const T*>(row_at(a.v, a.v_strides, a, table, at + j, range.first_head));
+    }
+  }
+  // Bring some rows of a kv head near, while others are computed with: the processor can wait for a few lines only.
+  HEADRACE_INLINE void fetch(const Attention& a, int64_t head, int64_t first, int64_t count) const {
+    for (int64_t j = first; j < first + count && j < n; ++j) {
+      const T *key = keys[j] + head * a.k_strides.head, *value = values[j] + head * a.v_strides.head;
+      for (int64_t e = 0; e < a.head_dim; e += 64 / sizeof(T)) __builtin_prefetch(key + e, 0, 2);
+      for (int64_t e = 0; e < a.value_dim; e += 64 / sizeof(T)) __builtin_prefetch(value + e, 0, 2);
+    }
+  }
+};
+
+// n rows of keys and values of one kv head, whose first query head is `head`; meanwhile the next block comes near.
+template <class T>
+HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int64_t head, const T** keys, const T** values, int64_t n, const BlockRows<T>& next) {
   const float* q = s.q + head * s.q_width;
   for (int64_t j = n; j < padded(n, 4); ++j) keys[j] = keys[n - 1];
-  over_heads(s.group, [&]<int kHeads>(int64_t h) {
-    for (int64_t j = 0; j < n; j += 4) multiply_keys<kHeads>(q + h * s.q_width, s.q_width, keys + j, a.head_dim, s.logits + h * kDecodeKeys + j, kDecodeKeys);
-  });
+  for (int64_t j = 0; j < n; j += 4) {
+    next.fetch(a, head / s.group, j, 4);
+    over_heads(s.group, [&]<int kHeads>(int64_t h) { multiply_keys<kHeads>(q + h * s.q_width, s.q_width, keys + j, a.head_dim, s.logits + h * kDecodeKeys + j, kDecodeKeys); });
+  }
   float fades[kMostDecodeGroup];
   for (int64_t h = 0; h < s.group; ++h) {
     float* row = s.logits + h * kDecodeKeys;
@@ -102,16 +126,15 @@ static void decode_type(const Attention& a, const KeyRange& range, float* partia
   }
   memset(s.sums, 0, s.heads * s.v_width * sizeof(float));
   const int32_t* table = a.table + range.request * a.table_stride;
-  const T *keys[kDecodeKeys], *values[kDecodeKeys], *key_rows[kDecodeKeys], *value_rows[kDecodeKeys];
-  for (int64_t at = range.first; at < range.last; at += kDecodeKeys) {
-    const int64_t n = range.last - at < kDecodeKeys ? range.last - at : kDecodeKeys;
-    for (int64_t j = 0; j < n; ++j) {
-      key_rows[j] = static_cast<const T*>(row_at(a.k, a.k_strides, a, table, at + j, range.first_head));
-      value_rows[j] = static_cast<const T*>(row_at(a.v, a.v_strides, a, table, at + j, range.first_head));
-    }
+  const T *keys[kDecodeKeys], *values[kDecodeKeys];
+  BlockRows<T> blocks[2];
+  blocks[0].find(a, range, table, range.first);
+  for (int64_t at = range.first, i = 0; at < range.last; at += kDecodeKeys, i ^= 1) {
+    const BlockRows<T>& rows = blocks[i];
+    blocks[i ^ 1].find(a, range, table, at + kDecodeKeys);
     for (int64_t k = 0; k < range.num_heads; ++k) {
-      for (int64_t j = 0; j < n; ++j) keys[j] = key_rows[j] + k * a.k_strides.head, values[j] = value_rows[j] + k * a.v_strides.head;
-      decode_block(a, s, k * s.group, keys, values, n);
+      for (int64_t j = 0; j < rows.n; ++j) keys[j] = rows.keys[j] + k * a.k_strides.head, values[j] = rows.values[j] + k * a.v_strides.head;
+      decode_block(a, s, k * s.group, keys, values, rows.n, blocks[i ^ 1]);
     }
   }
 }

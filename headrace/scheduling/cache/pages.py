@@ -9,7 +9,8 @@ from headrace.base.cache import NULL_PAGE
 
 
 class PageAccounts:
-    """A stack of free page ids: the page given back last, whose memory is warmest, is handed out first."""
+    """A stack of free page ids: pages given back last, whose memory is warmest, are handed out first, several of them in
+    rising order, in which they are read fastest."""
 
     __slots__ = ("_free", "_num_fresh", "_soft_pages", "num_pages")
 
@@ -34,7 +35,7 @@ class PageAccounts:
         if count == 0:
             return []
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
-        pages = self._free[-count:]
+        pages = self._free[: -count - 1 : -1]
         del self._free[-count:]
         self._num_fresh = min(self._num_fresh, len(self._free))
         return pages
@@ -49,7 +50,7 @@ class PageAccounts:
     def give(self, pages: list[int]) -> None:
         """Take pages back. Steps in flight may still touch them: pages are reused by later plans only, and the device
         runs plans in order."""
-        self._free.extend(pages)
+        self._free.extend(reversed(pages))
 
     def free_pages(self) -> list[int]:
         """A copy of the free list, for audits."""
