@@ -130,8 +130,8 @@ class Runner:
             self._sampler.pack(batch, upload)
         sent = upload.send(self._device)
         self._apply_pages(plan, sent)
+        logits, likeliest = graph.run(sent["decodes"])  # first: masks are needed only once it is done
         filling = self._grammars.begin(batch) if self._grammars is not None else None
-        logits, likeliest = graph.run(sent["decodes"])
         if batch.is_greedy:
             drawn = Drawn(likeliest, None)
         else:

@@ -44,6 +44,8 @@ class CountMatcher:
 
 
 class CountGrammar:
+    plain = None
+
     def __init__(self, library: CountLibrary, end: int):
         self.library, self.end = library, end
 

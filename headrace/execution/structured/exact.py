@@ -48,7 +48,7 @@ class _Reader:
     def read_root(self, root: Any) -> str | None:
         """The reason against a whole schema."""
         if not isinstance(root, dict):
-            return "a schema that is no object"
+            return self._read(root, 1)
         self._defs = {f"#/{place}/{name}": value for place in ("$defs", "definitions") for name, value in dict(root.get(place) or {}).items()}
         rest = {name: value for name, value in root.items() if name not in ("$defs", "definitions")}
         for schema in (*self._defs.values(), rest):
@@ -61,8 +61,10 @@ class _Reader:
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
             return "a large schema"
         if not isinstance(schema, dict):
-            return "a schema that is no object"
+            return None if schema is True else "a schema that is no object"
         keys = schema.keys() - ANNOTATIONS
+        if not keys:
+            return None
         if "$ref" in keys:
             return None if keys == {"$ref"} and schema["$ref"] in self._defs else "the keyword '$ref' beside others, or elsewhere"
         if "anyOf" in keys:
@@ -89,7 +91,10 @@ class _Reader:
 
     def _read_object(self, schema: dict[str, Any], depth: int) -> str | None:
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, dict) or schema.get("additionalProperties") is not False:
+        others = schema.get("additionalProperties", True)
+        if properties == {} and required == []:
+            return None if others is False else self._read(others, depth + 1)
+        if not isinstance(properties, dict) or others is not False:
             return "an object with other properties"
         if not isinstance(required, list) or not set(map(str, required)) <= properties.keys() or not all(_is_plain(name) for name in properties):
             return "unusual names of properties"
@@ -99,7 +104,7 @@ class _Reader:
         low, high = schema.get("minItems", 0), schema.get("maxItems", 0)
         if type(low) is not int or type(high) is not int or not 0 <= low <= MAX_ITEMS or not 0 <= high <= MAX_ITEMS or ("maxItems" in schema and high < max(1, low)):
             return "the keyword 'minItems' or 'maxItems'"
-        return self._read(schema["items"], depth + 1) if "items" in schema else "an array of anything"
+        return self._read(schema.get("items", True), depth + 1)
 
 
 def _read_values(schema: dict[str, Any], keys: set[str]) -> str | None:

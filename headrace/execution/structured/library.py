@@ -12,6 +12,7 @@ from headrace.base.errors import PluginError, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.registry import Registry
 from headrace.execution.structured.exact import inexactness
+from headrace.execution.structured.plain import PlainTokens
 
 INSTALL = "pip install 'headrace[structured]'"
 
@@ -35,9 +36,11 @@ class Matcher(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """A grammar for one vocabulary; shared by any number of outputs. ``library`` fills the masks of its matchers."""
+    """A grammar for one vocabulary; shared by any number of outputs. ``library`` fills the masks of its matchers. ``plain``:
+    tokens that leave a matcher where it is, wherever all of them are allowed; None where none are known to."""
 
     library: GrammarLibrary
+    plain: PlainTokens | None
 
     def start(self) -> Matcher:
         """A matcher at the beginning of an output."""

@@ -75,6 +75,8 @@ class GuidanceMatcher:
 class GuidanceGrammar:
     """A `CompiledGrammar`: a matcher nobody advances. Its copies share what has been computed of the grammar."""
 
+    plain = None
+
     def __init__(self, library: GuidanceLibrary, origin: llguidance.LLMatcher):
         self.library = library
         self._origin = origin

@@ -21,6 +21,7 @@ import torch
 from headrace.execution.rows import RowTokens
 from headrace.execution.sampling import RowMasks, SampleBatch
 from headrace.execution.structured.library import GrammarLibrary, Matcher
+from headrace.execution.structured.plain import PlainTokens
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import host_words
 
@@ -54,17 +55,38 @@ class DrawnStep(Protocol):
 class Constraint:
     """The grammar of one row. ``num_tokens``: of its output, known so far. ``held`` [W] int32 are the bits of tokens that are
     not wanted for the first ``min_tokens``, unless nothing else is allowed. ``can_jump``: whether drawing a token has no
-    effect but the token."""
+    effect but the token. ``steady`` [W] is the next mask where it is that of the token before: plain text is being written,
+    of which the matcher is not told."""
 
     row: int
     matcher: Matcher
     library: GrammarLibrary
-    num_tokens: int
+    plain: PlainTokens | None
+    num_tokens: int = 0
+    steady: np.ndarray | None = None
     can_jump: bool = False
     min_tokens: int = 0
     held: np.ndarray | None = None
     is_over: bool = False
     last_token: int = -1
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether its mask is for the library to tell."""
+        return self.steady is None and not self.is_over and self.matcher.error is None
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that does not end the output."""
+        if self.steady is not None and self.plain is not None and self.plain.is_plain[token]:
+            return
+        self.steady = None
+        self.matcher.accept([token])
+
+    def keep(self, mask: np.ndarray) -> None:
+        """The library told this mask [W]."""
+        plain = self.plain
+        if plain is not None and (not plain.needs_root or (self.last_token >= 0 and plain.is_plain[self.last_token])) and plain.are_allowed(mask):
+            self.steady = mask.copy()
 
 
 @dataclass(slots=True)
@@ -121,7 +143,7 @@ class GrammarRows:
         compiled = self._store.find(known.sampling.grammar)
         sampling = known.sampling
         can_jump = sampling.rules is None and sampling.penalties is None and sampling.num_logprobs < 0
-        constraint = Constraint(row, compiled.start(), compiled.library, num_tokens=0, can_jump=can_jump)
+        constraint = Constraint(row, compiled.start(), compiled.library, compiled.plain, can_jump=can_jump)
         rules = sampling.rules
         if rules is not None and rules.min_tokens:
             constraint.min_tokens, constraint.held = rules.min_tokens, self._bits(rules.held_ids)
@@ -153,7 +175,8 @@ class GrammarRows:
         filling = Filling(self, [constraints[i] for i in order], places, indices, words, masks)
         if all(unread.step.is_done for unread in self._unread):
             self.catch_up()
-            filling.work = self._thread.submit(self.fill, filling)
+            if any(constraint.is_asking for constraint in constraints):
+                filling.work = self._thread.submit(self.fill, filling)
         return filling
 
     def await_step(self, step: DrawnStep, drawn: list[tuple[int, int, Constraint]]) -> None:
@@ -182,7 +205,7 @@ class GrammarRows:
     def _jump(self, constraint: Constraint) -> list[tuple[int, list[int]]]:
         """Go on by the tokens that the grammar forces now, if they are many; ``[(row, tokens)]`` or nothing."""
         jumps = self._store.jumps
-        if jumps is None or not constraint.can_jump or constraint.is_over or constraint.matcher.error is not None:
+        if jumps is None or not constraint.can_jump or not constraint.is_asking:
             return []
         text = constraint.matcher.read_forced()
         least = max(self.min_jump, 1 + math.ceil(JUMP_COST * self._batch_size))
@@ -211,14 +234,18 @@ class GrammarRows:
                 mask[:] = ALL_ALLOWED
 
     def _fill_alike(self, library: GrammarLibrary, constraints: list[Constraint], masks: np.ndarray) -> None:
-        going = [i for i, c in enumerate(constraints) if not c.is_over and c.matcher.error is None]
-        if len(going) == len(constraints):
+        asking = [i for i, c in enumerate(constraints) if c.is_asking]
+        if len(asking) == len(constraints):
             library.fill([c.matcher for c in constraints], masks)
-        elif going:
-            part = np.empty((len(going), masks.shape[1]), dtype=np.int32)
-            library.fill([constraints[i].matcher for i in going], part)
-            masks[going] = part
+        elif asking:
+            part = np.empty((len(asking), masks.shape[1]), dtype=np.int32)
+            library.fill([constraints[i].matcher for i in asking], part)
+            masks[asking] = part
+        for i in asking:
+            constraints[i].keep(masks[i])
         for mask, constraint in zip(masks, constraints, strict=True):
+            if constraint.steady is not None:
+                mask[:] = constraint.steady
             if constraint.is_over:
                 mask[:] = ALL_ALLOWED
             elif constraint.matcher.error is not None:
@@ -236,7 +263,7 @@ class GrammarRows:
         if token in self._store.eos_ids:
             constraint.is_over = True
         else:
-            constraint.matcher.accept([token])
+            constraint.accept(token)
 
     def _bits(self, ids: list[int]) -> np.ndarray:
         bits = np.zeros(self._num_words * 32, dtype=np.uint8)

@@ -5,6 +5,7 @@ Refuses: bounding its work by itself; what is let through is small enough to com
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.exact_tags import texts_of, word_tag
 from headrace.execution.structured.library import LeftToOthers
+from headrace.execution.structured.plain import PlainTokens, find_plain, read_breaks
 
 MAX_WHITESPACE = 40
 """Blanks in a row: a model cannot be caught writing them for ever."""
@@ -46,8 +48,8 @@ class XgrammarMatcher:
 class XgrammarGrammar:
     """A `CompiledGrammar`."""
 
-    def __init__(self, library: XgrammarLibrary, inner: xgrammar.CompiledGrammar):
-        self.library = library
+    def __init__(self, library: XgrammarLibrary, inner: xgrammar.CompiledGrammar, plain: PlainTokens | None):
+        self.library, self.plain = library, plain
         self._inner = inner
 
     def start(self) -> XgrammarMatcher:
@@ -66,6 +68,7 @@ class XgrammarLibrary:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(1)  # its threads cost more than a mask does
         self._num_words = -(-vocab_size // 32)
+        self._find_plain = functools.cache(functools.partial(find_plain, vocabulary, vocab_size))
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> XgrammarGrammar:
@@ -75,7 +78,8 @@ class XgrammarLibrary:
             inner = self._compile_tag(grammar) if grammar.kind == "structural_tag" else self._compile_json(grammar)
         except (RuntimeError, ValueError) as error:
             raise RequestError(f"the {grammar.kind} cannot be used as a grammar: {error}"[:500], param=grammar.kind) from error
-        compiled = XgrammarGrammar(self, inner)
+        breaks = read_breaks(grammar)
+        compiled = XgrammarGrammar(self, inner, None if breaks is None else self._find_plain(breaks))
         mask = np.zeros((1, self._num_words), dtype=np.int32)
         self.fill([compiled.start()], mask)
         if not mask.any():
