@@ -25,6 +25,7 @@ class Case:
     has_sinks: bool = False
     num_decodes: int = -1
     max_kv_len: int = 0
+    steepness: float = 1.0  # what logits are multiplied with beside the usual scale
 
     @property
     def decodes(self) -> int:
@@ -66,7 +67,7 @@ def make_problem(case: Case, device: str, dtype: torch.dtype, *, seed: int = 0) 
     num_tokens = sum(n for n, _ in case.spans)
     q = torch.randn(num_tokens, case.num_heads, case.head_dim, generator=rng).to(dtype)
     sinks = torch.randn(case.num_heads, generator=rng) if case.has_sinks else None
-    params = AttentionParams(case.head_dim**-0.5, case.window, case.softcap, sinks)
+    params = AttentionParams(case.steepness * case.head_dim**-0.5, case.window, case.softcap, sinks)
     expected, start = [], 0
     for row, (query_len, kv_len) in enumerate(case.spans):
         at = torch.arange(kv_len)

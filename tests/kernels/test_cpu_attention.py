@@ -74,6 +74,14 @@ def test_work_is_shared_among_threads(window, has_sinks, threads):
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("steepness", [6.0, 60.0])
+def test_later_keys_may_outweigh_all_before(steepness):
+    case = Case(((1, 700), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2, steepness=steepness)
+    problem = make_problem(case, "cpu", torch.bfloat16)
+    assert problem.error(problem.run(CpuAttention(problem.geometry, CPU))) < TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.usefixtures("isa")
 def test_values_inside_the_keys():
     problem = make_problem(Case(((1, 40), (6, 50)), num_heads=20, num_kv_heads=1, head_dim=72, value_dim=64), "cpu", torch.float32)
     problem.pages.v.copy_(problem.pages.k[..., :64])

@@ -1,6 +1,10 @@
-// Tiles of bfloat16 by AMX: 32 query rows at a time against a block of keys that is packed once for all rows of the tile.
+// Tiles of bfloat16 by AMX: 32 query rows at a time against a step of keys that are packed once for all rows of the tile.
 // Intel's software developer's manual, volume 1, chapter 18. TDPBF16PS multiplies a tile [16, 32] by one of 32 inputs by 16
 // outputs whose rows hold two inputs each: (input 2i, input 2i + 1) of output 0, of output 1, ...
+//
+// Products and softmax are of different units of the processor, so they go on side by side: while tiles multiply the logits
+// of one unit (32 rows by one step of keys) and the weighted values of the one before the last, vectors turn the logits of
+// the one between into weights. What one needs of another was done a turn ago.
 #pragma once
 
 #include "amx_tiles.h"
@@ -8,26 +12,36 @@
 
 namespace headrace::HEADRACE_ISA {
 
-constexpr int64_t kAmxKeys = 256;  // of a block
-constexpr int64_t kAmxRows = 32;   // of a pass
+constexpr int64_t kAmxStep = 128;  // keys of a unit
+constexpr int64_t kAmxRows = 32;   // rows of a unit
 constexpr int64_t kTileValues = 512;
+constexpr int64_t kSkew = 144;     // floats between buffers, so that equal places of them do not share the low bits of an address
 
 struct AmxBuffers {
-  int64_t rows, dim, width;  // M, E and V, padded to 32
-  bf16 *q, *keys, *values;   // [M, E]; [N / 16, E / 32] and [V / 16, N / 32] tiles of 512
-  float* logits;             // [32, N]
-  bf16* weights;             // [32, N]
-  float *sums, *top, *total; // [M, V], [M], [M]
+  int64_t rows, dim, width, keys_of_block;  // M, E and V, padded to 32; N
+  bf16 *q, *keys, *values;                  // [M, E]; [N / 16, E / 32] and [N / 32, V / 16] tiles of 512
+  float* logits[2];                         // [32, step]
+  bf16* weights[2];                         // [step / 32, 32, 32]
+  float *sums, *total, *added, *top, *shift, *fades[2];  // [M, V]; [M, 16], [32, 16]: sums of each lane; [M], [M], [32]
 
+  // The rows of a tile that are worth packing keys for, and the keys of a block: both stay in the second-level cache.
+  static int64_t most_rows(const Attention& a) { return clamp(600 * 1024 / (2 * a.head_dim + 4 * a.value_dim) / kAmxRows * kAmxRows, 192, 1536); }
+  static int64_t block_keys(int64_t dim, int64_t width) { return clamp((int64_t{1} << 17) / (dim + width) / kAmxStep * kAmxStep, kAmxStep, 1024); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
-    const int64_t m = padded(num_rows, kAmxRows), e = padded(a.head_dim, 32), v = padded(a.value_dim, 32);
-    return m * e / 2 + kAmxKeys * (e + v) / 2 + kAmxRows * kAmxKeys * 3 / 2 + m * v + 2 * m;
+    const int64_t m = padded(num_rows, kAmxRows), e = padded(a.head_dim, 32), v = padded(a.value_dim, 32), n = block_keys(e, v);
+    return m * e / 2 + n * (e + v) / 2 + kAmxRows * kAmxStep * 3 + 4 * kSkew + m * v + m * 18 + kAmxRows * 18;
   }
-  AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(padded(a.head_dim, 32)), width(padded(a.value_dim, 32)) {
-    q = reinterpret_cast<bf16*>(scratch), keys = q + rows * dim, values = keys + kAmxKeys * dim;
-    logits = reinterpret_cast<float*>(values + kAmxKeys * width);
-    weights = reinterpret_cast<bf16*>(logits + kAmxRows * kAmxKeys);
-    sums = reinterpret_cast<float*>(weights + kAmxRows * kAmxKeys), top = sums + rows * width, total = top + rows;
+  AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(padded(a.head_dim, 32)), width(padded(a.value_dim, 32)), keys_of_block(block_keys(dim, width)) {
+    float* at = scratch;
+    const auto take = [&](int64_t size) { return (at += size) - size; };
+    q = reinterpret_cast<bf16*>(take(rows * dim / 2));
+    keys = reinterpret_cast<bf16*>(take(keys_of_block * dim / 2)), values = reinterpret_cast<bf16*>(take(keys_of_block * width / 2));
+    for (int i = 0; i < 2; ++i) {
+      logits[i] = take(kAmxRows * kAmxStep + kSkew);
+      weights[i] = reinterpret_cast<bf16*>(take(kAmxRows * kAmxStep / 2 + kSkew));
+    }
+    sums = take(rows * width), total = take(rows * 16), added = take(kAmxRows * 16), top = take(rows), shift = take(rows);
+    for (int i = 0; i < 2; ++i) fades[i] = take(kAmxRows);
   }
 };
 
@@ -67,7 +81,11 @@ HEADRACE_INLINE const bf16* value_at(const Attention& a, const int32_t* table, i
   return static_cast<const bf16*>(row_at(a.v, a.v_strides, a, table, position, kv_head));
 }
 
-// Keys [at, at + n) and their values, zeros beyond up to whole tiles.
+// Weights leave the vectors as VPACKSSDW leaves them: of 32 keys, 0 to 3, 16 to 19, 4 to 7, 20 to 23, ... So do values: keys
+// 2 pair and 2 pair + 1 are in row
+HEADRACE_INLINE int64_t row_of_pair(int64_t pair) { return pair % 8 / 2 * 4 + pair % 2 + pair / 8 * 2; }
+
+// Keys [at, at + n) and their values, zeros beyond up to whole steps.
 static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile, int64_t at, int64_t n) {
   const int32_t* table = a.table + tile.request * a.table_stride;
   const int64_t padded_n = padded(n, 32);
@@ -83,20 +101,81 @@ static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile
   for (int64_t j = 0; j < padded_n; j += 2) {
     const bf16* even = j < n ? value_at(a, table, at + j, tile.kv_head) : nullptr;
     const bf16* odd = j + 1 < n ? value_at(a, table, at + j + 1, tile.kv_head) : nullptr;
-    for (int64_t e = 0; e < t.width; e += 16) {
+    bf16* out = t.values + j / 32 * t.width * 32 + row_of_pair(j % 32 / 2) * 32;
+    for (int64_t e = 0; e < t.width; e += 16, out += kTileValues) {
       const __mmask16 inside = first(static_cast<int>(clamp(a.value_dim - e, 0, 16)));
       const __m512i low = even ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, even + e)) : _mm512_setzero_si512();
       const __m512i high = odd ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, odd + e)) : _mm512_setzero_si512();
-      bf16* out = t.values + (e / 16 * (kAmxKeys / 32) + j / 32) * kTileValues + j % 32 * 16;
       _mm512_store_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
   }
 }
 
-// Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b. Tiles of b: `first` and `second` columns of 16,
-// `b_step` values from one lot of 32 inputs to the next.
+// 32 rows by keys [at, at + n) of the packed block at `begin`; n is a step, or less where no row sees more.
+struct Unit {
+  int64_t row, begin, at, n;
+  bool is_plain;          // all rows see all n keys, n is a whole step, and there is no soft-cap
+  bool is_faded = false;  // fades are not all 1
+};
+
+// Weights are found in 16 bits: of a logit in units of log2 the row's top is taken away, and 11 bits are kept below the point.
+// `kFixedTop` stands for the top itself, half a unit added. That reaches from 2^-27, below which all is 0, to 2^4.5. The top is
+// that of the first keys: where later ones near the end, which their sum tells (`kMostAdded`), the row is done again.
+constexpr float kFixedOne = 2048.0f, kFixedTop = 11 * 2048.0f + 1024.0f, kMostAdded = 16.0f;
+
+// Weights 2^x of two vectors as bfloat16. Of x = i + f, i becomes the exponent and f the mantissa, less its distance from
+// 2^f - 1, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004.
+HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shift) {
+  const __m512i a = _mm512_cvtps_epi32(_mm512_fmadd_ps(low, scale, shift)), b = _mm512_cvtps_epi32(_mm512_fmadd_ps(high, scale, shift));
+  const __m512i x = _mm512_packs_epi32(a, b), f = _mm512_slli_epi16(x, 5);  // f - 1/2, a signed fraction of 16 bits
+  const __mmask32 is_seen = _mm512_cmpgt_epi16_mask(x, _mm512_set1_epi16(-30720));
+  const __m512i arc = _mm512_sub_epi16(_mm512_set1_epi16(16384), _mm512_mulhi_epi16(f, f));
+  const __m512i part = _mm512_add_epi16(_mm512_mulhi_epi16(f, _mm512_set1_epi16(150)), _mm512_set1_epi16(704));
+  const __m512i mantissa = _mm512_sub_epi16(x, _mm512_mulhi_epi16(arc, part));
+  return _mm512_maskz_add_epi16(is_seen, _mm512_mulhrs_epi16(mantissa, _mm512_set1_epi16(2048)), _mm512_set1_epi16(14784));
+}
+
+// Weights of one row of n logits, a multiple of 32; the sums of each lane, as rounded: they must add up to 1.
+HEADRACE_INLINE __m512 weigh_row(const float* logits, bf16* weights, int64_t n, __m512 scale, __m512 shift) {
+  const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
+  __m512 even = _mm512_setzero_ps(), odd = even;
+  const auto weigh_at = [&](int64_t j, __m512& sum) __attribute__((always_inline)) {
+    const __m512i weight = weigh(_mm512_load_ps(logits + j), _mm512_load_ps(logits + j + 16), scale, shift);
+    _mm512_store_si512(weights + j * kAmxRows, weight);
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)weight, one);
+  };
+  if (n == kAmxStep) {
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < kAmxStep; j += 64) weigh_at(j, even), weigh_at(j + 32, odd);
+  } else {
+    for (int64_t j = 0; j < n; j += 32) weigh_at(j, even);
+  }
+  return _mm512_add_ps(even, odd);
+}
+
+// The softmax of a unit, a few rows at a time.
+struct Softening {
+  const float *logits, *shift;
+  bf16* weights;
+  float* added;
+  __m512 scale;
+  int64_t n, row = 0, rows = 0;
+  __m512 most = _mm512_setzero_ps();
+
+  HEADRACE_INLINE void advance(int64_t count) {
+    for (const int64_t last = row + count < rows ? row + count : rows; row < last; ++row) {
+      const __m512 sum = weigh_row(logits + row * kAmxStep, weights + row * 32, n, scale, _mm512_set1_ps(shift[row]));
+      _mm512_store_ps(added + row * 16, sum);
+      most = _mm512_max_ps(most, sum);
+    }
+  }
+};
+
+// Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b. Tiles of a and b: of the second 16 rows or columns
+// `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. `rows` of softmax go with each.
 template <bool kAccumulates>
-HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, const bf16* first, const bf16* second, int64_t b_step, float* c, int64_t c_row, int64_t lots) {
+HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step, const bf16* b, int64_t b_next, int64_t b_step, float* c, int64_t c_row,
+                                    int64_t lots, Softening& softening, int64_t rows) {
   const int64_t a_bytes = a_row * 2, c_bytes = c_row * 4;
   if (kAccumulates) {
     _tile_loadd(0, c, c_bytes);
@@ -110,127 +189,173 @@ HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, const bf16* fi
     _tile_zero(3);
   }
   for (int64_t i = 0; i < lots; ++i) {
-    _tile_loadd(4, a + 32 * i, a_bytes);
-    _tile_loadd(5, a + 16 * a_row + 32 * i, a_bytes);
-    _tile_loadd(6, first + i * b_step, 64);
-    _tile_loadd(7, second + i * b_step, 64);
+    _tile_loadd(4, a + i * a_step, a_bytes);
+    _tile_loadd(6, b + i * b_step, 64);
     _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + b_next + i * b_step, 64);
     _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a + a_next + i * a_step, a_bytes);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    softening.advance(rows);
   }
   _tile_stored(0, c, c_bytes);
   _tile_stored(1, c + 16, c_bytes);
   _tile_stored(2, c + 16 * c_row, c_bytes);
   _tile_stored(3, c + 16 * c_row + 16, c_bytes);
-  settle();
 }
 
-// 2^x for x <= 0 to about 1e-4, which is finer than bfloat16: a Chebyshev fit of degree 3 on [-1/2, 1/2].
-HEADRACE_INLINE __m512 exp2_coarse(__m512 x) {
-  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
-  __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(0.0559220f), _mm512_set1_ps(0.2426401f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.6931210f));
-  return _mm512_scalef_ps(_mm512_fmadd_ps(p, r, _mm512_set1_ps(0.9999245f)), n);
+HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* logits, Softening& softening, int64_t rows) {
+  const int64_t lots = t.dim / 32;
+  for (int64_t j = 0; j < u.n; j += 32) {
+    const bf16* keys = t.keys + (u.at - u.begin + j) / 16 * lots * kTileValues;
+    multiply_tiles<false>(t.q + u.row * t.dim, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, softening, rows);
+  }
 }
 
-HEADRACE_INLINE __mmask16 between(int64_t low, int64_t n, int64_t i) {
-  return first(static_cast<int>(clamp(n - i, 0, 16))) & ~first(static_cast<int>(clamp(low - i, 0, 16)));
-}
-
-// The greatest of logits [low, n). This and what follows take most of the time of a prefill: no masks where none are needed.
-HEADRACE_INLINE float most_of(const float* logits, int64_t low, int64_t n) {
-  __m512 most = _mm512_set1_ps(-INFINITY), other = most;
-  int64_t i = low / 16 * 16;
-  if (low == i) {
-    for (; i + 32 <= n; i += 32) {
-      most = _mm512_max_ps(most, _mm512_loadu_ps(logits + i));
-      other = _mm512_max_ps(other, _mm512_loadu_ps(logits + i + 16));
-    }
+HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const bf16* weights, const float* fades, Softening& softening, int64_t rows) {
+  float* sums = t.sums + u.row * t.width;
+  if (u.is_faded) {
+    for (int64_t r = 0; r < kAmxRows; ++r)
+      for (int64_t e = 0; e < t.width; e += 16) _mm512_store_ps(sums + r * t.width + e, _mm512_mul_ps(_mm512_load_ps(sums + r * t.width + e), _mm512_set1_ps(fades[r])));
+    settle();
   }
-  for (; i < n; i += 16) most = _mm512_mask_max_ps(most, between(low, n, i), most, _mm512_loadu_ps(logits + i));
-  return _mm512_reduce_max_ps(_mm512_max_ps(most, other));
-}
-
-HEADRACE_INLINE __m512 weigh(const float* logits, bf16* weights, __m512 scale, __m512 shift) {
-  const __m512 weight = exp2_coarse(_mm512_fmadd_ps(_mm512_loadu_ps(logits), scale, shift));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights), (__m256i)_mm512_cvtneps_pbh(weight));
-  return weight;
-}
-
-// One step of the running softmax for a row of n logits: bfloat16 weights, zeros beyond n up to `padded_n`. `factor` brings
-// logits to units of log2; `top` is in those. Sums fade in place.
-static void soften_row(const AmxBuffers& t, const float* logits, bf16* weights, int64_t low, int64_t n, int64_t padded_n, float factor, float& top, float& total, float* sums) {
-  const float old = top, found = low < n ? most_of(logits, low, n) * factor : kMasked;
-  top = found > old ? found : old;
-  const __m512 scale = _mm512_set1_ps(factor), shift = _mm512_set1_ps(-top);
-  __m512 added = _mm512_setzero_ps(), other = added;
-  int64_t i = 0;
-  if (low == 0) {
-    for (; i + 32 <= n; i += 32) {
-      added = _mm512_add_ps(added, weigh(logits + i, weights + i, scale, shift));
-      other = _mm512_add_ps(other, weigh(logits + i + 16, weights + i + 16, scale, shift));
-    }
-  }
-  for (; i < padded_n; i += 16) {
-    const __m512 weight = _mm512_maskz_mov_ps(between(low, n, i), exp2_coarse(_mm512_fmadd_ps(_mm512_loadu_ps(logits + i), scale, shift)));
-    added = _mm512_add_ps(added, weight);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + i), (__m256i)_mm512_cvtneps_pbh(weight));
-  }
-  const float fade = exp2f(old - top);
-  total = total * fade + _mm512_reduce_add_ps(_mm512_add_ps(added, other));
-  if (fade == 1.0f) return;
-  for (int64_t e = 0; e < t.width; e += 16) _mm512_storeu_ps(sums + e, _mm512_mul_ps(_mm512_loadu_ps(sums + e), _mm512_set1_ps(fade)));
-}
-
-// Rows [m, m + 32) of the tile against the packed block of keys [at, at + n).
-static void pass_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, int64_t m, int64_t at, int64_t n) {
-  const int64_t last_row = m + kAmxRows < tile.num_rows ? m + kAmxRows : tile.num_rows;
-  const int64_t seen = clamp(span.position(last_row - 1) + 1 - at, 0, n), padded_seen = padded(seen, 32), lots = t.dim / 32;
-  if (seen == 0 || (a.window > 0 && at + n <= span.position(m) - a.window + 1)) return;
-  for (int64_t j = 0; j < padded_seen; j += 32) {
-    const bf16* keys = t.keys + j / 16 * lots * kTileValues;
-    multiply_tiles<false>(t.q + m * t.dim, t.dim, keys, keys + lots * kTileValues, kTileValues, t.logits + j, kAmxKeys, lots);
-  }
-  constexpr float kLog2e = 1.44269504088896341f;
-  float factor = product_scale(a) * kLog2e;
-  if (a.softcap > 0.0f) {
-    for (int64_t r = 0; r < kAmxRows; ++r) {
-      float* row = t.logits + r * kAmxKeys;
-      for (int64_t i = 0; i < padded_seen; i += kLanes) store(row + i, Vec(a.softcap) * tanh(load(row + i) * Vec(product_scale(a))));
-    }
-    factor = kLog2e;
-  }
-  for (int64_t r = 0; r < kAmxRows; ++r) {
-    const int64_t position = span.position(m + r), end = m + r < tile.num_rows ? clamp(position + 1 - at, 0, seen) : 0;
-    const int64_t low = a.window > 0 ? clamp(position - a.window + 1 - at, 0, end) : 0;
-    soften_row(t, t.logits + r * kAmxKeys, t.weights + r * kAmxKeys, low, end, padded_seen, factor, t.top[m + r], t.total[m + r], t.sums + (m + r) * t.width);
-  }
-  settle();
   for (int64_t e = 0; e < t.width; e += 32) {
-    const bf16* values = t.values + e / 16 * (kAmxKeys / 32) * kTileValues;
-    multiply_tiles<true>(t.weights, kAmxKeys, values, values + kAmxKeys / 32 * kTileValues, kTileValues, t.sums + m * t.width + e, t.width, padded_seen / 32);
+    const bf16* values = t.values + (u.at - u.begin) * t.width + e * 32;
+    multiply_tiles<true>(weights, 32, kTileValues, 2 * kTileValues, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, softening, rows);
+  }
+}
+
+constexpr float kUnseen = -1.0e30f;  // a logit whose weight is 0
+
+HEADRACE_INLINE void hide(float* logits, int64_t from, int64_t to) {
+  for (int64_t i = from / 16 * 16; i < to; i += 16)
+    _mm512_mask_store_ps(logits + i, first(static_cast<int>(clamp(to - i, 0, 16))) & ~first(static_cast<int>(clamp(from - i, 0, 16))), _mm512_set1_ps(kUnseen));
+}
+
+// Raises the top of a row to that of n logits, if they have any.
+static void raise_top(const AmxBuffers& t, int64_t row, const float* logits, int64_t n, float factor) {
+  __m512 most = _mm512_load_ps(logits);
+  for (int64_t i = 16; i < n; i += 16) most = _mm512_max_ps(most, _mm512_load_ps(logits + i));
+  const float found = _mm512_reduce_max_ps(most);
+  if (!(found > kUnseen)) return;
+  const float top = ceilf(found * factor);  // whole, so that `shift` is exact
+  if (top > t.top[row]) t.top[row] = top, t.shift[row] = kFixedTop - top * kFixedOne;
+}
+
+HEADRACE_INLINE bool has_tops(const AmxBuffers& t, int64_t row) {
+  const __m512 least = _mm512_min_ps(_mm512_load_ps(t.top + row), _mm512_load_ps(t.top + row + 16));
+  return _mm512_cmp_ps_mask(least, _mm512_set1_ps(kMasked), _CMP_LE_OQ) == 0;
+}
+
+// What is done to the logits of a unit before their softmax.
+static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits, float factor) {
+  const int64_t padded_n = padded(u.n, 32);
+  if (a.softcap > 0.0f)
+    for (int64_t i = 0; i < kAmxRows * kAmxStep; i += kLanes) store(logits + i, Vec(a.softcap) * tanh(load(logits + i) * Vec(product_scale(a))));
+  for (int64_t r = 0; r < kAmxRows && !u.is_plain; ++r) {
+    const int64_t position = span.position(u.row + r < tile.num_rows ? u.row + r : tile.num_rows - 1), end = clamp(position + 1 - u.at, 0, u.n);
+    if (a.window > 0) hide(logits + r * kAmxStep, 0, clamp(position - a.window + 1 - u.at, 0, end));
+    hide(logits + r * kAmxStep, end, padded_n);
+  }
+  if (has_tops(t, u.row)) return;
+  for (int64_t r = 0; r < kAmxRows; ++r)
+    if (t.top[u.row + r] == kMasked) raise_top(t, u.row + r, logits + r * kAmxStep, padded_n, factor);
+}
+
+// After the softmax of a unit: its sums join the rest. Rows that rose too far above their top are done again.
+static void add_rows(const AmxBuffers& t, Unit& u, const Softening& done, float* fades, float factor) {
+  const __m512 most = _mm512_set1_ps(kMostAdded);
+  u.is_faded = _mm512_cmp_ps_mask(done.most, most, _CMP_NLT_UQ) != 0;
+  for (int64_t r = 0; r < kAmxRows; ++r) {
+    float* total = t.total + (u.row + r) * 16;
+    __m512 added = _mm512_load_ps(t.added + r * 16), before = _mm512_load_ps(total);
+    if (u.is_faded) {
+      fades[r] = 1.0f;
+      if (_mm512_cmp_ps_mask(added, most, _CMP_NLT_UQ)) {
+        const float old = t.top[u.row + r];
+        raise_top(t, u.row + r, done.logits + r * kAmxStep, done.n, factor);
+        fades[r] = exp2f(old - t.top[u.row + r]);
+        added = weigh_row(done.logits + r * kAmxStep, done.weights + r * 32, done.n, done.scale, _mm512_set1_ps(t.shift[u.row + r]));
+        before = _mm512_mul_ps(before, _mm512_set1_ps(fades[r]));
+      }
+    }
+    _mm512_store_ps(total, _mm512_add_ps(before, added));
+  }
+}
+
+// The units of a packed block of keys, one after the other.
+class Units {
+ public:
+  Units(const Attention& a, const Tile& tile, const Span& span, int64_t begin, int64_t end) : a_(a), tile_(tile), span_(span), begin_(begin), end_(end), at_(begin) {}
+
+  bool take(Unit& u) {
+    for (; row_ < tile_.num_rows; row_ += kAmxRows, at_ = begin_) {
+      const int64_t last = row_ + kAmxRows < tile_.num_rows ? row_ + kAmxRows - 1 : tile_.num_rows - 1;
+      const int64_t seen = span_.position(last) + 1 < end_ ? span_.position(last) + 1 : end_, low = span_.position(row_) - a_.window + 1;
+      while (a_.window > 0 && at_ + kAmxStep <= low) at_ += kAmxStep;
+      if (at_ >= seen) continue;
+      u = {row_, begin_, at_, seen - at_ < kAmxStep ? seen - at_ : kAmxStep};
+      u.is_plain = u.n == kAmxStep && a_.softcap == 0.0f && at_ + kAmxStep <= span_.position(row_) + 1 && (a_.window == 0 || at_ > span_.position(last) - a_.window);
+      at_ += kAmxStep;
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  const Attention& a_;
+  const Tile& tile_;
+  const Span& span_;
+  int64_t begin_, end_, at_, row_ = 0;
+};
+
+// All units of a packed block. Turn by turn: logits of unit i + 1 and weighted values of unit i - 1, and softmax of unit i.
+static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
+  Unit before, now, next;
+  const int64_t lots = kAmxStep / 32 * (t.dim / 32 + t.width / 32), rows = (kAmxRows + lots - 1) / lots;
+  bool has_before = false, has_now = units.take(now);
+  Softening softening{};
+  if (has_now) multiply_logits(t, now, t.logits[0], softening, 0);
+  settle();
+  for (int64_t turn = 0; has_now || has_before; ++turn) {
+    const int64_t here = turn % 2, other = 1 - here;
+    const bool has_next = has_now && units.take(next);
+    softening = {t.logits[here], t.shift + now.row, t.weights[here], t.added, _mm512_set1_ps(factor * kFixedOne), padded(now.n, 32)};
+    if (has_now) {
+      prepare_rows(t, a, tile, span, now, t.logits[here], factor);
+      softening.rows = kAmxRows;
+    }
+    if (has_next) multiply_logits(t, next, t.logits[other], softening, rows);
+    if (has_before) multiply_values(t, before, t.weights[other], t.fades[other], softening, rows);
+    softening.advance(kAmxRows);
+    if (has_now) add_rows(t, now, softening, t.fades[here], factor);
+    settle();
+    before = now, has_before = has_now;
+    now = next, has_now = has_next;
   }
 }
 
 static void tile_of_bfloat16(const Attention& a, const Tile& tile, float* scratch) {
   const AmxBuffers t(a, tile.num_rows, scratch);
   const Span span(a, tile);
+  constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+  const float factor = a.softcap > 0.0f ? kLog2e : product_scale(a) * kLog2e;
   memset(t.q, 0, t.rows * t.dim * sizeof(bf16));
   memset(t.sums, 0, t.rows * t.width * sizeof(float));
-  for (int64_t r = 0; r < t.rows; ++r) t.top[r] = kMasked, t.total[r] = 0.0f;
+  memset(t.total, 0, t.rows * 16 * sizeof(float));
+  for (int64_t r = 0; r < t.rows; ++r) t.top[r] = kMasked, t.shift[r] = kFixedTop;
   for (int64_t r = 0; r < tile.num_rows; ++r) memcpy(t.q + r * t.dim, query_row(a, tile, r), a.head_dim * sizeof(bf16));
   _tile_loadconfig(&kTileConfig);
-  for (int64_t at = span.low; at < span.end; at += kAmxKeys) {
-    const int64_t n = span.end - at < kAmxKeys ? span.end - at : kAmxKeys;
+  for (int64_t at = span.low; at < span.end; at += t.keys_of_block) {
+    const int64_t n = span.end - at < t.keys_of_block ? span.end - at : t.keys_of_block;
     pack_block(t, a, tile, at, n);
     settle();
-    fetch_rows(a, a.table + tile.request * a.table_stride, at + kAmxKeys, kAmxKeys, span.end, tile.kv_head);
-    for (int64_t m = 0; m < tile.num_rows; m += kAmxRows) pass_rows(t, a, tile, span, m, at, n);
+    pass_units(t, a, tile, span, Units(a, tile, span, at, at + n), factor);
   }
   _tile_release();
-  constexpr float kLn2 = 0.693147180559945309f;
-  for (int64_t r = 0; r < tile.num_rows; ++r) write_row(a, tile, r, t.sums + r * t.width, t.top[r] * kLn2, t.total[r]);
+  for (int64_t r = 0; r < tile.num_rows; ++r)
+    write_row(a, tile, r, t.sums + r * t.width, t.top[r] * kLn2, _mm512_reduce_add_ps(_mm512_load_ps(t.total + r * 16)));
 }
 
 }  // namespace headrace::HEADRACE_ISA
