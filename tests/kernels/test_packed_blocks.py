@@ -8,6 +8,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from headrace.kernels import native
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.layout import Format, unpack
 
@@ -15,10 +16,18 @@ FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q
 INPUTS = 512
 
 
-def draw_blocks(kind: str, rows: int) -> WeightBlocks:
+@pytest.fixture(params=["torch", "native"], autouse=True)
+def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.build().status != "ready":
+        pytest.skip("no native kernels")
+
+
+def draw_blocks(kind: str, rows: int, inputs: int = INPUTS) -> WeightBlocks:
     """Random codes and scales that are sane numbers."""
     rng, block = np.random.default_rng(rows), BLOCK_TYPES[kind]
-    raw = rng.integers(0, 256, (rows * INPUTS // block.inputs, block.num_bytes), dtype=np.uint8)
+    raw = rng.integers(0, 256, (rows * inputs // block.inputs, block.num_bytes), dtype=np.uint8)
     for place in FLOAT16_PLACES[kind]:
         raw[:, place : place + 2] = rng.uniform(0.001, 0.02, len(raw)).astype(np.float16).view(np.uint8).reshape(-1, 2)
     return WeightBlocks(kind, torch.from_numpy(raw.reshape(rows, -1)))
@@ -49,3 +58,11 @@ def test_types_may_differ_within_a_stack():
     packed = pack_blocks(parts)
     assert packed.format is Format.INT8_GROUP
     assert torch.equal(unpack(packed, torch.float32), torch.cat([expected_of(part) for part in parts]))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_inputs_that_do_not_fill_a_word_are_padded_with_zeros(kind: str):
+    parts = [draw_blocks(kind, rows, inputs=96) for rows in (7, 70)]
+    packed = pack_blocks(parts)
+    assert torch.equal(unpack(packed, torch.float32), torch.cat([expected_of(part) for part in parts]))
+    assert not packed.words[:, 3 * packed.words.shape[1] // 4 :].any() and not packed.scales[:, 3:].any()

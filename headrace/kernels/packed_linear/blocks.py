@@ -11,7 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.packed_linear.layout import GROUP, Format, PackedMatrix, allocate, pad_up, put_codes, put_groups
+from headrace.kernels import native
+from headrace.kernels.native.loading import NativeOps
+from headrace.kernels.packed_linear.layout import (
+    GROUP,
+    PANEL,
+    Format,
+    PackedMatrix,
+    allocate,
+    pad_up,
+    put_codes,
+    put_groups,
+)
 
 SUPER = 256
 """Inputs of a K-type's block."""
@@ -23,13 +34,17 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class BlockType:
-    """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins."""
+    """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins. ``places``: at
+    which bytes float16 scale and min (-1: none) and the codes lie, where all are taken as they are; ``min_factor``: mins
+    are scales times this."""
 
     inputs: int
     num_bytes: int
     format: Format
     read: Callable[[torch.Tensor], Parts]
     has_mins: bool = False
+    places: tuple[int, int, int] | None = None
+    min_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,10 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
     kinds = [BLOCK_TYPES[part.kind] for part in parts]
     form = max((kind.format for kind in kinds), key=lambda f: -f.per_word)
     packed = allocate(form, sum(part.out_width for part in parts), parts[0].in_width, has_mins=any(kind.has_mins for kind in kinds))
+    ops = native.library()
+    if ops is not None and all(kind.places for kind in kinds):
+        _pack_natively(ops, parts, packed)
+        return packed
     waiting: list[Parts] = []
     at = num_waiting = 0
     for part, kind in zip(parts, kinds, strict=True):
@@ -67,6 +86,19 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
                 _put(packed, at, waiting)
                 at, num_waiting, waiting = at + num_waiting, 0, []
     return packed
+
+
+def _pack_natively(ops: NativeOps, parts: list[WeightBlocks], packed: PackedMatrix) -> None:
+    at = 0
+    for part in parts:
+        kind, last = BLOCK_TYPES[part.kind], at + part.out_width
+        assert kind.places is not None and packed.scales is not None
+        ops.pack_blocks(part.raw, kind.num_bytes, *kind.places, kind.format is Format.INT4_GROUP, at, packed.words, packed.scales, packed.mins)
+        if kind.min_factor is not None:
+            rows = torch.arange(at, last)
+            panels, places = rows // PANEL, rows % PANEL
+            packed.mins[panels, :, places] = packed.scales[panels, :, places] * kind.min_factor
+        at = last
 
 
 def _put(packed: PackedMatrix, at: int, parts: list[Parts]) -> None:
@@ -145,11 +177,11 @@ def _read_q6_k(blocks: torch.Tensor) -> Parts:
 
 
 BLOCK_TYPES = {
-    "Q4_0": BlockType(32, 18, Format.INT4_GROUP, _read_q4_0, has_mins=True),
-    "Q4_1": BlockType(32, 20, Format.INT4_GROUP, _read_q4_1, has_mins=True),
+    "Q4_0": BlockType(32, 18, Format.INT4_GROUP, _read_q4_0, has_mins=True, places=(0, -1, 2), min_factor=-8.0),
+    "Q4_1": BlockType(32, 20, Format.INT4_GROUP, _read_q4_1, has_mins=True, places=(0, 2, 4)),
     "Q5_0": BlockType(32, 22, Format.INT8_GROUP, _read_q5_0),
     "Q5_1": BlockType(32, 24, Format.INT8_GROUP, _read_q5_1, has_mins=True),
-    "Q8_0": BlockType(32, 34, Format.INT8_GROUP, _read_q8_0),
+    "Q8_0": BlockType(32, 34, Format.INT8_GROUP, _read_q8_0, places=(0, -1, 2)),
     "Q4_K": BlockType(SUPER, 144, Format.INT4_GROUP, _read_q4_k, has_mins=True),
     "Q5_K": BlockType(SUPER, 176, Format.INT8_GROUP, _read_q5_k, has_mins=True),
     "Q6_K": BlockType(SUPER, 210, Format.INT8_GROUP, _read_q6_k),

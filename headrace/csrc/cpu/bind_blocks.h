@@ -1,0 +1,90 @@
+// pack_blocks: weights as they lie in GGUF files, in blocks of 32 inputs, into packed layout (packed_linear.h). For types whose
+// codes and float16 scales are taken as they are; see kernels/packed_linear/blocks.py for what a block holds.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "operators.h"
+#include "packed_linear.h"
+
+namespace headrace {
+
+namespace blocks {
+
+// A block of 32 inputs: where its parts are, in bytes. `min` is -1 where there is none; nibbles hold input j and j + 16 in byte j.
+struct Type {
+  int64_t num_bytes, scale, min, codes;
+  bool has_nibbles;
+};
+
+inline uint32_t word_at(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, 4);
+  return word;
+}
+
+// The 32 codes of a block as bytes, four a word.
+inline void read_bytes(const Type& type, const uint8_t* codes, uint32_t (&words)[8]) {
+  for (int w = 0; w < (type.has_nibbles ? 4 : 8); ++w) {
+    const uint32_t word = word_at(codes + 4 * w);
+    words[w] = type.has_nibbles ? word & 0x0f0f0f0fu : word;
+    if (type.has_nibbles) words[4 + w] = word >> 4 & 0x0f0f0f0fu;
+  }
+}
+
+struct Target {
+  uint32_t* words;
+  uint16_t *scales, *mins;  // mins may be null
+  int64_t words_of_group, groups;
+};
+
+// Rows [first, last) of a panel; the first of all rows of `raw` is row `at` of the weight.
+inline void pack_panel(const Type& type, const uint8_t* raw, int64_t row_bytes, int64_t at, int64_t first, int64_t last, const Target& to) {
+  const int64_t panel = first / packed::kPanel, num_blocks = row_bytes / type.num_bytes;
+  for (int64_t g = 0; g < to.groups; ++g) {
+    uint32_t* words = to.words + (panel * to.groups + g) * to.words_of_group * packed::kPanel;
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t lane = row % packed::kPanel, place = (panel * to.groups + g) * packed::kPanel + lane;
+      uint32_t bytes[8] = {};
+      uint16_t scale = 0, min = 0;
+      if (g < num_blocks) {
+        const uint8_t* block = raw + (row - at) * row_bytes + g * type.num_bytes;
+        read_bytes(type, block + type.codes, bytes);
+        std::memcpy(&scale, block + type.scale, 2);
+        if (type.min >= 0) std::memcpy(&min, block + type.min, 2);
+      }
+      to.scales[place] = scale;
+      if (to.mins) to.mins[place] = min;
+      for (int64_t w = 0; w < to.words_of_group; ++w) words[w * packed::kPanel + lane] = to.words_of_group == 8 ? bytes[w] : bytes[2 * w] | bytes[2 * w + 1] << 4;
+    }
+  }
+}
+
+}  // namespace blocks
+
+// Rows of `raw` [n, bytes] become rows `at` and on of a weight of a group format.
+inline void pack_blocks(Tensor raw, int64_t num_bytes, int64_t scale, int64_t min, int64_t codes, bool has_nibbles, int64_t at, Tensor words, Tensor scales, std::optional<Tensor> mins) {
+  STD_TORCH_CHECK(raw.scalar_type() == ScalarType::Byte && raw.dim() == 2 && raw.is_contiguous() && raw.size(1) % num_bytes == 0, "blocks must be dense bytes");
+  STD_TORCH_CHECK(words.is_contiguous() && scales.is_contiguous() && words.dim() == 3 && scales.dim() == 3 && words.size(1) % scales.size(1) == 0, "the weight does not fit");
+  const int64_t rows = raw.size(0), row_bytes = raw.size(1), last = at + rows;
+  const blocks::Type type{num_bytes, scale, min, codes, has_nibbles};
+  const blocks::Target to{writable<uint32_t>(words), writable<uint16_t>(scales), mins ? writable<uint16_t>(*mins) : nullptr, words.size(1) / scales.size(1), scales.size(1)};
+  STD_TORCH_CHECK(last <= words.size(0) * packed::kPanel && row_bytes / num_bytes <= to.groups && (to.words_of_group == 8 || (to.words_of_group == 4 && has_nibbles)),
+                  "the blocks do not fit the weight");
+  const uint8_t* from = pointer<uint8_t>(raw);
+  const int64_t first_panel = at / packed::kPanel, num_panels = (last + packed::kPanel - 1) / packed::kPanel - first_panel;
+  over_rows(num_panels, packed::kPanel * row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t p = first_panel + begin; p < first_panel + end; ++p)
+      blocks::pack_panel(type, from, row_bytes, at, std::max(at, p * packed::kPanel), std::min(last, (p + 1) * packed::kPanel), to);
+  });
+}
+
+inline void define_blocks(Library& m) {
+  m.def(
+      "pack_blocks(Tensor raw, int num_bytes, int scale, int min, int codes, bool has_nibbles, int at, Tensor(a!) words, Tensor(b!) scales, Tensor(c!)? mins) -> ()");
+}
+
+inline void implement_blocks(Library& m) { m.impl("pack_blocks", TORCH_BOX(&pack_blocks)); }
+
+}  // namespace headrace
