@@ -10,8 +10,9 @@ import torch
 from headrace.base.step import PromptLogprobs, StepResult
 from headrace.execution.logprobs import Logprobs
 from headrace.execution.pooling import PooledRows
-from headrace.execution.sampling import MESSAGES, NOT_FINITE, NOTHING_ALLOWED, OK, Drawn, SampleBatch
+from headrace.execution.sampling import MESSAGES, Drawn, SampleBatch
 from headrace.execution.upload import to_host
+from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK
 
 
 @dataclass(frozen=True, slots=True)

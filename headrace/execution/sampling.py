@@ -19,11 +19,7 @@ from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import RuleState
 from headrace.execution.upload import Upload, to_device
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.sample import FIND_BEST, SAMPLE, DrawParams
-from headrace.kernels.token_mask import TOKEN_MASK
-
-OK, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
-"""State of a drawn row."""
+from headrace.kernels.sample import DRAW, FIND_BEST, NOT_FINITE, NOTHING_ALLOWED, DrawParams
 
 MESSAGES = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
@@ -97,7 +93,7 @@ class Sampler:
         self._rules = RuleState(max_rows, vocab_size, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         query = KernelQuery(device.type, "float32", capability, {"vocab_size": vocab_size})
-        self._sample, self._find_best, self._mask = SAMPLE.choose(query), FIND_BEST.choose(query), TOKEN_MASK.choose(query)
+        self._draw, self._find_best = DRAW.choose(query), FIND_BEST.choose(query)
 
     def start(self, row: int, known: RowTokens) -> None:
         """A row was taken."""
@@ -124,50 +120,30 @@ class Sampler:
         if len(batch.logged):
             upload.add("logged", batch.logged)
         if len(batch.random):
-            rows = batch.rows[batch.random]
-            upload.add("random", batch.random)
-            upload.add("draw_reals", self._rows.draws_np[rows].T.ravel())
-            upload.add("draw_integers", self._rows.integers_np[rows].T.ravel())
-            upload.add("draw_positions", batch.output_lens[batch.random])
+            reals = self._rows.draws_np[batch.rows].T.copy()
+            reals[0, np.delete(np.arange(len(batch.rows)), batch.random)] = 0.0
+            upload.add("draw_reals", reals.ravel())
+            upload.add("draw_integers", self._rows.integers_np[batch.rows].T.ravel())
+            upload.add("draw_positions", batch.output_lens)
 
     def draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None = None) -> Drawn:
         """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token. ``masks``
         are those of ``batch.constrained``, if there are any."""
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
-        ids, states = self._judge(logits, batch, sent, masks)
-        if len(batch.random):
-            ids = self._draw_random(logits, ids, batch, sent)
-        self._keep(ids, batch, sent)
+        before = None
+        if len(batch.ruled) or len(batch.penalised):
+            before, _ = self._find_best(logits)
+            self._edit(logits, batch, sent)
+        params = self._draw_params(batch, sent) if len(batch.random) else None
+        allowed, mask_of_row = (None, None) if masks is None else masks.send(logits.device, len(batch.rows))
+        tokens = self._draw(
+            logits, sent["sample_rows"], self._rows.last_token, params=params, masks=allowed, mask_of_row=mask_of_row, before=before,
+        )
+        self._count(tokens[0], batch, sent)
         logprobs = None
         if raw is not None:
-            logprobs = compute_logprobs(raw, ids.index_select(0, sent["logged"]), max(batch.top_counts))
-        return Drawn(torch.stack((ids, states)), logprobs, masks.errors if masks is not None else {})
-
-    def _judge(
-        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Edit the logits in place; the likeliest tokens then, where they are asked for, and the rows' states."""
-        before = after = ids = None
-        is_ruled = bool(len(batch.ruled) or len(batch.penalised))
-        if masks is None or is_ruled:
-            before, ids = self._look(logits, batch)
-        if is_ruled:
-            self._edit(logits, batch, sent)
-        if masks is not None:
-            found, after, ids = self._mask(logits, *masks.send(logits.device, len(batch.rows)))
-            before = found if before is None else before
-        elif is_ruled:
-            after, ids = self._look(logits, batch)
-        states = torch.where(before.isfinite(), OK, NOT_FINITE)
-        if after is not None:
-            states = torch.where((states == OK) & ~after.isfinite(), NOTHING_ALLOWED, states)
-        return ids, states
-
-    def _look(self, logits: torch.Tensor, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The greatest logit of each row, and where it is; not where, which takes longer, if all rows draw at random."""
-        if len(batch.random) == len(batch.rows):
-            return logits.amax(dim=1), None
-        return self._find_best(logits)
+            logprobs = compute_logprobs(raw, tokens[0].index_select(0, sent["logged"]), max(batch.top_counts))
+        return Drawn(tokens, logprobs, masks.errors if masks is not None else {})
 
     def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
         if len(batch.ruled):
@@ -177,13 +153,6 @@ class Sampler:
         if len(batch.penalised):
             edited = self._penalties.apply(logits.index_select(0, sent["penalised"]), sent)
             logits.index_copy_(0, sent["penalised"], edited)
-
-    def _draw_random(self, logits: torch.Tensor, ids: torch.Tensor | None, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        params = self._draw_params(batch, sent)
-        if len(batch.random) == len(batch.rows):
-            return self._sample(logits, params)
-        drawn = self._sample(logits.index_select(0, sent["random"]), params)
-        return ids.index_copy(0, sent["random"], drawn)
 
     def _draw_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> DrawParams:
         rows = batch.rows[batch.random]
@@ -197,8 +166,7 @@ class Sampler:
             has_top_p=bool((top_p < 1.0).any()), num_ranked=min(int(ranked.max()), self.vocab_size),
         )
 
-    def _keep(self, ids: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
-        self._rows.last_token.index_copy_(0, sent["sample_rows"], ids)
+    def _count(self, ids: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
         if len(batch.penalised):
             self._penalties.count(ids.index_select(0, sent["penalised"]), sent)
         if len(batch.ruled):

@@ -14,9 +14,9 @@ from sampling_oracle import draw, edited_logits, kept_probabilities, uniform
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec, ThinkingLimit
 from headrace.base.step import RowStart
 from headrace.execution.rows import Rows
-from headrace.execution.sampling import NOT_FINITE, NOTHING_ALLOWED, OK, Drawn, SampleBatch, Sampler
+from headrace.execution.sampling import Drawn, SampleBatch, Sampler
 from headrace.execution.upload import Upload
-from headrace.kernels.sample import DrawParams
+from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, DrawParams
 from headrace.kernels.sample import reference as sample_reference
 
 CPU = torch.device("cpu")

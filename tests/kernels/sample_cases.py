@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from headrace.kernels.sample import DrawParams
@@ -33,3 +35,12 @@ def draw_params(rows: int, device: str = "cpu", *, top_k: int = 0, top_p: float 
 def random_logits(rows: int, vocab: int, device: str = "cpu", *, has_ties: bool = False) -> torch.Tensor:
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows))
     return (logits.bfloat16().float() if has_ties else logits).to(device)
+
+
+def draw_ids(draw: Callable[..., torch.Tensor], logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
+    """What a solution of `DRAW` draws from a copy of the logits."""
+    rows = torch.arange(len(logits), device=logits.device)
+    last_token = torch.full((len(logits) + 1,), -1, device=logits.device)
+    drawn = draw(logits.clone(), rows, last_token, params=params)
+    assert torch.equal(last_token[:-1], drawn[0]) and last_token[-1] == -1
+    return drawn[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sample_cases import CUTS, draw_params, random_logits
+from sample_cases import CUTS, draw_ids, draw_params, random_logits
 
 pytest.importorskip("triton")
 
@@ -27,7 +27,7 @@ def test_draws_what_the_reference_draws(name, has_ties, device):
     rows, vocab = (200, 151936) if device == "cuda" else (4, 400)
     logits = random_logits(rows, vocab, device, has_ties=has_ties)
     params = draw_params(rows, device, **CUTS[name], vocab=vocab)
-    drawn, expected = sample.sample(logits.clone(), params), reference.sample(logits.clone(), params)
+    drawn, expected = draw_ids(sample.draw, logits, params), reference.sample(logits.clone(), params)
     differing = int((drawn != expected).sum())
     assert differing <= rows // 100, "float32 sums may move a border token now and then, no more"
 
@@ -36,21 +36,21 @@ def test_draws_what_the_reference_draws(name, has_ties, device):
 def test_a_row_draws_the_same_alone(device):
     logits = random_logits(2, 150, device, has_ties=False)
     params = draw_params(2, device, top_k=20, top_p=0.9)
-    together = sample.sample(logits, params)
+    together = draw_ids(sample.draw, logits, params)
     for row in range(2):
         part = slice(row, row + 1)
         alone = DrawParams(
             params.temperature[part], params.top_k[part], params.top_p[part], params.min_p[part], params.seed[part], params.position[part],
             has_min_p=False, has_top_p=True, num_ranked=20,
         )
-        assert torch.equal(sample.sample(logits[part], alone), together[part])
+        assert torch.equal(draw_ids(sample.draw, logits[part], alone), together[part])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_without_a_distribution_give_some_token(device):
     logits = torch.zeros(3, 300, device=device)
     logits[0], logits[1, 7], logits[2] = float("nan"), float("nan"), float("-inf")
-    ids = sample.sample(logits, draw_params(3, device, top_k=5, top_p=0.9))
+    ids = draw_ids(sample.draw, logits, draw_params(3, device, top_k=5, top_p=0.9))
     assert ((ids >= 0) & (ids < 300)).all()
 
 

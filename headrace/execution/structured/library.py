@@ -55,7 +55,7 @@ class GrammarLibrary(Protocol):
 
     def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
         """Write the next tokens that matcher i allows into ``masks[i]``, [len(matchers), ceil(V / 32)] int32, in the
-        layout of `headrace.kernels.token_mask`. End-of-text is allowed only where the output may end."""
+        layout of `headrace.kernels.sample`. End-of-text is allowed only where the output may end."""
 
 
 class LibraryFactory(Protocol):

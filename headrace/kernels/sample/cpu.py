@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from headrace.kernels.native import NATIVE
@@ -11,7 +9,7 @@ from headrace.kernels.sample import DrawParams, reference
 
 
 def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """See `headrace.kernels.sample.SAMPLE`."""
+    """See `reference.sample`."""
     ops = NATIVE.find()
     if ops is None:
         return reference.sample(logits, params)
@@ -22,16 +20,29 @@ def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
 
 def find_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `headrace.kernels.sample.FIND_BEST`."""
-    ops = NATIVE.find()
-    if ops is None:
+    if NATIVE.find() is None:
         return reference.find_best(logits)
-    _, values, ids = search(ops, logits, None, None)
+    _, values, ids = _search(logits)
     return values, ids
 
 
-def search(ops: Any, logits: torch.Tensor, masks: torch.Tensor | None, mask_of_row: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.token_mask.TOKEN_MASK`; without masks nothing is forbidden."""
+def mask_best(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference.mask_best`."""
+    if NATIVE.find() is None:
+        return reference.mask_best(logits, masks, mask_of_row)
+    return _search(logits, masks, mask_of_row)
+
+
+def _search(
+    logits: torch.Tensor, masks: torch.Tensor | None = None, mask_of_row: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     raw, values = torch.empty((2, len(logits)), dtype=torch.float32)
     ids = torch.empty(len(logits), dtype=torch.int64)
+    ops = NATIVE.find()
+    assert ops is not None
     ops.search_logits(logits, masks, mask_of_row, raw, values, ids)
     return raw, values, ids
+
+
+draw = reference.compose(find_best, mask_best, sample)
+"""See `headrace.kernels.sample.DRAW`."""

@@ -6,9 +6,12 @@ row's draw independent of the rows beside it to the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from headrace.kernels.sample import DrawParams
+from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, DrawParams
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_A = 0xBF58476D1CE4E5B9 - 2**64
@@ -20,8 +23,41 @@ SLICE_NUMEL = 2**23
 """Logits worked on at a time; bounds the float64 temporaries to some 200 MB."""
 
 
+def compose(find_best: Callable[..., Any], mask_best: Callable[..., Any], sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`DRAW` of its parts: see `find_best`, `mask_best` and `sample`."""
+
+    def draw(
+        logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: DrawParams | None = None, masks: torch.Tensor | None = None,
+        mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if masks is None:
+            after, ids = find_best(logits)
+            raw = after
+        else:
+            raw, after, ids = mask_best(logits, masks, mask_of_row)
+        states = torch.where(after.isfinite(), OK, NOTHING_ALLOWED)
+        states = torch.where((raw if before is None else before).isfinite(), states, NOT_FINITE)
+        if params is not None:
+            ids = torch.where(params.temperature > 0, sample(logits, params), ids)
+        last_token.index_copy_(0, rows, ids)
+        return torch.stack((ids, states))
+
+    return draw
+
+
+def mask_best(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mask the logits in place; the rows' greatest logits before [S] and after [S], and the tokens of the latter [S]. Goes
+    by bytes: the bits of a little-endian word come in the order of its bytes."""
+    raw = logits.amax(dim=1)
+    bits = torch.arange(256, device=logits.device).unsqueeze(1).bitwise_right_shift(torch.arange(8, device=logits.device)).bitwise_and(1)
+    own = masks.index_select(0, mask_of_row.clamp(min=0))
+    is_forbidden = (bits == 0).index_select(0, own.view(torch.uint8).flatten().int()).view(len(own), -1)[:, : logits.shape[1]]
+    logits.masked_fill_(is_forbidden & (mask_of_row >= 0).unsqueeze(1), -torch.inf)
+    return raw, *find_best(logits)
+
+
 def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """See `headrace.kernels.sample.SAMPLE`."""
+    """Ids [S] drawn, some for rows without a temperature; logits may be overwritten."""
     num_rows, vocab_size = logits.shape
     uniforms = uniform(params.seed, params.position)
     step = max(1, SLICE_NUMEL // vocab_size)
@@ -56,7 +92,8 @@ def _shift(x: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def _sample_slice(logits: torch.Tensor, params: DrawParams, uniforms: torch.Tensor, rows: slice) -> torch.Tensor:
-    x = logits[rows].div(params.temperature[rows].float().unsqueeze(1))
+    temperature = params.temperature[rows]
+    x = logits[rows].div(torch.where(temperature > 0, temperature, 1.0).float().unsqueeze(1))
     best = x.amax(-1, keepdim=True)
     if params.has_min_p:
         x.masked_fill_(x < best + params.min_p[rows].log().float().unsqueeze(1), -torch.inf)
@@ -104,3 +141,7 @@ def keep_best(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor
     best, ids = find_best(logits)
     last_token.index_copy_(0, rows, ids)
     return torch.stack((ids, (~best.isfinite()).long()))
+
+
+draw = compose(find_best, mask_best, sample)
+"""See `headrace.kernels.sample.DRAW`."""
