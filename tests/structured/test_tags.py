@@ -66,7 +66,7 @@ def test_the_older_form_is_the_same_grammar():
 
 
 def test_schemas_in_tags_are_enforced():
-    for schema in (ARGUMENTS, {"$defs": {"n": NODE}, "$ref": "#/$defs/n"}, {"type": "array", "items": {"enum": ["a b", None]}, "minItems": 2, "maxItems": 3}):
+    for schema in (ARGUMENTS, {"$defs": {"n": NODE}, "$ref": "#/$defs/n"}, {"type": "array", "items": {"enum": ["a b", None]}, "minItems": 2, "maxItems": 3}, {"type": "object"}):
         found = [json.loads(text[1:-1]) for text in walks("xgrammar", tagged(tag("<", {"type": "json_schema", "json_schema": schema}, ">")), 12)]
         assert found
         for value in found:
@@ -75,7 +75,7 @@ def test_schemas_in_tags_are_enforced():
 
 
 @pytest.mark.parametrize("format_", [
-    {"type": "regex", "pattern": "a"}, {"type": "json_schema", "json_schema": {"type": "object"}}, {"type": "json_schema", "json_schema": {"uniqueItems": True}},
+    {"type": "regex", "pattern": "a"}, {"type": "json_schema", "json_schema": {"type": "object", "required": ["a"]}}, {"type": "json_schema", "json_schema": {"uniqueItems": True}},
     {"type": "json_schema", "json_schema": ARGUMENTS, "style": "qwen_xml"}, {"type": "json_schema", "json_schema": ARGUMENTS, "any_order": True},
     {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag("<f>", JSON, "")], "at_least_one": True},
     {"type": "triggered_tags", "triggers": ["<f", "<"], "tags": [tag("<f>", JSON, "")]}, {"type": "triggered_tags", "triggers": [], "tags": []},
