@@ -7,7 +7,7 @@ import json
 import anthropic
 import pytest
 from fake_apps import http_for
-from fake_client import FakeClient, expected_text
+from fake_client import expected_text
 
 from headrace.base.sampling import ThinkingBudget
 
@@ -17,12 +17,6 @@ USER = {"role": "user", "content": "Weather?"}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\\"ris 日", "days": 3}}\n</tool_call>'
 INPUT = {"city": 'Pa"ris 日', "days": 3}
 THOUGHT = "<think>\nHm, <b>.\n</think>\n\n"
-
-
-@pytest.fixture
-async def server(client: FakeClient):
-    async with http_for(client, reasoning_parser="qwen3") as http:
-        yield http
 
 
 @pytest.fixture

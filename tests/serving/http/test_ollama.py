@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_apps import http_for
-from fake_client import FakeClient
 
 from headrace import __version__
 
@@ -14,12 +12,6 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "description": "
 USER = {"role": "user", "content": "Weather?"}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THOUGHT = "<think>\nHm.\n</think>\n\n"
-
-
-@pytest.fixture
-async def server(client: FakeClient):
-    async with http_for(client, reasoning_parser="qwen3") as http:
-        yield http
 
 
 async def ask(server, path: str, *, stream: bool, **fields) -> tuple[str, str, list, dict]:

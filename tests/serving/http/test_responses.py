@@ -6,25 +6,13 @@ import json
 
 import openai
 import pytest
-from fake_apps import http_for
-from fake_client import FakeClient, expected_text
+from fake_client import expected_text
 
 TOOL = {"type": "function", "name": "get_weather", "description": "The weather", "strict": False, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
 NOOP = {"type": "function", "name": "noop", "parameters": None, "strict": None}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\\"ris 日", "days": 3}}\n</tool_call>'
 ARGUMENTS = '{"city": "Pa\\"ris 日", "days": 3}'
 THOUGHT = "<think>\nHm, <b>.\n</think>\n\n"
-
-
-@pytest.fixture
-async def server(client: FakeClient):
-    async with http_for(client, reasoning_parser="qwen3") as http:
-        yield http
-
-
-@pytest.fixture
-async def api(server):
-    yield openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=server, max_retries=0)
 
 
 async def ask(api, *, stream: bool, **options):

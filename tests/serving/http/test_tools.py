@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 from fake_apps import http_for
-from fake_client import ByteTokenizer, FakeClient
+from fake_client import ByteTokenizer
 
 from headrace.base.sampling import ThinkingBudget
 
@@ -21,17 +20,6 @@ ARGUMENTS = '{"city": "Pa\\"ris 日", "days": 3}'
 TWO = f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "noop", "arguments": {{}}}}\n</tool_call>'
 THOUGHT = "<think>\nHm, <b>.\n</think>\n\n"
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def server(client: FakeClient):
-    async with http_for(client, reasoning_parser="qwen3") as http:
-        yield http
-
-
-@pytest.fixture
-async def api(server):
-    yield openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=server, max_retries=0)
 
 
 async def ask(api, *, stream: bool, **options):

@@ -55,22 +55,17 @@ def _read_tags(request: Request) -> list[DevicePart]:
     return cast("list[DevicePart]", tags) or list(DEVICE_PARTS)
 
 
-async def release_memory(request: Request) -> JsonResponse:
-    """Give memory back (SGLang's name). Weights move to host memory."""
-    context = context_of(request)
-    body = await MEMORY_BODY.read_optional(request, context.server.max_body_bytes)
-    _check_running(context)
-    await context.upkeep.sleep(body.tags or DEVICE_PARTS)
-    return _tell_memory(context)
+def _memory_handler(*, is_release: bool) -> Handler:
+    """Give memory back, or take it again (SGLang's names). Weights move to host memory."""
 
+    async def change(request: Request) -> JsonResponse:
+        context = context_of(request)
+        body = await MEMORY_BODY.read_optional(request, context.server.max_body_bytes)
+        _check_running(context)
+        await (context.upkeep.sleep if is_release else context.upkeep.wake)(body.tags or DEVICE_PARTS)
+        return _tell_memory(context)
 
-async def resume_memory(request: Request) -> JsonResponse:
-    """Take memory again (SGLang's name)."""
-    context = context_of(request)
-    body = await MEMORY_BODY.read_optional(request, context.server.max_body_bytes)
-    _check_running(context)
-    await context.upkeep.wake(body.tags or DEVICE_PARTS)
-    return _tell_memory(context)
+    return change
 
 
 async def sleep(request: Request) -> JsonResponse:
@@ -192,8 +187,8 @@ def _admin(path: str, handler: Handler, doc: str, *, answer: type = AdminAnswer,
 
 _LEVEL, _TAGS = {"type": "string", "enum": ["1", "2"]}, {"type": "string", "enum": list(DEVICE_PARTS)}
 ENDPOINTS = (
-    _admin("/release_memory_occupation", release_memory, "Give device memory back."),
-    _admin("/resume_memory_occupation", resume_memory, "Take device memory again."),
+    _admin("/release_memory_occupation", _memory_handler(is_release=True), "Give device memory back."),
+    _admin("/resume_memory_occupation", _memory_handler(is_release=False), "Take device memory again."),
     _admin("/sleep", sleep, "Give all device memory back.", query={"level": _LEVEL, "mode": {"type": "string", "enum": list(SLEEP_MODES)}}),
     _admin("/wake_up", wake_up, "Take device memory again.", query={"tags": _TAGS}),
     Endpoint(path="/is_sleeping", handler=tell_sleeping, tag="control", doc="Whether the engine sleeps.", answer=SleepState),
