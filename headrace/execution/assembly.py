@@ -124,12 +124,16 @@ def build_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBacken
         raise ConfigError("the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction") from error
 
 
+def build_small_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> Runner:
+    """A runner with two pages per group: for steps before it is known how many pages there will be."""
+    groups = [msgspec.structs.replace(group, num_pages=2) for group in loaded.groups]
+    return build_runner(config, loaded, chosen, layout_of(config, CachePlan(groups, loaded.max_model_len)), device)
+
+
 def measure_activations(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
     """Run the largest steps over two pages per group and keep torch's pool warm for them. A CPU has nothing to reserve."""
     if device.type != "cuda":
         return 0
-    groups = [msgspec.structs.replace(group, num_pages=2) for group in loaded.groups]
-    layout = layout_of(config, CachePlan(groups, loaded.max_model_len))
-    runner = build_runner(config, loaded, chosen, layout, device)
+    runner = build_small_runner(config, loaded, chosen, device)
     assert config.scheduler.max_step_tokens
-    return measure_largest_steps(runner.execute, layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None)
+    return measure_largest_steps(runner.execute, runner.layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None)

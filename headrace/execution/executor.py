@@ -19,17 +19,19 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan
 from headrace.base.upkeep import DevicePart, StartProfile
-from headrace.execution.assembly import Assembly, graph_reserve, layout_of, limit_graphs, measure_activations
+from headrace.execution.assembly import Assembly, graph_reserve, layout_of, limit_graphs
 from headrace.execution.backends import choose_backends
 from headrace.execution.device import resolve_device, set_threads
 from headrace.execution.facts import read_facts
 from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.profiling import Profiler
+from headrace.execution.rehearsal import prepare_steps
 from headrace.execution.residence import Residence
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
 from headrace.execution.structured.library import CompiledGrammar
 from headrace.execution.structured.store import GrammarStore
+from headrace.kernels.ahead import read_compiler
 from headrace.layers.build import Build
 from headrace.memory.capacity import free_bytes
 from headrace.memory.plan import CacheDemand, kv_budget, memory_lines, plan_cache, soft_budget
@@ -138,14 +140,16 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     device = resolve_device(config.device.device)
     threads = set_threads(config.device.threads)
     config = resolve_for_device(config, device.type)
+    read_compiler(device)
     loaded = load_model(config, device, progress)
     config = _fit_steps(config, loaded)
     chosen = choose_backends(
         loaded.model, loaded.groups, Build(device=device, dtype=loaded.dtype), config.cache, config.device.attention_backend,
     )
     config = replace(config, cache=replace(config.cache, page_size=chosen.page_size), device=limit_graphs(config.device, loaded, chosen))
-    progress("sizing the KV cache", 0.8)
-    activations = measure_activations(config, loaded, chosen, device)
+    progress("running the largest steps", 0.8)
+    activations = prepare_steps(config, loaded, chosen, device)
+    progress("sizing the KV cache", 0.85)
     free, reserve = free_bytes(device), graph_reserve(config, loaded, chosen, activations, device)
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
     plan = plan_cache(_demand(config, loaded), config.cache, budget, soft_budget(device.type, loaded.num_bytes))

@@ -40,7 +40,7 @@ class Runner:
     ):
         self._model, self._device, self._check_finite = model, device, check_finite
         self._num_layers = num_layers
-        self._layout, self._backends = layout, backends
+        self.layout, self._backends = layout, backends
         self._narrows = getattr(model, "narrows", False)
         self._captured: CapturedSteps | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
@@ -81,7 +81,7 @@ class Runner:
 
     def capture(self, sizes: GraphSizes, recorder: Records) -> CapturedSteps:
         """Run steps of these sizes as graphs from now on; whoever calls decides when these are recorded."""
-        state = DecodeState(self._rows, self._tables, self._layout, self._backends)
+        state = DecodeState(self._rows, self._tables, self.layout, self._backends)
         self._captured = CapturedSteps(sizes, self._model, state, self._inputs, recorder)
         return self._captured
 

@@ -1,5 +1,5 @@
 """Copies tensors to a CUDA device ahead of their consumer: threads fill pinned buffers from mapped files while earlier
-buffers travel on a stream of their own."""
+buffers travel on a stream of their own. A large tensor is the work of several threads."""
 
 from __future__ import annotations
 
@@ -23,22 +23,40 @@ class _Buffer:
     sent: torch.cuda.Event
 
 
+@dataclass(slots=True)
+class _Part:
+    """As much of a tensor as fits a buffer, in bytes. ``whole`` is set on a tensor's last part: its name and its place on
+    the device."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    whole: tuple[str, torch.Tensor] | None
+
+
 def copy_ahead(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device, *, threads: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each ``(name, tensor)`` with the tensor on ``device``, in order, ready for the current stream.
 
-    At most ``AHEAD_BYTES`` of tensors are on the device before they are asked for (a larger one is alone).
+    At most ``AHEAD_BYTES`` are on their way before they are asked for.
     """
     copier = _Copier(device, num_buffers=threads + 2)
-    moved = map_ahead(copier.copy, tensors, cost=lambda item: item[1].nbytes, budget=AHEAD_BYTES, threads=threads)
+    sent = map_ahead(copier.send, copier.split(tensors), cost=lambda part: part.source.numel(), budget=AHEAD_BYTES, threads=threads)
+    arrivals: list[torch.cuda.Event] = []
     try:
-        for name, tensor, arrived in moved:
+        for part, arrived in sent:
+            arrivals.append(arrived)
+            if part.whole is None:
+                continue
+            name, tensor = part.whole
             stream = torch.cuda.current_stream(device)
-            stream.wait_event(arrived)
+            for event in arrivals:
+                stream.wait_event(event)
+            arrivals.clear()
             tensor.record_stream(stream)
+            del part
             yield name, tensor
             del tensor  # so that its memory is free for the next ones once the consumer's work is done
     finally:
-        moved.close()
+        sent.close()
         copier.drain()
 
 
@@ -52,30 +70,34 @@ class _Copier:
             data = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
             self._free.put(_Buffer(data, torch.cuda.Event()))
 
-    def copy(self, item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor, torch.cuda.Event]:
-        """Send one tensor; runs on a worker thread. The event marks its arrival."""
-        name, tensor = item
-        source = tensor.contiguous().view(-1).view(torch.uint8)
-        # Allocated for the copying stream, which alone writes it; the consumer's stream is recorded when it is handed on.
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            flat = target.view(-1).view(torch.uint8)
-            for start in range(0, source.numel(), BUFFER_BYTES):
-                self._send(source[start : start + BUFFER_BYTES], flat[start : start + BUFFER_BYTES])
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
-        return name, target, arrived
+    def split(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[_Part]:
+        """The parts of each tensor, in order; one that is empty has a part too."""
+        for name, tensor in tensors:
+            source = tensor.contiguous().view(-1).view(torch.uint8)
+            # Allocated for the copying stream, which alone writes it; the consumer's stream is recorded when it is handed on.
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            flat, end = target.view(-1).view(torch.uint8), source.numel()
+            for start in range(0, max(end, 1), BUFFER_BYTES):
+                stop = start + BUFFER_BYTES
+                yield _Part(source[start:stop], flat[start:stop], (name, target) if stop >= end else None)
+            del target, flat
 
-    def _send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def send(self, part: _Part) -> tuple[_Part, torch.cuda.Event]:
+        """Send one part; runs on a worker thread. The event marks its arrival."""
         buffer = self._free.get()
         try:
             buffer.sent.synchronize()
-            pinned = buffer.data[: source.numel()]
-            pinned.numpy()[:] = source.numpy()  # numpy's copy leaves the interpreter to other threads
-            target.copy_(pinned, non_blocking=True)
-            buffer.sent.record(self._stream)
+            pinned = buffer.data[: part.source.numel()]
+            pinned.numpy()[:] = part.source.numpy()  # numpy's copy leaves the interpreter to other threads
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                part.target.copy_(pinned, non_blocking=True)
+                buffer.sent.record(self._stream)
+                arrived = torch.cuda.Event()
+                arrived.record(self._stream)
         finally:
             self._free.put(buffer)
+        return part, arrived
 
     def drain(self) -> None:
         """Wait for the copies under way, only then may pinned memory be freed; return this stream's memory to all."""

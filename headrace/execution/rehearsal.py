@@ -1,0 +1,55 @@
+"""`prepare_steps`: what the steps of a model launch is compiled before the first of them runs.
+
+Refuses: compiling (kernels/ahead.py), and sizes that nobody rehearsed; their kernels are compiled when they are captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from headrace.base.config import EngineConfig
+from headrace.execution.assembly import build_small_runner, graph_sizes, has_graphs, measure_activations
+from headrace.execution.backends import ChosenBackends
+from headrace.execution.captured_steps import GraphSizes
+from headrace.execution.loading import LoadedModel
+from headrace.execution.warmup import run_tiny_steps
+from headrace.kernels.ahead import compile_ahead
+
+Output = TypeVar("Output")
+
+
+class NoRecorder:
+    """Records nothing."""
+
+    def record(self, work: Callable[[], Output]) -> None:
+        return None
+
+
+def prepare_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
+    """Compile for the first steps, the largest ones and those with graphs, if that was not done before on this machine.
+    Returns the bytes that the largest take; a rehearsal, which allocates what they do, tells as well as they."""
+    measured: list[int] = []
+    about = msgspec.json.encode((config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype))).decode()
+    compile_ahead(lambda: measured.append(_rehearse(config, loaded, chosen, device)), about, device)
+    return measured[0] if measured else measure_activations(config, loaded, chosen, device)
+
+
+@torch.inference_mode()
+def _rehearse(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
+    activations = measure_activations(config, loaded, chosen, device)
+    runner = build_small_runner(config, loaded, chosen, device)
+    run_tiny_steps(runner.execute, runner.layout, is_reader=loaded.pooling is not None)
+    if has_graphs(config, device):
+        runner.capture(_thin(graph_sizes(config, loaded, chosen)), NoRecorder()).record_all(lambda: None)
+    runner.detach()
+    return activations
+
+
+def _thin(sizes: GraphSizes) -> GraphSizes:
+    """The sizes at which kernels change: powers of two, all of the small ones, and the ends."""
+    decodes = [size for size in sizes.decodes if size & (size - 1) == 0 or size < 32]
+    return GraphSizes(sorted({*decodes, sizes.decodes[-1]}), sorted({*sizes.tokens[:1], *sizes.tokens[-1:]}))

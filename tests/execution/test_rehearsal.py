@@ -1,0 +1,62 @@
+"""What is rehearsed before the first step, and whose word on its memory is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.base.config import engine_config
+from headrace.execution import assembly, rehearsal
+from headrace.execution.captured_steps import GraphSizes
+from headrace.execution.executor import build_executor
+from headrace.execution.graphs import bucket_sizes
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 2,
+}
+
+
+def test_few_sizes_stand_for_all():
+    thin = rehearsal._thin(GraphSizes(bucket_sizes(512), [64, 128, 8192]))
+    assert thin == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512], [64, 8192])
+    assert rehearsal._thin(GraphSizes(bucket_sizes(300), [])) == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 300], [])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_largest_step_runs_once(is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    asked: list[str] = []
+    measured = iter([111, 222])
+    steps: list[int] = []
+
+    def pretend(rehearse: Callable[[], None], about: str, device: torch.device) -> int:
+        asked.append(about)
+        if not is_known:
+            rehearse()
+        return 0
+
+    monkeypatch.setattr(rehearsal, "compile_ahead", pretend)
+    monkeypatch.setattr(rehearsal, "measure_activations", lambda *about: steps.append(1) or next(measured))
+    executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
+    lines = {line.name: line.num_bytes for line in executor.memory}
+    assert lines["activations"] == 111 and len(steps) == 1
+    assert len(asked) == 1 and '"hidden_size":32' in asked[0]
+    executor.close()
+
+
+def test_a_rehearsal_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The runner that comes next binds its own."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(rehearsal, "compile_ahead", lambda rehearse, about, device: rehearse())
+    ran: list[int] = []
+    real = assembly.run_tiny_steps
+    monkeypatch.setattr(rehearsal, "run_tiny_steps", lambda *args, **options: ran.append(1) or real(*args, **options))
+    executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
+    assert ran == [1]
+    executor.close()

@@ -1,0 +1,129 @@
+"""Cases of `test_compiling_ahead`, run by it where Triton compiles: kernels found by a rehearsal, compiled for a GPU that need not be
+there."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from headrace.kernels import ahead
+
+SOURCE = '''
+import triton
+import triton.language as tl
+
+@triton.jit
+def scale(x_ptr, out_ptr, count, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, at < count) * FACTOR, at < count)
+'''
+
+
+class PretendedDriver:
+    """A Hopper GPU that launches nothing but takes note of what it would."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[int, ...]] = []
+        self.launchers: list[str] = []
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 * 1024}
+
+    def launcher_cls(self, src: object, metadata: object) -> object:
+        self.launchers.append(metadata.name)
+        return lambda *args: self.launched.append(args[:3])
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[object, object, int, int, int]:
+        assert binary[:4] == b"\x7fELF"
+        return object(), object(), 0, 0, 1024
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PretendedDriver:
+    pretended = PretendedDriver()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(driver, "_active", pretended)
+    return pretended
+
+
+@pytest.fixture
+def scale(tmp_path: Path) -> Any:
+    (tmp_path / "scale_kernel.py").write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("scale_kernel", tmp_path / "scale_kernel.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.scale
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_what_a_rehearsal_wants_is_compiled_and_then_launched(gpu: PretendedDriver, scale: Any):
+    outs = []
+
+    def rehearse() -> None:
+        for count, factor in ((100, 2), (100, 2), (128, 2), (100, 3)):
+            x = torch.ones(128)
+            out = torch.empty_like(x)
+            scale[(1,)](x, out, count, FACTOR=factor, BLOCK=128)
+            outs.append(out)
+
+    assert ahead.compile_ahead(rehearse, "a model", CUDA) == 3, "100 and 128 differ in their divisors, 2 and 3 are constants"
+    assert gpu.launched == [] and gpu.launchers == ["scale"] * 3
+    assert all(not out.any() for out in outs), "what nobody fills is zero"
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about)
+    try:
+        rehearse()
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert compiled == [] and gpu.launched == [(1, 1, 1)] * 4 and gpu.launchers == ["scale"] * 3
+
+
+def test_it_is_rehearsed_once_for_each_model(gpu: PretendedDriver):
+    rehearsed = []
+    for about in ("a model", "a model", "another"):
+        assert ahead.compile_ahead(lambda about=about: rehearsed.append(about), about, CUDA) == 0
+    assert rehearsed == ["a model", "another"]
+
+
+def test_a_rehearsal_that_fails_compiles_what_it_had_found(gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture):
+    def rehearse() -> None:
+        scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=8)
+        raise RuntimeError("shapes do not fit")
+
+    assert ahead.compile_ahead(rehearse, "a model", CUDA) == 1
+    assert "shapes do not fit" in caplog.text and gpu.launchers == ["scale"]
+    assert triton.knobs.runtime.jit_cache_hook is None
+
+
+def test_a_kernel_that_does_not_compile_hurts_no_other(gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture):
+    def rehearse() -> None:
+        for block in (100, 128):  # a power of two is needed
+            scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=block)
+
+    assert ahead.compile_ahead(rehearse, "a model", CUDA) == 2
+    assert "did not compile ahead" in caplog.text and gpu.launchers == ["scale"]
+
+
+def test_there_is_nothing_to_do_on_a_cpu():
+    assert ahead.compile_ahead(lambda: pytest.fail("rehearsed"), "a model", torch.device("cpu")) == 0
