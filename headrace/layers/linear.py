@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
 
-from headrace.kernels.linear import LINEAR
+from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS
 from headrace.kernels.norm_linear import NORM_LINEAR, Norm, fits
+from headrace.kernels.operation import KernelQuery, Operation
 from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
 from headrace.layers.storing import plain_weight
+
+
+def choose_joined(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
+    """The best solution of an operation that joins several; None if that is the reference: apart, each has its best kernel."""
+    chosen = operation.choose(query)
+    return None if chosen is operation.load("reference") else chosen
 
 
 class Linear(nn.Module):
@@ -30,10 +39,10 @@ class Linear(nn.Module):
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}
         self.weight = build.parameter(ends[-1], in_width)
         self.bias = build.parameter(ends[-1]) if bias else None
-        query = build.query(in_width=in_width, out_width=ends[-1])
-        self._linear = LINEAR.choose(query)
-        fused = NORM_LINEAR.choose(query)
-        self._norm_linear = None if fused is NORM_LINEAR.load("reference") else fused  # apart, each part has its best kernel
+        self._query = build.query(in_width=in_width, out_width=ends[-1])
+        self._linear = LINEAR.choose(self._query)
+        self._norm_linear = choose_joined(NORM_LINEAR, self._query)
+        self._gated_linear = choose_joined(GATED_LINEAR, self._query)
 
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The view of ``weight`` or ``bias`` that holds the named part."""
@@ -43,9 +52,18 @@ class Linear(nn.Module):
         weight = plain_weight(self)
         return self.stored.multiply(x, self.bias) if weight is None else self._linear(x, weight, self.bias)
 
+    def leave_sums(self) -> None:
+        """From now on outputs may be sums [S, T, O] in float32, as `RmsNorm.add` takes them: that is where they must go."""
+        self._linear = LINEAR_SUMS.choose(self._query)
+
+    def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """The product followed by the gated activation, in one kernel; None where two take no longer."""
+        weight = plain_weight(self)
+        return None if weight is None or self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
+
     def can_join(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
         """Whether `join` takes these: few rows, an RMS norm, and a residual to add."""
-        return self._norm_linear is not None and residual is not None and isinstance(norm, RmsNorm) and fits(x.shape[0])
+        return self._norm_linear is not None and residual is not None and isinstance(norm, RmsNorm) and x.dim() == 2 and fits(x.shape[0])
 
     def join(self, norm: RmsNorm, x: torch.Tensor, residual: torch.Tensor, activation: str = "") -> tuple[torch.Tensor, torch.Tensor]:
         """``(product(norm(x + residual)), x + residual)`` in one kernel, the product followed by the gated activation."""

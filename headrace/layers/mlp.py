@@ -36,8 +36,12 @@ class GatedMlp(Branch):
         self._activate = choose_activation(spec, build)
         self.activation = "" if spec.clamp is not None else spec.activation
 
+    def leave_sums(self) -> None:
+        self.down.leave_sums()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self._activate(self.gate_up(x)))
+        gated = self.gate_up.gate(x, self.activation) if self.activation else None
+        return self.down(self._activate(self.gate_up(x)) if gated is None else gated)
 
     def after_norm(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.activation or not self.gate_up.can_join(norm, x, residual):

@@ -25,7 +25,8 @@ class RmsNorm(nn.Module):
         return self._norm(x, self.weight, self.eps, self.offset)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``; the first layer has no residual yet. ``residual`` is consumed."""
+        """``(norm(x + residual), x + residual)``; the first layer has no residual yet. ``residual`` is consumed. ``x`` may be what
+        a product left that `leaves sums <Linear.leave_sums>`."""
         if residual is None:
             return self._norm(x, self.weight, self.eps, self.offset), x
         return self._add_norm(x, residual, self.weight, self.eps, self.offset)

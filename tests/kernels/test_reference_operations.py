@@ -44,6 +44,8 @@ def test_rms_norm(norm, offset: float, dtype: torch.dtype):
     normed, new_residual = add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, offset)
     assert torch.equal(new_residual, total)
     torch.testing.assert_close(normed, oracle(total).to(dtype), **tolerance)
+    from_sums, _ = add_rms_norm(torch.stack([x.float() / 2] * 2), residual.clone(), weight, 1e-5, offset)
+    assert torch.equal(from_sums, normed)
 
 
 def test_rms_norm_of_a_strided_view():

@@ -34,6 +34,9 @@ def test_rms_norm(rows, width, offset, device, dtype, tolerance):
     normed, new_residual = rms_norm.add_rms_norm(x, residual.clone(), weight, 1e-6, offset)
     assert torch.equal(new_residual, total)
     assert relative_error(normed, _norm(total, weight, 1e-6, offset)) < tolerance
+    sums = torch.stack([x.float() / 2, x.float() / 4, x.float() / 4])  # of a product whose inputs programs shared
+    from_sums, new_residual = rms_norm.add_rms_norm(sums, residual.clone(), weight, 1e-6, offset)
+    assert torch.equal(new_residual, total) and torch.equal(from_sums, normed)
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)

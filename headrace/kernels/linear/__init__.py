@@ -5,7 +5,19 @@ from headrace.kernels.operation import KernelQuery, Operation, requires
 LINEAR = Operation("linear kernel")
 """``linear(x [T, I], weight [O, I], bias [O] | None) -> [T, O]`` in x's dtype."""
 
+LINEAR_SUMS = Operation("linear kernel that may leave sums")
+"""``linear_sums(x [T, I], weight [O, I], bias [O] | None) -> [T, O]`` in x's dtype, or float32 [S, T, O] to be added up, as
+`ADD_RMS_NORM` does: where outputs are few, programs share the inputs."""
+
+GATED_LINEAR = Operation("gated linear kernel")
+"""``gated_linear(x [T, I], weight [2F, I], bias [2F] | None, activation) -> [T, F] | None``: ``activation(gate) * up`` of a weight
+that stacks gate and up, each rounded to x's dtype as if stored; None where two kernels take no longer. ``activation`` is
+"silu" or "gelu_tanh"."""
+
 LINEAR.add("reference", "headrace.kernels.linear.reference:linear", doc="torch's own GEMM")
+
+LINEAR_SUMS.add("reference", "headrace.kernels.linear.reference:linear", doc="torch's own GEMM")
+GATED_LINEAR.add("reference", "headrace.kernels.linear.reference:gated_linear", doc="torch's own GEMM, then the activation")
 
 MOST_OUTPUTS = 2**16
 """A weight with more, such as a vocabulary's, torch's own GEMM reads at the speed of memory already."""
@@ -21,13 +33,28 @@ def _reason_against_shape(query: KernelQuery) -> str | None:
     return None
 
 
-LINEAR.add(
-    "triton", "headrace.kernels.linear.triton:linear", supports=lambda q: _in_half(q) or _reason_against_shape(q), priority=10,
-    doc="GEMV for one row or two, skinny GEMM for up to 8, torch beyond",
-)
-LINEAR.add(
-    "triton_pdl", "headrace.kernels.linear.triton:linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
-    doc="with dependent launch",
+def _reason_against_tiles(query: KernelQuery) -> str | None:
+    if query.capability[0] != 9:
+        return "needs Hopper's tensor cores"
+    return _in_half(query) or _reason_against_shape(query)
+
+
+for _operation, _name in ((LINEAR, "linear"), (LINEAR_SUMS, "linear_sums")):
+    _operation.add(
+        "triton", "headrace.kernels.linear.triton:linear", supports=lambda q: _in_half(q) or _reason_against_shape(q), priority=10,
+        doc="GEMV for one row or two, skinny GEMM for up to 8, torch beyond",
+    )
+    _operation.add(
+        "triton_pdl", "headrace.kernels.linear.triton:linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
+        doc="with dependent launch",
+    )
+    _operation.add(
+        "gluon_pdl", f"headrace.kernels.linear.hopper:{_name}", supports=_reason_against_tiles, priority=20,
+        doc="the same, and tiles on tensor cores for up to 256 rows",
+    )
+GATED_LINEAR.add(
+    "gluon_pdl", "headrace.kernels.linear.hopper:gated_linear", supports=_reason_against_tiles, priority=20,
+    doc="tiles on tensor cores for up to 256 rows",
 )
 
 LINEAR_FLOAT = Operation("linear kernel with float32 output")

@@ -5,10 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.activation import reference as activations
+
+ACTIVATIONS = {"silu": activations.silu_mul, "gelu_tanh": activations.gelu_tanh_mul}
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See `LINEAR`."""
     return F.linear(x, weight, bias)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """See `GATED_LINEAR`."""
+    return ACTIVATIONS[activation](F.linear(x, weight, bias))
 
 
 def linear_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

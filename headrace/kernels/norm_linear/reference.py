@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.activation import reference as activations
-from headrace.kernels.linear.reference import linear
+from headrace.kernels.linear.reference import ACTIVATIONS, linear
 from headrace.kernels.norm_linear import Norm
 from headrace.kernels.rms_norm.reference import rms_norm
-
-ACTIVATIONS = {"silu": activations.silu_mul, "gelu_tanh": activations.gelu_tanh_mul}
 
 
 def norm_linear(

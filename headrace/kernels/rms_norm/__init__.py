@@ -8,7 +8,8 @@ computed in float32, returned in x's dtype. x may be a strided view whose last d
 
 ADD_RMS_NORM = Operation("add_rms_norm kernel")
 """``add_rms_norm(x, residual, weight, eps, offset=0.0) -> (normed, new_residual)`` with ``new_residual = x + residual``;
-residual may be overwritten and returned as the new one, x may not. All [T, D]."""
+residual may be overwritten and returned as the new one, x may not. All [T, D]; or x is sums [S, T, D] in float32, which
+are added up in their order and rounded to residual's dtype first."""
 
 RMS_NORM.add("reference", "headrace.kernels.rms_norm.reference:rms_norm", doc="plain torch")
 ADD_RMS_NORM.add("reference", "headrace.kernels.rms_norm.reference:add_rms_norm", doc="plain torch")

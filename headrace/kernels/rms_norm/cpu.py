@@ -19,6 +19,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ADD_RMS_NORM`; writes the new residual in place."""
     ops = NATIVE.find()
-    if ops is None:
+    if ops is None or x.dim() == 3:
         return reference.add_rms_norm(x, residual, weight, eps, offset)
     return ops.add_rms_norm(x, residual, weight, eps, offset), residual

@@ -16,5 +16,5 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ADD_RMS_NORM`; writes the new residual in place."""
-    residual.add_(x)
+    residual.add_(x if x.dim() == 2 else x.sum(0).to(residual.dtype))
     return rms_norm(residual, weight, eps, offset), residual

@@ -59,6 +59,9 @@ class Attention(AttentionLayer):
         self.rotary = rotary
         self._rope_write = self._choose_rope_write(norm, layer, build)
 
+    def leave_sums(self) -> None:
+        self.output.leave_sums()
+
     def _choose_rope_write(self, norm: NormSpec, layer: LayerSpec, build: Build) -> partial[torch.Tensor]:
         spec, rope = self.spec, layer.rope
         weights = {}

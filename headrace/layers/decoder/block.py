@@ -36,10 +36,13 @@ class DecoderBlock(nn.Module):
         self.mlp = MoeMlp(mlp, spec.width, build) if isinstance(mlp, MoeSpec) else GatedMlp(mlp, spec.width, build)
         self.mlp_post_norm = norm(spec.norm.after)
         self.residual_scale = spec.residual_scale
+        if spec.norm.before and not spec.norm.after and spec.residual_scale == 1.0:  # the next norm takes what a branch leaves
+            for branch in (self.attention, self.mlp):
+                branch.leave_sums()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` [T, D] is the previous block's last branch, still to be added to ``residual``; returns the same pair, of [S, D]
-        when the batch has S ``queries``."""
+        """``x`` [T, D] (or sums of it, see `RmsNorm.add`) is the previous block's last branch, still to be added to ``residual``;
+        returns the same pair, of [S, D] when the batch has S ``queries``."""
         x, residual = self.attention.after_norm(self.attention_norm, x, residual, batch)
         if batch.queries is not None:
             residual = residual.index_select(0, batch.queries)

@@ -1,0 +1,240 @@
+"""Products of a few to a few hundred rows on Hopper's tensor cores, launched dependently: the first tiles of the weight,
+which no kernel writes, are on their way into shared memory before the previous kernel has ended.
+
+M rows of x, N outputs (gated ones once), K inputs, S splits of K. Sums are float32 in a fixed order: the same input gives
+the same output. Refuses: many rows, for which torch's own GEMM is the faster; one or two, for which a GEMV is.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.linear.triton import gemv_rows, linear_pdl
+
+GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program computes: ``rows`` of x by ``outputs`` (of gate and of up, where gated), ``inputs`` at a time, of which
+    ``stages`` are in shared memory; ``splits`` programs share the inputs and leave a sum each."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+    splits: int = 1
+    num_warps: int = 4
+
+
+@gluon.jit
+def _fetch_weight(weight_desc, bar, tile, n, k, pred, GATE: gl.constexpr):
+    if GATE > 0:  # see `_describe_gated`
+        tma.async_copy_global_to_shared(weight_desc, [n // 8, 0, 0, k], bar, tile, pred=pred)
+    else:
+        tma.async_copy_global_to_shared(weight_desc, [n, k], bar, tile, pred=pred)
+
+
+@gluon.jit
+def _gate(gate, up, GATE: gl.constexpr):
+    if GATE == 2:
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (gl.exp(2.0 * u) + 1.0)) * up
+    else:
+        return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit(do_not_specialize=["M", "K", "depth"])
+def _product_kernel(
+    x_desc, weight_desc, bias_ptr, out_ptr, M, N, K, depth, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, REFILL: gl.constexpr, GATE: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = x_desc.dtype
+    WIDE: gl.constexpr = 2 * BLOCK_N if GATE > 0 else BLOCK_N
+    stage_bytes: gl.constexpr = (BLOCK_M + WIDE) * BLOCK_K * 2
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005 (no starred lists in Gluon)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+    fence_async_shared()
+    # the last rows are computed twice rather than rows beyond them, which the hardware fills in slowly
+    m0 = gl.maximum(gl.minimum(gl.program_id(0) * BLOCK_M, M - BLOCK_M), 0)
+    n0, split = gl.program_id(1) * BLOCK_N, gl.program_id(2)
+    k0 = split * depth
+    steps = gl.cdiv(gl.minimum(depth, K - k0), BLOCK_K)
+    for stage in gl.static_range(STAGES):
+        mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
+        _fetch_weight(weight_desc, bars.index(stage), tiles.index(stage), n0, k0 + stage * BLOCK_K, stage < steps, GATE)
+    wait_for_previous(True)
+    for stage in gl.static_range(STAGES):
+        tma.async_copy_global_to_shared(x_desc, [m0, k0 + stage * BLOCK_K], bars.index(stage), x_tiles.index(stage), pred=stage < steps)
+    # the weight stands left, so that few rows of x fill the instruction: sums are [outputs, rows]
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_M, 16])
+    acc = gl.zeros([WIDE, BLOCK_M], gl.float32, mma)
+    for step in range(steps):
+        at = step % STAGES
+        mbarrier.wait(bars.index(at), (step // STAGES) & 1)
+        tile, x_tile = tiles.index(at).reshape([WIDE, BLOCK_K]), x_tiles.index(at).permute((1, 0))
+        acc = warpgroup_mma(tile, x_tile, acc, is_async=True)
+        acc, tile, x_tile = warpgroup_mma_wait(num_outstanding=1, deps=(acc, tile, x_tile))
+        if REFILL:  # the step before has been computed: its stage takes a later one
+            later = step + (STAGES - 1)
+            free, has_more = later % STAGES, (step > 0) & (later < steps)
+            mbarrier.expect(bars.index(free), stage_bytes, pred=has_more)
+            _fetch_weight(weight_desc, bars.index(free), tiles.index(free), n0, k0 + later * BLOCK_K, has_more, GATE)
+            tma.async_copy_global_to_shared(x_desc, [m0, k0 + later * BLOCK_K], bars.index(free), x_tiles.index(free), pred=has_more)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    if GATE > 0:  # a thread has a gate and, eight rows on, its up
+        gate, up = gl.split(acc.reshape([BLOCK_N // 8, 2, 8, BLOCK_M]).permute((0, 2, 3, 1)))
+        gate, up = gate.reshape([BLOCK_N, BLOCK_M]), up.reshape([BLOCK_N, BLOCK_M])
+        if HAS_BIAS:
+            layout: gl.constexpr = gate.type.layout
+            gate += _load_bias(bias_ptr, n0, N, BLOCK_N, layout)
+            up += _load_bias(bias_ptr + N, n0, N, BLOCK_N, layout)
+        acc = _gate(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), GATE)  # rounded as if stored
+    elif HAS_BIAS:
+        acc += _load_bias(bias_ptr, n0, N, BLOCK_N, mma)
+    _store(acc.to(out_ptr.dtype.element_ty), out_ptr, m0, n0, split, M, N, BLOCK_M, BLOCK_N, 4 if SPLIT else 8, num_warps)
+
+
+@gluon.jit
+def _load_bias(bias_ptr, n0, N, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    return gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+
+
+@gluon.jit
+def _store(values, out_ptr, m0, n0, split, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr):
+    """``values`` [outputs, rows] to out [M, N] or [S, M, N], outputs side by side."""
+    lanes: gl.constexpr = min(32, BLOCK_N // WIDE)
+    layout: gl.constexpr = gl.BlockedLayout([WIDE, 1], [lanes, 32 // lanes], [1, num_warps], [0, 1])
+    values = gl.convert_layout(values, layout)
+    m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    at = (split * M + m).to(gl.int64)[None, :] * N + n[:, None]
+    gl.store(out_ptr + at, values, mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@cache
+def _tile_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+def _describe(matrix: torch.Tensor, rows: int, inputs: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, inputs], _tile_layout((rows, inputs), matrix.dtype))
+
+
+def _describe_gated(weight: torch.Tensor, outputs: int, inputs: int) -> TensorDescriptor:
+    """Tiles in which eight rows of gate alternate with the same eight of up."""
+    total, width = weight.shape
+    block = (outputs // 8, 2, 8, inputs)
+    shape, strides = [total // 16, 2, 8, width], [8 * width, total // 2 * width, width, 1]
+    return TensorDescriptor(weight, shape, strides, list(block), _tile_layout(block, weight.dtype))
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = "") -> torch.Tensor:
+    """``x @ weight.T + bias`` [M, N], through the gated activation if there is one; with splits, float32 sums [S, M, N]."""
+    (rows, inputs), gated = x.shape, bool(activation)
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    depth = ceil_div(ceil_div(inputs, tile.inputs), tile.splits) * tile.inputs
+    is_split = tile.splits > 1
+    assert not (is_split and (gated or bias is not None)), "splits leave plain sums"
+    shape = (tile.splits, rows, outputs) if is_split else (rows, outputs)
+    out = torch.empty(shape, dtype=torch.float32 if is_split else x.dtype, device=x.device)
+    describe_weight = _describe_gated if gated else _describe
+    _product_kernel[(ceil_div(rows, tile.rows), ceil_div(outputs, tile.outputs), tile.splits)](
+        _describe(x, tile.rows, tile.inputs), describe_weight(weight, tile.outputs, tile.inputs), x if bias is None else bias, out,
+        rows, outputs, inputs, depth, BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, STAGES=tile.stages, SPLIT=is_split,
+        REFILL=depth > tile.stages * tile.inputs, GATE=GATES[activation], HAS_BIAS=bias is not None, num_warps=tile.num_warps, launch_pdl=True,
+    )
+    return out
+
+
+MOST_ROWS = 256
+MOST_SPLITS = 4
+LARGE_WEIGHT = 2**24
+"""Of a larger weight each more reading by a program of its own costs more than rows that are not there."""
+ABOUT_ALL_PROCESSORS = 132
+
+
+def _tile_rows(rows: int, num_weights: int) -> int:
+    """Of up to 64 rows."""
+    if num_weights > LARGE_WEIGHT:
+        return min(64, max(16, next_power_of_2(rows)))
+    return 16 if rows < 32 else 32
+
+
+def choose_tile(rows: int, num_weights: int) -> Tile | None:
+    """For a product as such; None where torch's own is as fast. This and the next two measured on an H200."""
+    if rows > (64 if num_weights > LARGE_WEIGHT else MOST_ROWS):
+        return None
+    if rows <= 64:
+        block = _tile_rows(rows, num_weights)
+        return Tile(block, 64, 128, 8 if block <= 32 else 6)
+    return Tile(64, 64, 128, 6) if rows <= 128 else Tile(64, 128, 64, 8)
+
+
+def choose_sums_tile(rows: int, outputs: int, inputs: int) -> Tile | None:
+    """For a product that may leave sums: programs share the inputs where outputs alone do not keep the device busy. None
+    as for `choose_tile`."""
+    num_weights = outputs * inputs
+    if rows > (128 if num_weights > LARGE_WEIGHT else MOST_ROWS):
+        return None
+    tile = Tile(min(32, _tile_rows(rows, num_weights)), 64, 128, 8) if rows <= 64 else Tile(64, 64, 128, 6)
+    programs, splits = ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs), 1
+    while splits < MOST_SPLITS and 2 * splits * programs <= ABOUT_ALL_PROCESSORS and 4 * splits * tile.inputs <= inputs:
+        splits *= 2
+    return replace(tile, splits=splits) if programs * splits <= ABOUT_ALL_PROCESSORS else None
+
+
+def choose_gated_tile(rows: int, num_weights: int) -> Tile | None:
+    """For a product with its gated activation; None where the two apart are as fast."""
+    is_large = num_weights > LARGE_WEIGHT
+    if rows > (128 if is_large else MOST_ROWS):
+        return None
+    if rows <= 64:
+        block = _tile_rows(rows, num_weights)
+        return Tile(block, 64, 128, 5 if block <= 32 else 4)
+    if is_large:
+        return Tile(128, 128, 64, 4, num_warps=8)
+    return Tile(64, 64, 128, 4) if rows <= 128 else Tile(64, 64, 64, 4)
+
+
+def _is_describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether rows begin where the hardware's copies of tiles want them to: at multiples of 16 bytes."""
+    return weight.is_contiguous() and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `LINEAR`."""
+    rows, num_weights = x.shape[0], weight.numel()
+    tile = choose_tile(rows, num_weights) if rows > gemv_rows(num_weights) and _is_describable(x, weight) else None
+    return linear_pdl(x, weight, bias) if tile is None else multiply(x, weight, bias, tile)
+
+
+def linear_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `LINEAR_SUMS`."""
+    rows, num_weights = x.shape[0], weight.numel()
+    takes_sums = bias is None and rows > gemv_rows(num_weights) and _is_describable(x, weight)
+    tile = choose_sums_tile(rows, *weight.shape) if takes_sums else None
+    return linear(x, weight, bias) if tile is None else multiply(x, weight, None, tile)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+    """See `GATED_LINEAR`."""
+    rows, num_weights = x.shape[0], weight.numel()
+    tile = choose_gated_tile(rows, num_weights) if rows > gemv_rows(num_weights) and _is_describable(x, weight) else None
+    return None if tile is None or weight.shape[0] % 16 else multiply(x, weight, bias, tile, activation)

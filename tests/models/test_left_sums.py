@@ -1,0 +1,39 @@
+"""Products that leave sums for the norm after them, as kernels that share the inputs do: the model computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Harness, build_harness
+from test_parity import CASES, config_json, make_oracle, prompt
+
+from headrace.kernels.linear import LINEAR_SUMS, reference
+
+LEAVES = {"llama": True, "llama-tied-biased": True, "qwen3": True, "mixtral": True, "gemma3": False, "olmo2": False, "granite": False, "deepseek-v3": True}
+"""Whether any branch of the family goes to a norm as it is: neither scaled nor normalised before it is added."""
+
+
+def build(case: str) -> Harness:
+    oracle = make_oracle(*CASES[case])
+    return build_harness(config_json(oracle), oracle.state_dict())
+
+
+def decode(harness: Harness) -> torch.Tensor:
+    first, second = harness.start(), harness.start()
+    logits = harness.step((first, prompt(0, 5)), (second, prompt(1, 9)))
+    logits += harness.step((first, [3]), (second, [4]))
+    return torch.cat(logits + harness.step((first, [5]), (second, prompt(2, 6)), wanted=[0] if harness.model.narrows else None))
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_logits(case: str, monkeypatch: pytest.MonkeyPatch):
+    expected, left = decode(build(case)), []
+
+    def leave_halves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        half = x.shape[1] // 2
+        left.append(torch.stack([reference.linear(x[:, :half], weight[:, :half], bias), reference.linear(x[:, half:], weight[:, half:], None)]))
+        return left[-1]
+
+    monkeypatch.setattr(LINEAR_SUMS, "choose", lambda query: leave_halves)
+    torch.testing.assert_close(decode(build(case)), expected, atol=1e-5, rtol=1e-4)
+    assert bool(left) == LEAVES[case]
