@@ -188,6 +188,11 @@ class LogitRules(msgspec.Struct, frozen=True, array_like=True):
     held_ids: list[int] = []
     thinking: ThinkingLimit | None = None
 
+    @property
+    def is_length_only(self) -> bool:
+        """Whether they ask for nothing but a minimum length."""
+        return not (self.bias or self.allowed_ids or self.bad_words or self.thinking is not None)
+
 
 class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     """What the device needs to draw a row's tokens. ``seed`` is always set: the client draws one if the user did not.

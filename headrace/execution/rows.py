@@ -63,8 +63,9 @@ class Rows:
         self.prompt_len_np[start.row] = start.prompt_len
         self.draws_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
         self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
+        is_ruled = spec.rules is not None and not (spec.grammar is not None and spec.rules.is_length_only)  # masks see to that
         self.flags_np[start.row] = (
-            IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None) | HAS_RULES * (spec.rules is not None)
+            IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None) | HAS_RULES * is_ruled
             | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0) | HAS_GRAMMAR * (spec.grammar is not None)
         )
         if start.pooling is not None:
