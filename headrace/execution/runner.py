@@ -67,7 +67,7 @@ class Runner:
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
-        self._grammars = GrammarRows(store, self._sampler.vocab_size, self._device, min_jump=MIN_JUMP if self._captured is None else MIN_JUMP_OVER_GRAPHS)
+        self._grammars = GrammarRows(store, self._sampler.vocab_size, self.layout.max_rows, self._device, min_jump=MIN_JUMP if self._captured is None else MIN_JUMP_OVER_GRAPHS)
 
     def reset(self) -> None:
         """Forget what failed steps left behind; every row is started anew before it is computed again."""

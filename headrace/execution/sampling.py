@@ -57,20 +57,38 @@ class SampleBatch:
         return not any(map(len, (self.random, self.logged, self.penalised, self.ruled, self.constrained)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowMasks:
-    """What grammars allow: ``words`` int32 on the host are ``num_masks`` masks, one after the other, and then the mask of
-    each row of the batch, or -1. ``errors`` tells why, by row, where a grammar cannot go on."""
+    """What grammars allow: ``table`` [max_rows, W] int32 on the device are the masks of rows as of the step before, of which
+    ``num_changed`` of at most ``most_changed`` have changed. ``words`` int32 on the host: see `split`. ``errors`` tells why,
+    by row, where a grammar cannot go on."""
 
+    table: torch.Tensor
     words: torch.Tensor
-    num_masks: int
-    errors: dict[int, str | None]
+    num_rows: int
+    most_changed: int
+    num_changed: int = 0
+    errors: dict[int, str | None] = field(default_factory=dict)
 
-    def send(self, device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks [G, W] and ``mask_of_row`` [S] on the device."""
-        sent = to_device(self.words, device)
-        split = len(sent) - num_rows
-        return sent[:split].view(self.num_masks, -1), sent[split:]
+    @staticmethod
+    def count_words(num_rows: int, most_changed: int, num_words: int) -> int:
+        """How many words it takes for a batch of so many rows."""
+        return 2 * most_changed + num_rows + most_changed * num_words
+
+    def split(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Parts of ``words`` to write: the rows whose masks have changed [most_changed] int64, for each row of the batch
+        the row of its mask or -1, and the changed masks [most_changed, W]."""
+        rows, masks = 2 * self.most_changed, 2 * self.most_changed + self.num_rows
+        return words[:rows].view(np.int64), words[rows:masks], words[masks:].reshape(self.most_changed, -1)
+
+    def send(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring the table up to date; it, and ``mask_of_row`` [S]."""
+        rows, masks = 2 * self.most_changed, 2 * self.most_changed + self.num_rows
+        sent = to_device(self.words[: masks + self.num_changed * self.table.shape[1]], self.table.device)
+        if self.num_changed:
+            changed = sent[: 2 * self.num_changed].view(torch.int64)
+            self.table.index_copy_(0, changed, sent[masks:].view(self.num_changed, -1))
+        return self.table, sent[rows:masks]
 
 
 @dataclass(slots=True)
@@ -135,7 +153,7 @@ class Sampler:
             before, _ = self._find_best(logits)
             self._edit(logits, batch, sent)
         params = self._draw_params(batch, sent) if len(batch.random) else None
-        allowed, mask_of_row = (None, None) if masks is None else masks.send(logits.device, len(batch.rows))
+        allowed, mask_of_row = (None, None) if masks is None else masks.send()
         tokens = self._draw(
             logits, sent["sample_rows"], self._rows.last_token, params=params, masks=allowed, mask_of_row=mask_of_row, before=before,
         )

@@ -95,7 +95,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.rows = Rows(8, torch.device("cpu"))
-        self.grammars = GrammarRows(store_of(CountLibrary()), VOCAB_SIZE, torch.device("cpu"))
+        self.grammars = GrammarRows(store_of(CountLibrary()), VOCAB_SIZE, 8, torch.device("cpu"))
         self.num_drawn: dict[int, int] = {}
 
     def start(self, row: int, end: int | None, *, output: tuple[int, ...] = (), rules: LogitRules | None = None) -> RowTokens:
@@ -119,13 +119,14 @@ class Bench:
         filling.follow(step)
         for row in ids:
             self.num_drawn[row] += 1
-        return read_masks(masks, list(ids)), masks.errors, step
+        allowed = read_masks(masks, list(ids))
+        return {row: allowed[row] for row in ids if self.rows[row].sampling.grammar is not None}, masks.errors, step
 
 
 def read_masks(masks: RowMasks, rows: list[int]) -> dict[int, set[int]]:
-    words, mask_of_row = (part.numpy() for part in masks.send(torch.device("cpu"), len(rows)))
-    bits = np.unpackbits(words.astype("<i4").view(np.uint8), bitorder="little", axis=-1)[:, :VOCAB_SIZE]
-    return {row: set(map(int, np.flatnonzero(bits[place]))) for row, place in zip(rows, mask_of_row, strict=True) if place >= 0}
+    table, mask_of_row = (part.numpy() for part in masks.send())
+    bits = np.unpackbits(table.astype("<i4").view(np.uint8), bitorder="little", axis=-1)[:, :VOCAB_SIZE]
+    return {row: set(map(int, np.flatnonzero(bits[place]))) if place >= 0 else set(range(VOCAB_SIZE)) for row, place in zip(rows, mask_of_row, strict=True)}
 
 
 @pytest.mark.parametrize("is_done", [True, False])

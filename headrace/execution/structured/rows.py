@@ -10,6 +10,7 @@ by them at once; what a later step in flight draws in their place is recognised 
 
 from __future__ import annotations
 
+import itertools
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,13 +21,10 @@ import torch
 
 from headrace.execution.rows import RowTokens
 from headrace.execution.sampling import RowMasks, SampleBatch
-from headrace.execution.structured.library import GrammarLibrary, Matcher
-from headrace.execution.structured.plain import PlainTokens
+from headrace.execution.structured.constraint import Constraint
+from headrace.execution.structured.library import GrammarLibrary
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import host_words
-
-ALL_ALLOWED = -1
-"""A word of a mask."""
 
 MIN_JUMP = 2
 """Tokens that a forced run must have: a step with a run in it costs more than one of decodes alone."""
@@ -51,55 +49,17 @@ class DrawnStep(Protocol):
         """The drawn ids in the order of the batch; waits for the step."""
 
 
-@dataclass(eq=False, slots=True)
-class Constraint:
-    """The grammar of one row. ``num_tokens``: of its output, known so far. ``held`` [W] int32 are the bits of tokens that are
-    not wanted for the first ``min_tokens``, unless nothing else is allowed. ``can_jump``: whether drawing a token has no
-    effect but the token. ``steady`` [W] is the next mask where it is that of the token before: plain text is being written,
-    of which the matcher is not told."""
-
-    row: int
-    matcher: Matcher
-    library: GrammarLibrary
-    plain: PlainTokens | None
-    num_tokens: int = 0
-    steady: np.ndarray | None = None
-    can_jump: bool = False
-    min_tokens: int = 0
-    held: np.ndarray | None = None
-    is_over: bool = False
-    last_token: int = -1
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether its mask is for the library to tell."""
-        return self.steady is None and not self.is_over and self.matcher.error is None
-
-    def accept(self, token: int) -> None:
-        """Go on by a token that does not end the output."""
-        if self.steady is not None and self.plain is not None and self.plain.is_plain[token]:
-            return
-        self.steady = None
-        self.matcher.accept([token])
-
-    def keep(self, mask: np.ndarray) -> None:
-        """The library told this mask [W]."""
-        plain = self.plain
-        if plain is not None and (not plain.needs_root or (self.last_token >= 0 and plain.is_plain[self.last_token])) and plain.are_allowed(mask):
-            self.steady = mask.copy()
-
-
 @dataclass(slots=True)
 class Filling:
     """Masks on their way: ``constraints[i]`` is at place ``places[i]`` of the batch and draws token ``indices[i]`` of its
-    output. ``words``: see `RowMasks`; ``masks`` [G, W] are those in it."""
+    output. ``masks``: see `RowMasks`; ``written`` are its words."""
 
     rows: GrammarRows
     constraints: list[Constraint]
-    places: np.ndarray
+    places: list[int]
     indices: list[int]
-    words: torch.Tensor
-    masks: np.ndarray
+    masks: RowMasks
+    written: np.ndarray
     work: Future[None] | None = None
 
     def result(self) -> RowMasks:
@@ -109,12 +69,12 @@ class Filling:
             self.rows.fill(self)
         else:
             self.work.result()
-        errors = {c.row: c.matcher.error for c in self.constraints if c.matcher.error and not c.is_over}
-        return RowMasks(self.words, len(self.masks), errors)
+        self.masks.errors.update((c.row, c.matcher.error) for c in self.constraints if c.matcher.error and not c.is_over)
+        return self.masks
 
     def follow(self, step: DrawnStep) -> None:
         """The step that uses these masks was launched."""
-        self.rows.await_step(step, list(zip(map(int, self.places), self.indices, self.constraints, strict=True)))
+        self.rows.await_step(step, list(zip(self.places, self.indices, self.constraints, strict=True)))
 
 
 @dataclass(slots=True)
@@ -130,8 +90,9 @@ class GrammarRows:
     `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one, and longer ones,
     too, among so many rows that these would lose more than the one gains."""
 
-    def __init__(self, store: GrammarStore, vocab_size: int, device: torch.device, *, min_jump: int = MIN_JUMP):
-        self._store, self._num_words, self._device, self.min_jump = store, -(-vocab_size // 32), device, min_jump
+    def __init__(self, store: GrammarStore, vocab_size: int, max_rows: int, device: torch.device, *, min_jump: int = MIN_JUMP):
+        self._store, self._num_words, self._max_rows, self._device, self.min_jump = store, -(-vocab_size // 32), max_rows, device, min_jump
+        self._table: torch.Tensor | None = None
         self._constraints: dict[int, Constraint] = {}
         self._unread: list[_Unread] = []
         self._batch_size = 1  # of the latest step
@@ -143,13 +104,15 @@ class GrammarRows:
         compiled = self._store.find(known.sampling.grammar)
         sampling = known.sampling
         can_jump = sampling.rules is None and sampling.penalties is None and sampling.num_logprobs < 0
+        if self._table is None:
+            self._table = torch.zeros((self._max_rows, self._num_words), dtype=torch.int32, device=self._device)
         constraint = Constraint(row, compiled.start(), compiled.library, compiled.plain, can_jump=can_jump)
         rules = sampling.rules
         if rules is not None and rules.min_tokens:
             constraint.min_tokens, constraint.held = rules.min_tokens, self._bits(rules.held_ids)
         self._constraints[row] = constraint
         for token in known.token_ids[known.prompt_len :]:
-            self._accept(constraint, int(token))
+            constraint.accept(int(token), is_end=token in self._store.eos_ids)
 
     def release(self, row: int) -> None:
         """A row was given back."""
@@ -161,18 +124,11 @@ class GrammarRows:
         self._batch_size = len(batch.rows)
         if not len(batch.constrained):
             return None
-        rows = batch.rows[batch.constrained]
-        # Matchers of one library stand together, so that it fills them in one call.
-        constraints = [self._constraints[int(row)] for row in rows]
-        order = sorted(range(len(rows)), key=lambda i: id(constraints[i].library))
-        places = batch.constrained[order]
-        indices = list(map(int, batch.output_lens[places]))
-        split = len(rows) * self._num_words
-        words, written = host_words(split + len(batch.rows), self._device)
-        masks, mask_of_row = written[:split].reshape(len(rows), -1), written[split:]
-        mask_of_row[:] = -1
-        mask_of_row[places] = np.arange(len(places))
-        filling = Filling(self, [constraints[i] for i in order], places, indices, words, masks)
+        assert self._table is not None, "a row with a grammar was started"
+        constraints = [self._constraints[row] for row in map(int, batch.rows[batch.constrained])]
+        places, indices = list(map(int, batch.constrained)), list(map(int, batch.output_lens[batch.constrained]))
+        words, written = host_words(RowMasks.count_words(len(batch.rows), len(constraints), self._num_words), self._device)
+        filling = Filling(self, constraints, places, indices, RowMasks(self._table, words, len(batch.rows), len(constraints)), written)
         if all(unread.step.is_done for unread in self._unread):
             self.catch_up()
             if any(constraint.is_asking for constraint in constraints):
@@ -197,7 +153,7 @@ class GrammarRows:
             ids = entry.step.read_ids()
             for place, index, constraint in entry.drawn:
                 if index == constraint.num_tokens:  # else it was known before it was drawn
-                    self._accept(constraint, ids[place])
+                    constraint.accept(ids[place], is_end=ids[place] in self._store.eos_ids)
                     entry.step.forced += self._jump(constraint)
             if entry.step is last:
                 return
@@ -205,7 +161,7 @@ class GrammarRows:
     def _jump(self, constraint: Constraint) -> list[tuple[int, list[int]]]:
         """Go on by the tokens that the grammar forces now, if they are many; ``[(row, tokens)]`` or nothing."""
         jumps = self._store.jumps
-        if jumps is None or not constraint.can_jump or not constraint.is_asking:
+        if jumps is None or not constraint.can_jump or constraint.is_steady or not constraint.is_going:
             return []
         text = constraint.matcher.read_forced()
         least = max(self.min_jump, 1 + math.ceil(JUMP_COST * self._batch_size))
@@ -213,57 +169,42 @@ class GrammarRows:
         if len(run) < least:
             return []
         for count, token in enumerate(run, 1):
-            self._accept(constraint, token)
+            constraint.accept(token, is_end=False)
             if constraint.matcher.error is not None:  # its limit on work; the next draw tells
                 return [(constraint.row, run[:count])]
         return [(constraint.row, run)]
 
     def fill(self, filling: Filling) -> None:
-        """Write the masks [G, W]. A row that cannot go on is allowed nothing; one that is over, or further on by a forced
-        run, and computed before that was known, everything."""
-        constraints, masks = filling.constraints, filling.masks
+        """Write the masks that have changed. A row that cannot go on is allowed nothing; one that is over, or further on by a
+        forced run, and computed before that was known, everything."""
+        rows, mask_of_row, masks = filling.masks.split(filling.written)
+        mask_of_row[:] = -1
+        asking = []
+        for place, index, constraint in zip(filling.places, filling.indices, filling.constraints, strict=True):
+            if constraint.is_over or index < constraint.num_tokens:
+                continue
+            mask_of_row[place] = constraint.row
+            if constraint.is_asking:
+                asking.append(constraint)
+        asking.sort(key=lambda constraint: id(constraint.library))  # matchers of one library stand together
         begin = 0
-        while begin < len(constraints):
-            library, end = constraints[begin].library, begin
-            while end < len(constraints) and constraints[end].library is library:
-                end += 1
-            self._fill_alike(library, constraints[begin:end], masks[begin:end])
-            begin = end
-        for mask, index, constraint in zip(masks, filling.indices, constraints, strict=True):
-            if index < constraint.num_tokens:
-                mask[:] = ALL_ALLOWED
+        for library, group in itertools.groupby(asking, key=lambda constraint: constraint.library):
+            alike = list(group)
+            self._fill_alike(library, alike, masks[begin : begin + len(alike)])
+            begin += len(alike)
+        rows[:begin] = [constraint.row for constraint in asking]
+        filling.masks.num_changed = begin
 
     def _fill_alike(self, library: GrammarLibrary, constraints: list[Constraint], masks: np.ndarray) -> None:
-        asking = [i for i, c in enumerate(constraints) if c.is_asking]
-        if len(asking) == len(constraints):
-            library.fill([c.matcher for c in constraints], masks)
-        elif asking:
-            part = np.empty((len(asking), masks.shape[1]), dtype=np.int32)
-            library.fill([constraints[i].matcher for i in asking], part)
-            masks[asking] = part
-        for i in asking:
-            constraints[i].keep(masks[i])
+        going = [i for i, constraint in enumerate(constraints) if constraint.is_going]
+        if len(going) == len(constraints):
+            library.fill([constraint.matcher for constraint in constraints], masks)
+        elif going:
+            part = np.empty((len(going), masks.shape[1]), dtype=np.int32)
+            library.fill([constraints[i].matcher for i in going], part)
+            masks[going] = part
         for mask, constraint in zip(masks, constraints, strict=True):
-            if constraint.steady is not None:
-                mask[:] = constraint.steady
-            if constraint.is_over:
-                mask[:] = ALL_ALLOWED
-            elif constraint.matcher.error is not None:
-                mask[:] = 0
-            elif constraint.held is not None and constraint.num_tokens < constraint.min_tokens:
-                rest = mask & ~constraint.held
-                if rest.any():
-                    mask[:] = rest
-
-    def _accept(self, constraint: Constraint, token: int) -> None:
-        constraint.num_tokens += 1
-        constraint.last_token = token
-        if constraint.is_over or constraint.matcher.error is not None:
-            return
-        if token in self._store.eos_ids:
-            constraint.is_over = True
-        else:
-            constraint.accept(token)
+            constraint.settle(mask)
 
     def _bits(self, ids: list[int]) -> np.ndarray:
         bits = np.zeros(self._num_words * 32, dtype=np.uint8)
