@@ -58,6 +58,7 @@ def mix(harness: Harness) -> torch.Tensor:
     steps = [harness.step((first, prompt(0, 9)), (second, prompt(1, 33)))]
     steps.append(harness.step((first, [3]), (second, prompt(2, 20)), (third, prompt(3, 2)), (fourth, prompt(4, 40))))
     steps.append(harness.step((first, [4]), (third, [5]), (second, prompt(5, 3)), (fourth, prompt(6, 7)), wanted=[1, 3]))
+    harness.step((first, prompt(7, 5)), (third, [8]), (fourth, prompt(8, 4)), wanted=[])
     steps.append(harness.step(*((s, [6]) for s in (first, second, third, fourth))))
     return torch.cat([logits for step in steps for logits in step])
 

@@ -3,6 +3,7 @@
 // M rows, which are tokens, D model width.
 #pragma once
 
+#include <cstring>
 #include <deque>
 #include <memory>
 
@@ -72,12 +73,34 @@ class Arena {
   char* at_ = nullptr;
 };
 
+// The requests of a step, or those of whom one token each is wanted.
+struct Requests {
+  int64_t count;
+  const int32_t *query_start, *kv_lens;
+};
+
 struct Inputs {
   int type;
-  int64_t rows, width, num_requests;
+  int64_t rows, width;
   const int64_t* positions;
-  const int32_t *query_start, *kv_lens;
   const Group* groups;
+  Requests requests;
+  // What of the last layer is wanted, null for everything: rows in rising order, each as the only one of its request.
+  const int64_t* places = nullptr;
+  Requests wanted = {};
+  Group wanted_group = {};
+};
+
+// A member of the team, and how many rows there are for it to do.
+struct Crew {
+  Team& team;
+  int64_t rows;
+
+  // f(begin, end) over the rows, in pieces.
+  template <class F>
+  void share_rows(const F& f) const { team.share(rows, 1 + rows / (kPieces * team.size()), f); }
+
+  static constexpr int64_t kPieces = 8;  // for each member, so that a slow one holds up the others little
 };
 
 class Step {
@@ -110,24 +133,27 @@ class Step {
   // The residual then holds what was before the last branch, the branch what is still to be added to it.
   void run() {
     Team::run(num_members_, [&](Team& team) {
-      for (int64_t i = 0; i < num_layers_; ++i) run_layer(team, i);
+      Crew crew{team, in_.rows};
+      for (int64_t i = 0; i < num_layers_; ++i) run_layer(crew, i);
     });
   }
 
  private:
   void plan_attention(const Layer& layer, const Reals& reals) {
-    const Group& group = in_.groups[layer.group];
+    const bool is_narrow = in_.places && &layer == layers_ + num_layers_ - 1;
+    const Group& group = is_narrow ? in_.wanted_group : in_.groups[layer.group];
+    const Requests& requests = is_narrow ? in_.wanted : in_.requests;
     const PageStrides strides{layer.page_size * layer.num_kv_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.head_dim};
     Attention& a = attentions_.emplace_back(Attention{q_, layer.num_heads * layer.head_dim, in_.type, attended_, at(layer.k_pages), at(layer.v_pages),
                                                       static_cast<int>(layer.page_type), strides, strides});
     while (int64_t{1} << a.page_bits < layer.page_size) ++a.page_bits;
     a.table = at<int32_t>(group.page_table), a.table_stride = group.table_stride;
-    a.query_start = in_.query_start, a.kv_lens = in_.kv_lens;
+    a.query_start = requests.query_start, a.kv_lens = requests.kv_lens;
     a.num_heads = layer.num_heads, a.num_kv_heads = layer.num_kv_heads, a.head_dim = a.value_dim = layer.head_dim;
     a.scale = static_cast<float>(reals.scale), a.softcap = static_cast<float>(reals.softcap), a.window = layer.window, a.sinks = at<float>(layer.sinks);
-    for (int64_t i = 0; i < static_cast<int64_t>(attentions_.size()) - 1; ++i)
+    for (int64_t i = 0; !is_narrow && i < static_cast<int64_t>(works_.size()); ++i)
       if (is_alike(i, layer)) return works_.push_back(works_[i]);
-    works_.push_back(std::make_shared<AttentionWork>(a, in_.num_requests, num_members_));
+    works_.push_back(std::make_shared<AttentionWork>(a, requests.count, num_members_));
   }
 
   // Whether the work of layer i's attention serves another layer.
@@ -137,28 +163,42 @@ class Step {
            other.window == layer.window && other.page_size == layer.page_size && other.page_type == layer.page_type;
   }
 
-  void run_layer(Team& team, int64_t i) {
+  void run_layer(Crew& crew, int64_t i) {
     const Layer& layer = layers_[i];
     const Reals& reals = reals_[i];
-    enter(team, layer.attention_norm, reals, i > 0, layer.qkv);
-    multiply(team, layer.qkv, normed_, qkv_);
+    enter(crew, layer.attention_norm, reals, i > 0, layer.qkv);
+    multiply(crew, layer.qkv, normed_, qkv_);
     const RopeRows rope = rope_of(layer, reals);
-    share_rows(team, [&](int64_t begin, int64_t end) { best_rope_kernels().rope_write(rope, begin, end); });
-    attend(team, attentions_[i], *works_[i]);
-    prepare(team, layer.output, attended_);
-    multiply(team, layer.output, attended_, branch_);
-    leave(team, layer.attention_post, reals);
-    enter(team, layer.mlp_norm, reals, true, layer.gate_up);
-    multiply(team, layer.gate_up, normed_, gates_);
+    crew.share_rows([&](int64_t begin, int64_t end) { best_rope_kernels().rope_write(rope, begin, end); });
+    if (in_.places && i == num_layers_ - 1) narrow(crew, layer.num_heads * layer.head_dim * size_);
+    if (crew.rows == 0) return;
+    attend(crew.team, attentions_[i], *works_[i]);
+    prepare(crew, layer.output, attended_);
+    multiply(crew, layer.output, attended_, branch_);
+    leave(crew, layer.attention_post, reals);
+    enter(crew, layer.mlp_norm, reals, true, layer.gate_up);
+    multiply(crew, layer.gate_up, normed_, gates_);
     const int64_t width = layer.gate_up.outputs / 2;
     const GatedRows gated{gates_, 2 * width, hidden_, width, static_cast<Activation>(layer.activation)};
     const packed::Weight down = weight_of(layer.down);
-    share_rows(team, [&](int64_t begin, int64_t end) {
+    crew.share_rows([&](int64_t begin, int64_t end) {
       best_row_kernels().gate(in_.type, gated, begin, end);
-      prepare_rows(down, hidden_, begin, end);
+      prepare_rows(down, crew.rows, hidden_, begin, end);
     });
-    multiply(team, layer.down, hidden_, branch_);
-    leave(team, layer.mlp_post, reals);
+    multiply(crew, layer.down, hidden_, branch_);
+    leave(crew, layer.mlp_post, reals);
+  }
+
+  // Keys and values of all rows are in their pages; queries and residual of those that are wanted move to the front.
+  void narrow(Crew& crew, int64_t query_bytes) {
+    crew.team.share(1, 1, [&](int64_t, int64_t) {
+      const int64_t bytes = in_.width * size_;
+      for (int64_t r = 0; r < in_.wanted.count; ++r) {
+        std::memmove(q_ + r * query_bytes, q_ + in_.places[r] * query_bytes, query_bytes);
+        std::memmove(residual_ + r * bytes, residual_ + in_.places[r] * bytes, bytes);
+      }
+    });
+    crew.rows = in_.wanted.count;
   }
 
   void attend(Team& team, const Attention& a, AttentionWork& work) {
@@ -171,27 +211,23 @@ class Step {
     });
   }
 
-  // f(begin, end) over the rows, in pieces.
-  template <class F>
-  void share_rows(Team& team, const F& f) const { team.share(in_.rows, 1 + in_.rows / (kPieces * team.size()), f); }
-
   // The branch is added to the residual and that is normed, in the form that the next product takes.
-  void enter(Team& team, const Norm& norm, const Reals& reals, bool has_branch, const Product& next) {
+  void enter(const Crew& crew, const Norm& norm, const Reals& reals, bool has_branch, const Product& next) {
     NormRows rows{has_branch ? branch_ : residual_, in_.width, has_branch ? residual_ : nullptr, in_.width, at(norm.weight), static_cast<int>(norm.type),
                   normed_, in_.width, static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
     const packed::Weight weight = weight_of(next);
-    share_rows(team, [&](int64_t begin, int64_t end) {
+    crew.share_rows([&](int64_t begin, int64_t end) {
       best_row_kernels().norm(in_.type, rows, begin, end);
-      prepare_rows(weight, normed_, begin, end);
+      prepare_rows(weight, crew.rows, normed_, begin, end);
     });
   }
 
   // The norm that some architectures have after a branch.
-  void leave(Team& team, const Norm& norm, const Reals& reals) {
+  void leave(const Crew& crew, const Norm& norm, const Reals& reals) {
     if (norm.weight == 0) return;
     const NormRows rows{branch_, in_.width, nullptr, 0, at(norm.weight), static_cast<int>(norm.type), plain_, in_.width, static_cast<float>(reals.eps),
                         static_cast<float>(reals.offset)};
-    share_rows(team, [&](int64_t begin, int64_t end) {
+    crew.share_rows([&](int64_t begin, int64_t end) {
       best_row_kernels().norm(in_.type, rows, begin, end);
       const int64_t step = in_.width * size_;
       std::copy(plain_ + begin * step, plain_ + end * step, branch_ + begin * step);
@@ -205,40 +241,38 @@ class Step {
             static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
   }
 
-  packed::Input input_of(const packed::Weight& weight, const char* x) const { return {x, in_.rows, weight.inputs, in_.type == kBFloat16}; }
-
-  packed::Rows rows_of(const packed::Weight& weight, const char* x) const {
-    packed::Rows rows{best_packed_kernels().choose_form(weight, in_.rows, in_.type == kBFloat16), in_.rows, values_, scales_, sums_};
+  packed::Rows rows_of(const packed::Weight& weight, int64_t count, const char* x) const {
+    packed::Rows rows{best_packed_kernels().choose_form(weight, count, in_.type == kBFloat16), count, values_, scales_, sums_};
     const bool is_ready = rows.form == packed::RowForm::kFloat32 && in_.type == kFloat32 && weight.inputs == weight.padded();
     if (is_ready) rows.values = const_cast<char*>(x);
     return rows;
   }
 
-  void prepare_rows(const packed::Weight& weight, const char* x, int64_t begin, int64_t end) {
-    const packed::Rows rows = rows_of(weight, x);
-    if (rows.values != x) best_packed_kernels().prepare(weight, input_of(weight, x), rows, begin, end);
+  void prepare_rows(const packed::Weight& weight, int64_t count, const char* x, int64_t begin, int64_t end) {
+    const packed::Rows rows = rows_of(weight, count, x);
+    if (rows.values != x) best_packed_kernels().prepare(weight, {x, count, weight.inputs, in_.type == kBFloat16}, rows, begin, end);
   }
 
-  void prepare(Team& team, const Product& product, const char* x) {
+  void prepare(const Crew& crew, const Product& product, const char* x) {
     const packed::Weight weight = weight_of(product);
-    if (rows_of(weight, x).values == x) return;
-    share_rows(team, [&](int64_t begin, int64_t end) { prepare_rows(weight, x, begin, end); });
+    if (rows_of(weight, crew.rows, x).values == x) return;
+    crew.share_rows([&](int64_t begin, int64_t end) { prepare_rows(weight, crew.rows, x, begin, end); });
   }
 
-  void multiply(Team& team, const Product& product, const char* x, char* out) {
+  void multiply(const Crew& crew, const Product& product, const char* x, char* out) {
     const packed::Weight weight = weight_of(product);
-    const packed::Rows rows = rows_of(weight, x);
+    const packed::Rows rows = rows_of(weight, crew.rows, x);
     const packed::Output to{out, weight.outputs, in_.type == kBFloat16, at(product.bias), product.bias_type == kBFloat16};
     const int64_t pairs = (weight.panels() + 1) / 2, pair_bytes = 2 * weight.num_words() * packed::kPanel * 4;
     const bool is_expanded = rows.form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;  // once, for all rows
-    const int64_t height = is_expanded ? in_.rows : kRowBlock, blocks = (in_.rows + height - 1) / height;
-    const int64_t least = std::min(pairs, kPieceBytes / (pair_bytes * (1 + std::min(in_.rows, height) / 16))) + 1;
-    const int64_t piece = std::max(pairs * blocks / (kPieces * team.size()), least), pieces = (pairs + piece - 1) / piece;
-    team.share(blocks * pieces, 1, [&](int64_t begin, int64_t end) {
-      if (blocks == 1) return multiply_block(weight, rows, to, 0, in_.rows, begin * piece, std::min(end * piece, pairs));
+    const int64_t height = is_expanded ? crew.rows : kRowBlock, blocks = (crew.rows + height - 1) / height;
+    const int64_t least = std::min(pairs, kPieceBytes / (pair_bytes * (1 + std::min(crew.rows, height) / 16))) + 1;
+    const int64_t piece = std::max(pairs * blocks / (Crew::kPieces * crew.team.size()), least), pieces = (pairs + piece - 1) / piece;
+    crew.team.share(blocks * pieces, 1, [&](int64_t begin, int64_t end) {
+      if (blocks == 1) return multiply_block(weight, rows, to, 0, crew.rows, begin * piece, std::min(end * piece, pairs));
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / pieces * height, pair = i % pieces * piece;
-        multiply_block(weight, rows, to, row, std::min(row + height, in_.rows), pair, std::min(pair + piece, pairs));
+        multiply_block(weight, rows, to, row, std::min(row + height, crew.rows), pair, std::min(pair + piece, pairs));
       }
     });
   }
@@ -247,7 +281,6 @@ class Step {
     best_packed_kernels().multiply(weight, rows, to, row, last_row, 2 * pair, std::min(2 * last_pair, weight.panels()));
   }
 
-  static constexpr int64_t kPieces = 8;              // for each member, so that a slow one holds up the others little
   static constexpr int64_t kMemberBytes = 128 * 1024;  // of a layer for each member: with less, they would mostly wait
   static constexpr int64_t kPieceBytes = 32 * 1024;  // fewer are not worth an atomic operation
 
@@ -264,21 +297,38 @@ class Step {
 
 }  // namespace layers
 
-// x [M, D] is overwritten with the residual; returns the last branch.
-inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x, Tensor positions, Tensor query_start, Tensor kv_lens) {
+inline layers::Requests requests_of(const Tensor& query_start, const Tensor& kv_lens) {
+  STD_TORCH_CHECK(query_start.scalar_type() == ScalarType::Int && kv_lens.scalar_type() == ScalarType::Int && query_start.is_contiguous() && kv_lens.is_contiguous() &&
+                      query_start.numel() == kv_lens.numel() + 1,
+                  "lengths are int32, one a request");
+  return {kv_lens.numel(), pointer<int32_t>(query_start), pointer<int32_t>(kv_lens)};
+}
+
+// x [M, D] is overwritten with the residual; returns the last branch. Of both only the first S rows are to be read, if S
+// places are given.
+inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x, Tensor positions, Tensor query_start, Tensor kv_lens, std::optional<Tensor> places,
+                             std::optional<Tensor> wanted_query_start, std::optional<Tensor> wanted_kv_lens, std::optional<Tensor> wanted_table) {
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.is_contiguous() && table.size(1) == layers::kFields, "the table is not of this library");
   STD_TORCH_CHECK(reals.scalar_type() == ScalarType::Double && reals.is_contiguous() && reals.size(0) == table.size(0) && reals.size(1) == 4, "reals must be float64 [L, 4]");
   STD_TORCH_CHECK(groups.scalar_type() == ScalarType::Long && groups.is_contiguous() && groups.size(1) == 3, "groups must be int64 [G, 3]");
-  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && positions.numel() == x.size(0) && query_start.numel() == kv_lens.numel() + 1, "one position a row, one length a request");
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && positions.numel() == x.size(0), "one position a row");
   Tensor branch = empty({x.size(0), x.size(1)}, x);
-  const layers::Inputs in{float_type(x), x.size(0), x.size(1), kv_lens.numel(), pointer<int64_t>(positions), pointer<int32_t>(query_start), pointer<int32_t>(kv_lens),
-                          pointer<layers::Group>(groups)};
+  layers::Inputs in{float_type(x), x.size(0), x.size(1), pointer<int64_t>(positions), pointer<layers::Group>(groups), requests_of(query_start, kv_lens)};
+  if (places) {
+    in.wanted = requests_of(*wanted_query_start, *wanted_kv_lens);
+    STD_TORCH_CHECK(places->scalar_type() == ScalarType::Long && places->is_contiguous() && places->numel() == in.wanted.count && wanted_table->size(0) == in.wanted.count,
+                    "one place and row of the page table for each request that is wanted");
+    in.places = pointer<int64_t>(*places);
+    in.wanted_group = {0, reinterpret_cast<int64_t>(pointer<int32_t>(*wanted_table)), wanted_table->stride(0)};
+  }
   layers::Step(pointer<layers::Layer>(table), pointer<layers::Reals>(reals), table.size(0), in, writable<char>(x), writable<char>(branch)).run();
   return branch;
 }
 
 inline void define_layers(Library& m) {
-  m.def("decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor(a!) x, Tensor positions, Tensor query_start, Tensor kv_lens) -> Tensor");
+  m.def(
+      "decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor(a!) x, Tensor positions, Tensor query_start, Tensor kv_lens, Tensor? places, "
+      "Tensor? wanted_query_start, Tensor? wanted_kv_lens, Tensor? wanted_table) -> Tensor");
 }
 
 inline void implement_layers(Library& m) { m.impl("decoder_layers", TORCH_BOX(&decoder_layers)); }

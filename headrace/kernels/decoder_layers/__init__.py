@@ -6,5 +6,6 @@ by the records of `parts`; `table.LayerTable` puts them where the kernel reads t
 layers themselves, called one after the other, are it.
 """
 
-MOST_TOKENS = 256
-"""In a step; with more of them the products take so long that one call for each operator costs nothing."""
+MOST_TOKENS = 1024
+"""In a step. One call for each operator costs as little with more of them, but what is computed in between would lie in
+memory for good."""

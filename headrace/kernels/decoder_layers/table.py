@@ -12,6 +12,7 @@ import torch
 from headrace.kernels import native
 from headrace.kernels.decoder_layers.parts import Heads, LayerParts, Pages, Product, Rotation
 
+NOTHING_WANTED = (None,) * 4
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -23,20 +24,25 @@ class LayerTable:
         self._numbers = torch.tensor([self._row(layer) for layer in layers], dtype=torch.int64)
         reals = [(layer.norms.eps, layer.norms.offset, layer.heads.scale, layer.heads.softcap) for layer in layers]
         self._reals = torch.tensor(reals, dtype=torch.float64)
+        self.last_group = layers[-1].pages.group
 
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: tuple[torch.Tensor, torch.Tensor],
+        wanted: tuple[torch.Tensor, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """``x`` [T, D], float32 or bfloat16 and consumed, to ``(branch, residual)`` [T, D] each, whose sum is the output;
         None while there are no kernels. ``positions`` [T] int64, ``groups``: slots [T] int64 and page table [R, *] int32 of
-        each cache group, ``lengths``: query_start [R + 1] and kv_lens [R], int32; the attention contract tells of them."""
+        each cache group, ``lengths``: query_start [R + 1] and kv_lens [R], int32; the attention contract tells of them.
+
+        ``wanted``: places [S] int64 of the only rows that are wanted of the last layer, and their query_start, kv_lens and
+        page table, each as a request of its own; then what is returned are [S, D]."""
         ops = native.library()
         if ops is None:
             return None
         addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])
         x = x.contiguous()
-        branch = ops.decoder_layers(self._numbers, self._reals, addresses, x, positions, *lengths)
-        return branch, x
+        branch = ops.decoder_layers(self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or NOTHING_WANTED))
+        return (branch[: len(wanted[0])], x[: len(wanted[0])]) if wanted else (branch, x)
 
     def _row(self, layer: LayerParts) -> list[int]:
         norms, products = layer.norms, layer.products

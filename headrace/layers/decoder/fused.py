@@ -50,11 +50,11 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple
     if not all(getattr(group.backend, "joins_layers", False) for group in batch.groups):
         return None
     groups = [(group.inputs.slots, group.inputs.page_table) for group in batch.groups]
-    found = table.run(x, batch.positions, groups, (first.query_start, first.kv_lens))
-    if found is None or batch.wanted is None:
-        return found
-    branch, residual = found
-    return branch.index_select(0, batch.wanted.places), residual.index_select(0, batch.wanted.places)
+    wanted = ()
+    if batch.wanted is not None:
+        alone = batch.wanted.inputs[table.last_group]
+        wanted = (batch.wanted.places, alone.query_start, alone.kv_lens, alone.page_table)
+    return table.run(x, batch.positions, groups, (first.query_start, first.kv_lens), wanted)
 
 
 def describe_layer(layer: Any) -> LayerParts:
