@@ -172,7 +172,8 @@ struct Softening {
 };
 
 // Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b. Tiles of a and b: of the second 16 rows or columns
-// `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. `rows` of softmax go with each.
+// `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. `rows` of softmax go with each. Loads
+// come first and products after them: where two threads share a core, each change from products to loads waits.
 template <bool kAccumulates>
 HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step, const bf16* b, int64_t b_next, int64_t b_step, float* c, int64_t c_row,
                                     int64_t lots, Softening& softening, int64_t rows) {
@@ -190,11 +191,11 @@ HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, int64_t a_next
   }
   for (int64_t i = 0; i < lots; ++i) {
     _tile_loadd(4, a + i * a_step, a_bytes);
-    _tile_loadd(6, b + i * b_step, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + b_next + i * b_step, 64);
-    _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(5, a + a_next + i * a_step, a_bytes);
+    _tile_loadd(6, b + i * b_step, 64);
+    _tile_loadd(7, b + b_next + i * b_step, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
     softening.advance(rows);
@@ -251,9 +252,11 @@ HEADRACE_INLINE bool has_tops(const AmxBuffers& t, int64_t row) {
 // What is done to the logits of a unit before their softmax.
 static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits, float factor) {
   const int64_t padded_n = padded(u.n, 32);
-  if (a.softcap > 0.0f)
-    for (int64_t i = 0; i < kAmxRows * kAmxStep; i += kLanes) store(logits + i, Vec(a.softcap) * tanh(load(logits + i) * Vec(product_scale(a))));
   for (int64_t r = 0; r < kAmxRows && !u.is_plain; ++r) {
+    if (a.softcap > 0.0f) {
+      float* row = logits + r * kAmxStep;
+      for (int64_t i = 0; i < padded_n; i += kLanes) store(row + i, Vec(a.softcap) * tanh(load(row + i) * Vec(product_scale(a))));
+    }
     const int64_t position = span.position(u.row + r < tile.num_rows ? u.row + r : tile.num_rows - 1), end = clamp(position + 1 - u.at, 0, u.n);
     if (a.window > 0) hide(logits + r * kAmxStep, 0, clamp(position - a.window + 1 - u.at, 0, end));
     hide(logits + r * kAmxStep, end, padded_n);

@@ -16,7 +16,6 @@ namespace {
 constexpr int64_t kLeastRows = 6;        // from which tiles are faster than registers
 constexpr int64_t kLeastGroupRows = 24;  // from which making bfloat16 of a group format pays
 constexpr int64_t kTileWords = 16 * kPanel;
-constexpr int64_t kAhead = 4;  // tiles of rows fetched before their turn: the panels stay in the first-level cache, the rows do not
 
 RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
   switch (weight.format) {
@@ -44,46 +43,6 @@ struct Tiles {
   Tiles() { _tile_loadconfig(&kTileConfig); }
   ~Tiles() { _tile_release(); }
 };
-
-// A macro, as the instructions take their tiles from the text.
-#define HEADRACE_MULTIPLY_TILE(c, a, b) \
-  do {                                  \
-    if constexpr (kIsHalf)              \
-      _tile_dpbf16ps(c, a, b);          \
-    else                                \
-      _tile_dpbssd(c, a, b);            \
-  } while (false)
-
-// A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs.
-template <bool kIsHalf, int R, int N>
-void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, uint32_t sums[2][2][kTileWords]) {
-  _tile_zero(0);
-  if constexpr (N == 2) _tile_zero(1);
-  if constexpr (R == 2) _tile_zero(2);
-  if constexpr (R == 2 && N == 2) _tile_zero(3);
-  for (int64_t t = 0; t < num_tiles; ++t) {
-    for (int64_t line = 0; line < 1024; line += 64) {
-      _mm_prefetch(a[0] + (t + kAhead) * 1024 + line, _MM_HINT_T0);
-      if constexpr (R == 2) _mm_prefetch(a[1] + (t + kAhead) * 1024 + line, _MM_HINT_T0);
-    }
-    _tile_loadd(6, b[0] + t * kTileWords, 64);
-    _tile_loadd(4, a[0] + t * 1024, 64);
-    HEADRACE_MULTIPLY_TILE(0, 4, 6);
-    if constexpr (R == 2) {
-      _tile_loadd(5, a[1] + t * 1024, 64);
-      HEADRACE_MULTIPLY_TILE(2, 5, 6);
-    }
-    if constexpr (N == 2) {
-      _tile_loadd(7, b[1] + t * kTileWords, 64);
-      HEADRACE_MULTIPLY_TILE(1, 4, 7);
-    }
-    if constexpr (R == 2 && N == 2) HEADRACE_MULTIPLY_TILE(3, 5, 7);
-  }
-  _tile_stored(0, sums[0][0], 64);
-  if constexpr (N == 2) _tile_stored(1, sums[0][1], 64);
-  if constexpr (R == 2) _tile_stored(2, sums[1][0], 64);
-  if constexpr (R == 2 && N == 2) _tile_stored(3, sums[1][1], 64);
-}
 
 // Inputs k and k + 1 of the 16 outputs whose codes lie at `words`, as bfloat16 pairs.
 inline __m512i join_pair(__m512i even, __m512i odd, __m512 scale, __m512 least) {
@@ -137,53 +96,123 @@ inline __m512 load_bias(const Output& out, int64_t n, __mmask16 known) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// `count` rows of 16 sums into rows m and on of the output; as long as short sums take, so nothing here is done one by one.
-void store_block(const Weight& weight, const Rows& rows, const Output& out, int64_t m, int64_t p, int64_t count, const uint32_t* words) {
-  const int64_t n = p * kPanel, left = weight.outputs - n;
-  const __mmask16 known = left < kPanel ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(0xffff);
-  const __m512 bias = load_bias(out, n, known);
-  const bool is_scaled = rows.form == RowForm::kInt8Tile;
-  const __m512 scale = is_scaled ? _mm512_loadu_ps(weight.scales + n) : _mm512_setzero_ps();
-  for (int64_t r = 0; r < count; ++r) {
-    const __m512i sums = _mm512_loadu_si512(words + r * kPanel);
-    const __m512 values = is_scaled ? _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[m + r])), bias)
-                                    : _mm512_add_ps(_mm512_castsi512_ps(sums), bias);
-    const int64_t at = (m + r) * out.stride + n;
-    if (out.is_half) _mm256_mask_storeu_epi16(static_cast<uint16_t*>(out.data) + at, known, (__m256i)_mm512_cvtneps_pbh(values));
-    else _mm512_mask_storeu_ps(static_cast<float*>(out.data) + at, known, values);
+// Two panels' outputs, or those that there are: their first, and what is done to sums of theirs.
+struct Columns {
+  int64_t first;
+  __mmask16 known[2] = {};
+  __m512 bias[2], scale[2];
+
+  Columns(const Weight& weight, const Output& out, int64_t p, int64_t num_panels, bool is_scaled) : first(p * kPanel) {
+    for (int64_t i = 0; i < 2; ++i) {
+      const int64_t n = first + i * kPanel, left = i < num_panels ? weight.outputs - n : 0;
+      known[i] = left < kPanel ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(0xffff);
+      bias[i] = load_bias(out, n, known[i]);
+      scale[i] = is_scaled ? _mm512_maskz_loadu_ps(known[i], weight.scales + n) : _mm512_setzero_ps();
+    }
   }
+};
+
+// The sums of a block on their way to the output, a few rows at a time beside the tiles of the next block: short sums take
+// hardly longer than this.
+template <bool kIsHalf>
+struct Draining {
+  const Columns* columns;
+  const uint32_t (*sums)[2][kTileWords];
+  const float* row_scales;
+  char* to;
+  int64_t stride;  // bytes
+  bool is_half;
+  int64_t row = 0, count = 0;
+
+  inline __m512 finish(int64_t panel) const {
+    const __m512i words = _mm512_load_si512(sums[row / 16][panel] + row % 16 * kPanel);
+    if constexpr (kIsHalf) return _mm512_add_ps(_mm512_castsi512_ps(words), columns->bias[panel]);
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(words), _mm512_mul_ps(columns->scale[panel], _mm512_set1_ps(row_scales[row])), columns->bias[panel]);
+  }
+  inline __attribute__((always_inline)) void advance(int64_t rows) {
+    for (const int64_t last = row + rows < count ? row + rows : count; row < last; ++row) {
+      const __m512 low = finish(0), high = finish(1);
+      char* at = to + row * stride;
+      if (is_half) {
+        const __mmask32 known = columns->known[0] | static_cast<__mmask32>(columns->known[1]) << 16;
+        _mm512_mask_storeu_epi16(at, known, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+      } else {
+        _mm512_mask_storeu_ps(at, columns->known[0], low);
+        _mm512_mask_storeu_ps(at + 64, columns->known[1], high);
+      }
+    }
+  }
+};
+
+// A macro, as the instructions take their tiles from the text.
+#define HEADRACE_MULTIPLY_TILE(c, a, b) \
+  do {                                  \
+    if constexpr (kIsHalf)              \
+      _tile_dpbf16ps(c, a, b);          \
+    else                                \
+      _tile_dpbssd(c, a, b);            \
+  } while (false)
+
+// A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs. Loads come first and
+// products after them: where two threads share a core, each change from products to loads waits.
+// Rows pass by the first-level cache, whose room is for the panels, which all rows of the call are multiplied with.
+template <bool kIsHalf, int R, int N>
+void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, uint32_t (*sums)[2][kTileWords], Draining<kIsHalf>& draining) {
+  _tile_zero(0);
+  if constexpr (N == 2) _tile_zero(1);
+  if constexpr (R == 2) _tile_zero(2);
+  if constexpr (R == 2 && N == 2) _tile_zero(3);
+  const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
+  for (int64_t t = 0; t < num_tiles; ++t) {
+    _tile_loadd(6, b[0] + t * kTileWords, 64);
+    if constexpr (N == 2) _tile_loadd(7, b[1] + t * kTileWords, 64);
+    _tile_stream_loadd(4, a[0] + t * 1024, 64);
+    if constexpr (R == 2) _tile_stream_loadd(5, a[1] + t * 1024, 64);
+    HEADRACE_MULTIPLY_TILE(0, 4, 6);
+    if constexpr (N == 2) HEADRACE_MULTIPLY_TILE(1, 4, 7);
+    if constexpr (R == 2) HEADRACE_MULTIPLY_TILE(2, 5, 6);
+    if constexpr (R == 2 && N == 2) HEADRACE_MULTIPLY_TILE(3, 5, 7);
+    draining.advance(rows);
+  }
+  _tile_stored(0, sums[0][0], 64);
+  if constexpr (N == 2) _tile_stored(1, sums[0][1], 64);
+  if constexpr (R == 2) _tile_stored(2, sums[1][0], 64);
+  if constexpr (R == 2 && N == 2) _tile_stored(3, sums[1][1], 64);
+  settle();
 }
 
 template <bool kIsHalf>
 void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
   const Tiles tiles;
   const bool is_grouped = weight.format >= Format::kInt8Group;
-  const int64_t padded = weight.padded(), num_tiles = padded / (kIsHalf ? 32 : 64);
+  const int64_t padded = weight.padded(), num_tiles = padded / (kIsHalf ? 32 : 64), size = out.is_half ? 2 : 4;
   std::vector<uint32_t> expanded(is_grouped ? padded * kPanel : 0);  // two panels of bfloat16
-  alignas(64) uint32_t sums[2][2][kTileWords];
-  for (int64_t p = first; p < last; p += 2) {
+  alignas(64) uint32_t sums[2][2][2][kTileWords];                    // of the block that is multiplied and of the one before
+  alignas(64) Columns columns[2] = {Columns(weight, out, first, 0, false), Columns(weight, out, first, 0, false)};
+  Draining<kIsHalf> draining{};
+  for (int64_t p = first, turn = 0; p < last; p += 2) {
     const int64_t num_panels = last - p < 2 ? last - p : 2;
     const uint32_t* b[2] = {};
     for (int64_t i = 0; i < num_panels; ++i) {
       b[i] = is_grouped ? expanded.data() + i * padded / 2 * kPanel : weight.panel(p + i);
       if (is_grouped) expand_panel(weight, p + i, expanded.data() + i * padded / 2 * kPanel);
     }
+    const Columns& here = columns[p / 2 % 2] = Columns(weight, out, p, num_panels, !kIsHalf);
     settle();
-    for (int64_t m = first_row; m < last_row; m += 32) {
+    for (int64_t m = first_row; m < last_row; m += 32, turn = 1 - turn) {
       const char* start = static_cast<const char*>(rows.values) + m / 16 * num_tiles * 1024;
       const char* a[2] = {start, start + num_tiles * 1024};
       const bool is_tall = last_row - m > 16;
       if (num_panels == 2) {
-        is_tall ? multiply_block<kIsHalf, 2, 2>(a, b, num_tiles, sums) : multiply_block<kIsHalf, 1, 2>(a, b, num_tiles, sums);
+        is_tall ? multiply_block<kIsHalf, 2, 2>(a, b, num_tiles, sums[turn], draining) : multiply_block<kIsHalf, 1, 2>(a, b, num_tiles, sums[turn], draining);
       } else {
-        is_tall ? multiply_block<kIsHalf, 2, 1>(a, b, num_tiles, sums) : multiply_block<kIsHalf, 1, 1>(a, b, num_tiles, sums);
+        is_tall ? multiply_block<kIsHalf, 2, 1>(a, b, num_tiles, sums[turn], draining) : multiply_block<kIsHalf, 1, 1>(a, b, num_tiles, sums[turn], draining);
       }
-      for (int64_t i = 0; i < (is_tall ? 2 : 1); ++i) {
-        const int64_t at = m + 16 * i, count = last_row - at < 16 ? last_row - at : 16;
-        for (int64_t j = 0; j < num_panels; ++j) store_block(weight, rows, out, at, p + j, count, sums[i][j]);
-      }
+      draining = {&here, sums[turn], rows.scales + m, static_cast<char*>(out.data) + (m * out.stride + here.first) * size, out.stride * size, out.is_half};
+      draining.count = last_row - m < 32 ? last_row - m : 32;
     }
   }
+  draining.advance(32);
 }
 
 void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
