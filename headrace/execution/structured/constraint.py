@@ -42,6 +42,8 @@ class Constraint:
         """Go on by a token, which may be the end of the output."""
         self.last_token = token
         self.num_tokens += 1
+        if self.num_tokens == self.min_tokens:  # what was held back is allowed from now on
+            self.is_steady = False
         if not self.is_going or (self.is_steady and self._is_plain(token)):
             return
         if is_end:
@@ -54,12 +56,13 @@ class Constraint:
         """Take the mask [W] that the library told, and make of it, in place, what is allowed."""
         if self.matcher.error is not None:
             mask[:] = 0
-        elif self.held is not None and self.num_tokens < self.min_tokens:
+            return
+        if self.plain is not None and (not self.plain.needs_root or self._is_plain(self.last_token)):
+            self.is_steady = self.plain.are_allowed(mask)
+        if self.held is not None and self.num_tokens < self.min_tokens:
             rest = mask & ~self.held
             if rest.any():
                 mask[:] = rest
-        elif self.plain is not None and (not self.plain.needs_root or self._is_plain(self.last_token)):
-            self.is_steady = self.plain.are_allowed(mask)
 
     def _is_plain(self, token: int) -> bool:
         return self.plain is not None and token >= 0 and bool(self.plain.is_plain[token])
