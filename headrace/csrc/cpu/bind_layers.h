@@ -107,10 +107,11 @@ class Step {
  public:
   Step(const Layer* layers, const Reals* reals, int64_t num_layers, const Inputs& in, char* residual, char* branch)
       : layers_(layers), reals_(reals), num_layers_(num_layers), in_(in), size_(in.type == kFloat32 ? 4 : 2), residual_(residual), branch_(branch) {
-    int64_t qkv = 0, heads = 0, hidden = 0, bytes = 0, weight_bytes = 0, groups = 1;
+    int64_t qkv = 0, heads = 0, gates = 0, hidden = 0, bytes = 0, weight_bytes = 0, groups = 1;
     for (int64_t i = 0; i < num_layers; ++i) {
       const Layer& layer = layers[i];
-      qkv = std::max(qkv, layer.qkv.outputs), heads = std::max(heads, layer.num_heads * layer.head_dim), hidden = std::max(hidden, layer.gate_up.outputs);
+      qkv = std::max(qkv, layer.qkv.outputs), heads = std::max(heads, layer.num_heads * layer.head_dim);
+      gates = std::max(gates, layer.gate_up.outputs), hidden = std::max(hidden, layer.down.inputs);
       for (const Product* p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
         const packed::Weight weight = weight_of(*p);
         groups = std::max(groups, weight.groups());
@@ -120,13 +121,13 @@ class Step {
     }
     num_members_ = std::clamp<int64_t>(weight_bytes * (1 + in.rows / 16) / (num_layers * kMemberBytes), 1, torch::stable::get_num_threads());
     const auto row_bytes = [&](int64_t values) { return Arena::rounded(in_.rows * values * size_); };
+    const size_t scale_bytes = Arena::rounded(in_.rows * groups * 4), attention_bytes = row_bytes(qkv) + 2 * row_bytes(heads), mlp_bytes = row_bytes(gates) + row_bytes(hidden);
     static thread_local Arena arena;
-    arena.reserve(2 * row_bytes(in.width) + row_bytes(qkv) + 2 * row_bytes(heads) + 2 * row_bytes(hidden) + Arena::rounded(bytes) + 2 * Arena::rounded(in.rows * groups * 4));
-    normed_ = arena.take(in.rows * in.width * size_), plain_ = arena.take(in.rows * in.width * size_);
-    qkv_ = arena.take(in.rows * qkv * size_), q_ = arena.take(in.rows * heads * size_), attended_ = arena.take(in.rows * heads * size_);
-    gates_ = arena.take(in.rows * hidden * size_), hidden_ = arena.take(in.rows * hidden * size_);
-    values_ = arena.take(bytes);
-    scales_ = reinterpret_cast<float*>(arena.take(in.rows * groups * 4)), sums_ = reinterpret_cast<float*>(arena.take(in.rows * groups * 4));
+    arena.reserve(row_bytes(in.width) + Arena::rounded(bytes) + 2 * scale_bytes + std::max(attention_bytes, mlp_bytes));
+    normed_ = arena.take(row_bytes(in.width)), values_ = arena.take(bytes);
+    scales_ = reinterpret_cast<float*>(arena.take(scale_bytes)), sums_ = reinterpret_cast<float*>(arena.take(scale_bytes));
+    qkv_ = gates_ = arena.take(std::max(attention_bytes, mlp_bytes));  // attention is over when the MLP begins
+    q_ = qkv_ + row_bytes(qkv), attended_ = q_ + row_bytes(heads), hidden_ = gates_ + row_bytes(gates);
     for (int64_t i = 0; i < num_layers; ++i) plan_attention(layers[i], reals[i]);
   }
 
@@ -225,12 +226,12 @@ class Step {
   // The norm that some architectures have after a branch.
   void leave(const Crew& crew, const Norm& norm, const Reals& reals) {
     if (norm.weight == 0) return;
-    const NormRows rows{branch_, in_.width, nullptr, 0, at(norm.weight), static_cast<int>(norm.type), plain_, in_.width, static_cast<float>(reals.eps),
+    const NormRows rows{branch_, in_.width, nullptr, 0, at(norm.weight), static_cast<int>(norm.type), normed_, in_.width, static_cast<float>(reals.eps),
                         static_cast<float>(reals.offset)};
     crew.share_rows([&](int64_t begin, int64_t end) {
       best_row_kernels().norm(in_.type, rows, begin, end);
       const int64_t step = in_.width * size_;
-      std::copy(plain_ + begin * step, plain_ + end * step, branch_ + begin * step);
+      std::copy(normed_ + begin * step, normed_ + end * step, branch_ + begin * step);
     });
   }
 
@@ -289,7 +290,7 @@ class Step {
   int64_t num_layers_;
   Inputs in_;
   int64_t size_, num_members_ = 1;
-  char *residual_, *branch_, *normed_, *plain_, *qkv_, *q_, *attended_, *gates_, *hidden_, *values_;
+  char *residual_, *branch_, *normed_, *qkv_, *q_, *attended_, *gates_, *hidden_, *values_;
   float *scales_, *sums_;
   std::deque<Attention> attentions_;
   std::vector<std::shared_ptr<AttentionWork>> works_;
