@@ -59,7 +59,9 @@ class Linear(nn.Module):
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         """The product followed by the gated activation, in one kernel; None where two take no longer."""
         weight = plain_weight(self)
-        return None if weight is None or self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
+        if weight is None:
+            return self.stored.gate(x, self.bias, activation)
+        return None if self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
 
     def can_join(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
         """Whether `join` takes these: few rows, an RMS norm, and a residual to add."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from headrace.kernels import native
 from headrace.kernels.native.toolchain import machine_isas
-from headrace.kernels.packed_linear import PACKED_LINEAR, PACKED_ROWS
+from headrace.kernels.packed_linear import PACKED_GATED, PACKED_LINEAR, PACKED_ROWS
 from headrace.kernels.packed_linear.layout import (
     Format,
     PackedMatrix,
@@ -174,3 +174,19 @@ def test_rows_are_gathered_as_the_reference_does(form: str, dtype: torch.dtype, 
     for wrong in (-1, packed.out_width):
         with pytest.raises(RuntimeError, match="no such row"):
             PACKED_ROWS.load("native")(packed, torch.tensor([wrong]), dtype)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 5e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("pack", [pack_floats, quantise_int8, quantise_int4])
+@pytest.mark.parametrize("width", [16, 24, 1040])
+def test_products_are_gated_where_they_are_made(width, pack, dtype, tolerance, activation):
+    rows = 530 if width == 1040 else 20
+    x, bias = draw(rows, 72).to(dtype) * 20, draw(1, 2 * width)[0]
+    weight = pack(draw(2 * width, 72) * 4)
+    gate, up = F.linear(x.double(), unpack(weight, torch.float64), bias.double()).chunk(2, dim=1)
+    gated = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    out = PACKED_GATED.load("native")(x, weight, bias, activation)
+    assert out.dtype == dtype and out.shape == (rows, width)
+    assert (out.double() - gated).norm() < (tolerance if pack is pack_floats else 3e-2) * gated.norm()

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "bind_rows.h"
 #include "operators.h"
 #include "packed_linear.h"
 
@@ -13,6 +14,7 @@ namespace headrace {
 
 constexpr int64_t kLeastBytes = 96 * 1024;  // of weight to be read by a thread, so that waking it pays
 constexpr int64_t kRowBlock = 256;          // rows that share what the second-level cache holds of the weight
+constexpr int64_t kGatedValues = 1 << 18;   // of both halves, that a thread multiplies before it gates them
 
 // Memory of the calling thread for prepared rows; grows to the largest step and stays.
 struct PackedScratch {
@@ -40,10 +42,10 @@ void in_parallel(int64_t count, int64_t grain, const F& f) {
   torch::stable::parallel_for(0, count, grain, f);
 }
 
-// The product, over torch's own threads.
-inline void multiply_packed(const packed::Weight& weight, const packed::Input& input, const packed::Output& out) {
+// Rows as the kernels take them, in memory of the calling thread.
+inline packed::Rows prepare_rows(const packed::Weight& weight, const packed::Input& input) {
   const PackedKernels& kernels = best_packed_kernels();
-  const int64_t count = input.rows, panels = weight.panels();
+  const int64_t count = input.rows;
   packed::Rows rows = packed_scratch().rows(kernels.choose_form(weight, count, input.is_half), weight, count);
   const bool is_ready = rows.form == packed::RowForm::kFloat32 && !input.is_half && input.stride == weight.padded() && weight.inputs == weight.padded();
   if (is_ready) {
@@ -54,9 +56,21 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
       kernels.prepare(weight, input, rows, 16 * begin, 16 * end < count ? 16 * end : count);
     });
   }
+  return rows;
+}
+
+// A panel of a group format is made bfloat16 for all rows of a call.
+inline bool is_expanded(const packed::Weight& weight, packed::RowForm form) {
+  return form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;
+}
+
+// The product, over torch's own threads.
+inline void multiply_packed(const packed::Weight& weight, const packed::Input& input, const packed::Output& out) {
+  const PackedKernels& kernels = best_packed_kernels();
+  const int64_t count = input.rows, panels = weight.panels();
+  const packed::Rows rows = prepare_rows(weight, input);
   const int64_t panel_bytes = weight.num_words() * packed::kPanel * 4;
-  const bool is_expanded = rows.form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;
-  if (count <= kRowBlock || is_expanded) {  // an expanded panel serves all rows
+  if (count <= kRowBlock || is_expanded(weight, rows.form)) {
     const int64_t grain = kLeastBytes / (panel_bytes * (1 + count / 16)) / 2 * 2 + 2;
     return in_parallel((panels + 1) / 2, grain / 2, [&](int64_t begin, int64_t end) {
       kernels.multiply(weight, rows, out, 0, count, 2 * begin, 2 * end < panels ? 2 * end : panels);
@@ -67,6 +81,34 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / chunks * kRowBlock, panel = i % chunks * chunk;
       kernels.multiply(weight, rows, out, row, row + kRowBlock < count ? row + kRowBlock : count, panel, panel + chunk < panels ? panel + chunk : panels);
+    }
+  });
+}
+
+// The product followed by the gated activation: the first half of the outputs is the gate. What a thread multiplies, some rows by
+// some panels of either half, is gated while it is in the second-level cache. For many rows.
+inline void multiply_gated(const packed::Weight& weight, const packed::Input& input, const packed::Output& out, int type, Activation activation) {
+  const PackedKernels& kernels = best_packed_kernels();
+  const auto gate = best_row_kernels().gate;
+  const packed::Rows rows = prepare_rows(weight, input);
+  const int64_t count = input.rows, half = weight.outputs / 2, panels = half / packed::kPanel, size = out.is_half ? 2 : 4;
+  const int64_t height = is_expanded(weight, rows.form) ? kGatedValues / (4 * packed::kPanel) : kRowBlock;
+  const int64_t most = kGatedValues / (height * 2 * packed::kPanel), chunk = panels < most ? panels : most, chunks = (panels + chunk - 1) / chunk;
+  in_parallel((count + height - 1) / height * chunks, 1, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> products;
+    products.resize(kGatedValues);
+    char* const start = reinterpret_cast<char*>(products.data());
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / chunks * height, last = row + height < count ? row + height : count;
+      const int64_t panel = i % chunks * chunk, num_panels = panel + chunk < panels ? chunk : panels - panel, width = num_panels * packed::kPanel;
+      for (int64_t part = 0; part < 2; ++part) {
+        const int64_t first = part * panels + panel;
+        packed::Output to{start, 2 * width, out.is_half, out.bias, out.is_bias_half};
+        to.data = start + (part * width - row * 2 * width - first * packed::kPanel) * size;  // kernels place outputs by their numbers
+        kernels.multiply(weight, rows, to, row, last, first, first + num_panels);
+      }
+      char* gated = static_cast<char*>(out.data) + (row * out.stride + panel * packed::kPanel) * size;
+      gate(type, {start, 2 * width, gated, width, activation, out.stride}, 0, last - row);
     }
   });
 }
@@ -104,6 +146,20 @@ inline Tensor packed_linear(Tensor x, Tensor words, std::optional<Tensor> scales
   return out;
 }
 
+inline Tensor packed_gated(Tensor x, Tensor words, std::optional<Tensor> scales, std::optional<Tensor> mins, int64_t format, int64_t outputs,
+                           std::optional<Tensor> bias, int64_t activation) {
+  check_rows_are_dense(x);
+  const int type = float_type(x);
+  STD_TORCH_CHECK(type != kFloat16, "packed_gated takes float32 or bfloat16");
+  STD_TORCH_CHECK(outputs % (2 * packed::kPanel) == 0, "each half of the outputs must be whole panels");
+  const packed::Weight weight = packed_weight(words, scales, mins, format, outputs, x.size(1));
+  const Tensor out = empty_floats(x.size(0), outputs / 2, type == kBFloat16);
+  if (x.size(0) == 0) return out;
+  multiply_gated(weight, {pointer(x), x.size(0), x.stride(0), type == kBFloat16},
+                 {writable(out), outputs / 2, type == kBFloat16, pointer(bias), bias && float_type(*bias) == kBFloat16}, type, static_cast<Activation>(activation));
+  return out;
+}
+
 inline Tensor packed_rows(Tensor rows, Tensor words, std::optional<Tensor> scales, std::optional<Tensor> mins, int64_t format, int64_t outputs,
                           int64_t inputs, bool is_half) {
   const packed::Weight weight = packed_weight(words, scales, mins, format, outputs, inputs);
@@ -118,11 +174,13 @@ inline Tensor packed_rows(Tensor rows, Tensor words, std::optional<Tensor> scale
 
 inline void define_packed(Library& m) {
   m.def("packed_linear(Tensor x, Tensor words, Tensor? scales, Tensor? mins, int format, int outputs, Tensor? bias, bool is_out_float) -> Tensor");
+  m.def("packed_gated(Tensor x, Tensor words, Tensor? scales, Tensor? mins, int format, int outputs, Tensor? bias, int activation) -> Tensor");
   m.def("packed_rows(Tensor rows, Tensor words, Tensor? scales, Tensor? mins, int format, int outputs, int inputs, bool is_half) -> Tensor");
 }
 
 inline void implement_packed(Library& m) {
   m.impl("packed_linear", TORCH_BOX(&packed_linear));
+  m.impl("packed_gated", TORCH_BOX(&packed_gated));
   m.impl("packed_rows", TORCH_BOX(&packed_rows));
 }
 

@@ -45,18 +45,23 @@ static void norm(int type, const NormRows& a, int64_t begin, int64_t end) {
 
 template <class T, class F>
 static void gate_rows(const GatedRows& a, int64_t begin, int64_t end, const F& activate) {
+  const int64_t out_stride = a.out_stride ? a.out_stride : a.width;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-    T* out = static_cast<T*>(a.out) + row * a.width;
+    T* out = static_cast<T*>(a.out) + row * out_stride;
     over_lanes(a.width, [&](int64_t i, auto part) { part.store(out + i, activate(part.load(x + i)) * part.load(x + a.width + i)); });
   }
 }
 
+// To about one unit in the last place of T.
+template <class T> HEADRACE_INLINE Vec sigmoid_of_type(Vec x) { return sigmoid_coarse(x); }
+template <> HEADRACE_INLINE Vec sigmoid_of_type<float>(Vec x) { return sigmoid(x); }
+
 template <class T>
 static void gate_of_type(const GatedRows& a, int64_t begin, int64_t end) {
-  if (a.activation == kSilu) return gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid(x); });
+  if (a.activation == kSilu) return gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid_of_type<T>(x); });
   // Hendrycks & Gimpel, arXiv:1606.08415: x / 2 * (1 + tanh(z)) = x * sigmoid(2z), z = sqrt(2 / pi) (x + 0.044715 x^3)
-  gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid(Vec(1.5957691216057308f) * fma(Vec(0.044715f) * x * x, x, x)); });
+  gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid_of_type<T>(Vec(1.5957691216057308f) * fma(Vec(0.044715f) * x * x, x, x)); });
 }
 
 static void gate(int type, const GatedRows& a, int64_t begin, int64_t end) {

@@ -26,6 +26,7 @@ struct GatedRows {
   void* out;
   int64_t width;
   Activation activation;
+  int64_t out_stride = 0;  // 0: width
 };
 
 struct RowKernels {

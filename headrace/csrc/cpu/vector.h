@@ -271,6 +271,28 @@ HEADRACE_INLINE Vec exp(Vec x) {
   return scale_by_power(fma(p, r * r, r + Vec(1.0f)), n);
 }
 
+// e^x to about 4e-6, ends as above: a Chebyshev fit of 2^x of degree 4 on [-1/2, 1/2].
+HEADRACE_INLINE Vec exp_coarse(Vec x) {
+  x = maximum(Vec(-126.0f), minimum(Vec(126.0f), x * Vec(1.44269504088896341f)));
+  const Vec n = round(x), r = x - n;
+  Vec p = fma(r, Vec(0.009666368515f), Vec(0.05592197584f));
+  p = fma(p, r, Vec(0.2402234904f));
+  p = fma(p, r, Vec(0.6931210452f));
+  return scale_by_power(fma(p, r, Vec(1.0f)), n);
+}
+
+// 1 / x for normal x whose inverse is normal.
+HEADRACE_INLINE Vec inverse(Vec x) {
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+  const Vec guess = _mm512_rcp14_ps(x.v);
+  return guess * fma(Vec(0.0f) - x, guess, Vec(2.0f));
+#else
+  return Vec(1.0f) / x;
+#endif
+}
+
+HEADRACE_INLINE Vec sigmoid_coarse(Vec x) { return inverse(Vec(1.0f) + exp_coarse(Vec(0.0f) - x)); }
+
 HEADRACE_INLINE Vec sigmoid(Vec x) { return Vec(1.0f) / (Vec(1.0f) + exp(Vec(0.0f) - x)); }
 
 HEADRACE_INLINE Vec tanh(Vec x) { return Vec(2.0f) * sigmoid(x + x) - Vec(1.0f); }

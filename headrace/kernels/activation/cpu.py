@@ -20,3 +20,7 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
     """See `GELU_TANH_MUL`."""
     ops = NATIVE.find()
     return reference.gelu_tanh_mul(x) if ops is None else ops.gated(x, GELU_TANH)
+
+
+GATED = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+NUMBERS = {"silu": SILU, "gelu_tanh": GELU_TANH}

@@ -24,6 +24,13 @@ PACKED_LINEAR.add(
     doc="own C++: AVX2, AVX-512 with VNNI and BF16, AMX; streams the weight once for few rows",
 )
 
+PACKED_GATED = Operation("packed gated kernel")
+"""``packed_gated(x [T, I], weight: PackedMatrix [2 * O, I], bias [2 * O] | None, activation) -> [T, O]``: the product followed
+by a gated activation, "silu" or "gelu_tanh", of its first half times its second."""
+
+PACKED_GATED.add("reference", "headrace.kernels.packed_linear.reference:packed_gated", doc="one after the other")
+PACKED_GATED.add("native", "headrace.kernels.packed_linear.cpu:packed_gated", supports=_reason_against, priority=10, doc="own C++: what is gated does not leave the cache")
+
 PACKED_ROWS = Operation("packed rows kernel")
 """``packed_rows(weight: PackedMatrix [O, I], rows [T] int64, dtype) -> [T, I]``: rows as plain numbers, float32 or bfloat16."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from headrace.kernels import native
+from headrace.kernels.activation import cpu
 from headrace.kernels.packed_linear import reference
-from headrace.kernels.packed_linear.layout import PackedMatrix, gather_rows
+from headrace.kernels.packed_linear.layout import PANEL, PackedMatrix, gather_rows
 
 
 def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -16,6 +17,14 @@ def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | No
         return reference.packed_linear(x, weight, bias, out_dtype)
     out = ops.packed_linear(x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, out_dtype is torch.float32)
     return out if out_dtype is None or out.dtype == out_dtype else out.to(out_dtype)
+
+
+def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """See `PACKED_GATED`. Apart where the halves are no whole panels."""
+    ops = native.library()
+    if ops is None or weight.out_width % (2 * PANEL):
+        return cpu.GATED[activation](packed_linear(x, weight, bias))
+    return ops.packed_gated(x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, cpu.NUMBERS[activation])
 
 
 def packed_rows(weight: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

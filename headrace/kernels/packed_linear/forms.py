@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.packed_linear import PACKED_LINEAR, PACKED_ROWS
+from headrace.kernels.packed_linear import PACKED_GATED, PACKED_LINEAR, PACKED_ROWS
 from headrace.kernels.packed_linear.layout import PackedMatrix, chunk_rows, pack_floats, unpack
 
 MOST_TURNED_ROWS = 16
 """Up to how many rows torch's GEMM is faster with its operands turned around."""
+
+LEAST_GATED_ROWS = 256
+"""Beyond how many rows a product is gated where it is made: they are cut into blocks for the threads."""
 
 
 class StoredWeight(Protocol):
@@ -27,6 +30,9 @@ class StoredWeight(Protocol):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """``x [T, I] -> [T, O]`` in ``out_dtype``, x's if None."""
+
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+        """The product followed by the gated activation; None where one after the other takes no longer."""
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weight, [T] -> [T, I]."""
@@ -41,10 +47,13 @@ class PanelWeight:
     def __init__(self, matrix: PackedMatrix):
         self.matrix, self.shape, self.num_bytes = matrix, matrix.shape, matrix.num_bytes
         query = KernelQuery("cpu", "float32")
-        self._linear, self._rows = PACKED_LINEAR.choose(query), PACKED_ROWS.choose(query)
+        self._linear, self._gated, self._rows = PACKED_LINEAR.choose(query), PACKED_GATED.choose(query), PACKED_ROWS.choose(query)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._linear(x, self.matrix, bias, out_dtype)
+
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+        return self._gated(x, self.matrix, bias, activation) if x.shape[0] > LEAST_GATED_ROWS else None
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self._rows(self.matrix, ids, dtype)
@@ -67,6 +76,9 @@ class TurnedWeight:
             out = out if bias is None else out.add_(bias)
         return out.to(out_dtype or x.dtype)
 
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+        return None
+
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return F.embedding(ids, self._weight).to(dtype)
 
@@ -83,6 +95,9 @@ class OnednnWeight:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "").to(out_dtype or x.dtype)
+
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+        return None
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise AssertionError("never chosen for a weight whose rows are looked up")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.linear.reference import ACTIVATIONS
 from headrace.kernels.packed_linear.layout import GROUP, Format, PackedMatrix, unpack
 
 
@@ -18,6 +19,11 @@ def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | No
         values = round_to_int8(padded.unflatten(1, (-1, GROUP))).flatten(1)[:, : x.shape[1]]
     out = F.linear(values, unpack(weight, torch.float32), None if bias is None else bias.float())
     return out.to(out_dtype or x.dtype)
+
+
+def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """See `PACKED_GATED`."""
+    return ACTIVATIONS[activation](packed_linear(x, weight, bias))
 
 
 def round_to_int8(values: torch.Tensor) -> torch.Tensor:
