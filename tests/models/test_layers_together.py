@@ -82,6 +82,14 @@ def share(harness: Harness) -> torch.Tensor:
     return torch.cat([logits for step in steps for logits in step])
 
 
+def crowd(harness: Harness) -> torch.Tensor:
+    """More rows than are computed with at a time."""
+    sequences = [harness.start() for _ in range(4)]
+    steps = [harness.step(*((s, prompt(i, 70 + i)) for i, s in enumerate(sequences)), wanted=[1, 2])]
+    steps.append(harness.step(*((s, prompt(7 + i, 3)) for i, s in enumerate(sequences))))
+    return torch.cat([logits for step in steps for logits in step])
+
+
 SCENES = {"decode": decode, "mix": mix, "share": share}
 
 
@@ -89,7 +97,7 @@ def play(scene: str, harness: Harness, *, together: bool) -> torch.Tensor:
     """Logits of a scene."""
     if not together:
         harness.model._table, harness.model._is_table_due = None, False
-    logits = SCENES[scene](harness)
+    logits = ({**SCENES, "crowd": crowd})[scene](harness)
     assert (getattr(harness.model, "_table", None) is not None) == together
     return logits
 
@@ -119,6 +127,13 @@ def test_quantised_weights_are_the_same(quantise):
         return PanelWeight(quantise(weight))
 
     torch.testing.assert_close(*both("mix", "llama", store=store), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("intermediate_size", [56, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows(dtype, intermediate_size):
+    together, apart = both("crowd", "llama", dtype, intermediate_size=intermediate_size)
+    assert (together - apart).abs().max() <= (1e-5 if dtype == torch.float32 else 0.02) * apart.abs().max()
 
 
 def test_many_query_heads_share_a_kv_head():

@@ -107,11 +107,12 @@ class Step {
  public:
   Step(const Layer* layers, const Reals* reals, int64_t num_layers, const Inputs& in, char* residual, char* branch)
       : layers_(layers), reals_(reals), num_layers_(num_layers), in_(in), size_(in.type == kFloat32 ? 4 : 2), residual_(residual), branch_(branch) {
-    int64_t qkv = 0, heads = 0, gates = 0, hidden = 0, bytes = 0, weight_bytes = 0, groups = 1;
+    int64_t qkv = 0, heads = 0, gate_bytes = 0, hidden = 0, bytes = 0, weight_bytes = 0, groups = 1;
     for (int64_t i = 0; i < num_layers; ++i) {
       const Layer& layer = layers[i];
       qkv = std::max(qkv, layer.qkv.outputs), heads = std::max(heads, layer.num_heads * layer.head_dim);
-      gates = std::max(gates, layer.gate_up.outputs), hidden = std::max(hidden, layer.down.inputs);
+      hidden = std::max(hidden, layer.down.inputs);
+      gate_bytes = std::max(gate_bytes, (is_gated_at_once(in.rows, layer) ? kRowBlock : in.rows) * layer.gate_up.outputs * size_);
       for (const Product* p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
         const packed::Weight weight = weight_of(*p);
         groups = std::max(groups, weight.groups());
@@ -121,13 +122,13 @@ class Step {
     }
     num_members_ = std::clamp<int64_t>(weight_bytes * (1 + in.rows / 16) / (num_layers * kMemberBytes), 1, torch::stable::get_num_threads());
     const auto row_bytes = [&](int64_t values) { return Arena::rounded(in_.rows * values * size_); };
-    const size_t scale_bytes = Arena::rounded(in_.rows * groups * 4), attention_bytes = row_bytes(qkv) + 2 * row_bytes(heads), mlp_bytes = row_bytes(gates) + row_bytes(hidden);
+    const size_t scale_bytes = Arena::rounded(in_.rows * groups * 4), attention_bytes = row_bytes(qkv) + 2 * row_bytes(heads), mlp_bytes = Arena::rounded(gate_bytes) + row_bytes(hidden);
     static thread_local Arena arena;
     arena.reserve(row_bytes(in.width) + Arena::rounded(bytes) + 2 * scale_bytes + std::max(attention_bytes, mlp_bytes));
     normed_ = arena.take(row_bytes(in.width)), values_ = arena.take(bytes);
     scales_ = reinterpret_cast<float*>(arena.take(scale_bytes)), sums_ = reinterpret_cast<float*>(arena.take(scale_bytes));
     qkv_ = gates_ = arena.take(std::max(attention_bytes, mlp_bytes));  // attention is over when the MLP begins
-    q_ = qkv_ + row_bytes(qkv), attended_ = q_ + row_bytes(heads), hidden_ = gates_ + row_bytes(gates);
+    q_ = qkv_ + row_bytes(qkv), attended_ = q_ + row_bytes(heads), hidden_ = gates_ + Arena::rounded(gate_bytes);
     for (int64_t i = 0; i < num_layers; ++i) plan_attention(layers[i], reals[i]);
   }
 
@@ -178,17 +179,33 @@ class Step {
     multiply(crew, layer.output, attended_, branch_);
     leave(crew, layer.attention_post, reals);
     enter(crew, layer.mlp_norm, reals, true, layer.gate_up);
+    gate(crew, layer);
+    multiply(crew, layer.down, hidden_, branch_);
+    leave(crew, layer.mlp_post, reals);
+  }
+
+  // The gated activation of the product, in the form that the product after it takes; in one go where there are many rows.
+  void gate(const Crew& crew, const Layer& layer) {
+    const packed::Weight weight = weight_of(layer.gate_up), down = weight_of(layer.down);
+    const Activation activation = static_cast<Activation>(layer.activation);
+    if (is_gated_at_once(crew.rows, layer)) {
+      const packed::Output to{hidden_, weight.outputs / 2, in_.type == kBFloat16, at(layer.gate_up.bias), layer.gate_up.bias_type == kBFloat16};
+      const GatedProduct product(weight, rows_of(weight, crew.rows, normed_), to, in_.type, activation);
+      crew.team.share(product.num_blocks(), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) product.run(i);
+      });
+      return prepare(crew, layer.down, hidden_);
+    }
     multiply(crew, layer.gate_up, normed_, gates_);
-    const int64_t width = layer.gate_up.outputs / 2;
-    const GatedRows gated{gates_, 2 * width, hidden_, width, static_cast<Activation>(layer.activation)};
-    const packed::Weight down = weight_of(layer.down);
+    const int64_t width = weight.outputs / 2;
+    const GatedRows gated{gates_, 2 * width, hidden_, width, activation};
     crew.share_rows([&](int64_t begin, int64_t end) {
       best_row_kernels().gate(in_.type, gated, begin, end);
       prepare_rows(down, crew.rows, hidden_, begin, end);
     });
-    multiply(crew, layer.down, hidden_, branch_);
-    leave(crew, layer.mlp_post, reals);
   }
+
+  static bool is_gated_at_once(int64_t rows, const Layer& layer) { return rows > kRowBlock && GatedProduct::suits(weight_of(layer.gate_up)); }
 
   // Keys and values of all rows are in their pages; queries and residual of those that are wanted move to the front.
   void narrow(Crew& crew, int64_t query_bytes) {
@@ -265,8 +282,7 @@ class Step {
     const packed::Rows rows = rows_of(weight, crew.rows, x);
     const packed::Output to{out, weight.outputs, in_.type == kBFloat16, at(product.bias), product.bias_type == kBFloat16};
     const int64_t pairs = (weight.panels() + 1) / 2, pair_bytes = 2 * weight.num_words() * packed::kPanel * 4;
-    const bool is_expanded = rows.form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;  // once, for all rows
-    const int64_t height = is_expanded ? crew.rows : kRowBlock, blocks = (crew.rows + height - 1) / height;
+    const int64_t height = is_expanded(weight, rows.form) ? crew.rows : kRowBlock, blocks = (crew.rows + height - 1) / height;
     const int64_t least = std::min(pairs, kPieceBytes / (pair_bytes * (1 + std::min(crew.rows, height) / 16))) + 1;
     const int64_t piece = std::max(pairs * blocks / (Crew::kPieces * crew.team.size()), least), pieces = (pairs + piece - 1) / piece;
     crew.team.share(blocks * pieces, 1, [&](int64_t begin, int64_t end) {

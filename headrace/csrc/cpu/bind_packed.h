@@ -1,6 +1,7 @@
 // packed_linear and packed_rows: products with weights in packed layout, and rows of these; see kernels/packed_linear for what it computes.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "bind_rows.h"
@@ -85,31 +86,48 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
   });
 }
 
-// The product followed by the gated activation: the first half of the outputs is the gate. What a thread multiplies, some rows by
-// some panels of either half, is gated while it is in the second-level cache. For many rows.
-inline void multiply_gated(const packed::Weight& weight, const packed::Input& input, const packed::Output& out, int type, Activation activation) {
-  const PackedKernels& kernels = best_packed_kernels();
-  const auto gate = best_row_kernels().gate;
-  const packed::Rows rows = prepare_rows(weight, input);
-  const int64_t count = input.rows, half = weight.outputs / 2, panels = half / packed::kPanel, size = out.is_half ? 2 : 4;
-  const int64_t height = is_expanded(weight, rows.form) ? kGatedValues / (4 * packed::kPanel) : kRowBlock;
-  const int64_t most = kGatedValues / (height * 2 * packed::kPanel), chunk = panels < most ? panels : most, chunks = (panels + chunk - 1) / chunk;
-  in_parallel((count + height - 1) / height * chunks, 1, [&](int64_t begin, int64_t end) {
-    static thread_local std::vector<float> products;
-    products.resize(kGatedValues);
+// The product followed by the gated activation: the first half of the outputs is the gate. It is cut into blocks, some rows by
+// some panels of either half, which are gated while they are in the second-level cache. For many rows.
+class GatedProduct {
+ public:
+  GatedProduct(const packed::Weight& weight, const packed::Rows& rows, const packed::Output& out, int type, Activation activation)
+      : weight_(weight), rows_(rows), out_(out), type_(type), activation_(activation), panels_(weight.outputs / 2 / packed::kPanel),
+        height_(is_expanded(weight, rows.form) ? kGatedValues / (4 * packed::kPanel) : kRowBlock) {
+    chunk_ = std::min(panels_, kGatedValues / (height_ * 2 * packed::kPanel)), chunks_ = (panels_ + chunk_ - 1) / chunk_;
+  }
+
+  static bool suits(const packed::Weight& weight) { return weight.outputs % (2 * packed::kPanel) == 0; }
+
+  int64_t num_blocks() const { return (rows_.count + height_ - 1) / height_ * chunks_; }
+
+  void run(int64_t i) const {
+    static thread_local std::vector<float> products(kGatedValues);
     char* const start = reinterpret_cast<char*>(products.data());
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / chunks * height, last = row + height < count ? row + height : count;
-      const int64_t panel = i % chunks * chunk, num_panels = panel + chunk < panels ? chunk : panels - panel, width = num_panels * packed::kPanel;
-      for (int64_t part = 0; part < 2; ++part) {
-        const int64_t first = part * panels + panel;
-        packed::Output to{start, 2 * width, out.is_half, out.bias, out.is_bias_half};
-        to.data = start + (part * width - row * 2 * width - first * packed::kPanel) * size;  // kernels place outputs by their numbers
-        kernels.multiply(weight, rows, to, row, last, first, first + num_panels);
-      }
-      char* gated = static_cast<char*>(out.data) + (row * out.stride + panel * packed::kPanel) * size;
-      gate(type, {start, 2 * width, gated, width, activation, out.stride}, 0, last - row);
+    const int64_t size = out_.is_half ? 2 : 4, row = i / chunks_ * height_, last = std::min(row + height_, rows_.count);
+    const int64_t panel = i % chunks_ * chunk_, num_panels = std::min(chunk_, panels_ - panel), width = num_panels * packed::kPanel;
+    for (int64_t part = 0; part < 2; ++part) {
+      const int64_t first = part * panels_ + panel;
+      packed::Output to{start, 2 * width, out_.is_half, out_.bias, out_.is_bias_half};
+      to.data = start + (part * width - row * 2 * width - first * packed::kPanel) * size;  // kernels place outputs by their numbers
+      best_packed_kernels().multiply(weight_, rows_, to, row, last, first, first + num_panels);
     }
+    char* gated = static_cast<char*>(out_.data) + (row * out_.stride + panel * packed::kPanel) * size;
+    best_row_kernels().gate(type_, {start, 2 * width, gated, width, activation_, out_.stride}, 0, last - row);
+  }
+
+ private:
+  packed::Weight weight_;
+  packed::Rows rows_;
+  packed::Output out_;
+  int type_;
+  Activation activation_;
+  int64_t panels_, height_, chunk_, chunks_;
+};
+
+inline void multiply_gated(const packed::Weight& weight, const packed::Input& input, const packed::Output& out, int type, Activation activation) {
+  const GatedProduct product(weight, prepare_rows(weight, input), out, type, activation);
+  in_parallel(product.num_blocks(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) product.run(i);
   });
 }
 
@@ -151,8 +169,8 @@ inline Tensor packed_gated(Tensor x, Tensor words, std::optional<Tensor> scales,
   check_rows_are_dense(x);
   const int type = float_type(x);
   STD_TORCH_CHECK(type != kFloat16, "packed_gated takes float32 or bfloat16");
-  STD_TORCH_CHECK(outputs % (2 * packed::kPanel) == 0, "each half of the outputs must be whole panels");
   const packed::Weight weight = packed_weight(words, scales, mins, format, outputs, x.size(1));
+  STD_TORCH_CHECK(GatedProduct::suits(weight), "each half of the outputs must be whole panels");
   const Tensor out = empty_floats(x.size(0), outputs / 2, type == kBFloat16);
   if (x.size(0) == 0) return out;
   multiply_gated(weight, {pointer(x), x.size(0), x.stride(0), type == kBFloat16},
