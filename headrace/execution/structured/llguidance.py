@@ -5,8 +5,13 @@ Refuses: sources that `bounds` and `check_schema` refuse.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import llguidance
 import msgspec
@@ -17,6 +22,7 @@ from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.bounds import check_ebnf, check_regex
 from headrace.execution.structured.lark import HEADER, embed_json, quote, slash
+from headrace.execution.structured.regex_states import START, RegexStates, read_states
 from headrace.execution.structured.schema import check_schema
 from headrace.execution.structured.structural_tag import to_lark
 
@@ -32,8 +38,12 @@ JSON_OPTIONS = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+MAX_MASKS = 64
+"""Kept of a grammar, 5 to 20 KB each."""
 MAX_MESSAGE = 400
 MAX_THREADS = 8
+SHORT_S = 0.02
+"""A grammar that is compiled in less is compiled once for each thread."""
 
 
 class _TokenizerFace:
@@ -53,37 +63,82 @@ class _TokenizerFace:
 
 
 class GuidanceMatcher:
-    """A `Matcher`."""
+    """A `Matcher`. While ``states`` tell where the output stands, what is known of a state need not be computed again, and
+    ``inner`` is told of tokens only when it is asked."""
 
-    def __init__(self, inner: llguidance.LLMatcher):
-        self.inner = inner
+    def __init__(self, inner: llguidance.LLMatcher, states: RegexStates | None = None, known: KnownStates | None = None):
+        self._inner, self._states, self._known = inner, states, known
+        self._state: int | None = START if states is not None else None
+        self._untold: list[int] = []
+
+    @property
+    def inner(self) -> llguidance.LLMatcher:
+        """The library's own, told of all tokens."""
+        if self._untold:
+            self._inner.consume_tokens(self._untold)
+            self._untold = []
+        return self._inner
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Matcher`."""
-        self.inner.consume_tokens(list(token_ids))
+        self._untold += token_ids
+        for token in token_ids:
+            if self._states is not None and self._state is not None:
+                self._state = self._states.step(self._state, token)
+        if self._state is None:
+            self.inner  # noqa: B018
 
     def read_forced(self) -> bytes:
         """See `Matcher`. A special token has a byte before it that no text holds."""
-        return self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
+        known = None if self._state is None or self._known is None else self._known.forced.get(self._state)
+        if known is None:
+            known = self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
+            if self._state is not None and self._known is not None:
+                self._known.forced[self._state] = known
+        return known
+
+    def find_mask(self) -> np.ndarray | None:
+        """The mask [W], if it is known."""
+        return None if self._state is None or self._known is None else self._known.masks.get(self._state)
+
+    def keep_mask(self, mask: np.ndarray) -> None:
+        """The library told this mask [W]."""
+        if self._state is not None and self._known is not None and not self._inner.is_error():
+            self._known.keep(self._state, mask)
 
     @property
     def error(self) -> str | None:
         """See `Matcher`."""
-        return f"the grammar cannot go on: {_first_line(self.inner.get_error())}" if self.inner.is_error() else None
+        return f"the grammar cannot go on: {_first_line(self._inner.get_error())}" if self._inner.is_error() else None
+
+
+@dataclass(slots=True)
+class KnownStates:
+    """What is known of the states of one grammar: masks [W], the latest `MAX_MASKS`, and forced text."""
+
+    masks: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict)
+    forced: dict[int, bytes] = field(default_factory=dict)
+
+    def keep(self, state: int, mask: np.ndarray) -> None:
+        """A mask that was computed."""
+        self.masks[state] = mask.copy()
+        while len(self.masks) > MAX_MASKS:
+            self.masks.popitem(last=False)
 
 
 class GuidanceGrammar:
-    """A `CompiledGrammar`: a matcher nobody advances. Its copies share what has been computed of the grammar."""
+    """A `CompiledGrammar`: matchers nobody advances. Copies of one share what has been computed of the grammar, and wait for
+    one another as they compute: outputs take turns in being copies of each."""
 
     plain = None
 
-    def __init__(self, library: GuidanceLibrary, origin: llguidance.LLMatcher):
+    def __init__(self, library: GuidanceLibrary, origins: list[llguidance.LLMatcher], states: RegexStates | None):
         self.library = library
-        self._origin = origin
+        self._origins, self._states, self._known = itertools.cycle(origins), states, KnownStates()
 
     def start(self) -> GuidanceMatcher:
         """See `CompiledGrammar`."""
-        return GuidanceMatcher(self._origin.deep_copy())
+        return GuidanceMatcher(next(self._origins).deep_copy(), self._states, self._known)
 
 
 class GuidanceLibrary:
@@ -93,8 +148,10 @@ class GuidanceLibrary:
         face = _TokenizerFace(vocabulary, vocab_size, eos_ids)
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(face), eos_token=list(eos_ids))
         face.split_greedily = self._tokenizer.greedy_tokenize
+        self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(face.tokens)]
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._pool = llguidance.LLExecutor(num_threads=min(MAX_THREADS, os.cpu_count() or 1))
+        self._num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._pool = llguidance.LLExecutor(num_threads=self._num_threads)
         texts = {i: vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(face.tokens)}
         self._special_ids = {text: i for i, text in texts.items() if text}
 
@@ -106,13 +163,28 @@ class GuidanceLibrary:
             raise
         except (ValueError, RecursionError) as error:
             raise _complain(grammar, str(error)) from error
+        began = time.perf_counter()
+        origins = [self._open(grammar, text)]
+        if time.perf_counter() - began < SHORT_S:
+            origins += [self._open(grammar, text) for _ in range(1, self._num_threads)]
+        return GuidanceGrammar(self, origins, self._read_states(grammar))
+
+    def _open(self, grammar: Grammar, text: str) -> llguidance.LLMatcher:
         origin = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
         allowed = b"" if origin.is_error() else origin.compute_bitmask()
         if origin.is_error():
             raise _complain(grammar, origin.get_error())
         if not any(allowed):
             raise _complain(grammar, "it allows no output")
-        return GuidanceGrammar(self, origin)
+        return origin
+
+    def _read_states(self, grammar: Grammar) -> RegexStates | None:
+        """Expressions and choices stand in numbered states."""
+        if grammar.kind == "regex":
+            return read_states(grammar.text, self._tokens)
+        if grammar.kind == "choice":
+            return read_states("|".join(map(re.escape, msgspec.json.decode(grammar.text))), self._tokens)
+        return None
 
     def _read(self, grammar: Grammar) -> str:
         kind, text = grammar.kind, grammar.text
@@ -140,8 +212,18 @@ class GuidanceLibrary:
     def fill(self, matchers: Sequence[GuidanceMatcher], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
         assert masks.dtype == np.int32 and masks.flags.c_contiguous and len(masks) == len(matchers)
-        work = [(matcher.inner, place) for place, matcher in enumerate(matchers)]
-        self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+        asked: list[tuple[GuidanceMatcher, int]] = []
+        for place, matcher in enumerate(matchers):
+            known = matcher.find_mask()
+            if known is None:
+                asked.append((matcher, place))
+            else:
+                masks[place] = known
+        if asked:
+            work = [(matcher.inner, place) for matcher, place in asked]
+            self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+            for matcher, place in asked:
+                matcher.keep_mask(masks[place])
 
 
 def _complain(grammar: Grammar, reason: str) -> RequestError:

@@ -6,6 +6,7 @@ Refuses: bounding its work by itself; what is let through is small enough to com
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ from headrace.execution.structured.exact_tags import texts_of, word_tag
 from headrace.execution.structured.library import LeftToOthers
 from headrace.execution.structured.plain import PlainTokens, find_plain, read_breaks
 
+MAX_THREADS, MIN_SHARED = 4, 8
+"""Threads that share in many masks; for fewer they cost more than they save."""
 MAX_WHITESPACE = 40
 """Blanks in a row: a model cannot be caught writing them for ever."""
 
@@ -66,7 +69,8 @@ class XgrammarLibrary:
         tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens[:vocab_size])]
         info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_ids))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        self._batch = xgrammar.BatchGrammarMatcher(1)  # its threads cost more than a mask does
+        num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._batch, self._large_batch = xgrammar.BatchGrammarMatcher(1), xgrammar.BatchGrammarMatcher(num_threads)
         self._num_words = -(-vocab_size // 32)
         self._find_plain = functools.cache(functools.partial(find_plain, vocabulary, vocab_size))
         self._lock = threading.Lock()
@@ -102,4 +106,5 @@ class XgrammarLibrary:
     def fill(self, matchers: Sequence[XgrammarMatcher], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
         assert masks.dtype == np.int32 and masks.flags.c_contiguous and len(masks) == len(matchers)
-        self._batch.batch_fill_next_token_bitmask([matcher.inner for matcher in matchers], masks)
+        batch = self._large_batch if len(matchers) >= MIN_SHARED else self._batch
+        batch.batch_fill_next_token_bitmask([matcher.inner for matcher in matchers], masks)
