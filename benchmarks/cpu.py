@@ -2,7 +2,8 @@
 
 Runs W1 to W4 against Headrace and, in the same session on the same cores, against llama.cpp's server and vLLM where
 ``llama-server`` or ``vllm`` are on the PATH; prints figures, ratios to the peers' (measured elsewhere: see
-``peers_cpu.json``) and to the goals. ``--profile`` tells instead where the time of a decode step goes.
+``peers_cpu.json``) and to the goals. ``--profile`` tells instead where the time of a decode step goes, ``--steps`` what steps
+the workloads are made of.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu_servers import Running, Server, gguf_of, headrace, llama_cpp, run_server, vllm
+from headrace.base import env
 from headrace.serving.bench.options import serve_bench_options
 from headrace.serving.bench.serve import run_serve_bench
 
@@ -130,7 +132,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--llama-model", help="GGUF file for llama.cpp")
     parser.add_argument("--vllm-model")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="where a decode step's time goes")
+    parser.add_argument("--steps", action="store_true", help="what steps the workloads are made of, without HTTP")
     args = parser.parse_args()
     if args.cores:
         os.sched_setaffinity(0, [int(core) for core in args.cores.split(",")])
@@ -145,6 +148,14 @@ def main() -> None:
 
         return print_profile(args.model, args.dtypes.split(",")[0], args.flags.split())
     names = args.workloads.split(",")
+    if args.steps:
+        env.set_passive_waiting()
+        from benchmarks.cpu_profile import engine_config
+        from benchmarks.cpu_steps import print_steps
+
+        print(json.dumps(describe_device()))
+        config = engine_config(args.model, ["--dtype", args.dtypes.split(",")[0], *args.flags.split()])
+        return print_steps(config, {name: WORKLOADS[name] for name in names}, args.most)
     device, results = describe_device(), {}
     print(json.dumps(device))
     for server, goals in candidates(args):
