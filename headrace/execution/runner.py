@@ -131,7 +131,7 @@ class Runner:
         sent = upload.send(self._device)
         self._apply_pages(plan, sent)
         logits, likeliest = graph.run(sent["decodes"])  # first: masks are needed only once it is done
-        filling = self._grammars.begin(batch) if self._grammars is not None else None
+        filling = self._grammars.begin(batch, is_launched=True) if self._grammars is not None else None
         if batch.is_greedy:
             drawn = Drawn(likeliest, None)
         else:

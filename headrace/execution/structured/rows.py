@@ -119,8 +119,9 @@ class GrammarRows:
         if self._constraints.pop(row, None) is not None and not self._constraints:
             self._unread.clear()
 
-    def begin(self, batch: SampleBatch) -> Filling | None:
-        """Start on the masks of a batch; None when no row of it has a grammar."""
+    def begin(self, batch: SampleBatch, *, is_launched: bool = False) -> Filling | None:
+        """Start on the masks of a batch; None when no row of it has a grammar. ``is_launched``: the caller has nothing to do
+        meanwhile, so that no other thread is asked."""
         self._batch_size = len(batch.rows)
         if not len(batch.constrained):
             return None
@@ -129,7 +130,7 @@ class GrammarRows:
         places, indices = list(map(int, batch.constrained)), list(map(int, batch.output_lens[batch.constrained]))
         words, written = host_words(RowMasks.count_words(len(batch.rows), len(constraints), self._num_words), self._device)
         filling = Filling(self, constraints, places, indices, RowMasks(self._table, words, len(batch.rows), len(constraints)), written)
-        if all(unread.step.is_done for unread in self._unread):
+        if not is_launched and all(unread.step.is_done for unread in self._unread):
             self.catch_up()
             if any(constraint.is_asking for constraint in constraints):
                 filling.work = self._thread.submit(self.fill, filling)
