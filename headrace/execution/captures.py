@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -17,8 +17,8 @@ Output = TypeVar("Output")
 
 
 class Recorder:
-    """Records work into one pool of memory, which is sound as long as one replay ends before the next begins: all run on
-    one stream. On a GPU only."""
+    """Records work into one pool of memory, outputs included, which is sound as long as all replays run on one stream and
+    whoever reads an output does so there, before the next one. On a GPU only."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
@@ -40,12 +40,29 @@ class Recorder:
             logger.warning("no memory for a graph; such steps run as written: %s", error)
             return None
         current.wait_stream(self._stream)
+        lent = _lend(output)
 
         def replay() -> Output:
             graph.replay()
-            return output
+            return lent
 
         return replay
+
+
+class _Lent:
+    """Bytes on a device that belong to somebody else, as the interface of CUDA arrays tells of them."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.__cuda_array_interface__ = {"version": 3, "shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "strides": None}
+
+
+def _lend(output: Any) -> Any:
+    """Tensors at the same places that do not keep their memory from other graphs: outputs of all sizes would take gigabytes."""
+    if isinstance(output, tuple):
+        return tuple(_lend(part) for part in output)
+    if not output.is_contiguous() or not output.numel():
+        return output
+    return torch.as_tensor(_Lent(output), device=output.device).view(output.dtype).view(output.shape)
 
 
 class Records(Protocol):

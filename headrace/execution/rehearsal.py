@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from headrace.base.config import EngineConfig
+from headrace.base.sampling import SamplingSpec
 from headrace.execution.assembly import build_small_runner, graph_sizes, has_graphs, measure_activations
 from headrace.execution.backends import ChosenBackends
 from headrace.execution.captured_steps import GraphSizes
@@ -20,6 +21,9 @@ from headrace.execution.warmup import run_tiny_steps
 from headrace.kernels.ahead import compile_ahead
 
 Output = TypeVar("Output")
+
+DRAWS = tuple(SamplingSpec(temperature=1.0, **limits) for limits in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}))
+"""Ways to draw that have kernels of their own."""
 
 
 class NoRecorder:
@@ -42,7 +46,9 @@ def prepare_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBacke
 def _rehearse(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
     activations = measure_activations(config, loaded, chosen, device)
     runner = build_small_runner(config, loaded, chosen, device)
-    run_tiny_steps(runner.execute, runner.layout, is_reader=loaded.pooling is not None)
+    is_reader = loaded.pooling is not None
+    for sampling in (SamplingSpec(), *(() if is_reader else DRAWS)):
+        run_tiny_steps(runner.execute, runner.layout, is_reader=is_reader, sampling=sampling)
     if has_graphs(config, device):
         runner.capture(_thin(graph_sizes(config, loaded, chosen)), NoRecorder()).record_all(lambda: None)
     runner.detach()

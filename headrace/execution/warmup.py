@@ -21,12 +21,13 @@ OWN_STEP = -1
 """``step_id`` of steps that no scheduler planned."""
 
 
-def run_tiny_steps(execute: Execute, layout: CacheLayout, *, is_reader: bool = False) -> None:
-    """Prefill and decode one request (a model that reads: prefill it), then give its row back; raises `ModelError` when the model yields no numbers."""
+def run_tiny_steps(execute: Execute, layout: CacheLayout, *, is_reader: bool = False, sampling: SamplingSpec | None = None) -> None:
+    """Prefill and decode one request (a model that reads: prefill it), greedily if nothing else is said, then give its row
+    back; raises `ModelError` when the model yields no numbers."""
     num_pages = -(-(PROMPT_LEN + 1) // layout.page_size)
     pages = [FIRST_PAGE + i if FIRST_PAGE + i < group.num_pages else NULL_PAGE for group in layout.groups for i in range(num_pages)]
     appends = [PageAppend(g, 0, 0, pages[g * num_pages : (g + 1) * num_pages]) for g in range(len(layout.groups))]
-    start = RowStart(0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, SamplingSpec(), PoolingSpec() if is_reader else None)
+    start = RowStart(0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, sampling or SamplingSpec(), PoolingSpec() if is_reader else None)
     prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_reader)], starts=[start], appends=appends)
     decodes = [] if is_reader else [StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1])]
     for plan in (prefill, *decodes, StepPlan(OWN_STEP, 0, [], [], [], [], releases=[0])):

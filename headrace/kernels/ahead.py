@@ -1,5 +1,5 @@
 """`compile_ahead`: kernels compiled before anything launches them, many at a time, on a machine that sees them for the first
-time. They are found by a rehearsal, in which launches are noted instead of made.
+time. They are found by a rehearsal, in which nothing is launched.
 
 Refuses: knowing which kernels there are. Triton's only; on a machine without it there is nothing to do.
 """
@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -36,36 +35,43 @@ class _Zeros(TorchFunctionMode):
         return made.zero_() if func in UNFILLED else made
 
 
-class _Notes:
-    """The kernels that a rehearsal wanted, once for each set of types and constants."""
+class _Unlaunched:
+    """Stands for a kernel that nobody launches."""
 
-    def __init__(self) -> None:
-        self.wanted: dict[tuple[str, str], Callable[[], Any]] = {}
+    function = packed_metadata = None
 
-    def take(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """See ``jit_cache_hook``, which is asked about kernels that this process has not compiled; True skips the launch."""
-        data = compile["specialization_data"]
-        self.wanted.setdefault((fn.name, key), lambda: fn.jit_function.preload(data))
-        return True
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *_: Any) -> None:
+        return None
 
 
-@contextmanager
-def _rehearsing() -> Iterator[_Notes]:
-    from triton import knobs
+UNLAUNCHED = _Unlaunched()
 
-    notes = _Notes()
-    knobs.runtime.jit_cache_hook = notes.take
-    try:
-        with _Zeros():
-            yield notes
-    finally:
-        knobs.runtime.jit_cache_hook = None
+
+def _rehearsing(pool: Executor) -> Any:
+    """A context in which every launch of a kernel that this process has not compiled is left out, and the kernel compiled on
+    ``pool``; its end waits for all of them. An error in one is the kernel's own, and comes again when it is launched."""
+    from triton import AsyncCompileMode
+
+    class Rehearsing(AsyncCompileMode):
+        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> _Unlaunched:
+            def compile_and_load() -> Any:
+                kernel = compile_fn()
+                assert kernel.run is not None, "reading it makes the launcher, in C, and loads the code"
+                return kernel
+
+            super().submit(key, compile_and_load, finalize_fn)
+            return UNLAUNCHED
+
+    return Rehearsing(pool, ignore_errors=True)
 
 
 def read_compiler(device: torch.device) -> None:
     """Start what Triton does before its first kernel, compiled or not: it reads itself to know its version, for a third of a
     second. Elsewhere than on a GPU there is nothing to do."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not _has_compiler(device):
         return
     from triton.runtime import cache
 
@@ -74,37 +80,39 @@ def read_compiler(device: torch.device) -> None:
 
 
 def compile_ahead(rehearse: Callable[[], None], about: str, device: torch.device) -> int:
-    """Call ``rehearse``, which does what later steps will, on numbers that mean nothing; then compile what it would have
+    """Call ``rehearse``, which does what later steps will, on numbers that mean nothing, and compile what it would have
     launched. Returns how many kernels. Nothing is done, not even the rehearsal, if that was done before for the same
     ``about``: which model, in which sizes."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not _has_compiler(device):
         return 0
     mark = _mark_of(about, device)
     if mark.exists():
         return 0
     began = time.perf_counter()
-    with _rehearsing() as notes:
-        try:
-            rehearse()
-        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            logger.warning("kernels are compiled as they come: %s: %s", type(error).__name__, error)
-    noted = time.perf_counter()
-    _compile(list(notes.wanted.values()), device)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
-    logger.info("%d kernels found in %.1f s and compiled in %.1f s", len(notes.wanted), noted - began, time.perf_counter() - noted)
-    return len(notes.wanted)
-
-
-def _compile(wanted: list[Callable[[], Any]], device: torch.device) -> None:
-    def one(compile_one: Callable[[], Any]) -> None:
-        kernel = compile_one()
-        assert kernel.run is not None, "reading it makes the launcher, in C, and loads the code"
-
     threads = max(1, min(MAX_THREADS, torch.get_num_threads()))
     with ThreadPoolExecutor(threads, "kernels", initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        for failed in filter(None, [future.exception() for future in [pool.submit(one, item) for item in wanted]]):
-            logger.warning("a kernel did not compile ahead: %s: %s", type(failed).__name__, failed)
+        with _rehearsing(pool) as rehearsing:
+            try:
+                with _Zeros():
+                    rehearse()
+            except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+                logger.warning("kernels are compiled as they come: %s: %s", type(error).__name__, error)
+            rehearsed = time.perf_counter()
+        wanted = rehearsing.raw_futures
+    for failed in filter(None, [future.exception() for future in wanted]):
+        logger.warning("a kernel did not compile ahead: %s: %s", type(failed).__name__, failed)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    logger.info("%d kernels found in %.1f s and compiled in %.1f s", len(wanted), rehearsed - began, time.perf_counter() - began)
+    return len(wanted)
+
+
+def _has_compiler(device: torch.device) -> bool:
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    import triton
+
+    return hasattr(triton, "AsyncCompileMode")
 
 
 def _mark_of(about: str, device: torch.device) -> Path:

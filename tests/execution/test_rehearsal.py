@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.base.config import engine_config
+from headrace.base.sampling import SamplingSpec
 from headrace.execution import assembly, rehearsal
 from headrace.execution.captured_steps import GraphSizes
 from headrace.execution.executor import build_executor
@@ -54,9 +55,9 @@ def test_a_rehearsal_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatc
     """The runner that comes next binds its own."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(rehearsal, "compile_ahead", lambda rehearse, about, device: rehearse())
-    ran: list[int] = []
+    ran: list[SamplingSpec] = []
     real = assembly.run_tiny_steps
-    monkeypatch.setattr(rehearsal, "run_tiny_steps", lambda *args, **options: ran.append(1) or real(*args, **options))
+    monkeypatch.setattr(rehearsal, "run_tiny_steps", lambda *args, **options: ran.append(options["sampling"]) or real(*args, **options))
     executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
-    assert ran == [1]
+    assert ran == [SamplingSpec(), *rehearsal.DRAWS]
     executor.close()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
 from headrace.kernels import ahead
@@ -113,7 +114,8 @@ def test_a_rehearsal_that_fails_compiles_what_it_had_found(gpu: PretendedDriver,
 
     assert ahead.compile_ahead(rehearse, "a model", CUDA) == 1
     assert "shapes do not fit" in caplog.text and gpu.launchers == ["scale"]
-    assert triton.knobs.runtime.jit_cache_hook is None
+    outcome = scale[(2,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=8)
+    assert outcome.name == "scale" and gpu.launched == [(2, 1, 1)]
 
 
 def test_a_kernel_that_does_not_compile_hurts_no_other(gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture):
@@ -123,6 +125,10 @@ def test_a_kernel_that_does_not_compile_hurts_no_other(gpu: PretendedDriver, sca
 
     assert ahead.compile_ahead(rehearse, "a model", CUDA) == 2
     assert "did not compile ahead" in caplog.text and gpu.launchers == ["scale"]
+    scale[(4,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=128)
+    with pytest.raises(CompilationError):
+        scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=100)
+    assert gpu.launched == [(4, 1, 1)]
 
 
 def test_there_is_nothing_to_do_on_a_cpu():

@@ -141,7 +141,15 @@ def _look(row_ptr, mask_ptr, is_masked, V, HAS_MASKS: tl.constexpr, BLOCK: tl.co
     return raw, best, token
 
 
-@triton.jit
+COLUMNS = [
+    "drawn_ptr", "rows_ptr", "last_token_ptr", "masks_ptr", "mask_of_row_ptr", "before_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr",
+    "seed_ptr", "position_ptr",
+]
+"""They lie wherever a step's upload has them: as constants of the kernel their alignments would be a dozen kernels, each
+compiled while a request waits."""
+
+
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _draw_kernel(
     logits_ptr, drawn_ptr, rows_ptr, last_token_ptr, masks_ptr, mask_of_row_ptr, before_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, num_words, V,
