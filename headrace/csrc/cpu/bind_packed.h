@@ -17,6 +17,8 @@ constexpr int64_t kLeastBytes = 96 * 1024;  // of weight to be read by a thread,
 constexpr int64_t kRowBlock = 256;          // rows that share what the second-level cache holds of the weight
 constexpr int64_t kGatedValues = 1 << 18;   // of both halves, that a thread multiplies before it gates them
 
+constexpr int64_t kGatedPanels = 16;        // of either half, where rows are in tiles
+
 // Memory of the calling thread for prepared rows; grows to the largest step and stays.
 struct PackedScratch {
   std::vector<char> values;
@@ -65,6 +67,9 @@ inline bool is_expanded(const packed::Weight& weight, packed::RowForm form) {
   return form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;
 }
 
+// Rows that share what the second-level cache holds of the weight. Of tiles, which go through memory faster, more.
+inline int64_t block_rows(packed::RowForm form) { return packed::is_tiled(form) ? 4 * kRowBlock : kRowBlock; }
+
 // The product, over torch's own threads.
 inline void multiply_packed(const packed::Weight& weight, const packed::Input& input, const packed::Output& out) {
   const PackedKernels& kernels = best_packed_kernels();
@@ -77,23 +82,26 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
       kernels.multiply(weight, rows, out, 0, count, 2 * begin, 2 * end < panels ? 2 * end : panels);
     });
   }
-  const int64_t blocks = (count + kRowBlock - 1) / kRowBlock, chunk = panels < 32 ? panels : 32, chunks = (panels + chunk - 1) / chunk;
+  const int64_t height = block_rows(rows.form), blocks = (count + height - 1) / height, least = (panels + 31) / 32;
+  const int64_t chunk = ((panels + least - 1) / least + 1) / 2 * 2, chunks = (panels + chunk - 1) / chunk;
   in_parallel(blocks * chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / chunks * kRowBlock, panel = i % chunks * chunk;
-      kernels.multiply(weight, rows, out, row, row + kRowBlock < count ? row + kRowBlock : count, panel, panel + chunk < panels ? panel + chunk : panels);
+      const int64_t row = i / chunks * height, panel = i % chunks * chunk;
+      kernels.multiply(weight, rows, out, row, std::min(row + height, count), panel, std::min(panel + chunk, panels));
     }
   });
 }
 
 // The product followed by the gated activation: the first half of the outputs is the gate. It is cut into blocks, some rows by
-// some panels of either half, which are gated while they are in the second-level cache. For many rows.
+// some panels of either half, which are gated while they are in the second-level cache, or in registers where rows are in
+// tiles. For many rows.
 class GatedProduct {
  public:
   GatedProduct(const packed::Weight& weight, const packed::Rows& rows, const packed::Output& out, int type, Activation activation)
       : weight_(weight), rows_(rows), out_(out), type_(type), activation_(activation), panels_(weight.outputs / 2 / packed::kPanel),
-        height_(is_expanded(weight, rows.form) ? kGatedValues / (4 * packed::kPanel) : kRowBlock) {
-    chunk_ = std::min(panels_, kGatedValues / (height_ * 2 * packed::kPanel)), chunks_ = (panels_ + chunk_ - 1) / chunk_;
+        height_(is_expanded(weight, rows.form) ? rows.count : block_rows(rows.form)) {
+    const int64_t most = packed::is_tiled(rows.form) ? kGatedPanels : kGatedValues / (height_ * 2 * packed::kPanel);
+    chunk_ = std::min(panels_, most), chunks_ = (panels_ + chunk_ - 1) / chunk_;
   }
 
   static bool suits(const packed::Weight& weight) { return weight.outputs % (2 * packed::kPanel) == 0; }
@@ -101,10 +109,16 @@ class GatedProduct {
   int64_t num_blocks() const { return (rows_.count + height_ - 1) / height_ * chunks_; }
 
   void run(int64_t i) const {
+    const int64_t row = i / chunks_ * height_, last = std::min(row + height_, rows_.count);
+    const int64_t panel = i % chunks_ * chunk_, num_panels = std::min(chunk_, panels_ - panel), width = num_panels * packed::kPanel;
+    if (packed::is_tiled(rows_.form)) {
+      packed::Output to = out_;
+      to.gate = activation_ == kSilu ? packed::Gate::kSilu : packed::Gate::kGeluTanh;
+      return best_packed_kernels().multiply(weight_, rows_, to, row, last, panel, panel + num_panels);
+    }
     static thread_local std::vector<float> products(kGatedValues);
     char* const start = reinterpret_cast<char*>(products.data());
-    const int64_t size = out_.is_half ? 2 : 4, row = i / chunks_ * height_, last = std::min(row + height_, rows_.count);
-    const int64_t panel = i % chunks_ * chunk_, num_panels = std::min(chunk_, panels_ - panel), width = num_panels * packed::kPanel;
+    const int64_t size = out_.is_half ? 2 : 4;
     for (int64_t part = 0; part < 2; ++part) {
       const int64_t first = part * panels_ + panel;
       packed::Output to{start, 2 * width, out_.is_half, out_.bias, out_.is_bias_half};

@@ -65,13 +65,19 @@ struct Rows {
   float* sums;    // int8: [M] sums of codes; int8 group: [M, groups] sums of values
 };
 
+// What becomes of a gate and what it is multiplied with.
+enum class Gate { kNone, kSilu, kGeluTanh };
+
 struct Output {
   void* data;  // [M, N] floats or bfloat16
   int64_t stride;
   bool is_half;
   const void* bias;  // [N] floats or bfloat16, or null
   bool is_bias_half;
+  Gate gate = Gate::kNone;  // else [M, N / 2]: outputs n and n + N / 2 become one. For rows in tiles alone
 };
+
+HEADRACE_PACKED_INLINE bool is_tiled(RowForm form) { return form == RowForm::kBfloat16Tile || form == RowForm::kInt8Tile; }
 
 HEADRACE_PACKED_INLINE int64_t row_form_bytes(RowForm form, const Weight& weight, int64_t num_rows) {
   const int64_t padded_rows = (num_rows + 15) / 16 * 16;
@@ -89,7 +95,7 @@ struct PackedKernels {
   packed::RowForm (*choose_form)(const packed::Weight& weight, int64_t num_rows, bool is_half);
   // Rows [first, last) of the input into their form; first is a multiple of 16.
   void (*prepare)(const packed::Weight& weight, const packed::Input& input, const packed::Rows& rows, int64_t first, int64_t last);
-  // Rows [first_row, last_row) times panels [first, last); first_row is a multiple of 16.
+  // Rows [first_row, last_row) times panels [first, last), those of gates where there are some; first_row is a multiple of 16.
   void (*multiply)(const packed::Weight& weight, const packed::Rows& rows, const packed::Output& out, int64_t first_row, int64_t last_row,
                    int64_t first, int64_t last);
 };

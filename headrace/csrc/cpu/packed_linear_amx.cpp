@@ -5,6 +5,7 @@
 
 #include "amx_tiles.h"
 #include "packed_rows.h"
+#include "vector.h"
 
 namespace headrace::avx512 {
 extern const PackedKernels packed_kernels;
@@ -16,6 +17,7 @@ namespace {
 constexpr int64_t kLeastRows = 6;        // from which tiles are faster than registers
 constexpr int64_t kLeastGroupRows = 24;  // from which making bfloat16 of a group format pays
 constexpr int64_t kTileWords = 16 * kPanel;
+constexpr int64_t kCachedBytes = 768 * 1024;  // of the weight, that the second-level cache keeps for all rows of a call
 
 RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
   switch (weight.format) {
@@ -96,15 +98,17 @@ inline __m512 load_bias(const Output& out, int64_t n, __mmask16 known) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// Two panels' outputs, or those that there are: their first, and what is done to sums of theirs.
+// The outputs of the two panels of a block, or of the one there is: where they go, and what is done to their sums.
 struct Columns {
-  int64_t first;
+  int64_t place;  // of the first of them
   __mmask16 known[2] = {};
   __m512 bias[2], scale[2];
 
-  Columns(const Weight& weight, const Output& out, int64_t p, int64_t num_panels, bool is_scaled) : first(p * kPanel) {
+  Columns() = default;
+  Columns(const Weight& weight, const Output& out, int64_t p, int64_t second, bool is_scaled) : place(p * kPanel) {
+    const int64_t panels[2] = {p, second};
     for (int64_t i = 0; i < 2; ++i) {
-      const int64_t n = first + i * kPanel, left = i < num_panels ? weight.outputs - n : 0;
+      const int64_t n = panels[i] * kPanel, left = panels[i] < 0 ? 0 : weight.outputs - n;
       known[i] = left < kPanel ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(0xffff);
       bias[i] = load_bias(out, n, known[i]);
       scale[i] = is_scaled ? _mm512_maskz_loadu_ps(known[i], weight.scales + n) : _mm512_setzero_ps();
@@ -122,18 +126,23 @@ struct Draining {
   char* to;
   int64_t stride;  // bytes
   bool is_half;
+  Gate gate;
   int64_t row = 0, count = 0;
 
-  inline __m512 finish(int64_t panel) const {
+  HEADRACE_INLINE __m512 finish(int64_t panel) const {
     const __m512i words = _mm512_load_si512(sums[row / 16][panel] + row % 16 * kPanel);
     if constexpr (kIsHalf) return _mm512_add_ps(_mm512_castsi512_ps(words), columns->bias[panel]);
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(words), _mm512_mul_ps(columns->scale[panel], _mm512_set1_ps(row_scales[row])), columns->bias[panel]);
   }
-  inline __attribute__((always_inline)) void advance(int64_t rows) {
+  HEADRACE_INLINE __m512 activate(Vec x) const { return (x * sigmoid_coarse(gate == Gate::kSilu ? x : gelu_argument(x))).v; }
+  HEADRACE_INLINE void advance(int64_t rows) {
     for (const int64_t last = row + rows < count ? row + rows : count; row < last; ++row) {
       const __m512 low = finish(0), high = finish(1);
       char* at = to + row * stride;
-      if (is_half) {
+      if (gate != Gate::kNone) {
+        const Vec gated = activate(low) * Vec(high);
+        is_half ? store(reinterpret_cast<bf16*>(at), gated) : store(reinterpret_cast<float*>(at), gated);
+      } else if (is_half) {
         const __mmask32 known = columns->known[0] | static_cast<__mmask32>(columns->known[1]) << 16;
         _mm512_mask_storeu_epi16(at, known, (__m512i)_mm512_cvtne2ps_pbh(high, low));
       } else {
@@ -154,9 +163,9 @@ struct Draining {
   } while (false)
 
 // A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs. Loads come first and
-// products after them: where two threads share a core, each change from products to loads waits.
-// Rows pass by the first-level cache, whose room is for the panels, which all rows of the call are multiplied with.
-template <bool kIsHalf, int R, int N>
+// products after them: where two threads share a core, each change from products to loads waits. The first-level cache has
+// room for the rows or for the panels: those that are used again in the next block; the others pass it by.
+template <bool kIsHalf, bool kKeepsRows, int R, int N>
 void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, uint32_t (*sums)[2][kTileWords], Draining<kIsHalf>& draining) {
   _tile_zero(0);
   if constexpr (N == 2) _tile_zero(1);
@@ -164,10 +173,17 @@ void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t 
   if constexpr (R == 2 && N == 2) _tile_zero(3);
   const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
   for (int64_t t = 0; t < num_tiles; ++t) {
-    _tile_loadd(6, b[0] + t * kTileWords, 64);
-    if constexpr (N == 2) _tile_loadd(7, b[1] + t * kTileWords, 64);
-    _tile_stream_loadd(4, a[0] + t * 1024, 64);
-    if constexpr (R == 2) _tile_stream_loadd(5, a[1] + t * 1024, 64);
+    if constexpr (kKeepsRows) {
+      _tile_loadd(4, a[0] + t * 1024, 64);
+      if constexpr (R == 2) _tile_loadd(5, a[1] + t * 1024, 64);
+      _tile_stream_loadd(6, b[0] + t * kTileWords, 64);
+      if constexpr (N == 2) _tile_stream_loadd(7, b[1] + t * kTileWords, 64);
+    } else {
+      _tile_stream_loadd(4, a[0] + t * 1024, 64);
+      if constexpr (R == 2) _tile_stream_loadd(5, a[1] + t * 1024, 64);
+      _tile_loadd(6, b[0] + t * kTileWords, 64);
+      if constexpr (N == 2) _tile_loadd(7, b[1] + t * kTileWords, 64);
+    }
     HEADRACE_MULTIPLY_TILE(0, 4, 6);
     if constexpr (N == 2) HEADRACE_MULTIPLY_TILE(1, 4, 7);
     if constexpr (R == 2) HEADRACE_MULTIPLY_TILE(2, 5, 6);
@@ -181,38 +197,70 @@ void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t 
   settle();
 }
 
+// Blocks one after the other; what is left of each is done with the next.
+template <bool kIsHalf, bool kKeepsRows>
+class Blocks {
+ public:
+  Blocks(const Weight& weight, const Rows& rows, const Output& out, int64_t last_row)
+      : weight_(weight), rows_(rows), out_(out), last_row_(last_row), num_tiles_(weight.padded() / (kIsHalf ? 32 : 64)) {}
+
+  // Rows from m on times panel p, and `second` if there is one; their tiles start at b.
+  void multiply(int64_t m, int64_t p, int64_t second, const uint32_t* const b[2]) {
+    turn_ = 1 - turn_;
+    const char* start = static_cast<const char*>(rows_.values) + m / 16 * num_tiles_ * 1024;
+    const char* a[2] = {start, start + num_tiles_ * 1024};
+    const bool is_tall = last_row_ - m > 16;
+    if (second >= 0) {
+      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 2>(a, b, num_tiles_, sums_[turn_], draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 2>(a, b, num_tiles_, sums_[turn_], draining_);
+    } else {
+      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 1>(a, b, num_tiles_, sums_[turn_], draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 1>(a, b, num_tiles_, sums_[turn_], draining_);
+    }
+    columns_[turn_] = Columns(weight_, out_, p, second, !kIsHalf);
+    const int64_t size = out_.is_half ? 2 : 4;
+    draining_ = {&columns_[turn_], sums_[turn_], rows_.scales + m, static_cast<char*>(out_.data) + (m * out_.stride + columns_[turn_].place) * size, out_.stride * size, out_.is_half, out_.gate};
+    draining_.count = last_row_ - m < 32 ? last_row_ - m : 32;
+  }
+  void finish() { draining_.advance(32); }
+
+ private:
+  const Weight& weight_;
+  const Rows& rows_;
+  const Output& out_;
+  int64_t last_row_, num_tiles_, turn_ = 0;
+  alignas(64) uint32_t sums_[2][2][2][kTileWords];  // of the block that is multiplied and of the one before
+  alignas(64) Columns columns_[2];
+  Draining<kIsHalf> draining_{};
+};
+
 template <bool kIsHalf>
 void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
   const Tiles tiles;
-  const bool is_grouped = weight.format >= Format::kInt8Group;
-  const int64_t padded = weight.padded(), num_tiles = padded / (kIsHalf ? 32 : 64), size = out.is_half ? 2 : 4;
-  std::vector<uint32_t> expanded(is_grouped ? padded * kPanel : 0);  // two panels of bfloat16
-  alignas(64) uint32_t sums[2][2][2][kTileWords];                    // of the block that is multiplied and of the one before
-  alignas(64) Columns columns[2] = {Columns(weight, out, first, 0, false), Columns(weight, out, first, 0, false)};
-  Draining<kIsHalf> draining{};
-  for (int64_t p = first, turn = 0; p < last; p += 2) {
-    const int64_t num_panels = last - p < 2 ? last - p : 2;
-    const uint32_t* b[2] = {};
-    for (int64_t i = 0; i < num_panels; ++i) {
-      b[i] = is_grouped ? expanded.data() + i * padded / 2 * kPanel : weight.panel(p + i);
-      if (is_grouped) expand_panel(weight, p + i, expanded.data() + i * padded / 2 * kPanel);
+  const bool is_gated = out.gate != Gate::kNone;
+  const int64_t step = is_gated ? 1 : 2;
+  const auto second = [&](int64_t p) { return is_gated ? p + weight.panels() / 2 : p + 1 < last ? p + 1 : -1; };
+  if (weight.format >= Format::kInt8Group) {  // a panel is made bfloat16 once for all rows
+    Blocks<kIsHalf, false> blocks(weight, rows, out, last_row);
+    const int64_t size = weight.padded() / 2 * kPanel;
+    std::vector<uint32_t> expanded(2 * size);
+    for (int64_t p = first; p < last; p += step) {
+      const uint32_t* b[2] = {expanded.data(), expanded.data() + size};
+      expand_panel(weight, p, expanded.data());
+      if (second(p) >= 0) expand_panel(weight, second(p), expanded.data() + size);
+      settle();
+      for (int64_t m = first_row; m < last_row; m += 32) blocks.multiply(m, p, second(p), b);
     }
-    const Columns& here = columns[p / 2 % 2] = Columns(weight, out, p, num_panels, !kIsHalf);
-    settle();
-    for (int64_t m = first_row; m < last_row; m += 32, turn = 1 - turn) {
-      const char* start = static_cast<const char*>(rows.values) + m / 16 * num_tiles * 1024;
-      const char* a[2] = {start, start + num_tiles * 1024};
-      const bool is_tall = last_row - m > 16;
-      if (num_panels == 2) {
-        is_tall ? multiply_block<kIsHalf, 2, 2>(a, b, num_tiles, sums[turn], draining) : multiply_block<kIsHalf, 1, 2>(a, b, num_tiles, sums[turn], draining);
-      } else {
-        is_tall ? multiply_block<kIsHalf, 2, 1>(a, b, num_tiles, sums[turn], draining) : multiply_block<kIsHalf, 1, 1>(a, b, num_tiles, sums[turn], draining);
-      }
-      draining = {&here, sums[turn], rows.scales + m, static_cast<char*>(out.data) + (m * out.stride + here.first) * size, out.stride * size, out.is_half};
-      draining.count = last_row - m < 32 ? last_row - m : 32;
-    }
+    return blocks.finish();
   }
-  draining.advance(32);
+  Blocks<kIsHalf, true> blocks(weight, rows, out, last_row);
+  const int64_t fitting = kCachedBytes / (2 * weight.num_words() * kPanel * 4), chunk = (fitting > 1 ? fitting : 1) * step;
+  settle();
+  for (int64_t from = first; from < last; from += chunk)
+    for (int64_t m = first_row; m < last_row; m += 32)
+      for (int64_t p = from; p < last && p < from + chunk; p += step) {
+        const uint32_t* b[2] = {weight.panel(p), weight.panel(second(p) >= 0 ? second(p) : p)};
+        blocks.multiply(m, p, second(p), b);
+      }
+  blocks.finish();
 }
 
 void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {

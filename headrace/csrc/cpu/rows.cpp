@@ -60,8 +60,7 @@ template <> HEADRACE_INLINE Vec sigmoid_of_type<float>(Vec x) { return sigmoid(x
 template <class T>
 static void gate_of_type(const GatedRows& a, int64_t begin, int64_t end) {
   if (a.activation == kSilu) return gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid_of_type<T>(x); });
-  // Hendrycks & Gimpel, arXiv:1606.08415: x / 2 * (1 + tanh(z)) = x * sigmoid(2z), z = sqrt(2 / pi) (x + 0.044715 x^3)
-  gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid_of_type<T>(Vec(1.5957691216057308f) * fma(Vec(0.044715f) * x * x, x, x)); });
+  gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid_of_type<T>(gelu_argument(x)); });
 }
 
 static void gate(int type, const GatedRows& a, int64_t begin, int64_t end) {

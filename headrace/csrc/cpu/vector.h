@@ -295,6 +295,9 @@ HEADRACE_INLINE Vec sigmoid_coarse(Vec x) { return inverse(Vec(1.0f) + exp_coars
 
 HEADRACE_INLINE Vec sigmoid(Vec x) { return Vec(1.0f) / (Vec(1.0f) + exp(Vec(0.0f) - x)); }
 
+// Hendrycks & Gimpel, arXiv:1606.08415: x / 2 * (1 + tanh(z)) = x * sigmoid(2z), z = sqrt(2 / pi) (x + 0.044715 x^3)
+HEADRACE_INLINE Vec gelu_argument(Vec x) { return Vec(1.5957691216057308f) * fma(Vec(0.044715f) * x * x, x, x); }
+
 HEADRACE_INLINE Vec tanh(Vec x) { return Vec(2.0f) * sigmoid(x + x) - Vec(1.0f); }
 
 }  // namespace headrace::HEADRACE_ISA
