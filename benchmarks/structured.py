@@ -65,7 +65,7 @@ def measure(llm: LLM, grammar: Grammar | None, args: argparse.Namespace, taken: 
 def open_model(args: argparse.Namespace) -> Iterator[LLM]:
     """The model asked for, with random weights if there is nothing of it but its shape."""
     options: dict[str, Any] = {"max_model_len": 1024, "max_running_requests": args.concurrency, "device": args.device, **args.options}
-    if not (MODELS / args.model).is_dir():
+    if Path(args.model).is_dir() or not (MODELS / args.model).is_dir():
         with LLM(args.model, **options) as llm:
             yield llm
         return
