@@ -38,8 +38,8 @@ JSON_OPTIONS = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
-MAX_MASKS = 64
-"""Kept of a grammar, 5 to 20 KB each."""
+MAX_MASKS = 1024
+"""Kept of all grammars together, 5 to 30 KB each."""
 MAX_MESSAGE = 400
 MAX_THREADS = 8
 SHORT_S = 0.02
@@ -62,13 +62,39 @@ class _TokenizerFace:
         return self.split_greedily(raw.decode("utf-8", "replace")) if self.split_greedily is not None else []
 
 
+class KnownMasks:
+    """The latest masks [W] of numbered states, by grammar and state."""
+
+    def __init__(self) -> None:
+        self._masks: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+
+    def find(self, key: tuple[int, int]) -> np.ndarray | None:
+        """The mask, if it is known."""
+        return self._masks.get(key)
+
+    def keep(self, key: tuple[int, int], mask: np.ndarray) -> None:
+        """A mask that was computed."""
+        self._masks[key] = mask.copy()
+        while len(self._masks) > MAX_MASKS:
+            self._masks.popitem(last=False)
+
+
+@dataclass(eq=False, slots=True)
+class Places:
+    """Where outputs of one grammar can stand: ``number`` is the grammar's, ``forced`` what must follow, by state."""
+
+    number: int
+    states: RegexStates
+    forced: dict[int | None, bytes] = field(default_factory=dict)
+
+
 class GuidanceMatcher:
-    """A `Matcher`. While ``states`` tell where the output stands, what is known of a state need not be computed again, and
+    """A `Matcher`. While ``places`` tell where the output stands, what is known of a state need not be computed again, and
     ``inner`` is told of tokens only when it is asked."""
 
-    def __init__(self, inner: llguidance.LLMatcher, states: RegexStates | None = None, known: KnownStates | None = None):
-        self._inner, self._states, self._known = inner, states, known
-        self._state: int | None = START if states is not None else None
+    def __init__(self, inner: llguidance.LLMatcher, places: Places | None = None):
+        self._inner, self._places = inner, places
+        self._state: int | None = START if places is not None else None
         self._untold: list[int] = []
 
     @property
@@ -79,51 +105,32 @@ class GuidanceMatcher:
             self._untold = []
         return self._inner
 
+    @property
+    def key(self) -> tuple[int, int] | None:
+        """The grammar and the state; None when that is not told."""
+        return None if self._state is None or self._places is None else (self._places.number, self._state)
+
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Matcher`."""
         self._untold += token_ids
         for token in token_ids:
-            if self._states is not None and self._state is not None:
-                self._state = self._states.step(self._state, token)
+            if self._places is not None and self._state is not None:
+                self._state = self._places.states.step(self._state, token)
         if self._state is None:
-            self.inner  # noqa: B018
+            self._inner.consume_tokens(self._untold)
+            self._untold = []
 
     def read_forced(self) -> bytes:
         """See `Matcher`. A special token has a byte before it that no text holds."""
-        known = None if self._state is None or self._known is None else self._known.forced.get(self._state)
-        if known is None:
-            known = self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
-            if self._state is not None and self._known is not None:
-                self._known.forced[self._state] = known
-        return known
-
-    def find_mask(self) -> np.ndarray | None:
-        """The mask [W], if it is known."""
-        return None if self._state is None or self._known is None else self._known.masks.get(self._state)
-
-    def keep_mask(self, mask: np.ndarray) -> None:
-        """The library told this mask [W]."""
-        if self._state is not None and self._known is not None and not self._inner.is_error():
-            self._known.keep(self._state, mask)
+        forced: dict[int | None, bytes] = {} if self._state is None or self._places is None else self._places.forced
+        if self._state not in forced:
+            forced[self._state] = self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
+        return forced[self._state]
 
     @property
     def error(self) -> str | None:
         """See `Matcher`."""
         return f"the grammar cannot go on: {_first_line(self._inner.get_error())}" if self._inner.is_error() else None
-
-
-@dataclass(slots=True)
-class KnownStates:
-    """What is known of the states of one grammar: masks [W], the latest `MAX_MASKS`, and forced text."""
-
-    masks: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict)
-    forced: dict[int, bytes] = field(default_factory=dict)
-
-    def keep(self, state: int, mask: np.ndarray) -> None:
-        """A mask that was computed."""
-        self.masks[state] = mask.copy()
-        while len(self.masks) > MAX_MASKS:
-            self.masks.popitem(last=False)
 
 
 class GuidanceGrammar:
@@ -132,13 +139,13 @@ class GuidanceGrammar:
 
     plain = None
 
-    def __init__(self, library: GuidanceLibrary, origins: list[llguidance.LLMatcher], states: RegexStates | None):
+    def __init__(self, library: GuidanceLibrary, origins: list[llguidance.LLMatcher], places: Places | None):
         self.library = library
-        self._origins, self._states, self._known = itertools.cycle(origins), states, KnownStates()
+        self._origins, self._places = itertools.cycle(origins), places
 
     def start(self) -> GuidanceMatcher:
         """See `CompiledGrammar`."""
-        return GuidanceMatcher(next(self._origins).deep_copy(), self._states, self._known)
+        return GuidanceMatcher(next(self._origins).deep_copy(), self._places)
 
 
 class GuidanceLibrary:
@@ -150,6 +157,7 @@ class GuidanceLibrary:
         face.split_greedily = self._tokenizer.greedy_tokenize
         self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(face.tokens)]
         self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._known, self._numbers = KnownMasks(), itertools.count()
         self._num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = llguidance.LLExecutor(num_threads=self._num_threads)
         texts = {i: vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(face.tokens)}
@@ -167,7 +175,8 @@ class GuidanceLibrary:
         origins = [self._open(grammar, text)]
         if time.perf_counter() - began < SHORT_S:
             origins += [self._open(grammar, text) for _ in range(1, self._num_threads)]
-        return GuidanceGrammar(self, origins, self._read_states(grammar))
+        states = self._read_states(grammar)
+        return GuidanceGrammar(self, origins, None if states is None else Places(next(self._numbers), states))
 
     def _open(self, grammar: Grammar, text: str) -> llguidance.LLMatcher:
         origin = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
@@ -214,7 +223,7 @@ class GuidanceLibrary:
         assert masks.dtype == np.int32 and masks.flags.c_contiguous and len(masks) == len(matchers)
         asked: list[tuple[GuidanceMatcher, int]] = []
         for place, matcher in enumerate(matchers):
-            known = matcher.find_mask()
+            known = None if matcher.key is None else self._known.find(matcher.key)
             if known is None:
                 asked.append((matcher, place))
             else:
@@ -223,7 +232,8 @@ class GuidanceLibrary:
             work = [(matcher.inner, place) for matcher, place in asked]
             self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
             for matcher, place in asked:
-                matcher.keep_mask(masks[place])
+                if matcher.key is not None and matcher.error is None:
+                    self._known.keep(matcher.key, masks[place])
 
 
 def _complain(grammar: Grammar, reason: str) -> RequestError:
