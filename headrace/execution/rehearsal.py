@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from headrace.base.config import EngineConfig
-from headrace.base.sampling import SamplingSpec
+from headrace.base.sampling import Penalties, SamplingSpec
 from headrace.execution.assembly import build_small_runner, graph_sizes, has_graphs, measure_activations
 from headrace.execution.backends import ChosenBackends
 from headrace.execution.captured_steps import GraphSizes
@@ -22,8 +22,12 @@ from headrace.kernels.ahead import compile_ahead
 
 Output = TypeVar("Output")
 
-DRAWS = tuple(SamplingSpec(temperature=1.0, **limits) for limits in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}))
-"""Ways to draw that have kernels of their own."""
+PENALTIES = Penalties(presence=0.5)
+DRAWS = (
+    *(SamplingSpec(temperature=1.0, **limits) for limits in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5})),
+    *(SamplingSpec(penalties=PENALTIES, **limits) for limits in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})),
+)
+"""Ways to draw that have kernels of their own; the rarer ones are compiled when they come."""
 
 
 class NoRecorder:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -36,36 +36,54 @@ class _Zeros(TorchFunctionMode):
 
 
 class _Unlaunched:
-    """Stands for a kernel that nobody launches."""
+    """Stands for a kernel that is being compiled: a launch does nothing. One that did not compile raises why, always."""
 
     function = packed_metadata = None
 
+    def __init__(self, error: BaseException | None = None):
+        self._error = error
+
     def launch_metadata(self, *_: Any) -> None:
-        return None
+        if self._error is not None:
+            raise self._error
 
     def run(self, *_: Any) -> None:
         return None
 
 
-UNLAUNCHED = _Unlaunched()
-
-
 def _rehearsing(pool: Executor) -> Any:
     """A context in which every launch of a kernel that this process has not compiled is left out, and the kernel compiled on
-    ``pool``; its end waits for all of them. An error in one is the kernel's own, and comes again when it is launched."""
+    ``pool``; its end waits for all of them and puts them in their places."""
     from triton import AsyncCompileMode
 
     class Rehearsing(AsyncCompileMode):
+        def __init__(self) -> None:
+            super().__init__(pool)
+            self.compiling: dict[str, Future[Any]] = {}
+            self._places: list[tuple[str, Callable[[Any], None]]] = []
+
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> _Unlaunched:
+            """``finalize_fn`` takes what shall be launched from now on."""
+
             def compile_and_load() -> Any:
                 kernel = compile_fn()
                 assert kernel.run is not None, "reading it makes the launcher, in C, and loads the code"
                 return kernel
 
-            super().submit(key, compile_and_load, finalize_fn)
-            return UNLAUNCHED
+            if key not in self.compiling:
+                self.compiling[key] = pool.submit(compile_and_load)
+            self._places.append((key, finalize_fn))
+            stand_in = _Unlaunched()
+            finalize_fn(stand_in)
+            return stand_in
 
-    return Rehearsing(pool, ignore_errors=True)
+        def __exit__(self, *about: Any) -> None:
+            for key, finalize in self._places:
+                error = self.compiling[key].exception()
+                finalize(self.compiling[key].result() if error is None else _Unlaunched(error))
+            super().__exit__(*about)
+
+    return Rehearsing()
 
 
 def read_compiler(device: torch.device) -> None:
@@ -95,10 +113,10 @@ def compile_ahead(rehearse: Callable[[], None], about: str, device: torch.device
             try:
                 with _Zeros():
                     rehearse()
-            except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+            except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
                 logger.warning("kernels are compiled as they come: %s: %s", type(error).__name__, error)
             rehearsed = time.perf_counter()
-        wanted = rehearsing.raw_futures
+        wanted = rehearsing.compiling.values()
     for failed in filter(None, [future.exception() for future in wanted]):
         logger.warning("a kernel did not compile ahead: %s: %s", type(failed).__name__, failed)
     mark.parent.mkdir(parents=True, exist_ok=True)
