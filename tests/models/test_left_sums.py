@@ -18,6 +18,9 @@ def build(case: str) -> Harness:
     return build_harness(config_json(oracle), oracle.state_dict())
 
 
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+
+
 def decode(harness: Harness) -> torch.Tensor:
     first, second = harness.start(), harness.start()
     logits = harness.step((first, prompt(0, 5)), (second, prompt(1, 9)))
@@ -37,3 +40,29 @@ def test_logits(case: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LINEAR_SUMS, "choose", lambda query: leave_halves)
     torch.testing.assert_close(decode(build(case)), expected, atol=1e-5, rtol=1e-4)
     assert bool(left) == LEAVES[case]
+
+
+@pytest.mark.cuda
+def test_logits_on_hopper(monkeypatch: pytest.MonkeyPatch):
+    """A model wide enough for its kernels: one product in a kernel with the activation, two that leave sums, one as it is."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper")
+    from headrace.kernels.linear import hopper
+
+    oracle, multiply, ways = make_oracle("Qwen2", WIDE), hopper.multiply, set()
+
+    def take_note(x, weight, bias, tile, activation=""):
+        ways.add((bool(activation), tile.splits > 1))
+        return multiply(x, weight, bias, tile, activation)
+
+    def build_wide(dtype: torch.dtype) -> Harness:
+        return build_harness(config_json(oracle), oracle.state_dict(), dtype=dtype, device=torch.device("cuda"))
+
+    expected = decode(build_wide(torch.float32))
+    monkeypatch.setattr(hopper, "multiply", take_note)
+    error = (decode(build_wide(torch.bfloat16)) - expected).norm() / expected.norm()
+    assert ways == {(True, False), (False, True), (False, False)}
+    with monkeypatch.context() as without:
+        without.setenv("HEADRACE_DISABLE_PLUGINS", "gluon_pdl")
+        plain = (decode(build_wide(torch.bfloat16)) - expected).norm() / expected.norm()
+    assert error < 1.2 * plain + 1e-3 and plain < 5e-2
