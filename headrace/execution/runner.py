@@ -19,7 +19,7 @@ from headrace.execution.pooling import Pooler
 from headrace.execution.result import PendingSample, PromptSpan
 from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
 from headrace.execution.sampling import Drawn, SampleBatch, Sampler
-from headrace.execution.structured.rows import MIN_JUMP, MIN_JUMP_OVER_GRAPHS, Filling, GrammarRows
+from headrace.execution.structured.rows import Filling, GrammarRows
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, KvPages
@@ -67,7 +67,7 @@ class Runner:
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
-        self._grammars = GrammarRows(store, self._sampler.vocab_size, self.layout.max_rows, self._device, min_jump=MIN_JUMP if self._captured is None else MIN_JUMP_OVER_GRAPHS)
+        self._grammars = GrammarRows(store, self._sampler.vocab_size, self.layout.max_rows, self._device)
 
     def reset(self) -> None:
         """Forget what failed steps left behind; every row is started anew before it is computed again."""

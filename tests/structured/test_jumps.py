@@ -25,6 +25,7 @@ from headrace.base.sampling import LogitRules, SamplingSpec
 from headrace.base.step import RowGrowth, RowStart
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import RowMasks, SampleBatch
+from headrace.execution.structured import rows as rows_module
 from headrace.execution.structured.jumps import JumpFinder
 from headrace.execution.structured.library import choose_library
 from headrace.execution.structured.rows import GrammarRows
@@ -179,6 +180,28 @@ def test_a_matcher_that_gives_up_within_a_run_ends_its_row_alone():
     filling = bench.grammars.begin(SampleBatch.of(np.array([0]), np.array([2 + 4]), bench.rows))
     masks = filling.result()
     assert masks.errors == {0: "too much work"} and not allowed_words(masks).any()
+
+
+def test_rows_jump_where_they_gain_more_together_than_their_step_loses(monkeypatch: pytest.MonkeyPatch):
+    gain = len(forced_together(1)[0]) - 1
+    assert gain > 1
+    monkeypatch.setattr(rows_module, "JUMP_COST", 0.75 * gain)
+    assert forced_together(1) == [] and len(forced_together(2)) == 2
+
+
+def forced_together(num_jumping: int) -> list[list[int]]:
+    """The runs of a step of two rows, of which so many may jump."""
+    bench = Bench(CALL)
+    bench.grammars.release(0)
+    for row in range(2):
+        sampling = SamplingSpec(grammar=CALL, num_logprobs=-1 if row < num_jumping else 0)
+        bench.grammars.start(row, bench.rows.start(RowStart(row, "r", [1, 2], 2, sampling)))
+    filling = bench.grammars.begin(SampleBatch.of(np.array([0, 1]), np.array([2, 2]), bench.rows))
+    filling.result()
+    step = Step([ord("<")] * 2, is_done=True)
+    filling.follow(step)
+    bench.grammars.catch_up(step)
+    return [run for _, run in step.forced]
 
 
 @pytest.mark.parametrize("sampling", [{"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}, {"min_jump": 1000}], ids=str)

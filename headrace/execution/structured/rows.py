@@ -11,7 +11,6 @@ by them at once; what a later step in flight draws in their place is recognised 
 from __future__ import annotations
 
 import itertools
-import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,13 +26,10 @@ from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import host_words
 
 MIN_JUMP = 2
-"""Tokens that a forced run must have: a step with a run in it costs more than one of decodes alone."""
-
-MIN_JUMP_OVER_GRAPHS = 8
-"""The same where decodes alone are a captured graph, which is faster by more."""
+"""Tokens that a forced run must have."""
 
 JUMP_COST = 0.5
-"""What a run in it adds to a step, in steps; all rows of the step pay, and one gains the run's tokens but one."""
+"""What runs in it add to a step, in steps: all rows of the step pay, and each that has a run gains its tokens but one."""
 
 
 class DrawnStep(Protocol):
@@ -88,7 +84,7 @@ class _Unread:
 class GrammarRows:
     """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `Filling.follow` after, and
     `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one, and longer ones,
-    too, among so many rows that these would lose more than the one gains."""
+    too, where the rows of a step would lose more by them than those that have runs gain."""
 
     def __init__(self, store: GrammarStore, vocab_size: int, max_rows: int, device: torch.device, *, min_jump: int = MIN_JUMP):
         self._store, self._num_words, self._max_rows, self._device, self.min_jump = store, -(-vocab_size // 32), max_rows, device, min_jump
@@ -152,28 +148,36 @@ class GrammarRows:
         while self._unread:
             entry = self._unread.pop(0)
             ids = entry.step.read_ids()
+            going = []
             for place, index, constraint in entry.drawn:
                 if index == constraint.num_tokens:  # else it was known before it was drawn
                     constraint.accept(ids[place], is_end=ids[place] in self._store.eos_ids)
-                    entry.step.forced += self._jump(constraint)
+                    going.append(constraint)
+            entry.step.forced += self._jump(going)
             if entry.step is last:
                 return
 
-    def _jump(self, constraint: Constraint) -> list[tuple[int, list[int]]]:
-        """Go on by the tokens that the grammar forces now, if they are many; ``[(row, tokens)]`` or nothing."""
+    def _jump(self, constraints: list[Constraint]) -> list[tuple[int, list[int]]]:
+        """Go on by the tokens that grammars force now, if they are many; ``[(row, tokens)]`` or nothing."""
+        runs = [(constraint, run) for constraint in constraints if len(run := self._find_run(constraint)) >= self.min_jump]
+        if sum(len(run) - 1 for _, run in runs) < JUMP_COST * self._batch_size:
+            return []
+        return [(constraint.row, self._follow_run(constraint, run)) for constraint, run in runs]
+
+    def _find_run(self, constraint: Constraint) -> list[int]:
         jumps = self._store.jumps
         if jumps is None or not constraint.can_jump or constraint.is_steady or not constraint.is_going:
             return []
         text = constraint.matcher.read_forced()
-        least = max(self.min_jump, 1 + math.ceil(JUMP_COST * self._batch_size))
-        run = jumps.find(text, constraint.last_token) if len(text) >= least else []
-        if len(run) < least:
-            return []
+        return jumps.find(text, constraint.last_token) if len(text) >= self.min_jump else []
+
+    def _follow_run(self, constraint: Constraint, run: list[int]) -> list[int]:
+        """The run, or its beginning if the matcher gives up in it: at its limit on work; the next draw tells."""
         for count, token in enumerate(run, 1):
             constraint.accept(token, is_end=False)
-            if constraint.matcher.error is not None:  # its limit on work; the next draw tells
-                return [(constraint.row, run[:count])]
-        return [(constraint.row, run)]
+            if constraint.matcher.error is not None:
+                return run[:count]
+        return run
 
     def fill(self, filling: Filling) -> None:
         """Write the masks that have changed. A row that cannot go on is allowed nothing; one that is over, or further on by a
