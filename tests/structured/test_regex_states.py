@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from walks import EOS, NUM_WORDS, TOKENS, library
 
 from headrace.base.grammar import Grammar
-from headrace.execution.structured.regex_states import START, read_states
+from headrace.execution.structured.regex_states import MAX_PLACES_IN_ALL, MAX_STEPS, START, read_states
 
 pytest.importorskip("llguidance")
 
@@ -88,6 +88,22 @@ def test_what_is_seen_again_is_known():
 ][:-1])  # fmt: skip
 def test_what_is_not_read_has_no_states(pattern: str):
     assert read_states(pattern, TOKENS) is None
+
+
+@pytest.mark.parametrize("pattern", ["(a{0,90}){0,90}", "(a?){300}", "|".join(f"a{i}" for i in range(500)), "(" * 90 + "a" + "){1,9}" * 90])
+def test_expressions_that_are_in_many_places_at_once_have_no_states(pattern: str):
+    assert read_states(pattern, TOKENS) is None
+
+
+def test_states_are_bounded():
+    states = read_states("[ab]*a[ab]{7}(x[ab]{200})*", [bytes([i]) for i in range(256)])
+    assert states is not None
+    draw = np.random.default_rng(1)
+    for _ in range(60):
+        state = START
+        for byte in (b"a" + bytes(draw.choice(list(b"ab"), 300))):
+            state = None if state is None else states.step(state, int(byte))
+    assert states._num_places <= MAX_PLACES_IN_ALL and len(states._steps) <= MAX_STEPS
 
 
 def test_a_text_beyond_ascii_goes_on_without_states():

@@ -10,8 +10,10 @@ import re
 from dataclasses import dataclass, field
 
 MAX_NODES = 8192
-MAX_STATES = 8192
-MAX_STEPS = 50_000
+MAX_PLACES = 256
+"""Nodes that a state may be in at once: what it takes to go on grows with them."""
+MAX_PLACES_IN_ALL = 16_384
+MAX_STEPS = 8192
 START = 0
 
 _COUNTS = re.compile(r"\{(\d{1,4})(,?)(\d{0,4})\}")
@@ -200,44 +202,51 @@ class _Parser:
 
 
 class RegexStates:
-    """The states of one expression, numbered as outputs come to them; an output begins in `START`."""
+    """The states of one expression, numbered as outputs come to them; an output begins in `START`. Bounded in memory and in
+    the work of a step."""
 
     def __init__(self, nodes: _Nodes, tokens: list[bytes]):
         self._nodes, self._tokens = nodes, tokens
         self._sets: list[frozenset[int]] = []
         self._numbers: dict[frozenset[int], int] = {}
         self._steps: dict[tuple[int, int], int | None] = {}
-        self._number(self._close({0}))
+        self._num_places = 0
+        if self._number(self._close({0})) is None:
+            raise _NotReadError
 
     def step(self, state: int, token: int) -> int | None:
         """The state after a token; None when it is not told."""
         key = (state, token)
-        if key in self._steps:
-            return self._steps[key]
-        if len(self._sets) >= MAX_STATES:
-            return None
-        if len(self._steps) >= MAX_STEPS:
-            self._steps.clear()
-        text = self._tokens[token] if token < len(self._tokens) else b""
-        places = self._sets[state] if text else frozenset()
+        if key not in self._steps:
+            if len(self._steps) >= MAX_STEPS:
+                self._steps.clear()
+            self._steps[key] = self._number(self._follow(self._sets[state], self._tokens[token] if token < len(self._tokens) else b""))
+        return self._steps[key]
+
+    def _follow(self, places: frozenset[int], text: bytes) -> frozenset[int]:
         for byte in text:
             places = self._close({target for node in places for bits, target in self._nodes.edges[node] if bits >> byte & 1})
-        found = self._steps[key] = self._number(places) if places else None
-        return found
+        return places if text else frozenset()
 
-    def _number(self, places: frozenset[int]) -> int:
+    def _number(self, places: frozenset[int]) -> int | None:
         if places not in self._numbers:
+            if not places or self._num_places + len(places) > MAX_PLACES_IN_ALL:
+                return None
+            self._num_places += len(places)
             self._numbers[places] = len(self._sets)
             self._sets.append(places)
         return self._numbers[places]
 
     def _close(self, places: set[int]) -> frozenset[int]:
+        """With all that is reached for nothing; empty when that is too much."""
         pending = list(places)
         while pending:
             for target in self._nodes.jumps[pending.pop()]:
                 if target not in places:
                     places.add(target)
                     pending.append(target)
+            if len(places) > MAX_PLACES:
+                return frozenset()
         return frozenset(places)
 
 
@@ -245,6 +254,6 @@ def read_states(pattern: str, tokens: list[bytes]) -> RegexStates | None:
     """The states of an expression over the bytes of a vocabulary; None when it is beyond the part that is read."""
     try:
         nodes, _ = _Parser(pattern).read()
+        return RegexStates(nodes, tokens)
     except (_NotReadError, RecursionError):
         return None
-    return RegexStates(nodes, tokens)

@@ -22,6 +22,8 @@ from headrace.execution.structured.plain import PlainTokens, find_plain, read_br
 
 MAX_THREADS, MIN_SHARED = 4, 8
 """Threads that share in many masks; for fewer they cost more than they save."""
+MAX_PLAIN = 16
+"""Kinds of plain tokens kept, 0.2 MB each."""
 MAX_WHITESPACE = 40
 """Blanks in a row: a model cannot be caught writing them for ever."""
 
@@ -72,7 +74,7 @@ class XgrammarLibrary:
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._batch, self._large_batch = xgrammar.BatchGrammarMatcher(1), xgrammar.BatchGrammarMatcher(num_threads)
         self._num_words = -(-vocab_size // 32)
-        self._find_plain = functools.cache(functools.partial(find_plain, vocabulary, vocab_size))
+        self._find_plain = functools.lru_cache(MAX_PLAIN)(functools.partial(find_plain, vocabulary, vocab_size))
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> XgrammarGrammar:
