@@ -1,7 +1,7 @@
 """`RegexStates`: where an output stands in a regular expression, by number: what is allowed next depends on nothing else.
 
-Two outputs in one state have one mask, which need be computed only once. Reads a common part of the notation, and of classes
-what they hold of ASCII; where an output leaves what is read here, and for expressions beyond it, no state is told.
+Two outputs in one state have one mask, which need be computed only once. Reads a common part of the notation, and ASCII
+alone: where an output holds anything else, and for expressions beyond what is read, no state is told.
 """
 
 from __future__ import annotations
@@ -224,9 +224,13 @@ class RegexStates:
         return self._steps[key]
 
     def _follow(self, places: frozenset[int], text: bytes) -> frozenset[int]:
+        """Empty when the text is not of ASCII: classes were read as if there were nothing else, so that after anything else
+        one would be in more places than are known here."""
+        if not text or not text.isascii():
+            return frozenset()
         for byte in text:
             places = self._close({target for node in places for bits, target in self._nodes.edges[node] if bits >> byte & 1})
-        return places if text else frozenset()
+        return places
 
     def _number(self, places: frozenset[int]) -> int | None:
         if places not in self._numbers:
