@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from walks import EOS, NUM_WORDS, TOKENS, library
 
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured import plain as plain_module
 from headrace.execution.structured.constraint import Constraint
+from headrace.execution.structured.exact import inexactness
 from headrace.execution.structured.plain import find_plain, read_breaks
 
 pytest.importorskip("xgrammar")
@@ -69,16 +72,15 @@ def mask_of(lib: Any, matcher: Any) -> np.ndarray:
     return mask[0]
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_kept_masks_are_those_of_a_matcher_that_was_told_everything(name: str):
-    grammar = KNOWN[name]
+def count_kept(grammar: Grammar, seed: int, num_walks: int) -> int:
+    """Walk at random, with a matcher that is told everything beside; how many masks were kept."""
     lib, plain = library("xgrammar"), plain_of(grammar)
     compiled = lib.compile(grammar)
     assert plain is not None
-    draw, num_kept = np.random.default_rng(len(name)), 0
+    draw, num_kept = np.random.default_rng(seed), 0
     held = np.zeros(NUM_WORDS, dtype=np.int32)
     held[EOS // 32] = np.int32(1 << EOS % 32)
-    for attempt in range(12):
+    for attempt in range(num_walks):
         constraint, told = Constraint(0, compiled.start(), lib, plain, min_tokens=attempt % 3 * 15, held=held), compiled.start()
         for count in range(60):
             expected = mask_of(lib, told)
@@ -99,7 +101,31 @@ def test_kept_masks_are_those_of_a_matcher_that_was_told_everything(name: str):
             constraint.accept(token, is_end=False)
             told.accept([token])
             assert told.error is None
-    assert num_kept > 20
+    return num_kept
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_kept_masks_are_those_of_a_matcher_that_was_told_everything(name: str):
+    assert count_kept(KNOWN[name], len(name), 12) > 20
+
+
+names = st.sampled_from(["a", "ab", "b 1", "anyOf", "default", "enum", "items"])
+schemas = st.recursive(
+    st.sampled_from([S, S, {}, {"type": "integer"}, {"type": "boolean"}, {"enum": ["a", "ab", None]}, {"const": "12"}, {"type": "object"}, {"type": "array"}]),
+    lambda inner: st.builds(lambda p: strict(**p), st.dictionaries(names, inner, min_size=1, max_size=3))
+    | st.builds(lambda p: {**strict(**p), "required": []}, st.dictionaries(names, inner, min_size=1, max_size=2))
+    | st.builds(lambda i: {"type": "array", "items": i, "minItems": 1}, inner) | st.builds(lambda i: {"type": "object", "additionalProperties": i}, inner)
+    | st.builds(lambda b: {"anyOf": b}, st.lists(inner, min_size=1, max_size=3)),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schemas, st.integers(0, 99))
+def test_kept_masks_of_any_schema(schema: dict[str, Any], seed: int):
+    grammar = Grammar.json_schema(schema)
+    if inexactness(grammar) is None and read_breaks(grammar) is not None:
+        count_kept(grammar, seed, 2)
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
