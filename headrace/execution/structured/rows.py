@@ -28,8 +28,8 @@ from headrace.execution.upload import host_words
 MIN_JUMP = 2
 """Tokens that a forced run must have."""
 
-JUMP_COST = 0.5
-"""What runs in it add to a step, in steps: all rows of the step pay, and each that has a run gains its tokens but one."""
+JUMP_COST = 0.8
+"""What runs in it add to a step, in steps, as measured over captured graphs: all rows of the step pay, and each that has a run gains its tokens but one."""
 
 
 class DrawnStep(Protocol):
