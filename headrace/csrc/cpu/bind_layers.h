@@ -282,7 +282,7 @@ class Step {
     const packed::Rows rows = rows_of(weight, crew.rows, x);
     const packed::Output to{out, weight.outputs, in_.type == kBFloat16, at(product.bias), product.bias_type == kBFloat16};
     const int64_t pairs = (weight.panels() + 1) / 2, pair_bytes = 2 * weight.num_words() * packed::kPanel * 4;
-    const int64_t height = is_expanded(weight, rows.form) ? crew.rows : block_rows(rows.form), blocks = (crew.rows + height - 1) / height;
+    const int64_t height = is_expanded(weight, rows.form) ? crew.rows : block_rows(weight, rows.form), blocks = (crew.rows + height - 1) / height;
     const int64_t least = std::min(pairs, kPieceBytes / (pair_bytes * (1 + std::min(crew.rows, height) / 16))) + 1;
     const int64_t piece = std::max(pairs * blocks / (Crew::kPieces * crew.team.size()), least), pieces = (pairs + piece - 1) / piece;
     crew.team.share(blocks * pieces, 1, [&](int64_t begin, int64_t end) {

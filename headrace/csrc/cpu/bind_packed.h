@@ -17,6 +17,7 @@ constexpr int64_t kLeastBytes = 96 * 1024;  // of weight to be read by a thread,
 constexpr int64_t kRowBlock = 256;          // rows that share what the second-level cache holds of the weight
 constexpr int64_t kGatedValues = 1 << 18;   // of both halves, that a thread multiplies before it gates them
 
+constexpr int64_t kRowBlockBytes = 5 << 18;  // of rows in tiles
 constexpr int64_t kGatedPanels = 16;        // of either half, where rows are in tiles
 
 // Memory of the calling thread for prepared rows; grows to the largest step and stays.
@@ -67,8 +68,13 @@ inline bool is_expanded(const packed::Weight& weight, packed::RowForm form) {
   return form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;
 }
 
-// Rows that share what the second-level cache holds of the weight. Of tiles, which go through memory faster, more.
-inline int64_t block_rows(packed::RowForm form) { return packed::is_tiled(form) ? 4 * kRowBlock : kRowBlock; }
+// Rows that share what the second-level cache holds of the weight. Of tiles, which go through memory faster, as many as that
+// cache holds beside it: every piece of the weight goes through all of them.
+inline int64_t block_rows(const packed::Weight& weight, packed::RowForm form) {
+  if (!packed::is_tiled(form)) return kRowBlock;
+  const int64_t row_bytes = packed::row_form_bytes(form, weight, 16) / 16;
+  return std::clamp(kRowBlockBytes / row_bytes / 32 * 32, kRowBlock, 4 * kRowBlock);
+}
 
 // The product, over torch's own threads.
 inline void multiply_packed(const packed::Weight& weight, const packed::Input& input, const packed::Output& out) {
@@ -82,7 +88,7 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
       kernels.multiply(weight, rows, out, 0, count, 2 * begin, 2 * end < panels ? 2 * end : panels);
     });
   }
-  const int64_t height = block_rows(rows.form), blocks = (count + height - 1) / height, least = (panels + 31) / 32;
+  const int64_t height = block_rows(weight, rows.form), blocks = (count + height - 1) / height, least = (panels + 31) / 32;
   const int64_t chunk = ((panels + least - 1) / least + 1) / 2 * 2, chunks = (panels + chunk - 1) / chunk;
   in_parallel(blocks * chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -99,7 +105,7 @@ class GatedProduct {
  public:
   GatedProduct(const packed::Weight& weight, const packed::Rows& rows, const packed::Output& out, int type, Activation activation)
       : weight_(weight), rows_(rows), out_(out), type_(type), activation_(activation), panels_(weight.outputs / 2 / packed::kPanel),
-        height_(is_expanded(weight, rows.form) ? rows.count : block_rows(rows.form)) {
+        height_(is_expanded(weight, rows.form) ? rows.count : block_rows(weight, rows.form)) {
     const int64_t most = packed::is_tiled(rows.form) ? kGatedPanels : kGatedValues / (height_ * 2 * packed::kPanel);
     chunk_ = std::min(panels_, most), chunks_ = (panels_ + chunk_ - 1) / chunk_;
   }
