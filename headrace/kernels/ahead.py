@@ -62,8 +62,8 @@ def _rehearsing(pool: Executor) -> Any:
             self.compiling: dict[str, Future[Any]] = {}
             self._places: list[tuple[str, Callable[[Any], None]]] = []
 
-        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> _Unlaunched:
-            """``finalize_fn`` takes what shall be launched from now on."""
+        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any) -> _Unlaunched:
+            """``finalize_fn`` takes what shall be launched from now on. Triton 3.9 also tells how to take it back."""
 
             def compile_and_load() -> Any:
                 kernel = compile_fn()

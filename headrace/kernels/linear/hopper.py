@@ -24,6 +24,7 @@ from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.linear.triton import gemv_rows, linear_pdl
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
+_fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Tile:
 @gluon.jit
 def _fetch_weight(weight_desc, bar, tile, n, k, pred, GATE: gl.constexpr):
     if GATE > 0:  # see `_describe_gated`
-        tma.async_copy_global_to_shared(weight_desc, [n // 8, 0, 0, k], bar, tile, pred=pred)
+        _fetch_tile(weight_desc, [n // 8, 0, 0, k], bar, tile, pred=pred)
     else:
-        tma.async_copy_global_to_shared(weight_desc, [n, k], bar, tile, pred=pred)
+        _fetch_tile(weight_desc, [n, k], bar, tile, pred=pred)
 
 
 @gluon.jit
@@ -80,7 +81,7 @@ def _product_kernel(
         _fetch_weight(weight_desc, bars.index(stage), tiles.index(stage), n0, k0 + stage * BLOCK_K, stage < steps, GATE)
     wait_for_previous(True)
     for stage in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(x_desc, [m0, k0 + stage * BLOCK_K], bars.index(stage), x_tiles.index(stage), pred=stage < steps)
+        _fetch_tile(x_desc, [m0, k0 + stage * BLOCK_K], bars.index(stage), x_tiles.index(stage), pred=stage < steps)
     # the weight stands left, so that few rows of x fill the instruction: sums are [outputs, rows]
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_M, 16])
     acc = gl.zeros([WIDE, BLOCK_M], gl.float32, mma)
@@ -95,7 +96,7 @@ def _product_kernel(
             free, has_more = later % STAGES, (step > 0) & (later < steps)
             mbarrier.expect(bars.index(free), stage_bytes, pred=has_more)
             _fetch_weight(weight_desc, bars.index(free), tiles.index(free), n0, k0 + later * BLOCK_K, has_more, GATE)
-            tma.async_copy_global_to_shared(x_desc, [m0, k0 + later * BLOCK_K], bars.index(free), x_tiles.index(free), pred=has_more)
+            _fetch_tile(x_desc, [m0, k0 + later * BLOCK_K], bars.index(free), x_tiles.index(free), pred=has_more)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if GATE > 0:  # a thread has a gate and, eight rows on, its up
         gate, up = gl.split(acc.reshape([BLOCK_N // 8, 2, 8, BLOCK_M]).permute((0, 2, 3, 1)))
