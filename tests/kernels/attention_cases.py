@@ -25,6 +25,7 @@ class Case:
     has_sinks: bool = False
     num_decodes: int = -1
     max_kv_len: int = 0
+    shared_pages: int = 0  # that all requests begin with
     steepness: float = 1.0  # what logits are multiplied with beside the usual scale
 
     @property
@@ -62,6 +63,7 @@ def make_problem(case: Case, device: str, dtype: torch.dtype, *, seed: int = 0) 
     table = torch.zeros(len(counts), max(max(counts), -(-case.max_kv_len // case.page_size)), dtype=torch.int32)
     for row, ids in enumerate(shuffled[: sum(counts)].split(counts)):
         table[row, : len(ids)] = ids
+    table[1:, : case.shared_pages] = table[0, : case.shared_pages]
     shape = (num_pages, case.page_size, case.num_kv_heads)
     k, v = (torch.full((*shape, dim), float("nan"), dtype=dtype) for dim in (case.head_dim, value_dim))
     num_tokens = sum(n for n, _ in case.spans)
@@ -74,6 +76,10 @@ def make_problem(case: Case, device: str, dtype: torch.dtype, *, seed: int = 0) 
         slots = table[row].long()[at // case.page_size] * case.page_size + at % case.page_size
         keys = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=rng).to(dtype)
         values = torch.randn(kv_len, case.num_kv_heads, value_dim, generator=rng).to(dtype)
+        if row == 0:
+            common = case.shared_pages * case.page_size
+            common_keys, common_values = keys[:common], values[:common]
+        keys[: len(common_keys)], values[: len(common_values)] = common_keys, common_values
         seen = max(0, kv_len - query_len - case.window + 1) if case.window else 0
         k.view(-1, case.num_kv_heads, case.head_dim)[slots[seen:]] = keys[seen:]
         v.view(-1, case.num_kv_heads, value_dim)[slots[seen:]] = values[seen:]

@@ -15,6 +15,7 @@ from headrace.layers.attention.cpu import CpuAttention
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
+SHARING = tuple((1, 130 + 37 * i) for i in range(7))
 CASES = {
     "mixed": Case(MIXED),
     "mixed-big-pages": Case(MIXED, page_size=64),
@@ -41,6 +42,9 @@ CASES = {
     "sinks": Case(MIXED, has_sinks=True),
     "all": Case(MIXED, window=12, softcap=2.0, has_sinks=True, head_dim=80),
     "prefill-of-one-token": Case(((1, 30), (1, 30)), num_decodes=0),
+    "shared-pages": Case((*SHARING, (40, 400)), num_heads=9, num_kv_heads=3, shared_pages=8),
+    "shared-pages-odd-dims": Case(SHARING, num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, shared_pages=5, softcap=2.0),
+    "shared-pages-and-sinks": Case(SHARING, num_heads=8, num_kv_heads=1, head_dim=128, has_sinks=True, page_size=64, shared_pages=2),
     "long": Case(((1, 1000), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2),
 }
 
@@ -63,10 +67,11 @@ def threads(request):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("threads", [2, 3, 7], indirect=True)
-@pytest.mark.parametrize("window,has_sinks", [(0, False), (0, True), (200, False)])
-def test_work_is_shared_among_threads(window, has_sinks, threads):
-    spans = ((1, 1), (1, 2400), (1, 129), (1, 33), (1, 32), (300, 500))
-    problem = make_problem(Case(spans, num_heads=6, window=window, has_sinks=has_sinks, head_dim=128), "cpu", torch.float32)
+@pytest.mark.parametrize("window,has_sinks,shared", [(0, False, 0), (0, True, 0), (200, False, 0), (0, True, 64)])
+def test_work_is_shared_among_threads(window, has_sinks, shared, threads):
+    spans = ((1, 1), (1, 2400), (1, 129), (1, 33), (1, 32), (300, 500)) if not shared else tuple((1, 1100 + 90 * i) for i in range(5))
+    case = Case(spans, num_heads=6, window=window, has_sinks=has_sinks, head_dim=128, shared_pages=shared)
+    problem = make_problem(case, "cpu", torch.float32)
     backend = CpuAttention(problem.geometry, CPU)
     first, second = problem.run(backend), problem.run(backend)
     assert problem.error(first) < 2e-6

@@ -7,12 +7,39 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#include "bind_attention.h"
+#include "attention.h"
+#include "operators.h"
+
+HEADRACE_TABLE_AMX(AttentionKernels, attention_kernels)
 
 namespace headrace {
+
+// Memory of one thread, kept from call to call.
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory_); }
+  float* floats(int64_t size) {
+    if (size > size_) {
+      std::free(memory_);
+      size_ = padded(size);
+      memory_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+    }
+    STD_TORCH_CHECK(memory_, "cannot allocate scratch memory");
+    return memory_;
+  }
+  static Scratch& of_this_thread() {
+    static thread_local Scratch scratch;
+    return scratch;
+  }
+
+ private:
+  float* memory_ = nullptr;
+  int64_t size_ = 0;
+};
 
 class AttentionWork {
  public:
@@ -34,8 +61,15 @@ class AttentionWork {
   }
 
   int64_t num_items() const { return items_.size(); }
+  // About the products of a query with a key, all of them.
+  int64_t cost() const {
+    int64_t sum = 0;
+    for (const Item& item : items_) sum += item.cost;
+    return sum;
+  }
   int64_t num_joins() const { return joins_.size(); }
 
+  // Any member may run any item.
   void run(const Attention& a, int64_t i) {
     const Item& item = items_[i];
     switch (item.kind) {
