@@ -78,12 +78,17 @@ class RowMasks:
     def split(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Parts of ``words`` to write: the rows whose masks have changed [most_changed] int64, for each row of the batch
         the row of its mask or -1, and the changed masks [most_changed, W]."""
-        rows, masks = 2 * self.most_changed, 2 * self.most_changed + self.num_rows
+        rows, masks = self._starts
         return words[:rows].view(np.int64), words[rows:masks], words[masks:].reshape(self.most_changed, -1)
+
+    @property
+    def _starts(self) -> tuple[int, int]:
+        """Where the second and the third part of ``words`` begin."""
+        return 2 * self.most_changed, 2 * self.most_changed + self.num_rows
 
     def send(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring the table up to date; it, and ``mask_of_row`` [S]."""
-        rows, masks = 2 * self.most_changed, 2 * self.most_changed + self.num_rows
+        rows, masks = self._starts
         sent = to_device(self.words[: masks + self.num_changed * self.table.shape[1]], self.table.device)
         if self.num_changed:
             changed = sent[: 2 * self.num_changed].view(torch.int64)

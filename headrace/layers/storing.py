@@ -72,14 +72,14 @@ def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = 
         return False
     if waits:
         native.build()
-    return native.library() is not None
+    return native.NATIVE.find() is not None
 
 
 def store_fastest(model: nn.Module) -> None:
     """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Where the
     native library is still being compiled, plain weights serve until it is there, and are then stored one by one between
     products."""
-    native.library()
+    native.NATIVE.find()
     if native.state().status == "compiling":
         threading.Thread(target=_store_later, args=(weakref.ref(model),), name="weight-storing", daemon=True).start()
     else:

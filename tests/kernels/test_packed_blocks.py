@@ -19,7 +19,7 @@ INPUTS = 512
 @pytest.fixture(params=["torch", "native"], autouse=True)
 def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native.NATIVE, "find", lambda: None)
     elif native.build().status != "ready":
         pytest.skip("no native kernels")
 

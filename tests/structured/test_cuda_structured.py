@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from tiny_models import write_tiny_model
 
 from headrace import LLM, Grammar, SamplingParams
 
@@ -33,16 +34,8 @@ CHOICES = ["red", "green"]
 
 @pytest.fixture(scope="module", params=[(1, "off"), (2, "off"), (1, "on"), (2, "on")], ids=lambda p: f"depth{p[0]}-{p[1]}")
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     folder: Path = tmp_path_factory.mktemp("tiny")
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(['{"a": "x", "b": [true, false, null]}, abc def'] * 20, trainer)
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_tiny_model(folder, CONFIG)
     depth, graphs = request.param
     with LLM(str(folder), load_format="dummy", device="cuda", kv_pages=256, page_size=16, overlap_depth=depth, graphs=graphs, seed=3) as llm:
         executor = llm._client._engine.executor

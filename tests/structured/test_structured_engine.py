@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from tiny_models import write_tiny_model
 
 from headrace import LLM, Grammar, SamplingParams
 from headrace.base.errors import HeadraceError, RequestError
@@ -35,16 +36,8 @@ PATTERN = r"[a-f]{3}-[0-9]{2,4}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     folder = tmp_path_factory.mktemp("tiny")
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(['{"a": "x", "b": [true, false, null]}, abc def'] * 20, trainer)
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_tiny_model(folder, CONFIG)
     return folder
 
 

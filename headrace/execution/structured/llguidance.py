@@ -100,9 +100,7 @@ class GuidanceMatcher:
     @property
     def inner(self) -> llguidance.LLMatcher:
         """The library's own, told of all tokens."""
-        if self._untold:
-            self._inner.consume_tokens(self._untold)
-            self._untold = []
+        self._tell()
         return self._inner
 
     @property
@@ -117,8 +115,7 @@ class GuidanceMatcher:
             if self._places is not None and self._state is not None:
                 self._state = self._places.states.step(self._state, token)
         if self._state is None:
-            self._inner.consume_tokens(self._untold)
-            self._untold = []
+            self._tell()
 
     def read_forced(self) -> bytes:
         """See `Matcher`. A special token has a byte before it that no text holds."""
@@ -131,6 +128,11 @@ class GuidanceMatcher:
     def error(self) -> str | None:
         """See `Matcher`."""
         return f"the grammar cannot go on: {_first_line(self._inner.get_error())}" if self._inner.is_error() else None
+
+    def _tell(self) -> None:
+        if self._untold:
+            self._inner.consume_tokens(self._untold)
+            self._untold = []
 
 
 class GuidanceGrammar:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.kernels import native
 from headrace.kernels.decoder_layers.parts import Heads, LayerParts, Pages, Product, Rotation
+from headrace.kernels.native import NATIVE
 
 NOTHING_WANTED = (None,) * 4
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -36,7 +36,7 @@ class LayerTable:
 
         ``wanted``: places [S] int64 of the only rows that are wanted of the last layer, and their query_start, kv_lens and
         page table, each as a request of its own; then what is returned are [S, D]."""
-        ops = native.library()
+        ops = NATIVE.find()
         if ops is None:
             return None
         addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])

@@ -153,11 +153,6 @@ NATIVE = NativeLibrary()
 """Of this process: operators are registered with torch once and for all."""
 
 
-def library() -> NativeOps | None:
-    """The operators if they are there by now; cheap enough to ask at every call."""
-    return NATIVE.find()
-
-
 def state() -> NativeState:
     """What there is, without starting anything."""
     return NATIVE.state

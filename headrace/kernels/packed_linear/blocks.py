@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels import native
-from headrace.kernels.native.loading import NativeOps
+from headrace.kernels.native.loading import NATIVE, NativeOps
 from headrace.kernels.packed_linear.layout import (
     GROUP,
     PANEL,
@@ -69,7 +68,7 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
     kinds = [BLOCK_TYPES[part.kind] for part in parts]
     form = max((kind.format for kind in kinds), key=lambda f: -f.per_word)
     packed = allocate(form, sum(part.out_width for part in parts), parts[0].in_width, has_mins=any(kind.has_mins for kind in kinds))
-    ops = native.library()
+    ops = NATIVE.find()
     if ops is not None and all(kind.places for kind in kinds):
         _pack_natively(ops, parts, packed)
         return packed

@@ -49,7 +49,7 @@ class FormChoice:
     def choose(self, query: KernelQuery) -> str:
         """The name of the best form for ``in_width`` and ``out_width``."""
         names = [name for name in WEIGHT_FORMS.names() if WEIGHT_FORMS.reason_against(name, query) is None]
-        if native.library() is None:
+        if native.NATIVE.find() is None:
             names = [name for name in names if name != NATIVE_FORM]
         key = f"{self._machine}: {query.dtype} {sorted(query.shape.items())}"
         name = self._known.get(key)

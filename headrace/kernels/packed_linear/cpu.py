@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels import native
 from headrace.kernels.activation import cpu
+from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear import reference
 from headrace.kernels.packed_linear.layout import PANEL, PackedMatrix, gather_rows
 
 
 def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """See `PACKED_LINEAR`."""
-    ops = native.library()
+    ops = NATIVE.find()
     if ops is None:
         return reference.packed_linear(x, weight, bias, out_dtype)
     out = ops.packed_linear(x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, out_dtype is torch.float32)
@@ -21,7 +21,7 @@ def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | No
 
 def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """See `PACKED_GATED`. Apart where the halves are no whole panels."""
-    ops = native.library()
+    ops = NATIVE.find()
     if ops is None or weight.out_width % (2 * PANEL):
         return cpu.GATED[activation](packed_linear(x, weight, bias))
     return ops.packed_gated(x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, cpu.NUMBERS[activation])
@@ -29,7 +29,7 @@ def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | Non
 
 def packed_rows(weight: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `PACKED_ROWS`."""
-    ops = native.library()
+    ops = NATIVE.find()
     if ops is None:
         return gather_rows(weight, rows, dtype)
     out_width, in_width = weight.shape

@@ -41,18 +41,25 @@ def reason_against_dependent_launch(geometry: AttentionGeometry) -> str | None:
     return reason_against_triton(geometry)
 
 
-def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
-    """Half-precision on Hopper and later, head dims up to 256 in steps of 8, without soft-cap and sinks."""
+def _reason_against_library(geometry: AttentionGeometry, module: str, missing: str, capability: tuple[int, int]) -> str | None:
+    """What half-precision kernels of another package ask for; ``missing`` is said where the package is not there."""
     if geometry.device != "cuda":
         return "needs a cuda device"
-    if find_spec("cudnn") is None:
-        return "nvidia-cudnn-frontend is not installed"
-    if geometry.capability < (9, 0):
-        return "needs compute capability 9.0"
+    if find_spec(module) is None:
+        return missing
+    if geometry.capability < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]}"
     if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != geometry.dtype:
         return "takes queries, keys and values in float16 or bfloat16, all alike"
     if geometry.has_softcap or geometry.has_sinks or geometry.values_in_keys:
         return "has no soft-cap, no sinks, and reads values from pages of their own"
+    return None
+
+
+def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
+    """Half-precision on Hopper and later, head dims up to 256 in steps of 8, without soft-cap and sinks."""
+    if reason := _reason_against_library(geometry, "cudnn", "nvidia-cudnn-frontend is not installed", (9, 0)):
+        return reason
     if max(geometry.head_dim, geometry.value_dim) > 256 or geometry.head_dim % 8 or geometry.value_dim % 8:
         return "takes head dims up to 256 that are multiples of 8"
     if geometry.page_size < 16:
@@ -62,16 +69,9 @@ def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
 
 def reason_against_flashinfer(geometry: AttentionGeometry) -> str | None:
     """Half-precision on Ampere and later, three head dims, without soft-cap and sinks."""
-    if geometry.device != "cuda":
-        return "needs a cuda device"
-    if find_spec("flashinfer") is None:
-        return "flashinfer-python is not installed: pip install 'headrace[flashinfer]'"
-    if geometry.capability < (8, 0):
-        return "needs compute capability 8.0"
-    if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != geometry.dtype:
-        return "takes queries, keys and values in float16 or bfloat16, all alike"
-    if geometry.has_softcap or geometry.has_sinks or geometry.values_in_keys:
-        return "has no soft-cap, no sinks, and reads values from pages of their own"
+    missing = "flashinfer-python is not installed: pip install 'headrace[flashinfer]'"
+    if reason := _reason_against_library(geometry, "flashinfer", missing, (8, 0)):
+        return reason
     if geometry.head_dim not in FLASHINFER_HEAD_DIMS or geometry.value_dim != geometry.head_dim:
         return f"takes head dims {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, keys and values alike"
     return reason_against_triton(geometry)
