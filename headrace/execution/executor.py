@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
+from traceback import clear_frames
 
 import torch
 
@@ -67,6 +68,7 @@ class LocalExecutor:
         try:
             return runner.execute(plan)
         except torch.OutOfMemoryError as error:
+            clear_frames(error.__traceback__)  # they hold the step's tensors for as long as anybody holds the error
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
 
     def use_idle_moment(self) -> bool:

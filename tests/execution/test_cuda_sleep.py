@@ -17,6 +17,7 @@ from headrace.base.errors import EngineAsleep, WeightError
 from headrace.base.sampling import SamplingSpec
 from headrace.base.upkeep import DEVICE_PARTS
 from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.residence import sweep
 
 pytestmark = pytest.mark.cuda
 
@@ -33,6 +34,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def build(folder: Path, *, graphs: str = "on") -> LocalExecutor:
+    """Over a device of which this process holds nothing that earlier tests have left in torch's cache."""
+    sweep(torch.device("cuda"))
     return build_executor(engine_config(
         model=str(folder), device="cuda", dtype="float32", kv_pages=NUM_PAGES, page_size=PAGE_SIZE, max_running_requests=8, max_step_tokens=512,
         graphs=graphs, attention_backend="triton",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -179,12 +180,16 @@ def test_result_without_tokens_has_the_step_id():
 
 
 def test_no_memory_for_a_step_is_a_typed_error(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """The engine makes smaller steps of it; see the tests of the step loop."""
+    """The engine makes smaller steps of it; see the tests of the step loop. Whoever keeps the error does not keep tensors."""
     executor = build_executor(config_of(folder))
+    tensors: list[weakref.ref[torch.Tensor]] = []
 
     def run_out(_: StepPlan) -> None:
+        activations = torch.zeros(5)
+        tensors.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(executor._runner, "execute", run_out)
-    with pytest.raises(OutOfDeviceMemory, match=r"step of 5 tokens: tried to allocate 2\.00 GiB"):
+    with pytest.raises(OutOfDeviceMemory, match=r"step of 5 tokens: tried to allocate 2\.00 GiB") as kept:
         executor.execute(StepPlan(0, 0, [0, 1], [0, 0], [3, 2], [1, 1]))
+    assert isinstance(kept.value.__cause__, torch.OutOfMemoryError) and tensors[0]() is None
