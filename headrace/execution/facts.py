@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any
 
 from headrace.base.cache import CacheLayout
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, RequestError
 from headrace.base.messages import ModelFacts
+from headrace.base.sampling import SamplingParams
 from headrace.execution.loading import LoadedModel
 from headrace.memory.plan import base_group
 from headrace.models.source import ModelSource
+
+logger = logging.getLogger(__name__)
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -39,7 +44,18 @@ def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:
 
 
 def read_default_sampling(generation_config: dict[str, Any]) -> dict[str, int | float]:
-    """The sampling values a model's makers recommend, under the names of `SamplingParams`."""
+    """The sampling values a model's makers recommend, under the names of `SamplingParams`. One that no request could ask for
+    is left out: it would be refused as if users had sent it."""
     stated = {key: generation_config.get(key) for key in SAMPLING_KEYS}
     numbers = {key: value for key, value in stated.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
-    return {key: int(value) if key == "top_k" else float(value) for key, value in numbers.items()}
+    return {key: int(value) if key == "top_k" else float(value) for key, value in numbers.items() if _can_be_asked_for(key, value)}
+
+
+def _can_be_asked_for(key: str, value: float) -> bool:
+    try:
+        SamplingParams(**{key: int(value) if key == "top_k" and math.isfinite(value) else value}).validate()
+    except RequestError as error:
+        logger.warning("generation_config.json: %s; it is ignored", error)
+        return False
+    return True
+

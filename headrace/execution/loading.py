@@ -24,7 +24,7 @@ from headrace.layers.storing import can_store_blocks, count_bytes, count_element
 from headrace.models.catalog import find_family
 from headrace.models.family import Family
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
-from headrace.models.reading import naming
+from headrace.models.reading import Fields, naming
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights import draw_dummy_weights, open_weights
 from headrace.models.weights.dummy import DEFAULT_STD
@@ -115,7 +115,7 @@ def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:
 
 def _choose_schemes(source: ModelSource, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> SchemeChain:
     """What the checkpoint says of its weights matters only where they are read."""
-    stated = {} if config.model.load_format == "dummy" else source.config.get("quantization_config") or {}
+    stated = {} if config.model.load_format == "dummy" else Fields(source.config).section("quantization_config")
     wanted = config.model.quantization or ""
     return chain_schemes(SchemeQuery(
         device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""), wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted,

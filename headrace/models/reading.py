@@ -197,8 +197,16 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float = 1.0, i
     """From ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones); the arguments are the
     family's defaults."""
     parameters = {name: fields.config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    parameters |= fields.section("rope_scaling") | fields.section("rope_parameters")
+    parameters |= read_rope_parameters(fields)
     return make_rope(fields, parameters, theta=theta, partial=partial, interleaved=interleaved)
+
+
+def read_rope_parameters(fields: Fields, section: str | None = None) -> dict[str, Any]:
+    """``rope_parameters``, or a section of it, with ``rope_scaling`` over it: where a file has both, somebody added the latter
+    to stretch the model."""
+    parameters = fields.section("rope_parameters")
+    parts = (Fields(parameters).section(section) if section else parameters, fields.section("rope_scaling"))
+    return {name: value for part in parts for name, value in {"rope_type": part.get("type"), **part}.items() if value is not None}
 
 
 def make_rope(fields: Fields, parameters: dict[str, Any], *, theta: float, partial: float = 1.0, interleaved: bool = False) -> RopeSpec:

@@ -154,6 +154,8 @@ def test_threads_follow_option_then_environment(monkeypatch: pytest.MonkeyPatch)
 def test_values_that_break_a_family_are_blamed_on_the_file(folder: Path):
     with pytest.raises(ConfigError, match=str(folder)):
         build_executor(config_of(folder, config_overrides=json.dumps({"hidden_act": ["silu"]})))
+    with pytest.raises(ConfigError, match="quantization_config must be an object"):
+        build_executor(config_of(folder, config_overrides=json.dumps({"quantization_config": 4})))
 
 
 @pytest.mark.parametrize("eos", ["x", [1, "x"], 1.5])
@@ -165,6 +167,12 @@ def test_end_of_text_ids_are_ids(folder: Path, eos: object):
 def test_default_sampling_takes_numbers_only():
     assert type(read_default_sampling({"top_k": 50.0})["top_k"]) is int
     assert read_default_sampling({"top_p": 0.9, "temperature": None, "min_p": True, "repetition_penalty": 1.1, "max_length": 20}) == {"top_p": 0.9, "repetition_penalty": 1.1}
+
+
+def test_default_sampling_takes_what_can_be_asked_for(caplog: pytest.LogCaptureFixture):
+    wrong = {"top_p": 7, "temperature": float("nan"), "repetition_penalty": -1, "top_k": float("inf"), "min_p": 0.5}
+    assert read_default_sampling(wrong) == {"min_p": 0.5}
+    assert "generation_config.json: top_p must be" in caplog.text
 
 
 def test_model_without_numbers_is_refused_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch):

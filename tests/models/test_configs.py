@@ -132,6 +132,19 @@ def test_values_that_cannot_be_served_are_named(architecture: str, options: dict
     assert caught.value.param == named
 
 
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_a_stretch_that_was_added_to_a_newer_file_counts(architecture: str, kind: str):
+    """As with transformers, and for users of ``config_overrides``; the file's own base stays."""
+    plain = {"rope_type": "default", "rope_theta": 4321.0}
+    parameters = plain if architecture.startswith("Llama") else {"full_attention": plain, "sliding_attention": plain}
+    added = {kind: "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    windows = {"sliding_window": 16, "sliding_window_pattern": 2}
+    config = {**WIDE, **windows, "architectures": [architecture], "rope_theta": 1e4, "rope_parameters": parameters, "rope_scaling": added}
+    full = [layer.rope for layer in find_family(architecture).read_config(config).layers if not layer.window]
+    assert full and all((rope.theta, rope.scaling.kind, rope.scaling.factor) == (4321.0, "yarn", 4.0) for rope in full)
+
+
 def test_window_as_long_as_the_context_is_no_window():
     spec = find_family("MistralForCausalLM").read_config({**WIDE, "architectures": ["MistralForCausalLM"], "sliding_window": 256})
     assert {layer.window for layer in spec.layers} == {0}

@@ -8,7 +8,16 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from headrace.layers.decoder.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, decoder_cache_specs
 from headrace.models.family import Family
-from headrace.models.reading import ACTIVATIONS, Fields, read_decoder, read_layers, read_moe, read_rope, yarn_sharpening
+from headrace.models.reading import (
+    ACTIVATIONS,
+    Fields,
+    read_decoder,
+    read_layers,
+    read_moe,
+    read_rope,
+    read_rope_parameters,
+    yarn_sharpening,
+)
 
 SHARED_DEFAULTS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
 V2_DEFAULTS = {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
@@ -65,8 +74,8 @@ def _read_attention(fields: Fields) -> LatentAttentionSpec:
 
 def _sharpening(fields: Fields) -> float:
     """YaRN's correction for long contexts, which these models apply to queries and keys alike: squared."""
-    rope = Fields({**(fields.config.get("rope_scaling") or {}), **(fields.config.get("rope_parameters") or {})})
-    if rope.config.get("rope_type", rope.config.get("type", "default")) == "default" or not rope.config.get("mscale_all_dim"):
+    rope = Fields(read_rope_parameters(fields))
+    if rope.config.get("rope_type", "default") == "default" or not rope.config.get("mscale_all_dim"):
         return 1.0
     return yarn_sharpening(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
 

@@ -16,6 +16,7 @@ from headrace.models.reading import (
     make_rope,
     read_attention,
     read_decoder,
+    read_rope_parameters,
     read_window,
 )
 
@@ -69,10 +70,9 @@ def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     num_layers, pattern = fields.integer("num_hidden_layers"), fields.integer("sliding_window_pattern", 6)
     types = fields.config.get("layer_types") or ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
     check_layer_types(types, num_layers)
-    config, nested = fields.config, fields.config.get("rope_parameters") or {}
-    # Scaling in older files is for the full layers alone.
-    full = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {}), **(nested.get("full_attention") or {})}
-    local = {"rope_theta": config.get("rope_local_base_freq"), **(nested.get("sliding_attention") or {})}
+    # ``rope_scaling`` is for the full layers alone.
+    full = {"rope_theta": fields.config.get("rope_theta"), **read_rope_parameters(fields, "full_attention")}
+    local = {"rope_theta": fields.config.get("rope_local_base_freq"), **Fields(fields.section("rope_parameters")).section("sliding_attention")}
     kinds = {
         "full_attention": LayerSpec(0, make_rope(fields, full, theta=1e6)),
         "sliding_attention": LayerSpec(read_window(fields), make_rope(fields, local, theta=1e4)),
