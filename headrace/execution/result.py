@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.base.errors import OutOfDeviceMemory
 from headrace.base.step import PromptLogprobs, StepResult
 from headrace.execution.logprobs import Logprobs
 from headrace.execution.pooling import PooledRows
@@ -28,26 +29,43 @@ class PromptSpan:
 
 
 class PendingSample:
-    """A `PendingStep`. The copies to the host are launched here; `result` waits for them. ``places``: where the plan's
-    sampling spans are in the batch, when it has another order. ``pooled``: results of rows that are read. ``before_result``
-    is called with the step when it is done; it may add to ``forced``."""
+    """A `PendingStep`. The copies to the host are launched here; `result` waits for them. ``draw``: how the step draws, which
+    may have to wait for something; `close` does it, at the latest when somebody asks for what was drawn. ``places``: where the
+    plan's sampling spans are in the batch, when it has another order. ``pooled``: results of rows that are read.
+    ``before_result`` is called with the step when it is done; it may add to ``forced``."""
 
     def __init__(
-        self, step_id: int, batch: SampleBatch | None = None, drawn: Drawn | None = None,
+        self, step_id: int, batch: SampleBatch | None = None, draw: Callable[[], Drawn] | None = None,
         prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True, places: list[int] | None = None,
         pooled: list[PooledRows] | None = None,
     ):
         self._step_id, self._batch, self._check_finite, self._places = step_id, batch, check_finite, places
         self._pooled = pooled or []
         self._prompts = [(span, logprobs.copy_to_host()) for span, logprobs in prompts or []]
-        self._tokens = self._logprobs = None
-        self._errors = drawn.errors if drawn is not None else {}
-        if drawn is not None:
-            self._tokens = to_host(drawn.tokens)
-            self._logprobs = drawn.logprobs.copy_to_host() if drawn.logprobs is not None else None
+        self._draw = draw
+        self._tokens: torch.Tensor | None = None
+        self._logprobs: Logprobs | None = None
+        self._errors: dict[int, str | None] = {}
         self.forced: list[tuple[int, list[int]]] = []
         self.before_result: Callable[[PendingSample], None] | None = None
-        self._done = None
+        self._done: torch.cuda.Event | None = None
+        if draw is None:
+            self._record()
+
+    def close(self) -> None:
+        """Launch the draw, if that has not been done; raises what it raises, again when it is asked again."""
+        if self._draw is None:
+            return
+        try:
+            drawn = self._draw()
+            self._tokens = to_host(drawn.tokens)
+            self._logprobs = drawn.logprobs.copy_to_host() if drawn.logprobs is not None else None
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(f"no device memory to draw {len(self._batch.rows) if self._batch else 0} tokens: {error}") from error
+        self._draw, self._errors = None, drawn.errors
+        self._record()
+
+    def _record(self) -> None:
         if torch.cuda.is_initialized():
             self._done = torch.cuda.Event()
             self._done.record()
@@ -55,7 +73,7 @@ class PendingSample:
     @property
     def is_done(self) -> bool:
         """Whether the device has come this far."""
-        return self._done is None or self._done.query()
+        return self._draw is None and (self._done is None or self._done.query())
 
     def read_ids(self) -> list[int]:
         """The drawn ids in the order of the batch; waits for the step."""
@@ -64,6 +82,7 @@ class PendingSample:
         return self._tokens[0].tolist()
 
     def _wait(self) -> None:
+        self.close()
         if self._done is not None:
             self._done.synchronize()
 

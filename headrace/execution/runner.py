@@ -5,6 +5,8 @@ Refuses: deciding anything, waiting for the device, and knowing which model or b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -49,12 +51,14 @@ class Runner:
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
         self._pooler = Pooler(self._rows, model)
         self._grammars: GrammarRows | None = None
+        self._open: PendingSample | None = None  # a step whose draw may not have been launched
         self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
         model.bind_cache(*_pages_by_layer(layout, self.pools, num_layers))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingSample:
         """Launch a plan; its result is read later, in plan order."""
+        self._close_step()
         upload = Upload()
         self._apply_rows(plan, upload)
         if not plan.rows:
@@ -71,6 +75,7 @@ class Runner:
 
     def reset(self) -> None:
         """Forget what failed steps left behind; every row is started anew before it is computed again."""
+        self._open = None
         if self._grammars is not None:
             self._grammars.reset()
 
@@ -109,12 +114,11 @@ class Runner:
         else:
             hidden = self._model.forward(self._inputs.build(shape, sent, samples if is_narrow else None))
         prompts, pooled = self._log_prompts(spans, hidden, sent), self._pooler.pool(reads, hidden, sent)
-        drawn = None
+        draw: Callable[[], Drawn] | None = None
         if len(samples):
             logits = self._model.compute_logits(hidden if is_narrow else hidden.index_select(0, sent["sample_tokens"]))
-            drawn = self._sampler.draw(logits, batch, sent, filling.result() if filling is not None else None)
-        pending = PendingSample(plan.step_id, batch, drawn, prompts, check_finite=self._check_finite, pooled=pooled)
-        return self._follow(filling, pending)
+            draw = self._plan_draw(logits, batch, sent, filling)
+        return self._leave(PendingSample(plan.step_id, batch, draw, prompts, check_finite=self._check_finite, pooled=pooled), filling)
 
     def _replay(self, plan: StepPlan, shape: StepShape, upload: Upload, graph: DecodeGraph) -> PendingSample:
         """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked.
@@ -133,17 +137,35 @@ class Runner:
         logits, likeliest = graph.run(sent["decodes"])  # first: masks are needed only once it is done
         filling = self._grammars.begin(batch, is_launched=True) if self._grammars is not None else None
         if batch.is_greedy:
-            drawn = Drawn(likeliest, None)
+            draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
         else:
-            drawn = self._sampler.draw(logits[: len(shape.rows)], batch, sent, filling.result() if filling is not None else None)
-        return self._follow(filling, PendingSample(plan.step_id, batch, drawn, check_finite=self._check_finite, places=places))
+            draw = self._plan_draw(logits[: len(shape.rows)], batch, sent, filling)
+        return self._leave(PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=places), filling)
 
-    def _follow(self, filling: Filling | None, pending: PendingSample) -> PendingSample:
-        if filling is not None:
-            assert self._grammars is not None
-            filling.follow(pending)
-            pending.before_result = self._grammars.catch_up
+    def _plan_draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], filling: Filling | None) -> Callable[[], Drawn]:
+        def draw() -> Drawn:
+            masks = filling.result() if filling is not None else None
+            with torch.inference_mode():
+                return self._sampler.draw(logits, batch, sent, masks)
+
+        return draw
+
+    def _leave(self, pending: PendingSample, filling: Filling | None) -> PendingSample:
+        """Let a step draw, unless it has to wait for masks."""
+        if filling is None:
+            pending.close()
+            return pending
+        assert self._grammars is not None
+        pending.before_result = self._grammars.catch_up
+        filling.follow(pending)
+        self._open = pending
         return pending
+
+    def _close_step(self) -> None:
+        """Launch the draw of the latest step, if it was left for later: it comes before whatever changes its rows."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
     def _release(self, row: int) -> None:
         self._rows.release(row)

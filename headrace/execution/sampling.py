@@ -17,7 +17,7 @@ from headrace.execution.logprobs import Logprobs, compute_logprobs
 from headrace.execution.penalties import PenaltyState
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import RuleState
-from headrace.execution.upload import Upload, to_device
+from headrace.execution.upload import Upload, host_words, to_device
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sample import DRAW, FIND_BEST, NOT_FINITE, NOTHING_ALLOWED, DrawParams
 
@@ -59,41 +59,40 @@ class SampleBatch:
 
 @dataclass(slots=True)
 class RowMasks:
-    """What grammars allow: ``table`` [max_rows, W] int32 on the device are the masks of rows as of the step before, of which
-    ``num_changed`` of at most ``most_changed`` have changed. ``words`` int32 on the host: see `split`. ``errors`` tells why,
-    by row, where a grammar cannot go on."""
+    """What grammars allow: ``table`` [P, W] int32 on the device are masks, of which ``num_changed`` are new; ``mask_of_row`` [S]
+    tells the place of each row's, or -1, and ``changed`` [n, W] has room for the new ones. ``errors`` tells why, by row, where
+    a grammar cannot go on. ``words`` is all that is sent: new places, places of rows, new masks."""
 
     table: torch.Tensor
     words: torch.Tensor
-    num_rows: int
-    most_changed: int
+    places: np.ndarray
+    mask_of_row: np.ndarray
+    changed: np.ndarray
     num_changed: int = 0
     errors: dict[int, str | None] = field(default_factory=dict)
 
-    @staticmethod
-    def count_words(num_rows: int, most_changed: int, num_words: int) -> int:
-        """How many words it takes for a batch of so many rows."""
-        return 2 * most_changed + num_rows + most_changed * num_words
+    @classmethod
+    def allocate(cls, table: torch.Tensor, mask_of_row: np.ndarray, most_changed: int) -> RowMasks:
+        """With room for so many new masks, to be told of by `change`."""
+        num_rows, num_words = len(mask_of_row), table.shape[1]
+        words, written = host_words(2 * most_changed + num_rows + most_changed * num_words, table.device)
+        rows, masks = 2 * most_changed, 2 * most_changed + num_rows
+        written[rows:masks] = mask_of_row
+        return cls(table, words, written[:rows].view(np.int64), written[rows:masks], written[masks:].reshape(most_changed, num_words))
 
-    def split(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Parts of ``words`` to write: the rows whose masks have changed [most_changed] int64, for each row of the batch
-        the row of its mask or -1, and the changed masks [most_changed, W]."""
-        rows, masks = self._starts
-        return words[:rows].view(np.int64), words[rows:masks], words[masks:].reshape(self.most_changed, -1)
-
-    @property
-    def _starts(self) -> tuple[int, int]:
-        """Where the second and the third part of ``words`` begin."""
-        return 2 * self.most_changed, 2 * self.most_changed + self.num_rows
+    def change(self, count: int, row_place: int, place: int) -> None:
+        """New mask ``count``, the last one so far, is for a place of the table, and the row at ``row_place`` has it."""
+        self.places[count], self.mask_of_row[row_place] = place, place
+        self.num_changed = count + 1
 
     def send(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring the table up to date; it, and ``mask_of_row`` [S]."""
-        rows, masks = self._starts
-        sent = to_device(self.words[: masks + self.num_changed * self.table.shape[1]], self.table.device)
+        """Bring the table up to date; it, and ``mask_of_row`` on the device."""
+        rows, num_rows, num_words = 2 * len(self.places), len(self.mask_of_row), self.table.shape[1]
+        sent = to_device(self.words[: rows + num_rows + self.num_changed * num_words], self.table.device)
         if self.num_changed:
-            changed = sent[: 2 * self.num_changed].view(torch.int64)
-            self.table.index_copy_(0, changed, sent[masks:].view(self.num_changed, -1))
-        return self.table, sent[rows:masks]
+            places = sent[: 2 * self.num_changed].view(torch.int64)
+            self.table.index_copy_(0, places, sent[rows + num_rows :].view(self.num_changed, num_words))
+        return self.table, sent[rows : rows + num_rows]
 
 
 @dataclass(slots=True)

@@ -172,7 +172,7 @@ def test_a_matcher_that_gives_up_within_a_run_ends_its_row_alone():
             accept(token_ids)
             self.error = "too much work" if len(told) == 4 else None
 
-    constraint.matcher = Tired()
+    constraint._matcher = Tired()
     step, _ = bench.step(0, ord("<"))
     bench.grammars.catch_up(step)
     ((row, run),) = step.forced

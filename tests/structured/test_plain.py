@@ -12,7 +12,7 @@ from walks import EOS, NUM_WORDS, TOKENS, library
 
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured import plain as plain_module
-from headrace.execution.structured.constraint import Constraint
+from headrace.execution.structured.constraint import Constraint, HeldTokens
 from headrace.execution.structured.exact import inexactness
 from headrace.execution.structured.plain import find_plain, read_breaks
 
@@ -78,19 +78,19 @@ def count_kept(grammar: Grammar, seed: int, num_walks: int) -> int:
     compiled = lib.compile(grammar)
     assert plain is not None
     draw, num_kept = np.random.default_rng(seed), 0
-    held = np.zeros(NUM_WORDS, dtype=np.int32)
-    held[EOS // 32] = np.int32(1 << EOS % 32)
+    compiled.plain, compiled.states = plain, None
     for attempt in range(num_walks):
-        constraint, told = Constraint(0, compiled.start(), lib, plain, min_tokens=attempt % 3 * 15, held=held), compiled.start()
+        held = HeldTokens.of(attempt % 3 * 15, [EOS], NUM_WORDS)
+        constraint, told = Constraint(0, compiled, held=held), compiled.start()
         for count in range(60):
             expected = mask_of(lib, told)
-            if count < constraint.min_tokens and (expected & ~held).any():
-                expected &= ~held
-            if constraint.is_asking:
-                mask = mask_of(lib, constraint.matcher)
-                constraint.settle(mask)
-            else:
+            if count < held.count and (expected & ~held.words).any():
+                expected &= ~held.words
+            if constraint.is_steady:
                 num_kept += 1
+            else:
+                mask = mask_of(lib, constraint.matcher)
+                constraint.notice(allows_plain=constraint.settle(mask))
             assert np.array_equal(mask, expected)
             ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(TOKENS)])
             ids = ids[(ids != EOS) & ~((ids >= 128) & (ids < 256) & (draw.random() < 0.9))]

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from walks import EOS, NUM_WORDS, TOKENS, library
 
 from headrace.base.grammar import Grammar
-from headrace.execution.structured.regex_states import MAX_PLACES_IN_ALL, MAX_STEPS, START, read_states
+from headrace.execution.structured.constraint import Constraint
+from headrace.execution.structured.regex_states import MAX_PLACES, read_regex
+from headrace.execution.structured.states import States
 
 pytest.importorskip("llguidance")
 
@@ -26,10 +28,15 @@ patterns = st.recursive(
 )
 
 
+def states_of(pattern: str, **options) -> States:
+    automaton = read_regex(pattern)
+    assert automaton is not None
+    return States(automaton, [bytes([i]) for i in range(256)], **options)
+
+
 def mask_of(matcher) -> np.ndarray:
-    """As the library computes it, whatever is known."""
-    lib, mask = library("llguidance"), np.zeros((1, NUM_WORDS), dtype=np.int32)
-    lib._pool.unsafe_compute_mask_ptr([(matcher.inner, 0)], mask.ctypes.data, mask.nbytes, 1)
+    mask = np.zeros((1, NUM_WORDS), dtype=np.int32)
+    library("llguidance").fill([matcher], mask)
     return mask[0]
 
 
@@ -37,22 +44,22 @@ def check_walks(grammar: Grammar, seed: int) -> int:
     """Walk at random by a matcher with states and one without; returns how many masks were known."""
     lib, num_known = library("llguidance"), 0
     compiled, draw = lib.compile(grammar), np.random.default_rng(seed)
+    masks: dict[object, np.ndarray] = {}
     for _ in range(6):
-        told, ours = compiled.start(), compiled.start()
-        told._state = None
+        told, ours = compiled.start(), Constraint(0, compiled)
         for _ in range(12):
-            expected, mask = mask_of(told), np.zeros((1, NUM_WORDS), dtype=np.int32)
-            num_known += ours.key is not None and lib._known.find(ours.key) is not None
-            lib.fill([ours], mask)
-            assert np.array_equal(mask[0], expected)
-            assert ours.read_forced() == told.read_forced()
+            expected = mask_of(told)
+            if ours.mask_key is not None:
+                num_known += ours.mask_key in masks
+                assert np.array_equal(masks.setdefault(ours.mask_key, expected), expected)
+            assert np.array_equal(mask_of(ours.matcher), expected) and ours.read_forced() == told.read_forced()
             ids = np.flatnonzero(np.unpackbits(expected.view(np.uint8), bitorder="little")[: len(TOKENS)])
             ids = ids[ids != EOS]
             if not len(ids):
                 break
             token = int(draw.choice(ids[ids < 128] if (ids < 128).any() and draw.random() < 0.8 else ids))
             told.accept([token])
-            ours.accept([token])
+            ours.accept(token, is_end=False)
             assert told.error is None and ours.error is None
     return num_known
 
@@ -60,7 +67,7 @@ def check_walks(grammar: Grammar, seed: int) -> int:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(patterns, st.integers(0, 99))
 def test_masks_of_states_are_those_of_the_library(pattern: str, seed: int):
-    assert read_states(pattern, TOKENS) is not None
+    assert read_regex(pattern) is not None
     check_walks(Grammar.regex(pattern), seed)
 
 
@@ -68,9 +75,8 @@ def test_masks_of_states_are_those_of_the_library(pattern: str, seed: int):
 @given(patterns, st.lists(st.sampled_from(["a", "b", "-", " ", "_", "1", "12", "é", ".", "<", "\n", "ab", "#"]), max_size=6))
 def test_states_reach_what_the_expression_matches(pattern: str, pieces: list[str]):
     """A text that python's own matcher takes as a whole is never out of the states, if it is of ASCII."""
-    states = read_states(pattern, [bytes([i]) for i in range(256)])
-    assert states is not None
-    text, state = "".join(pieces), START
+    states = states_of(pattern)
+    text, state = "".join(pieces), states.start
     for byte in text.encode():
         state = None if state is None else states.step(state, byte)
     if text.isascii() and re.fullmatch(pattern, text, re.ASCII):
@@ -87,33 +93,34 @@ def test_what_is_seen_again_is_known():
     "a+?", "(?i)a", r"\bx", "^a", "a$", r"\p{L}", "[[:alpha:]]", "[a&&b]", r"\x41", "(?=a)", "(?P<n>a)", "a{,3}", "a**", "[]a]", "a)", "(a", r"(a)\1", "a{9999}", "[a", "",
 ][:-1])  # fmt: skip
 def test_what_is_not_read_has_no_states(pattern: str):
-    assert read_states(pattern, TOKENS) is None
+    assert read_regex(pattern) is None
 
 
 @pytest.mark.parametrize("pattern", ["(a{0,90}){0,90}", "(a?){300}", "|".join(f"a{i}" for i in range(500)), "(" * 90 + "a" + "){1,9}" * 90])
 def test_expressions_that_are_in_many_places_at_once_have_no_states(pattern: str):
-    assert read_states(pattern, TOKENS) is None
+    assert read_regex(pattern) is None
 
 
 def test_states_are_bounded():
-    states = read_states("[ab]*a[ab]{7}(x[ab]{200})*", [bytes([i]) for i in range(256)])
-    assert states is not None
+    """Older ones stay with the outputs that are in them."""
+    states = states_of("[ab]*a[ab]{7}(x[ab]{200})*", max_weight=2000)
     draw = np.random.default_rng(1)
     for _ in range(60):
-        state = START
-        for byte in (b"a" + bytes(draw.choice(list(b"ab"), 300))):
+        state = states.start
+        for byte in b"a" + bytes(draw.choice(list(b"ab"), 300).tolist()):
             state = None if state is None else states.step(state, int(byte))
-    assert states._num_places <= MAX_PLACES_IN_ALL and len(states._steps) <= MAX_STEPS
+        assert state is not None and len(state.inside) <= MAX_PLACES
+    assert len(states) < 2000 / 5 and states._weight <= 2000
 
 
 def test_a_text_beyond_ascii_goes_on_without_states():
     lib = library("llguidance")
     for seed in range(4):
         check_walks(Grammar.regex("(?:a|[é-ü0-3]*)é"), seed)  # a class beyond ASCII and a character of it
-    matcher = lib.compile(Grammar.regex(".{3}")).start()
-    matcher.accept(list("é".encode()))
-    assert matcher._state is None and matcher.error is None
-    matcher.accept(list(b"ab"))
-    mask = np.zeros((1, NUM_WORDS), dtype=np.int32)
-    lib.fill([matcher], mask)
-    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [EOS]
+    constraint = Constraint(0, lib.compile(Grammar.regex(".{3}")))
+    for byte in "é".encode():
+        constraint.accept(byte, is_end=False)
+    assert constraint.state is None and constraint.error is None
+    for byte in b"ab":
+        constraint.accept(byte, is_end=False)
+    assert np.flatnonzero(np.unpackbits(mask_of(constraint.matcher).view(np.uint8), bitorder="little")).tolist() == [EOS]

@@ -44,7 +44,7 @@ class CountMatcher:
 
 
 class CountGrammar:
-    plain = None
+    plain = states = None
 
     def __init__(self, library: CountLibrary, end: int):
         self.library, self.end = library, end

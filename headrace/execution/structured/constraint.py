@@ -2,67 +2,124 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.execution.structured.library import GrammarLibrary, Matcher
-from headrace.execution.structured.plain import PlainTokens
+from headrace.execution.structured.library import CompiledGrammar, Matcher
+from headrace.execution.structured.states import State
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTokens:
+    """Tokens that are not wanted for the first ``count`` of an output unless nothing else is allowed: their ids, and the
+    same as the ``words`` [W] int32 of a mask."""
+
+    count: int
+    ids: tuple[int, ...]
+    words: np.ndarray
+
+    @classmethod
+    def of(cls, count: int, ids: list[int], num_words: int) -> HeldTokens:
+        """Of a mask of so many words."""
+        bits = np.zeros(num_words * 32, dtype=np.uint8)
+        bits[ids] = 1
+        return cls(count, tuple(ids), np.packbits(bits, bitorder="little").view("<i4").astype(np.int32))
 
 
 @dataclass(eq=False, slots=True)
 class Constraint:
-    """``num_tokens``: of the row's output, known so far. ``held`` [W] int32 are the bits of tokens that are not wanted for the
-    first ``min_tokens``, unless nothing else is allowed. ``can_jump``: whether drawing a token has no effect but the token.
-    ``is_steady``: the next mask is the last one; plain text is being written, of which the matcher is not told."""
+    """``num_tokens``: of the row's output, known so far. ``can_jump``: whether drawing a token has no effect but the token.
+    ``is_steady``: the next mask is the last one; plain text is being written, of which nobody is told. ``state``: where the
+    output stands, while that is known; the matcher is told of tokens only when it is asked, then."""
 
     row: int
-    matcher: Matcher
-    library: GrammarLibrary
-    plain: PlainTokens | None
+    grammar: CompiledGrammar
+    can_jump: bool = False
+    held: HeldTokens | None = None
     num_tokens: int = 0
     is_steady: bool = False
-    can_jump: bool = False
-    min_tokens: int = 0
-    held: np.ndarray | None = None
     is_over: bool = False
     last_token: int = -1
+    error: str | None = None
+    state: State | None = None
+    _matcher: Matcher = None  # type: ignore[assignment]
+    _untold: list[int] = field(default_factory=list)
 
-    @property
-    def is_asking(self) -> bool:
-        """Whether its next mask is not known."""
-        return not (self.is_steady or self.is_over)
+    def __post_init__(self) -> None:
+        self._matcher = self.grammar.start()
+        self.state = self.grammar.states.start if self.grammar.states is not None else None
 
     @property
     def is_going(self) -> bool:
         """Whether the grammar has more to say."""
-        return not self.is_over and self.matcher.error is None
+        return not self.is_over and self.error is None
+
+    @property
+    def mask_key(self) -> Hashable | None:
+        """Equal for outputs whose next masks are equal; None where that is not known."""
+        if self.state is None or self.error is not None:
+            return None
+        return (self.state.mask_key, self.held.ids) if self._is_holding else self.state.mask_key
+
+    @property
+    def matcher(self) -> Matcher:
+        """Told of all tokens."""
+        if self._untold:
+            self._matcher.accept(self._untold)
+            self._untold = []
+            self.error = self._matcher.error
+        return self._matcher
 
     def accept(self, token: int, *, is_end: bool) -> None:
         """Go on by a token, which may be the end of the output."""
+        plain = self.grammar.plain
         self.last_token = token
         self.num_tokens += 1
-        if self.num_tokens == self.min_tokens:  # what was held back is allowed from now on
+        if self.held is not None and self.num_tokens == self.held.count:  # what was held back is allowed from now on
             self.is_steady = False
-        if not self.is_going or (self.is_steady and self._is_plain(token)):
+        if self.is_over or self.error is not None or (self.is_steady and plain is not None and plain.is_plain[token]):
             return
         if is_end:
             self.is_over = True
             return
-        self.matcher.accept([token])
+        self._untold.append(token)
         self.is_steady = False
+        if self.state is not None:
+            assert self.grammar.states is not None
+            self.state = self.grammar.states.step(self.state, token)
+        if self.state is None:
+            _ = self.matcher
 
-    def settle(self, mask: np.ndarray) -> None:
-        """Take the mask [W] that the library told, and make of it, in place, what is allowed."""
-        if self.matcher.error is not None:
+    def read_forced(self) -> bytes:
+        """The text that must follow; nothing while plain text is written."""
+        if self.state is None:
+            return self.matcher.read_forced()
+        if self.state.forced is None:
+            self.state.forced = self.matcher.read_forced()
+        return self.state.forced
+
+    def settle(self, mask: np.ndarray) -> bool:
+        """Take the mask [W] that the library told, and make of it, in place, what is allowed. Whether that is all plain
+        text, and more."""
+        self.error = self._matcher.error
+        if self.error is not None:
             mask[:] = 0
-            return
-        if self.plain is not None and (not self.plain.needs_root or self._is_plain(self.last_token)):
-            self.is_steady = self.plain.are_allowed(mask)
-        if self.held is not None and self.num_tokens < self.min_tokens:
-            rest = mask & ~self.held
+            return False
+        allows_plain = self.grammar.plain is not None and self.grammar.plain.are_allowed(mask)
+        if self.held is not None and self._is_holding:
+            rest = mask & ~self.held.words
             if rest.any():
                 mask[:] = rest
+        return allows_plain
 
-    def _is_plain(self, token: int) -> bool:
-        return self.plain is not None and token >= 0 and bool(self.plain.is_plain[token])
+    def notice(self, *, allows_plain: bool) -> None:
+        """Its next mask allows all plain text, or not."""
+        plain = self.grammar.plain
+        if allows_plain and plain is not None:
+            self.is_steady = not plain.needs_root or (self.last_token >= 0 and bool(plain.is_plain[self.last_token]))
+
+    @property
+    def _is_holding(self) -> bool:
+        return self.held is not None and self.num_tokens < self.held.count

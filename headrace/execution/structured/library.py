@@ -13,6 +13,7 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.registry import Registry
 from headrace.execution.structured.exact import inexactness
 from headrace.execution.structured.plain import PlainTokens
+from headrace.execution.structured.states import States
 
 INSTALL = "pip install 'headrace[structured]'"
 
@@ -37,10 +38,12 @@ class Matcher(Protocol):
 
 class CompiledGrammar(Protocol):
     """A grammar for one vocabulary; shared by any number of outputs. ``library`` fills the masks of its matchers. ``plain``:
-    tokens that leave a matcher where it is, wherever all of them are allowed; None where none are known to."""
+    tokens that leave a matcher where it is, wherever all of them are allowed; None where none are known to. ``states``: where
+    its outputs stand, if an automaton of ours reads it."""
 
     library: GrammarLibrary
     plain: PlainTokens | None
+    states: States | None
 
     def start(self) -> Matcher:
         """A matcher at the beginning of an output."""

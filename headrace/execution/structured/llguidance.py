@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import llguidance
 import msgspec
@@ -22,8 +19,9 @@ from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.bounds import check_ebnf, check_regex
 from headrace.execution.structured.lark import HEADER, embed_json, quote, slash
-from headrace.execution.structured.regex_states import START, RegexStates, read_states
+from headrace.execution.structured.reading import read_automaton
 from headrace.execution.structured.schema import check_schema
+from headrace.execution.structured.states import States
 from headrace.execution.structured.structural_tag import to_lark
 
 JSON_OPTIONS = {
@@ -38,8 +36,6 @@ JSON_OPTIONS = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
-MAX_MASKS = 1024
-"""Kept of all grammars together, 5 to 30 KB each."""
 MAX_MESSAGE = 400
 MAX_THREADS = 8
 SHORT_S = 0.02
@@ -62,77 +58,24 @@ class _TokenizerFace:
         return self.split_greedily(raw.decode("utf-8", "replace")) if self.split_greedily is not None else []
 
 
-class KnownMasks:
-    """The latest masks [W] of numbered states, by grammar and state."""
-
-    def __init__(self) -> None:
-        self._masks: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
-
-    def find(self, key: tuple[int, int]) -> np.ndarray | None:
-        """The mask, if it is known."""
-        return self._masks.get(key)
-
-    def keep(self, key: tuple[int, int], mask: np.ndarray) -> None:
-        """A mask that was computed."""
-        self._masks[key] = mask.copy()
-        while len(self._masks) > MAX_MASKS:
-            self._masks.popitem(last=False)
-
-
-@dataclass(eq=False, slots=True)
-class Places:
-    """Where outputs of one grammar can stand: ``number`` is the grammar's, ``forced`` what must follow, by state."""
-
-    number: int
-    states: RegexStates
-    forced: dict[int | None, bytes] = field(default_factory=dict)
-
-
 class GuidanceMatcher:
-    """A `Matcher`. While ``places`` tell where the output stands, what is known of a state need not be computed again, and
-    ``inner`` is told of tokens only when it is asked."""
+    """A `Matcher`."""
 
-    def __init__(self, inner: llguidance.LLMatcher, places: Places | None = None):
-        self._inner, self._places = inner, places
-        self._state: int | None = START if places is not None else None
-        self._untold: list[int] = []
-
-    @property
-    def inner(self) -> llguidance.LLMatcher:
-        """The library's own, told of all tokens."""
-        self._tell()
-        return self._inner
-
-    @property
-    def key(self) -> tuple[int, int] | None:
-        """The grammar and the state; None when that is not told."""
-        return None if self._state is None or self._places is None else (self._places.number, self._state)
+    def __init__(self, inner: llguidance.LLMatcher):
+        self.inner = inner
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Matcher`."""
-        self._untold += token_ids
-        for token in token_ids:
-            if self._places is not None and self._state is not None:
-                self._state = self._places.states.step(self._state, token)
-        if self._state is None:
-            self._tell()
+        self.inner.consume_tokens(list(token_ids))
 
     def read_forced(self) -> bytes:
         """See `Matcher`. A special token has a byte before it that no text holds."""
-        forced: dict[int | None, bytes] = {} if self._state is None or self._places is None else self._places.forced
-        if self._state not in forced:
-            forced[self._state] = self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
-        return forced[self._state]
+        return self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
 
     @property
     def error(self) -> str | None:
         """See `Matcher`."""
-        return f"the grammar cannot go on: {_first_line(self._inner.get_error())}" if self._inner.is_error() else None
-
-    def _tell(self) -> None:
-        if self._untold:
-            self._inner.consume_tokens(self._untold)
-            self._untold = []
+        return f"the grammar cannot go on: {_first_line(self.inner.get_error())}" if self.inner.is_error() else None
 
 
 class GuidanceGrammar:
@@ -141,13 +84,13 @@ class GuidanceGrammar:
 
     plain = None
 
-    def __init__(self, library: GuidanceLibrary, origins: list[llguidance.LLMatcher], places: Places | None):
-        self.library = library
-        self._origins, self._places = itertools.cycle(origins), places
+    def __init__(self, library: GuidanceLibrary, origins: list[llguidance.LLMatcher], states: States | None):
+        self.library, self.states = library, states
+        self._origins = itertools.cycle(origins)
 
     def start(self) -> GuidanceMatcher:
         """See `CompiledGrammar`."""
-        return GuidanceMatcher(next(self._origins).deep_copy(), self._places)
+        return GuidanceMatcher(next(self._origins).deep_copy())
 
 
 class GuidanceLibrary:
@@ -159,7 +102,6 @@ class GuidanceLibrary:
         face.split_greedily = self._tokenizer.greedy_tokenize
         self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(face.tokens)]
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._known, self._numbers = KnownMasks(), itertools.count()
         self._num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = llguidance.LLExecutor(num_threads=self._num_threads)
         texts = {i: vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(face.tokens)}
@@ -177,8 +119,8 @@ class GuidanceLibrary:
         origins = [self._open(grammar, text)]
         if time.perf_counter() - began < SHORT_S:
             origins += [self._open(grammar, text) for _ in range(1, self._num_threads)]
-        states = self._read_states(grammar)
-        return GuidanceGrammar(self, origins, None if states is None else Places(next(self._numbers), states))
+        automaton = read_automaton(grammar)
+        return GuidanceGrammar(self, origins, None if automaton is None else States(automaton, self._tokens))
 
     def _open(self, grammar: Grammar, text: str) -> llguidance.LLMatcher:
         origin = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
@@ -188,14 +130,6 @@ class GuidanceLibrary:
         if not any(allowed):
             raise _complain(grammar, "it allows no output")
         return origin
-
-    def _read_states(self, grammar: Grammar) -> RegexStates | None:
-        """Expressions and choices stand in numbered states."""
-        if grammar.kind == "regex":
-            return read_states(grammar.text, self._tokens)
-        if grammar.kind == "choice":
-            return read_states("|".join(map(re.escape, msgspec.json.decode(grammar.text))), self._tokens)
-        return None
 
     def _read(self, grammar: Grammar) -> str:
         kind, text = grammar.kind, grammar.text
@@ -223,19 +157,8 @@ class GuidanceLibrary:
     def fill(self, matchers: Sequence[GuidanceMatcher], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
         assert masks.dtype == np.int32 and masks.flags.c_contiguous and len(masks) == len(matchers)
-        asked: list[tuple[GuidanceMatcher, int]] = []
-        for place, matcher in enumerate(matchers):
-            known = None if matcher.key is None else self._known.find(matcher.key)
-            if known is None:
-                asked.append((matcher, place))
-            else:
-                masks[place] = known
-        if asked:
-            work = [(matcher.inner, place) for matcher, place in asked]
-            self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
-            for matcher, place in asked:
-                if matcher.key is not None and matcher.error is None:
-                    self._known.keep(matcher.key, masks[place])
+        work = [(matcher.inner, place) for place, matcher in enumerate(matchers)]
+        self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
 
 
 def _complain(grammar: Grammar, reason: str) -> RequestError:

@@ -1,7 +1,7 @@
-"""`RegexStates`: where an output stands in a regular expression, by number: what is allowed next depends on nothing else.
+"""`RegexAutomaton`: where an output stands in a regular expression: what is allowed next depends on nothing else.
 
-Two outputs in one state have one mask, which need be computed only once. Reads a common part of the notation, and ASCII
-alone: where an output holds anything else, and for expressions beyond what is read, no state is told.
+Reads a common part of the notation, and ASCII alone: where an output holds anything else, and for expressions beyond what
+is read, nothing is told.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from dataclasses import dataclass, field
 
 MAX_NODES = 8192
 MAX_PLACES = 256
-"""Nodes that a state may be in at once: what it takes to go on grows with them."""
-MAX_PLACES_IN_ALL = 16_384
-MAX_STEPS = 8192
-START = 0
+"""Nodes that an output may be in at once: what it takes to go on grows with them."""
 
 _COUNTS = re.compile(r"\{(\d{1,4})(,?)(\d{0,4})\}")
 _ALL = (1 << 128) - 1
@@ -201,48 +198,35 @@ class _Parser:
         return end
 
 
-class RegexStates:
-    """The states of one expression, numbered as outputs come to them; an output begins in `START`. Bounded in memory and in
-    the work of a step."""
+class RegexAutomaton:
+    """An `Automaton`. An inside is the set of nodes that an output may be in. Bytes beyond ASCII are not told: classes were
+    read as if there were nothing else, so that after anything else one would be in more places than are known here."""
 
-    def __init__(self, nodes: _Nodes, tokens: list[bytes]):
-        self._nodes, self._tokens = nodes, tokens
-        self._sets: list[frozenset[int]] = []
-        self._numbers: dict[frozenset[int], int] = {}
-        self._steps: dict[tuple[int, int], int | None] = {}
-        self._num_places = 0
-        if self._number(self._close({0})) is None:
+    def __init__(self, nodes: _Nodes, end: int):
+        self._nodes, self._end = nodes, end
+        start = self._close({0})
+        if start is None:
             raise _NotReadError
+        self.start: frozenset[int] = start
 
-    def step(self, state: int, token: int) -> int | None:
-        """The state after a token; None when it is not told."""
-        key = (state, token)
-        if key not in self._steps:
-            if len(self._steps) >= MAX_STEPS:
-                self._steps.clear()
-            self._steps[key] = self._number(self._follow(self._sets[state], self._tokens[token] if token < len(self._tokens) else b""))
-        return self._steps[key]
+    def advance(self, inside: frozenset[int], byte: int) -> frozenset[int] | None:
+        """See `Automaton`."""
+        return None if byte > 127 else self._close({target for node in inside for bits, target in self._nodes.edges[node] if bits >> byte & 1})
 
-    def _follow(self, places: frozenset[int], text: bytes) -> frozenset[int]:
-        """Empty when the text is not of ASCII: classes were read as if there were nothing else, so that after anything else
-        one would be in more places than are known here."""
-        if not text or not text.isascii():
-            return frozenset()
-        for byte in text:
-            places = self._close({target for node in places for bits, target in self._nodes.edges[node] if bits >> byte & 1})
-        return places
+    def summarise(self, inside: frozenset[int]) -> frozenset[int]:
+        """See `Automaton`."""
+        return inside
 
-    def _number(self, places: frozenset[int]) -> int | None:
-        if places not in self._numbers:
-            if not places or self._num_places + len(places) > MAX_PLACES_IN_ALL:
-                return None
-            self._num_places += len(places)
-            self._numbers[places] = len(self._sets)
-            self._sets.append(places)
-        return self._numbers[places]
+    def weigh(self, inside: frozenset[int]) -> int:
+        """See `Automaton`."""
+        return 4 + len(inside)
 
-    def _close(self, places: set[int]) -> frozenset[int]:
-        """With all that is reached for nothing; empty when that is too much."""
+    def may_end(self, inside: frozenset[int]) -> bool:
+        """Whether the expression matches what was written."""
+        return self._end in inside
+
+    def _close(self, places: set[int]) -> frozenset[int] | None:
+        """With all that is reached for nothing; None when that is nothing, or too much."""
         pending = list(places)
         while pending:
             for target in self._nodes.jumps[pending.pop()]:
@@ -250,14 +234,13 @@ class RegexStates:
                     places.add(target)
                     pending.append(target)
             if len(places) > MAX_PLACES:
-                return frozenset()
-        return frozenset(places)
+                return None
+        return frozenset(places) or None
 
 
-def read_states(pattern: str, tokens: list[bytes]) -> RegexStates | None:
-    """The states of an expression over the bytes of a vocabulary; None when it is beyond the part that is read."""
+def read_regex(pattern: str) -> RegexAutomaton | None:
+    """The automaton of an expression; None when it is beyond the part that is read."""
     try:
-        nodes, _ = _Parser(pattern).read()
-        return RegexStates(nodes, tokens)
+        return RegexAutomaton(*_Parser(pattern).read())
     except (_NotReadError, RecursionError):
         return None

@@ -1,8 +1,8 @@
 """`GrammarRows`: how far the rows with a grammar have come, and the masks of their next tokens.
 
-A mask needs the token before it. Where that is on the host already the masks are filled on a thread while the device
-computes; where it is still on the device (two plans in flight) they are filled once the step has been launched, as soon
-as the step before it is read. Either way no step waits for a mask but the draw at its end. G rows, V vocabulary.
+A mask needs the token before it. Where that is still on the device (two plans in flight) a step is launched up to its
+draw; the masks are filled as soon as the step before is read, while the device computes, and the draw follows before
+anything else is launched. G rows, V vocabulary.
 
 Where a grammar leaves no choice for a few tokens, the step that drew the one before them tells them, too. Matchers go on
 by them at once; what a later step in flight draws in their place is recognised by its position and ignored.
@@ -11,8 +11,11 @@ by them at once; what a later step in flight draws in their place is recognised 
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Protocol
 
 import numpy as np
@@ -20,16 +23,18 @@ import torch
 
 from headrace.execution.rows import RowTokens
 from headrace.execution.sampling import RowMasks, SampleBatch
-from headrace.execution.structured.constraint import Constraint
-from headrace.execution.structured.library import GrammarLibrary
+from headrace.execution.structured.constraint import Constraint, HeldTokens
+from headrace.execution.structured.mask_table import KeptMask, MaskTable
 from headrace.execution.structured.store import GrammarStore
-from headrace.execution.upload import host_words
 
 MIN_JUMP = 2
 """Tokens that a forced run must have."""
 
 JUMP_COST = 0.8
 """What runs in it add to a step, in steps, as measured over captured graphs: all rows of the step pay, and each that has a run gains its tokens but one."""
+
+MIN_THREADED = 6
+"""Masks that are worth another thread, while this one has something else to do."""
 
 
 class DrawnStep(Protocol):
@@ -46,30 +51,42 @@ class DrawnStep(Protocol):
 
 
 @dataclass(slots=True)
+class Asking:
+    """A row whose mask is computed: at ``place`` of the batch, into a mask that is ``kept`` for others under ``key``, if any."""
+
+    place: int
+    constraint: Constraint
+    key: Hashable | None = None
+    kept: KeptMask | None = None
+
+
+@dataclass(slots=True)
 class Filling:
-    """Masks on their way: ``constraints[i]`` is at place ``places[i]`` of the batch and draws token ``indices[i]`` of its
-    output. ``masks``: see `RowMasks`; ``written`` are its words."""
+    """The masks of a step: ``constraints[i]`` is at place ``places[i]`` of the batch and draws token ``indices[i]`` of its
+    output. Begun once all tokens before are known: then ``masks`` are on their way."""
 
     rows: GrammarRows
+    num_rows: int
     constraints: list[Constraint]
     places: list[int]
     indices: list[int]
-    masks: RowMasks
-    written: np.ndarray
+    step: DrawnStep | None = None
+    masks: RowMasks | None = None
+    asking: list[Asking] = field(default_factory=list)
+    sharing: list[Asking] = field(default_factory=list)
     work: Future[None] | None = None
 
     def result(self) -> RowMasks:
-        """The masks; waits for the thread, or for the step before and then fills them here."""
-        if self.work is None:
-            self.rows.catch_up()
-            self.rows.fill(self)
-        else:
+        """The masks; waits for the step before, and for a thread."""
+        if self.masks is None:
+            self.rows.catch_up(before=self.step)
+        if self.work is not None:
             self.work.result()
-        self.masks.errors.update((c.row, c.matcher.error) for c in self.constraints if c.matcher.error and not c.is_over)
-        return self.masks
+        return self.rows.settle(self)
 
     def follow(self, step: DrawnStep) -> None:
-        """The step that uses these masks was launched."""
+        """The step that uses these masks was launched, but for its draw."""
+        self.step = step
         self.rows.await_step(step, list(zip(self.places, self.indices, self.constraints, strict=True)))
 
 
@@ -82,15 +99,16 @@ class _Unread:
 
 
 class GrammarRows:
-    """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `Filling.follow` after, and
-    `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one, and longer ones,
-    too, where the rows of a step would lose more by them than those that have runs gain."""
+    """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `Filling.follow` once
+    all of it but its draw is, and `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one,
+    and longer ones, too, where the rows of a step would lose more by them than those that have runs gain."""
 
     def __init__(self, store: GrammarStore, vocab_size: int, max_rows: int, device: torch.device, *, min_jump: int = MIN_JUMP):
         self._store, self._num_words, self._max_rows, self._device, self.min_jump = store, -(-vocab_size // 32), max_rows, device, min_jump
-        self._table: torch.Tensor | None = None
+        self._table: MaskTable | None = None
         self._constraints: dict[int, Constraint] = {}
-        self._unread: list[_Unread] = []
+        self._unread: deque[_Unread] = deque()
+        self._waiting: Filling | None = None  # for the tokens of the steps before it
         self._batch_size = 1  # of the latest step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
@@ -98,17 +116,14 @@ class GrammarRows:
         """A row with a grammar was taken; what it has output already (before a retraction) is gone through again."""
         assert known.sampling.grammar is not None
         compiled = self._store.find(known.sampling.grammar)
-        sampling = known.sampling
-        can_jump = sampling.rules is None and sampling.penalties is None and sampling.num_logprobs < 0
+        sampling, rules = known.sampling, known.sampling.rules
+        can_jump = rules is None and sampling.penalties is None and sampling.num_logprobs < 0
         if self._table is None:
-            self._table = torch.zeros((self._max_rows, self._num_words), dtype=torch.int32, device=self._device)
-        constraint = Constraint(row, compiled.start(), compiled.library, compiled.plain, can_jump=can_jump)
-        rules = sampling.rules
-        if rules is not None and rules.min_tokens:
-            constraint.min_tokens, constraint.held = rules.min_tokens, self._bits(rules.held_ids)
-        self._constraints[row] = constraint
-        for token in known.token_ids[known.prompt_len :]:
-            constraint.accept(int(token), is_end=token in self._store.eos_ids)
+            self._table = MaskTable(self._max_rows, self._num_words, self._device)
+        held = HeldTokens.of(rules.min_tokens, rules.held_ids, self._num_words) if rules is not None and rules.min_tokens else None
+        constraint = self._constraints[row] = Constraint(row, compiled, can_jump, held)
+        for token in map(int, known.token_ids[known.prompt_len :]):
+            constraint.accept(token, is_end=token in self._store.eos_ids)
 
     def release(self, row: int) -> None:
         """A row was given back."""
@@ -116,20 +131,17 @@ class GrammarRows:
             self._unread.clear()
 
     def begin(self, batch: SampleBatch, *, is_launched: bool = False) -> Filling | None:
-        """Start on the masks of a batch; None when no row of it has a grammar. ``is_launched``: the caller has nothing to do
-        meanwhile, so that no other thread is asked."""
+        """Start on the masks of a batch, now or when the tokens before are read; None when no row of it has a grammar.
+        ``is_launched``: the device is at work already, so that another thread is asked for many masks alone."""
         self._batch_size = len(batch.rows)
         if not len(batch.constrained):
             return None
-        assert self._table is not None, "a row with a grammar was started"
         constraints = [self._constraints[row] for row in map(int, batch.rows[batch.constrained])]
         places, indices = list(map(int, batch.constrained)), list(map(int, batch.output_lens[batch.constrained]))
-        words, written = host_words(RowMasks.count_words(len(batch.rows), len(constraints), self._num_words), self._device)
-        filling = Filling(self, constraints, places, indices, RowMasks(self._table, words, len(batch.rows), len(constraints)), written)
-        if not is_launched and all(unread.step.is_done for unread in self._unread):
-            self.catch_up()
-            if any(constraint.is_asking for constraint in constraints):
-                filling.work = self._thread.submit(self.fill, filling)
+        filling = Filling(self, self._batch_size, constraints, places, indices)
+        self._waiting = filling
+        if all(entry.step.is_done for entry in self._unread):
+            self.catch_up(min_threaded=MIN_THREADED if is_launched else 1)
         return filling
 
     def await_step(self, step: DrawnStep, drawn: list[tuple[int, int, Constraint]]) -> None:
@@ -140,22 +152,33 @@ class GrammarRows:
         """Forget all rows."""
         self._constraints.clear()
         self._unread.clear()
+        self._waiting = None
 
-    def catch_up(self, last: DrawnStep | None = None) -> None:
-        """Let the matchers see the tokens of all launched steps, up to ``last`` if it is given; waits for those."""
+    def catch_up(self, last: DrawnStep | None = None, *, before: DrawnStep | None = None, min_threaded: int = MIN_THREADED) -> None:
+        """Let the matchers see the tokens of all launched steps, up to ``last`` or ``before`` one of them; waits for those. Then
+        begin on the masks that waited for them."""
         if last is not None and not any(entry.step is last for entry in self._unread):
             return
-        while self._unread:
-            entry = self._unread.pop(0)
-            ids = entry.step.read_ids()
-            going = []
-            for place, index, constraint in entry.drawn:
-                if index == constraint.num_tokens:  # else it was known before it was drawn
-                    constraint.accept(ids[place], is_end=ids[place] in self._store.eos_ids)
-                    going.append(constraint)
-            entry.step.forced += self._jump(going)
+        while self._unread and self._unread[0].step is not before:
+            entry = self._unread.popleft()
+            self._go_on(entry)
             if entry.step is last:
-                return
+                break
+        waiting = self._waiting
+        if waiting is not None and (not self._unread or self._unread[0].step is waiting.step):
+            self._waiting = None
+            self._fill(waiting, min_threaded)
+
+    def _go_on(self, entry: _Unread) -> None:
+        ids, eos_ids, going = entry.step.read_ids(), self._store.eos_ids, []
+        for place, index, constraint in entry.drawn:
+            if index == constraint.num_tokens:  # else it was known before it was drawn
+                token = ids[place]
+                constraint.accept(token, is_end=token in eos_ids)
+                if constraint.can_jump and not constraint.is_steady and constraint.is_going:
+                    going.append(constraint)
+        if going:
+            entry.step.forced += self._jump(going)
 
     def _jump(self, constraints: list[Constraint]) -> list[tuple[int, list[int]]]:
         """Go on by the tokens that grammars force now, if they are many; ``[(row, tokens)]`` or nothing."""
@@ -166,52 +189,98 @@ class GrammarRows:
 
     def _find_run(self, constraint: Constraint) -> list[int]:
         jumps = self._store.jumps
-        if jumps is None or not constraint.can_jump or constraint.is_steady or not constraint.is_going:
+        if jumps is None:
             return []
-        text = constraint.matcher.read_forced()
+        text = constraint.read_forced()
         return jumps.find(text, constraint.last_token) if len(text) >= self.min_jump else []
 
     def _follow_run(self, constraint: Constraint, run: list[int]) -> list[int]:
         """The run, or its beginning if the matcher gives up in it: at its limit on work; the next draw tells."""
         for count, token in enumerate(run, 1):
             constraint.accept(token, is_end=False)
-            if constraint.matcher.error is not None:
+            if constraint.error is not None:
                 return run[:count]
         return run
 
-    def fill(self, filling: Filling) -> None:
-        """Write the masks that have changed. A row that cannot go on is allowed nothing; one that is over, or further on by a
-        forced run, and computed before that was known, everything."""
-        rows, mask_of_row, masks = filling.masks.split(filling.written)
-        mask_of_row[:] = -1
-        asking = []
+    def _fill(self, filling: Filling, min_threaded: int) -> None:
+        """Begin on the masks that nobody knows. A row that is over, or further on by a forced run, and computed before that was
+        known, is allowed everything."""
+        table, asking, begun = self._table, filling.asking, set[Hashable]()
+        assert table is not None, "a row with a grammar was started"
+        mask_of_row = np.full(filling.num_rows, -1, dtype=np.int32)
         for place, index, constraint in zip(filling.places, filling.indices, filling.constraints, strict=True):
             if constraint.is_over or index < constraint.num_tokens:
                 continue
-            mask_of_row[place] = constraint.row
-            if constraint.is_asking:
-                asking.append(constraint)
-        asking.sort(key=lambda constraint: id(constraint.library))  # matchers of one library stand together
-        begin = 0
-        for library, group in itertools.groupby(asking, key=lambda constraint: constraint.library):
-            alike = list(group)
-            self._fill_alike(library, alike, masks[begin : begin + len(alike)])
-            begin += len(alike)
-        rows[:begin] = [constraint.row for constraint in asking]
-        filling.masks.num_changed = begin
+            key = constraint.mask_key
+            if key is None:
+                mask_of_row[place] = constraint.row
+                if not constraint.is_steady:
+                    asking.append(Asking(place, constraint))
+                continue
+            kept = table.find(key)
+            if kept is None:
+                kept = table.add(key)
+                asking.append(Asking(place, constraint, key, kept))
+                begun.add(key)
+            elif key in begun:
+                filling.sharing.append(Asking(place, constraint, key, kept))
+            else:
+                constraint.notice(allows_plain=kept.allows_plain)
+            mask_of_row[place] = kept.place
+        asking.sort(key=lambda ask: id(ask.constraint.grammar.library))  # matchers of one library stand together
+        filling.masks = RowMasks.allocate(table.tensor, mask_of_row, len(asking) + len(filling.sharing))
+        if len(asking) < min_threaded:
+            _ask(asking, filling.masks.changed)
+            return
+        is_begun = Event()
+        filling.work = self._thread.submit(_ask, asking, filling.masks.changed, is_begun)
+        is_begun.wait()  # it would not get the interpreter from us before long
 
-    def _fill_alike(self, library: GrammarLibrary, constraints: list[Constraint], masks: np.ndarray) -> None:
-        going = [i for i, constraint in enumerate(constraints) if constraint.is_going]
-        if len(going) == len(constraints):
-            library.fill([constraint.matcher for constraint in constraints], masks)
+    def settle(self, filling: Filling) -> RowMasks:
+        """Finish the masks of a step, once all that were asked for are there. A row that cannot go on is allowed nothing, and
+        shares that with nobody."""
+        masks, table, failed = filling.masks, self._table, set[Hashable]()
+        assert masks is not None and table is not None
+        asking, sharing = filling.asking, filling.sharing
+        filling.asking, filling.sharing = [], []
+        for count, ask in enumerate(asking):
+            self._settle_one(ask, masks, count)
+            if ask.constraint.error is not None and ask.key is not None:
+                table.drop(ask.key)
+                failed.add(ask.key)
+        for ask in sharing:
+            if ask.key in failed:
+                count = masks.num_changed
+                alone = Asking(ask.place, ask.constraint)
+                _ask([alone], masks.changed[count:])
+                self._settle_one(alone, masks, count)
+            elif ask.kept is not None:
+                ask.constraint.notice(allows_plain=ask.kept.allows_plain)
+        return masks
+
+    def _settle_one(self, ask: Asking, masks: RowMasks, count: int) -> None:
+        constraint, kept = ask.constraint, ask.kept
+        allows_plain = constraint.settle(masks.changed[count])
+        if constraint.error is not None:
+            masks.errors[constraint.row] = constraint.error
+            kept = None
+        if kept is not None:
+            kept.allows_plain = allows_plain
+        masks.change(count, ask.place, constraint.row if kept is None else kept.place)
+        constraint.notice(allows_plain=allows_plain)
+
+
+def _ask(asking: list[Asking], masks: np.ndarray, is_begun: Event | None = None) -> None:
+    """Let the libraries write mask i for row i of those that can go on."""
+    if is_begun is not None:
+        is_begun.set()
+    matchers = [ask.constraint.matcher for ask in asking]
+    for library, group in itertools.groupby(range(len(asking)), key=lambda i: asking[i].constraint.grammar.library):
+        alike = list(group)
+        going = [i for i in alike if asking[i].constraint.error is None]
+        if len(going) == len(alike):
+            library.fill([matchers[i] for i in alike], masks[alike[0] : alike[-1] + 1])
         elif going:
             part = np.empty((len(going), masks.shape[1]), dtype=np.int32)
-            library.fill([constraints[i].matcher for i in going], part)
+            library.fill([matchers[i] for i in going], part)
             masks[going] = part
-        for mask, constraint in zip(masks, constraints, strict=True):
-            constraint.settle(mask)
-
-    def _bits(self, ids: list[int]) -> np.ndarray:
-        bits = np.zeros(self._num_words * 32, dtype=np.uint8)
-        bits[ids] = 1
-        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

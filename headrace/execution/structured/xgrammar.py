@@ -19,6 +19,8 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.exact_tags import texts_of, word_tag
 from headrace.execution.structured.library import LeftToOthers
 from headrace.execution.structured.plain import PlainTokens, find_plain, read_breaks
+from headrace.execution.structured.reading import read_automaton
+from headrace.execution.structured.states import States
 
 MAX_THREADS, MIN_SHARED = 4, 8
 """Threads that share in many masks; for fewer they cost more than they save."""
@@ -53,8 +55,8 @@ class XgrammarMatcher:
 class XgrammarGrammar:
     """A `CompiledGrammar`."""
 
-    def __init__(self, library: XgrammarLibrary, inner: xgrammar.CompiledGrammar, plain: PlainTokens | None):
-        self.library, self.plain = library, plain
+    def __init__(self, library: XgrammarLibrary, inner: xgrammar.CompiledGrammar, plain: PlainTokens | None, states: States | None):
+        self.library, self.plain, self.states = library, plain, states
         self._inner = inner
 
     def start(self) -> XgrammarMatcher:
@@ -68,7 +70,7 @@ class XgrammarLibrary:
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]):
         specials = [vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(vocabulary.tokens)]
         self._special_texts = [text for text in specials if text]
-        tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens[:vocab_size])]
+        tokens = self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens[:vocab_size])]
         info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_ids))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
@@ -85,7 +87,9 @@ class XgrammarLibrary:
         except (RuntimeError, ValueError) as error:
             raise RequestError(f"the {grammar.kind} cannot be used as a grammar: {error}"[:500], param=grammar.kind) from error
         breaks = read_breaks(grammar)
-        compiled = XgrammarGrammar(self, inner, None if breaks is None else self._find_plain(breaks))
+        automaton = read_automaton(grammar)
+        states = None if automaton is None else States(automaton, self._tokens)
+        compiled = XgrammarGrammar(self, inner, None if breaks is None else self._find_plain(breaks), states)
         mask = np.zeros((1, self._num_words), dtype=np.int32)
         self.fill([compiled.start()], mask)
         if not mask.any():
