@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from driver import Driver
+from tiny_checkpoint import write_tiny_checkpoint
 
 from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import ConfigError, HeadraceError, ModelError, OutOfDeviceMemory
@@ -154,8 +155,9 @@ def test_threads_follow_option_then_environment(monkeypatch: pytest.MonkeyPatch)
 def test_values_that_break_a_family_are_blamed_on_the_file(folder: Path):
     with pytest.raises(ConfigError, match=str(folder)):
         build_executor(config_of(folder, config_overrides=json.dumps({"hidden_act": ["silu"]})))
+    write_tiny_checkpoint(folder, 1, quantization_config=4)
     with pytest.raises(ConfigError, match="quantization_config must be an object"):
-        build_executor(config_of(folder, config_overrides=json.dumps({"quantization_config": 4})))
+        build_executor(config_of(folder, load_format="auto"))
 
 
 @pytest.mark.parametrize("eos", ["x", [1, "x"], 1.5])
