@@ -220,7 +220,8 @@ class Supervisor:
 
     async def _pump(self, channel: ClientChannel) -> None:
         while True:
-            self._take(await channel.receive())
+            for message in await channel.receive():
+                self._take(message)
             await asyncio.sleep(0)  # a backlog must not keep the readers of the streams from running
 
     def _take(self, message: FromEngine) -> None:

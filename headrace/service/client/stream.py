@@ -48,7 +48,8 @@ class RequestStream:
     """Deltas of all choices of one request, in the order they came, until every choice has finished.
 
     A reader who is slow gets merged deltas, so at most one per choice is ever kept. Leaving the loop early, being
-    cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time.
+    cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time. Who must not be woken for
+    every token takes deltas by `divert`, beside the reader.
     """
 
     def __init__(self, request_id: str, requests: Sequence[EngineRequest], assembler: Assembler, send: Callable[[Iterable[Abort]], None]):
@@ -63,6 +64,7 @@ class RequestStream:
         self._send = send
         self._pending: dict[int, ChoiceDelta] = {}
         self._news = asyncio.Event()
+        self._take: Callable[[ChoiceDelta], bool] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -82,12 +84,17 @@ class RequestStream:
             return
         try:
             delta = self._assembler.feed(output)
+            if delta is not None and not self._hand_over(delta):
+                self._keep(delta)
         except Exception as error:  # request edge: text that cannot be assembled is this request's trouble alone
             self._break(error)
             return
-        if delta is not None:
-            self._keep(delta)
         self._abort_children(self._assembler.to_abort())
+
+    def divert(self, take: Callable[[ChoiceDelta], bool]) -> None:
+        """Offer each delta to ``take`` at once, in `feed`. What it refuses, errors, and what comes while something waits for the
+        reader are the reader's; it must refuse while the reader is still busy with the delta before."""
+        self._take = take
 
     def fail(self, error: ErrorInfo) -> None:
         """End every unfinished choice with an error; the engine is not asked."""
@@ -113,6 +120,14 @@ class RequestStream:
                 await self._news.wait()
         finally:
             self.abort()
+
+    def _hand_over(self, delta: ChoiceDelta) -> bool:
+        if self._take is None or self._pending or delta.error is not None or not self._take(delta):
+            return False
+        if delta.finish_reason is not None:
+            self._unfinished.discard(delta.index)
+            self._news.set()  # the reader sees whether that was all
+        return True
 
     def _keep(self, delta: ChoiceDelta) -> None:
         earlier = self._pending.get(delta.index)

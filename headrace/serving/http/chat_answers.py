@@ -24,7 +24,7 @@ from headrace.serving.http.protocol.chat import (
 )
 from headrace.serving.http.protocol.tools import AnsweredCall, AnsweredFunction, CallPiece
 from headrace.serving.http.sampling import check_stream_options
-from headrace.serving.http.stream import Events, frame
+from headrace.serving.http.stream import Events, TextFrames, frame
 
 
 def finish_reason(reason: str | None, parser: OutputParser | None) -> str | None:
@@ -64,6 +64,7 @@ class _ChoiceEvents:
         self.parser = plan.parser() if plan.parses else None
         self._plan = plan
         self._held_reasoning: list[str] = []
+        self.content_frames: TextFrames | None = None
 
     def read(self, delta: ChoiceDelta) -> ChatDelta:
         """What the delta brings; empty when its text must wait."""
@@ -122,6 +123,7 @@ class ChatEvents(Events):
         self._choices: dict[int, _ChoiceEvents] = {}
         self._has_usage, self._has_running_usage = check_stream_options(body)
         self._has_ids = bool(body.return_token_ids)
+        self._has_text_alone = not (self._has_running_usage or self._has_ids)
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         """Chunks of one delta; nothing when its text is still being held."""
@@ -136,6 +138,8 @@ class ChatEvents(Events):
         is_news = news.content or news.reasoning or news.tool_calls or delta.finish_reason or delta.logprobs or (self._has_ids and delta.token_ids)
         if not is_news:
             return opening
+        if self._has_text_alone and delta.finish_reason is None and delta.logprobs is None and news.is_content_alone:
+            return opening + self._frames_of(choice_events, delta.index).fill(news.content)
         choice = ChatChunkChoice(delta.index, news)
         if delta.logprobs is not None:
             choice.logprobs = chat_logprobs(delta.logprobs, self._names)
@@ -145,6 +149,11 @@ class ChatEvents(Events):
         if self._has_ids:
             choice.token_ids = delta.token_ids
         return opening + frame(self._chunk([choice]))
+
+    def _frames_of(self, choice_events: _ChoiceEvents, index: int) -> TextFrames:
+        if choice_events.content_frames is None:
+            choice_events.content_frames = TextFrames(lambda text: self._chunk([ChatChunkChoice(index, ChatDelta(content=text))]))
+        return choice_events.content_frames
 
     def end(self) -> bytes:
         """The usage chunk."""

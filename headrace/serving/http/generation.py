@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,21 @@ class Generation:
         if error is not None:
             raise error
         return outputs
+
+    def divert(self, is_free: Callable[[], bool], take: Callable[[int, ChoiceDelta], None]) -> None:
+        """While ``is_free``, give deltas to ``take`` as soon as they come, and the rest to `deltas`. Of a lone prompt: several
+        prompts' deltas wait in a queue for their turn."""
+        if len(self.streams) != 1:
+            return
+
+        def offer(delta: ChoiceDelta) -> bool:
+            if not is_free():
+                return False
+            self._count(0, delta)
+            take(0, delta)
+            return True
+
+        self.streams[0].divert(offer)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
         """``(prompt index, delta)`` in the order they come. A slow reader gets fewer, merged deltas (the streams see

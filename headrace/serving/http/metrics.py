@@ -6,11 +6,14 @@ What the engine counts is read from its statistics; what a client feels (latenci
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from headrace.base.messages import EngineStats
 from headrace.service.client.outputs import ChoiceDelta
@@ -56,6 +59,24 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
 
 
+class TokenHistogram(Collector):
+    """A histogram for what is observed with every token, in one event loop alone: no lock, no labels."""
+
+    def __init__(self, name: str, doc: str, buckets: tuple[float, ...]):
+        self._name, self._doc, self._buckets = name, doc, buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        bounds = [*map(floatToGoString, self._buckets), "+Inf"]
+        yield HistogramMetricFamily(self._name, self._doc, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+
+
 class Metrics:
     """All metrics of one application."""
 
@@ -66,7 +87,8 @@ class Metrics:
         self.finished = self._counter("requests_finished", "Choices that ended, by finish reason.", ("finish_reason",))
         self.first_token = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first output.", LATENCY_S)
         self.queue_time = self._histogram("queue_time_seconds", "From a choice's arrival at the engine to its first step.", LATENCY_S)
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two outputs of a choice, per token.", LATENCY_S)
+        self.inter_token = TokenHistogram("headrace_inter_token_latency_seconds", "Between two outputs of a choice, per token.", LATENCY_S)
+        self.registry.register(self.inter_token)
         self.end_to_end = self._histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its last choice.", LATENCY_S)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length of a request.", TOKENS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Output length of a choice.", TOKENS)

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.config import OperationsConfig
+from headrace.serving.http.connection import forgo_writer
 from headrace.serving.http.routing import path_of
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Recorder:
         if scope["type"] != "http" or scope["method"] != "POST" or path_of(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
+        forgo_writer(scope)
         exchange, begin = Exchange("POST", path_of(scope), Headers(scope=scope), time.time()), time.perf_counter()
 
         async def note_body() -> Message:

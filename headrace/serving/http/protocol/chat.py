@@ -134,6 +134,11 @@ class ChatDelta(Struct):
     reasoning: str | UnsetType = UNSET
     tool_calls: list[CallPiece] | UnsetType = UNSET
 
+    @property
+    def is_content_alone(self) -> bool:
+        """Whether there is text of the answer and nothing else."""
+        return bool(self.content) and self.role is UNSET and self.reasoning is UNSET and self.tool_calls is UNSET
+
 
 class ChatChunkChoice(Struct):
     """News of one choice."""

@@ -25,7 +25,7 @@ from headrace.serving.http.protocol.completions import (
     CompletionRequest,
 )
 from headrace.serving.http.sampling import check_stream_options, given_request_id, pick_request_id, sampling_params
-from headrace.serving.http.stream import Events, EventStream, frame, start_stream
+from headrace.serving.http.stream import Events, EventStream, TextFrames, frame, start_stream
 
 BODY = JsonBody(CompletionRequest)
 
@@ -149,9 +149,17 @@ class CompletionEvents(Events):
         self._created = int(time.time())
         self._has_usage, self._has_running_usage = check_stream_options(body)
         self._has_ids = bool(body.return_token_ids)
+        self._has_text_alone = not (self._has_running_usage or self._has_ids or body.max_tokens == 0)
+        self._frames: dict[int, TextFrames] = {}
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         """The chunk of one delta; nothing when its text is still being held."""
+        place = prompt_index * self._writer.num_choices + delta.index
+        if self._has_text_alone and delta.finish_reason is None and delta.logprobs is None:
+            frames = self._frames.get(place)
+            if frames is not None:
+                return frames.fill(delta.text) if delta.text else b""
+            self._frames[place] = TextFrames(lambda text: self._chunk([CompletionChoice(place, text)]))
         piece = self._writer.write_piece(prompt_index, delta)
         if not (piece.text or piece.finish_reason or piece.logprobs or (self._has_ids and delta.token_ids)):
             return b""
