@@ -16,18 +16,29 @@ from headrace.base.config import DeviceConfig, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError
 from headrace.execution.backends import ChosenBackends, choose_backends
 from headrace.execution.captured_steps import GraphSizes
-from headrace.execution.captures import Recorder
+from headrace.execution.captures import NoRecorder, Recorder
 from headrace.execution.graphs import bucket_sizes
 from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.runner import Runner
 from headrace.execution.step_graphs import step_sizes
-from headrace.execution.warmup import measure_largest_steps, run_tiny_steps
+from headrace.execution.warmup import measure_largest_steps, measure_peak, run_tiny_steps
 from headrace.layers.build import Build
 from headrace.memory.capacity import free_bytes
 from headrace.memory.plan import CachePlan
 
-DRIVER_BYTES_PER_GRAPH = 8 * 2**20
-"""Launch parameters and node state of a captured step; more than was measured for 32 layers."""
+DRIVER_BYTES_PER_LAYER = 64 * 2**10
+"""Launch parameters and node state of a layer in a captured step: twice what was measured."""
+LIBRARY_BYTES = 64 * 2**20
+"""What a library of products takes for the stream that records."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What steps take beyond what is there before them: the largest as written, and the largest ones that graphs are made of,
+    one for each kind, together."""
+
+    largest: int = 0
+    captured: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Assembly:
         """What the start does once the layout is known: measure, allocate, run, capture."""
         build = Build(device=self.device, dtype=loaded.dtype)
         chosen = choose_backends(loaded.model, loaded.groups, build, self.config.cache, self.config.device.attention_backend)
-        measure_activations(self.config, loaded, chosen, self.device)
+        measure_steps(self.config, loaded, chosen, self.device)
         runner = self.build_runner(loaded, chosen)
         if captures:
             self.capture_graphs(runner, loaded, chosen, progress)
@@ -95,15 +106,13 @@ def graph_sizes(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackend
     return GraphSizes(decodes, step_sizes(most, loaded.num_parameters))
 
 
-def graph_reserve(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, activations: int, device: torch.device) -> int:
-    """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): the logits
-    of the largest decode step in three forms, their share of the largest step's ``activations``, and what the driver takes
-    for each graph. The same whenever they are captured."""
+def graph_reserve(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, captured: int, device: torch.device) -> int:
+    """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): what was
+    ``captured`` by `measure_steps`, since all sizes share the memory of the largest, and what the driver takes for each.
+    The same whenever they are captured."""
     if not has_graphs(config, device):
         return 0
-    sizes = graph_sizes(config, loaded, chosen)
-    share = activations * max(sizes.tokens, default=0) // config.scheduler.max_step_tokens
-    return sizes.decodes[-1] * loaded.vocab_size * 10 + share + len(sizes) * DRIVER_BYTES_PER_GRAPH
+    return captured + len(graph_sizes(config, loaded, chosen)) * loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
 
 
 def layout_of(config: EngineConfig, plan: CachePlan) -> CacheLayout:
@@ -130,10 +139,17 @@ def build_small_runner(config: EngineConfig, loaded: LoadedModel, chosen: Chosen
     return build_runner(config, loaded, chosen, layout_of(config, CachePlan(groups, loaded.max_model_len)), device)
 
 
-def measure_activations(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
+def measure_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> StepBytes:
     """Run the largest steps over two pages per group and keep torch's pool warm for them. A CPU has nothing to reserve."""
     if device.type != "cuda":
-        return 0
+        return StepBytes()
     runner = build_small_runner(config, loaded, chosen, device)
     assert config.scheduler.max_step_tokens
-    return measure_largest_steps(runner.execute, runner.layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None)
+    largest = measure_largest_steps(runner.execute, runner.layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None)
+    if not has_graphs(config, device):
+        return StepBytes(largest)
+    sizes = graph_sizes(config, loaded, chosen)
+    ends = (GraphSizes(sizes.decodes[-1:], []), GraphSizes([], sizes.tokens[-1:]))
+    with torch.inference_mode():
+        captured = sum(measure_peak(runner.capture(end, NoRecorder()).record_largest, device) for end in ends)
+    return StepBytes(largest, captured)

@@ -26,11 +26,13 @@ class GraphSizes:
 
 
 class CapturedSteps:
-    """A step whose bucket has no graph yet runs as written, in the bucket's room, and is recorded: the next is replayed."""
+    """A step whose bucket has no graph yet is recorded, in the bucket's room, and then replayed like those that follow."""
 
     def __init__(self, sizes: GraphSizes, model: ServedModel, state: DecodeState, inputs: InputBuilder, recorder: Records):
         self._decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, state, recorder))
         self._others = Buckets(sizes.tokens, lambda size: StepGraph(size, model, inputs, recorder))
+        # recorded in this order: logits are the largest single tensor, and what the others need fits into its place
+        self._kinds: tuple[Buckets[DecodeGraph] | Buckets[StepGraph], ...] = (self._decodes, self._others)
 
     def find_decodes(self, num_requests: int) -> DecodeGraph | None:
         """The bucket of a step of decodes alone."""
@@ -47,13 +49,13 @@ class CapturedSteps:
 
     def record_largest(self) -> None:
         """Record the largest of each kind, so that the others fit into their memory whenever they come."""
-        for buckets in (self._others, self._decodes):
+        for buckets in self._kinds:
             for size in buckets.unsettled()[:1]:
                 buckets.settle(size)
 
     def record_next(self) -> bool:
         """Record one bucket that has no graph; False when there is none."""
-        for buckets in (self._others, self._decodes):
+        for buckets in self._kinds:
             for size in buckets.unsettled()[:1]:
                 buckets.settle(size)
                 return True

@@ -65,6 +65,13 @@ def _lend(output: Any) -> Any:
     return torch.as_tensor(_Lent(output), device=output.device).view(output.dtype).view(output.shape)
 
 
+class NoRecorder:
+    """Records nothing: work runs as written."""
+
+    def record(self, work: Callable[[], Output]) -> None:
+        return None
+
+
 class Records(Protocol):
     """What makes graphs; see `Recorder`."""
 
@@ -72,8 +79,8 @@ class Records(Protocol):
 
 
 class Capture(Generic[Output]):
-    """Work on tensors that stay where they are: run as written the first time, then recorded, and replayed from then on.
-    The first run is a real one, and compiles and chooses what must be. A replay overwrites the output of the one before."""
+    """Work on tensors that stay where they are: recorded when it is first wanted, and replayed. What is compiled, loaded or
+    chosen at a first run may be so while it is recorded. A replay overwrites the output of the one before."""
 
     def __init__(self, work: Callable[[], Output], recorder: Records):
         self._work, self._recorder = work, recorder
@@ -82,13 +89,10 @@ class Capture(Generic[Output]):
 
     def run(self) -> Output:
         """Do the work."""
-        if self._replay is not None:
-            return self._replay()
-        is_first, self.is_settled = not self.is_settled, True  # whatever goes wrong is not tried again
-        output = self._work()
-        if is_first:
+        if not self.is_settled:
+            self.is_settled = True  # whatever goes wrong is not tried again
             self._replay = self._recorder.record(self._work)
-        return output
+        return self._work() if self._replay is None else self._replay()
 
 
 class Bucket(Protocol):

@@ -62,13 +62,12 @@ class LocalExecutor:
 
     def execute(self, plan: StepPlan) -> PendingSample:
         """Launch a plan. On a CPU the step is done when this returns."""
-        runner = self._runner
-        assert runner is not None, "the executor is closed, or asleep"
+        assert self._runner is not None, "the executor is closed, or asleep"
         self._profiler.count_step()
         try:
-            return runner.execute(plan)
+            return self._runner.execute(plan)
         except torch.OutOfMemoryError as error:
-            clear_frames(error.__traceback__)  # they hold the step's tensors for as long as anybody holds the error
+            clear_frames(error.__traceback__)  # or whoever keeps the error keeps the step's tensors
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
 
     def use_idle_moment(self) -> bool:
@@ -150,9 +149,9 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     )
     config = replace(config, cache=replace(config.cache, page_size=chosen.page_size), device=limit_graphs(config.device, loaded, chosen))
     progress("running the largest steps", 0.8)
-    activations = prepare_steps(config, loaded, chosen, device)
+    measured = prepare_steps(config, loaded, chosen, device)
     progress("sizing the KV cache", 0.85)
-    free, reserve = free_bytes(device), graph_reserve(config, loaded, chosen, activations, device)
+    free, reserve = free_bytes(device), graph_reserve(config, loaded, chosen, measured.captured, device)
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
     plan = plan_cache(_demand(config, loaded), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
     assembly = Assembly(config, layout_of(config, plan), device)
@@ -163,7 +162,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
         graphs = max(graphs, reserve)  # most are still to come
     kv_bytes = sum(pool.num_bytes for pool in runner.pools)
     memory = memory_lines(
-        weights=loaded.num_bytes, activations=activations, graphs=graphs, plan=plan, page_size=assembly.layout.page_size,
+        weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, plan=plan, page_size=assembly.layout.page_size,
         free=free - kv_bytes - graphs,
     )
     facts = read_facts(loaded, assembly.layout, str(device))

@@ -23,12 +23,13 @@ from headrace.memory.page_tables import PageTables
 from headrace.models.family import ServedModel
 
 DENSE_BUCKETS = (1, 2, 4)
-"""Below 8 requests a padded row costs as much as a real one; from 8 on the step is 8 (later 16, 32) requests."""
+"""Below 8 requests a padded row costs as much as a real one; from 8 on the step is 8 (later 16, 32) requests: padding has no
+keys to attend to, and tensor cores take as long for 130 rows as for 144. Each size is 20 ms of the start."""
 
 
 def bucket_sizes(max_requests: int) -> list[int]:
     """Ascending; the last is ``max_requests``, so that every decode step has a bucket."""
-    sizes = [*DENSE_BUCKETS, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_requests + 1, 32)]
+    sizes = [*DENSE_BUCKETS, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_requests + 1, 32)]
     return sorted({*(size for size in sizes if size < max_requests), max_requests})
 
 

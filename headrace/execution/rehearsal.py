@@ -5,50 +5,35 @@ Refuses: compiling (kernels/ahead.py), and sizes that nobody rehearsed; their ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import msgspec
 import torch
 
 from headrace.base.config import EngineConfig
 from headrace.base.sampling import Penalties, SamplingSpec
-from headrace.execution.assembly import build_small_runner, graph_sizes, has_graphs, measure_activations
+from headrace.execution.assembly import StepBytes, build_small_runner, graph_sizes, has_graphs, measure_steps
 from headrace.execution.backends import ChosenBackends
 from headrace.execution.captured_steps import GraphSizes
+from headrace.execution.captures import NoRecorder
 from headrace.execution.loading import LoadedModel
 from headrace.execution.warmup import run_tiny_steps
 from headrace.kernels.ahead import compile_ahead
 
-Output = TypeVar("Output")
-
-PENALTIES = Penalties(presence=0.5)
-DRAWS = (
-    *(SamplingSpec(temperature=1.0, **limits) for limits in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5})),
-    *(SamplingSpec(penalties=PENALTIES, **limits) for limits in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})),
-)
-"""Ways to draw that have kernels of their own; the rarer ones are compiled when they come."""
+DRAWS = (SamplingSpec(temperature=1.0), SamplingSpec(penalties=Penalties(presence=0.5)))
+"""Ways to draw that have kernels of their own; all others branch within these."""
 
 
-class NoRecorder:
-    """Records nothing."""
-
-    def record(self, work: Callable[[], Output]) -> None:
-        return None
-
-
-def prepare_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
+def prepare_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> StepBytes:
     """Compile for the first steps, the largest ones and those with graphs, if that was not done before on this machine.
-    Returns the bytes that the largest take; a rehearsal, which allocates what they do, tells as well as they."""
-    measured: list[int] = []
+    Returns what the largest take; a rehearsal, which allocates what they do, tells as well as they."""
+    measured: list[StepBytes] = []
     about = msgspec.json.encode((config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype))).decode()
     compile_ahead(lambda: measured.append(_rehearse(config, loaded, chosen, device)), about, device)
-    return measured[0] if measured else measure_activations(config, loaded, chosen, device)
+    return measured[0] if measured else measure_steps(config, loaded, chosen, device)
 
 
 @torch.inference_mode()
-def _rehearse(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> int:
-    activations = measure_activations(config, loaded, chosen, device)
+def _rehearse(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> StepBytes:
+    measured = measure_steps(config, loaded, chosen, device)
     runner = build_small_runner(config, loaded, chosen, device)
     is_reader = loaded.pooling is not None
     for sampling in (SamplingSpec(), *(() if is_reader else DRAWS)):
@@ -56,7 +41,7 @@ def _rehearse(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends,
     if has_graphs(config, device):
         runner.capture(_thin(graph_sizes(config, loaded, chosen)), NoRecorder()).record_all(lambda: None)
     runner.detach()
-    return activations
+    return measured
 
 
 def _thin(sizes: GraphSizes) -> GraphSizes:

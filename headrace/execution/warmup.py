@@ -39,17 +39,25 @@ def run_tiny_steps(execute: Execute, layout: CacheLayout, *, is_reader: bool = F
 def measure_largest_steps(execute: Execute, layout: CacheLayout, max_tokens: int, device: torch.device, *, is_reader: bool = False) -> int:
     """Bytes that the largest steps take beyond what is allocated now: one of as many requests as can be, all drawing at
     random, and one of the longest. Reads and writes the null page only, so two pages per group are enough."""
+    def run() -> None:
+        many = min(layout.max_rows, max_tokens)
+        few = min(layout.max_rows, -(-max_tokens // layout.max_model_len))
+        for num_rows in (many, few):
+            length = min(max(1, max_tokens // num_rows), layout.max_model_len)
+            spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
+            pooling = PoolingSpec() if is_reader else None
+            starts = [RowStart(row, "measure", [0] * length, length, spec, pooling) for row in range(num_rows)]
+            rows = list(range(num_rows))
+            execute(StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, [int(not is_reader)] * num_rows, starts=starts)).result()
+
+    return measure_peak(run, device)
+
+
+def measure_peak(run: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that ``run`` has at a time beyond what is allocated now."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    many = min(layout.max_rows, max_tokens)
-    few = min(layout.max_rows, -(-max_tokens // layout.max_model_len))
-    for num_rows in (many, few):
-        length = min(max(1, max_tokens // num_rows), layout.max_model_len)
-        spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
-        pooling = PoolingSpec() if is_reader else None
-        starts = [RowStart(row, "measure", [0] * length, length, spec, pooling) for row in range(num_rows)]
-        rows = list(range(num_rows))
-        execute(StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, [int(not is_reader)] * num_rows, starts=starts)).result()
+    run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

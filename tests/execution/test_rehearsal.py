@@ -33,7 +33,7 @@ def test_few_sizes_stand_for_all():
 def test_the_largest_step_runs_once(is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     asked: list[str] = []
-    measured = iter([111, 222])
+    measured = iter([assembly.StepBytes(111), assembly.StepBytes(222)])
     steps: list[int] = []
 
     def pretend(rehearse: Callable[[], None], about: str, device: torch.device) -> int:
@@ -43,7 +43,7 @@ def test_the_largest_step_runs_once(is_known: bool, tmp_path: Path, monkeypatch:
         return 0
 
     monkeypatch.setattr(rehearsal, "compile_ahead", pretend)
-    monkeypatch.setattr(rehearsal, "measure_activations", lambda *about: steps.append(1) or next(measured))
+    monkeypatch.setattr(rehearsal, "measure_steps", lambda *about: steps.append(1) or next(measured))
     executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
     lines = {line.name: line.num_bytes for line in executor.memory}
     assert lines["activations"] == 111 and len(steps) == 1

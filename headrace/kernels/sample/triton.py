@@ -118,7 +118,7 @@ def _draw(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _look(row_ptr, mask_ptr, is_masked, V, HAS_MASKS: tl.constexpr, BLOCK: tl.constexpr):
+def _look(row_ptr, mask_ptr, is_masked, V, BLOCK: tl.constexpr):
     """Mask a row; its greatest logits before and after, NaN if it holds one, and the first token of the latter."""
     raw, best = tl.full((), NEGATIVE, tl.float32), tl.full((), NEGATIVE, tl.float32)
     raw_nan, best_nan, token = 0, 0, 0
@@ -127,8 +127,8 @@ def _look(row_ptr, mask_ptr, is_masked, V, HAS_MASKS: tl.constexpr, BLOCK: tl.co
         inside = index < V
         x = tl.load(row_ptr + index, mask=inside, other=NEGATIVE)
         raw, raw_nan = tl.maximum(raw, tl.max(x, axis=0)), tl.maximum(raw_nan, tl.max((x != x).to(tl.int32), axis=0))
-        if HAS_MASKS:
-            word = tl.load(mask_ptr + index // 32, mask=inside & is_masked, other=-1)
+        if is_masked:
+            word = tl.load(mask_ptr + index // 32, mask=inside, other=-1)
             is_forbidden = ((word >> (index % 32)) & 1) == 0
             tl.store(row_ptr + index, NEGATIVE, mask=inside & is_forbidden)
             x = tl.where(is_forbidden, NEGATIVE, x)
@@ -136,9 +136,24 @@ def _look(row_ptr, mask_ptr, is_masked, V, HAS_MASKS: tl.constexpr, BLOCK: tl.co
         block_best = tl.max(x, axis=0)
         token = tl.where(block_best > best, tl.min(tl.where(x == block_best, index, V - 1), axis=0), token)
         best = tl.maximum(best, block_best)
-    raw = tl.where(raw_nan > 0, float("nan"), raw)
-    best = tl.where((best_nan if HAS_MASKS else raw_nan) > 0, float("nan"), best)
-    return raw, best, token
+    best_nan = tl.where(is_masked, best_nan, raw_nan)
+    return tl.where(raw_nan > 0, float("nan"), raw), tl.where(best_nan > 0, float("nan"), best), token
+
+
+@triton.jit
+def _cut(row_ptr, V, temperature, best, min_p, top_k, top_p, BLOCK: tl.constexpr):
+    """The threshold that what is kept lies above."""
+    low = tl.full((), LOWEST, tl.float32)
+    if min_p > 0:
+        # kept are y >= log(min_p); the rest of the search keeps y > low, so low is the next float below
+        floor = tl.log(min_p).to(tl.float32)
+        low = tl.maximum(low, floor - tl.maximum(tl.abs(floor) * 1.2e-7, 1e-30))
+    if top_k > 0:
+        low = _find_threshold(row_ptr, V, temperature, best, low, top_k.to(tl.float32), False, BLOCK)
+    if top_p < 1.0:
+        mass = _kept_mass(row_ptr, V, temperature, best, low, top_k, BLOCK)
+        low = _find_threshold(row_ptr, V, temperature, best, low, top_p * mass, True, BLOCK)
+    return low
 
 
 COLUMNS = [
@@ -149,41 +164,29 @@ COLUMNS = [
 compiled while a request waits."""
 
 
-@triton.jit(do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(do_not_specialize=["num_words", "has_masks", "has_before", "has_params"], do_not_specialize_on_alignment=COLUMNS)
 def _draw_kernel(
     logits_ptr, drawn_ptr, rows_ptr, last_token_ptr, masks_ptr, mask_of_row_ptr, before_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, num_words, V,
-    HAS_MASKS: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_PARAMS: tl.constexpr, HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_TOP_P: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, V, num_words, has_masks, has_before, has_params,
     BLOCK: tl.constexpr,
 ):
+    """What was not asked for is found out at run time, a branch for each row: one kernel, compiled before the first request."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-    place = tl.load(mask_of_row_ptr + row).to(tl.int64) if HAS_MASKS else tl.full((), -1, tl.int64)
-    raw, greatest_left, token = _look(row_ptr, masks_ptr + tl.maximum(place, 0) * num_words, place >= 0, V, HAS_MASKS, BLOCK)
-    before = tl.load(before_ptr + row) if HAS_BEFORE else raw
+    place = tl.load(mask_of_row_ptr + row, mask=has_masks != 0, other=-1).to(tl.int64)
+    raw, greatest_left, token = _look(row_ptr, masks_ptr + tl.maximum(place, 0) * num_words, place >= 0, V, BLOCK)
+    before = tl.load(before_ptr + row, mask=has_before != 0, other=0.0)
+    before = tl.where(has_before != 0, before, raw)
     is_broken = (before != before) | (tl.abs(before) == float("inf"))
     is_empty = (greatest_left != greatest_left) | (tl.abs(greatest_left) == float("inf"))
     token = token.to(tl.int64)
-    if HAS_PARAMS:
-        temperature = tl.load(temperature_ptr + row).to(tl.float32)
-        if temperature > 0:
-            best = tl.math.div_rn(greatest_left, temperature)
-            low = tl.full((), LOWEST, tl.float32)
-            if HAS_MIN_P:
-                # kept are y >= log(min_p); the rest of the search keeps y > low, so low is the next float below
-                floor = tl.log(tl.load(min_p_ptr + row)).to(tl.float32)
-                low = tl.maximum(low, floor - tl.maximum(tl.abs(floor) * 1.2e-7, 1e-30))
-            if HAS_CUT:
-                top_k = tl.load(top_k_ptr + row)
-                if top_k > 0:
-                    low = _find_threshold(row_ptr, V, temperature, best, low, top_k.to(tl.float32), False, BLOCK)
-                if HAS_TOP_P:
-                    top_p = tl.load(top_p_ptr + row).to(tl.float32)
-                    if top_p < 1.0:
-                        mass = _kept_mass(row_ptr, V, temperature, best, low, top_k, BLOCK)
-                        low = _find_threshold(row_ptr, V, temperature, best, low, top_p * mass, True, BLOCK)
-            uniform = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
-            token = _draw(row_ptr, V, temperature, best, low, uniform, BLOCK).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row, mask=has_params != 0, other=0.0).to(tl.float32)
+    if temperature > 0:
+        best = tl.math.div_rn(greatest_left, temperature)
+        top_p = tl.load(top_p_ptr + row).to(tl.float32)
+        low = _cut(row_ptr, V, temperature, best, tl.load(min_p_ptr + row), tl.load(top_k_ptr + row), top_p, BLOCK)
+        uniform = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
+        token = _draw(row_ptr, V, temperature, best, low, uniform, BLOCK).to(tl.int64)
     tl.store(drawn_ptr + row, token)
     tl.store(drawn_ptr + tl.num_programs(0) + row, tl.where(is_broken, NOT_FINITE, tl.where(is_empty, NOTHING_ALLOWED, 0)).to(tl.int64))
     tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
@@ -198,13 +201,14 @@ def draw(
         return keep_best(logits, rows, last_token)
     num_rows, vocab_size = logits.shape
     drawn = torch.empty((2, num_rows), dtype=torch.int64, device=logits.device)
-    columns = (drawn,) * 6 if params is None else (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
+    reals, words = drawn.view(torch.float64), drawn.view(torch.int32)  # stand for what is not there, in its type
+    columns = (reals, drawn, reals, reals, drawn, drawn)
+    if params is not None:
+        columns = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
     _draw_kernel[(num_rows,)](
-        logits, drawn, rows, last_token, drawn if masks is None else masks, drawn if mask_of_row is None else mask_of_row, drawn if before is None else before,
-        *columns, logits.stride(0), 0 if masks is None else masks.shape[1], vocab_size,
-        HAS_MASKS=masks is not None, HAS_BEFORE=before is not None, HAS_PARAMS=params is not None,
-        HAS_CUT=params is not None and (params.num_ranked > 0 or params.has_top_p), HAS_MIN_P=params is not None and params.has_min_p,
-        HAS_TOP_P=params is not None and params.has_top_p, BLOCK=BLOCK, num_warps=16,
+        logits, drawn, rows, last_token, words if masks is None else masks, words if mask_of_row is None else mask_of_row,
+        logits if before is None else before, *columns, logits.stride(0), vocab_size, 0 if masks is None else masks.shape[1],
+        int(masks is not None), int(before is not None), int(params is not None), BLOCK=BLOCK, num_warps=16,
     )
     return drawn
 
