@@ -132,8 +132,6 @@ def _check_ranges(p: SamplingParams) -> None:
         _fail("thinking_budget", "at least 0", p.thinking_budget.max_tokens)
     if p.seed is not None and not -(2**63) <= p.seed < 2**63:
         _fail("seed", "a 64-bit integer", p.seed)
-    if p.n > 1 and p.temperature < GREEDY_TEMPERATURE:
-        _fail("n", "1 when temperature is 0 (every choice would be the same)", p.n)
 
 
 def _check_amounts(p: SamplingParams) -> None:

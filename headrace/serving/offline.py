@@ -26,7 +26,7 @@ from headrace.service.client.outputs import GenerationOutput
 from headrace.service.client.prompts import require_tokenizer
 from headrace.service.client.texts import Reader, Reading, activate, plan_scores, shorten
 from headrace.service.parsing.choice import AUTO, Formats, formats_of
-from headrace.service.parsing.forcing import grammar_of_calls
+from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import ParsedMessage, parse_output
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import Tokenizer
@@ -366,11 +366,8 @@ def _callable_tools(tools: list[dict[str, Any]], choice: str) -> list[dict[str, 
 def _prepare_calls(params: SamplingParams, formats: Formats, tools: list[dict[str, Any]], prompt: str, choice: str) -> SamplingParams:
     """The parameters with the special tokens visible that mark calls and reasoning, and with the grammar of forced calls."""
     params = params if params.keep_special_tokens else replace(params, keep_special_tokens=formats.visible_texts(has_tools=True))
-    if choice == "auto":
-        return params
-    if params.grammar is not None:
-        raise RequestError("a forced tool call cannot be combined with a grammar: both decide what comes", param="tool_choice")
-    return replace(params, grammar=grammar_of_calls(formats, tools, prompt, is_parallel=choice == "required"))
+    grammar = confine_output(formats, params.grammar, tools, prompt, is_parallel=choice in ("auto", "required"), is_forced=choice != "auto")
+    return replace(params, grammar=grammar)
 
 
 def _raise_first_error(outputs: list[GenerationOutput]) -> None:

@@ -90,7 +90,7 @@ async def test_disconnects_abort(tiny_server):
 
 def test_bad_requests_fail_alone(tiny_server):
     api = client(tiny_server)
-    for body in ({"temperature": -1}, {"max_tokens": 0}, {"prompt": ""}, {"n": 100000}, {"prompt": [999999999]}, {"prompt": "x " * 5000}, {"logprobs": 1000}):
+    for body in ({"temperature": -1}, {"max_tokens": -1}, {"prompt": ""}, {"n": 100000}, {"prompt": [999999999]}, {"prompt": "x " * 5000}, {"logprobs": 1000}):
         with pytest.raises(openai.BadRequestError) as caught:
             api.completions.create(**{"model": "tiny", "prompt": "x", "max_tokens": 4, **body})
         assert caught.value.body["message"]

@@ -11,9 +11,11 @@ from samples import PAIRS, parser, run, summary
 
 pytest.importorskip("llguidance")
 
+from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.llguidance import GuidanceLibrary
-from headrace.service.parsing.forcing import after_reasoning, delay_grammar, force_calls, write_call
+from headrace.service.parsing.choice import Formats
+from headrace.service.parsing.forcing import after_reasoning, confine_output, delay_grammar, force_calls, write_call
 from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 from headrace.service.parsing.schemas import loosen
 
@@ -121,6 +123,27 @@ def test_strict_calls_where_text_may_stand(name):
     assert not allows(tag, written(name, ("evil", {}))) and not allows(tag, written(name, ("get_weather", {"city": "x", "other": 1})))
     if name not in ("llama3_json", "pythonic", "gemma", "gpt_oss"):
         assert allows(tag, "So:\n" + written(name, ("noop", {}))) and not allows(tag, "So:\n" + written(name, ("evil", {})))
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_an_answer_of_a_given_form_or_calls(name):
+    formats = Formats(TOOL_FORMATS.load(name), REASONING_FORMATS.load(PAIRS[name]))
+    asked = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False})
+    tag = json.loads(confine_output(formats, asked, TOOLS, "").text)
+    reasoning, call = formats.reasoning, written(name, ("noop", {}))
+    start, end = reasoning.writing or (reasoning.starts[0], reasoning.ends[0])
+    is_marked = name not in ("llama3_json", "pythonic", "gemma")
+    for lead in [f"{start}Hm{end}"] + [""] * (not reasoning.is_open):
+        answer = lead + formats.tools.writing.answer + '{"a": 4}'
+        assert allows(tag, answer) and allows(tag, lead + call) is is_marked
+        assert summary(run(parser(name, PAIRS[name]), [answer])) == (lead and "Hm", '{"a": 4}', [])
+    for text in ("Hello", '{"b": 4}', '{"a": "x"}', call + '{"a": 4}', '{"a": 4}' + call):
+        assert not allows(tag, formats.tools.writing.answer + text)
+    delayed = json.loads(confine_output(formats, asked, [], "").text)
+    assert allows(delayed, f"{start}Hm{end}{reasoning.answer}" + '{"a": 4}') and not allows(delayed, call)
+    assert confine_output(formats, asked, TOOLS, "", is_forced=True) == confine_output(formats, None, TOOLS, "", is_forced=True)
+    with pytest.raises(RequestError, match="both decide"):
+        confine_output(formats, Grammar.regex("a"), TOOLS, "", is_forced=True)
 
 
 def test_a_format_after_reasoning():

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.base.errors import UnsupportedFeature
+from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.grammar import Grammar
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, Writing
@@ -22,41 +22,67 @@ MAX_PROPERTIES = 128
 """Arguments of one tool in formats that write them one by one."""
 ANY_OBJECT: Node = {"type": "object"}
 ANY_TEXT: Node = {"type": "any_text"}
+ANSWER_KINDS = frozenset({"json_schema", "json_object", "regex", "choice"})
+"""Kinds of grammars that an answer may keep to where calls may come instead."""
 NO_CALL = r"([^\s{\[](.|\n)*)?"
 """Text that no call without a marker can be: it begins with neither bracket nor space."""
 _SLOT = re.compile(r"\$(name|arguments|index|key|value)")
 _LOCAL = ("$defs", "definitions")
 
 
+def confine_output(
+    formats: Formats, asked: Grammar | None, tools: Sequence[Mapping[str, Any]], prompt: str, *, is_parallel: bool = True,
+    is_forced: bool = False, continued: str | None = None,
+) -> Grammar | None:
+    """The grammar of an output that follows ``prompt``, where the request asks for ``asked`` and offers ``tools`` (those that
+    may be called). The form asked for is that of answers: calls may come instead (in formats that mark them, and but for EBNF
+    and tags), and come if they are forced. Nothing but grammars in EBNF binds reasoning. Raises typed errors for what cannot be had together."""
+    writing = None if formats.tools is None else formats.tools.writing
+    can_call = bool(tools) and writing is not None and bool(writing.answer or _trigger(writing))  # else it may look like an answer
+    if is_forced:
+        if asked is not None and asked.kind not in ("json_schema", "json_object"):
+            raise RequestError(f"a forced tool call cannot be combined with a {asked.kind}: both decide what comes", param="tool_choice")
+    elif asked is not None and not (can_call and asked.kind in ANSWER_KINDS):
+        reasoning = None if formats.is_closed(prompt) else formats.reasoning
+        return delay_grammar(asked, reasoning, is_open=formats.begins_open(prompt, continued=continued))
+    elif asked is None and not any(tool["function"].get("strict") for tool in tools):
+        return None
+    return grammar_of_calls(formats, tools, prompt, is_parallel=is_parallel, is_forced=is_forced, continued=continued, instead=asked)
+
+
 def grammar_of_calls(
-    formats: Formats, tools: Sequence[Mapping[str, Any]], prompt: str, *, is_parallel: bool = True, is_forced: bool = True, continued: str | None = None,
+    formats: Formats, tools: Sequence[Mapping[str, Any]], prompt: str, *, is_parallel: bool = True, is_forced: bool = True,
+    continued: str | None = None, instead: Grammar | None = None,
 ) -> Grammar:
-    """`force_calls` in a served model's formats, for an output that follows ``prompt``. Raises `UnsupportedFeature` when
-    the model's format is unknown or cannot be forced."""
+    """`force_calls` in a served model's formats, for an output that follows ``prompt``. Unless ``is_forced``, output may also
+    be ``instead``, one of `ANSWER_KINDS`. Raises `UnsupportedFeature` when the model's format is unknown or cannot be forced."""
     if formats.tools is None or formats.tools.writing is None:
         known = "of an unknown format" if formats.tools is None else f"in the format {formats.tools.name}"
         raise UnsupportedFeature(f"calls {known} cannot be forced; another format is named with --tool-parser", param="tool_choice")
     reasoning = None if formats.is_closed(prompt) else formats.reasoning
     is_open = formats.begins_open(prompt, continued=continued)
-    tag = force_calls(tools, formats.tools, reasoning, is_open=is_open, is_parallel=is_parallel, is_forced=is_forced)
+    answer = None if instead is None else _as_node(instead)
+    tag = force_calls(tools, formats.tools, reasoning, is_open=is_open, is_parallel=is_parallel, is_forced=is_forced, answer=answer)
     return Grammar.structural_tag(tag, param="tools")
 
 
 def force_calls(
     tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat, reasoning: ReasoningFormat | None = None, *, is_open: bool = False,
-    is_parallel: bool = True, is_forced: bool = True,
+    is_parallel: bool = True, is_forced: bool = True, answer: Node | None = None,
 ) -> Node:
     """The structural tag under which output is calls of these tools (one, or several with ``is_parallel``) and nothing
     else, after the reasoning if there is some. ``is_open``: the prompt has begun the reasoning.
 
-    ``tools`` are in OpenAI's form. Unless ``is_forced``, output may also be text, with calls in it or not. Schemas of
-    tools that are not ``strict`` are kept as far as any grammar can. The format must have a `Writing`.
+    ``tools`` are in OpenAI's form. Unless ``is_forced``, output may also be text, with calls in it or not; or just ``answer``,
+    if that is given, instead of calls. Schemas of tools that are not ``strict`` are kept as far as any grammar can. The format must have a `Writing`.
     """
     writing = tool_format.writing
     assert writing is not None
     writer = _CallWriter(writing, tools)
     can_repeat = is_parallel and writing.between is not None
-    body = writer.write_calls(can_repeat) if is_forced else _allow_text(writer, writing, can_repeat)
+    calls = writer.write_calls(can_repeat)
+    answers = None if answer is None else _sequence([_text(writing.answer), answer])
+    body = calls if is_forced else _allow_text(writer, writing, can_repeat) if answers is None else _either([calls, answers])
     return {"type": "structural_tag", "format": after_reasoning(body, reasoning, is_open=is_open, has_space=not writing.begin.startswith("\n"))}
 
 
@@ -78,7 +104,8 @@ def delay_grammar(grammar: Grammar, reasoning: ReasoningFormat | None, *, is_ope
     body = _as_node(grammar)
     if body is None:
         return grammar
-    return Grammar.structural_tag({"type": "structural_tag", "format": after_reasoning(body, reasoning, is_open=is_open)})
+    answer = _sequence([_text(reasoning.answer), body])
+    return Grammar.structural_tag({"type": "structural_tag", "format": after_reasoning(answer, reasoning, is_open=is_open)})
 
 
 def _as_node(grammar: Grammar) -> Node | None:
@@ -99,7 +126,7 @@ def _allow_text(writer: _CallWriter, writing: Writing, can_repeat: bool) -> Node
     """Text with calls in it, or without."""
     if writing.answer:
         return _either([writer.write_calls(can_repeat), _sequence([_text(writing.answer), ANY_TEXT])])
-    trigger = writer.trigger()
+    trigger = _trigger(writing)
     if not trigger:
         return _either([writer.write_calls(can_repeat), {"type": "regex", "pattern": NO_CALL}])
     if writing.token:
@@ -110,6 +137,12 @@ def _allow_text(writer: _CallWriter, writing: Writing, can_repeat: bool) -> Node
     return {"type": "triggered_tags", "triggers": [trigger], "tags": [tag], "stop_after_first": not can_repeat}
 
 
+def _trigger(writing: Writing) -> str:
+    """What every call begins with; empty when that is nothing of its own."""
+    begin = (writing.begin + writing.call.split("$", 1)[0]).lstrip()
+    return begin if begin.startswith(("<", "[TOOL")) else ""
+
+
 class _CallWriter:
     """Calls of given tools as nodes of a structural tag."""
 
@@ -118,11 +151,6 @@ class _CallWriter:
         given = {f["name"]: (f.get("parameters") or ANY_OBJECT, f.get("strict")) for f in (tool["function"] for tool in tools)}
         self._schemas: dict[str, Mapping[str, Any]] = {n: {**ANY_OBJECT, **(s if is_strict else loosen(s))} for n, (s, is_strict) in given.items()}
         self._types = ToolSchemas(self._schemas.items())
-
-    def trigger(self) -> str:
-        """What every call begins with; empty when that is nothing of its own."""
-        begin = (self._writing.begin + self._writing.call.split("$", 1)[0]).lstrip()
-        return begin if begin.startswith(("<", "[TOOL")) else ""
 
     def write_calls(self, can_repeat: bool, *, cut: int = 0) -> Node:
         """One call, or one and more; ``cut`` characters of the beginning have been written already."""

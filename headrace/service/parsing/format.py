@@ -163,7 +163,7 @@ class ReasoningFormat:
 
     A prompt that ends with a start has begun the reasoning itself; ``is_open``: so has one that ends with neither.
     ``ends_at_calls``: a tool call ends it, too. ``writing`` is how it is begun and ended where ``starts`` and ``ends``
-    do not tell.
+    do not tell, ``answer`` what the answer begins with, in a format where every message has a header.
     """
 
     name: str
@@ -172,6 +172,7 @@ class ReasoningFormat:
     is_open: bool = False
     ends_at_calls: bool = False
     writing: tuple[str, str] | None = None
+    answer: str = ""
     channels: Channels | None = None
     signs: tuple[tuple[str, ...], ...] = field(default=())
 

@@ -11,7 +11,7 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.sampling import SamplingParams, ThinkingBudget
 from headrace.service.parsing.calls import MAX_CALLS
 from headrace.service.parsing.choice import Formats
-from headrace.service.parsing.forcing import delay_grammar, grammar_of_calls
+from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import new_parser
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.context import AppContext
@@ -70,16 +70,9 @@ class AnswerPlan:
             return params if self.max_thinking is None else _refuse_budget("it is not known how this model marks its reasoning; see --reasoning-parser")
         kept = self.formats.visible_texts(has_tools=bool(self.tools))
         params = msgspec.structs.replace(params, keep_special_tokens=kept, thinking_budget=self._thinking_budget(params))
-        is_strict = any(tool["function"].get("strict") for tool in self.tools)
-        if not self.is_forced and params.grammar is not None:
-            reasoning = None if self.formats.is_closed(self.prompt) else self.formats.reasoning
-            return msgspec.structs.replace(params, grammar=delay_grammar(params.grammar, reasoning, is_open=self.is_open))
-        if not self.is_forced and not is_strict:
-            return params
-        if params.grammar is not None:
-            raise RequestError("a forced tool call cannot be combined with structured output: both decide what comes", param="tool_choice")
-        grammar = grammar_of_calls(
-            self.formats, self.callable_tools, self.prompt, is_parallel=self.is_parallel, is_forced=self.is_forced, continued=self.continued,
+        grammar = confine_output(
+            self.formats, params.grammar, self.callable_tools, self.prompt, is_parallel=self.is_parallel, is_forced=self.is_forced,
+            continued=self.continued,
         )
         return msgspec.structs.replace(params, grammar=grammar)
 

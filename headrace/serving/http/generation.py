@@ -35,7 +35,8 @@ Prompt = str | list[int]
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """What a route wants generated or read: prompts, with one `SamplingParams` or `PoolingSpec` each. ``stream_ids`` name the engine requests
-    of the prompts; by default they follow from ``request_id``."""
+    of the prompts; by default they follow from ``request_id``. ``discards_output``: only the prompts are of interest, outputs are
+    told as empty (``max_tokens`` is 1 then, since the engine computes one)."""
 
     request_id: str
     prompts: list[Prompt]
@@ -45,6 +46,7 @@ class Ask:
     deadline_s: float | None = None
     add_special_tokens: bool = True
     stream_ids: list[str] | None = None
+    discards_output: bool = False
 
     def ids(self) -> list[str]:
         """The id of each prompt's engine request."""
@@ -176,6 +178,10 @@ class Generation:
 
     def _count(self, index: int, delta: ChoiceDelta) -> None:
         self.timers[index].observe(delta)
+        if self.ask.discards_output:
+            delta.text, delta.token_ids, delta.stop_reason = "", [], None
+            delta.logprobs = None if delta.logprobs is None else []
+            delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         self._num_completion += len(delta.token_ids)
         self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
 

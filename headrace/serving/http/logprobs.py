@@ -27,6 +27,21 @@ class TokenNames:
         """The token's text; broken UTF-8 shows as replacement characters."""
         return self._tokenizer.token_text(token_id) if self._tokenizer else f"token_id:{token_id}"
 
+    def exact_text(self, token_id: int) -> str:
+        """The token's text, as OpenAI writes it at completions: broken UTF-8 by its bytes, ``bytes:\\xe6\\x97``, so that no
+        two such tokens look the same."""
+        text = self.text(token_id)
+        if "\ufffd" not in text or self._tokenizer is None or text.encode() == (raw := self._tokenizer.token_bytes(token_id)):
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def width(self, token_id: int, text: str) -> tuple[int, bool]:
+        """Characters that begin in the token, and whether its first byte goes on with the character before."""
+        if self._tokenizer is None or not text.startswith("bytes:"):
+            return len(text), False
+        begins = [byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id)]
+        return sum(begins), not begins[0]
+
     def bytes(self, token_id: int) -> list[int] | None:
         """The token's exact bytes."""
         return list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None
@@ -71,17 +86,18 @@ class CompletionLogprobsWriter:
         return record
 
     def _append(self, record: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
-        text = self._names.text(token_id)
+        text = self._names.exact_text(token_id)
+        width, goes_on = self._names.width(token_id, text)
         record.tokens.append(text)
-        record.text_offset.append(self._offset)
-        self._offset += len(text)
+        record.text_offset.append(max(0, self._offset - goes_on))
+        self._offset += width
         record.token_logprobs.append(None if entry is None else _finite(entry.logprob))
         record.top_logprobs.append(None if entry is None or not self._num_top else self._top(entry, text))
 
     def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            top.setdefault(self._names.text(token_id), _finite(logprob))  # two ids may share a text: the likelier wins
+            top.setdefault(self._names.exact_text(token_id), _finite(logprob))  # two ids may share a text: the likelier wins
         top.setdefault(text, _finite(entry.logprob))
         return top
 

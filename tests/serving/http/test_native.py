@@ -80,6 +80,15 @@ async def test_logprobs(http):
     assert output_only["input_token_logprobs"] == []
 
 
+async def test_a_prompt_is_scored_without_output(http):
+    body = {"text": "once", "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    result = (await http.post("/generate", json=body)).json()
+    assert (result["text"], result["output_ids"], result["meta_info"]["completion_tokens"]) == ("", [], 0)
+    assert result["meta_info"]["output_token_logprobs"] == [] and [t for _, t, _ in result["meta_info"]["input_token_logprobs"]] == [256, *b"once"]
+    mixed = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]}
+    assert (await http.post("/generate", json=mixed)).status_code == 400
+
+
 async def test_error_in_mid_stream(http):
     frames = events_of((await http.post("/generate", json={"text": "BREAK2", "stream": True})).text)
     assert json.loads(frames[-2])["error"]["message"] == "the step failed" and frames[-1] == "[DONE]" and len(frames) == 4

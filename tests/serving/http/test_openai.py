@@ -103,6 +103,23 @@ async def test_echo_with_logprobs_and_no_new_tokens(api):
     assert choice.text == "once"
     assert choice.logprobs.tokens == ["<256>", *"once"] and choice.logprobs.token_logprobs[0] is None
     assert choice.logprobs.top_logprobs[1] == {"o": -0.5}
+    assert choice.finish_reason == "length" and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 0)
+    async for event in await api.completions.create(model="fake-model", prompt="once", max_tokens=0, stream=True):
+        assert event.choices[0].text == "" and event.choices[0].finish_reason == "length"
+
+
+async def test_logprobs_of_characters_in_several_tokens(api):
+    answer = await api.completions.create(
+        model="fake-model", prompt="é日x", echo=True, max_tokens=1, logprobs=1, extra_body={"add_special_tokens": False},
+    )
+    found, text = answer.choices[0].logprobs, answer.choices[0].text
+    assert found.tokens[:6] == [r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xe6", r"bytes:\x97", r"bytes:\xa5", "x"]
+    assert found.text_offset == [0, 0, 1, 1, 1, 2, 3] and text[2:] == "".join(found.tokens[5:])
+
+
+async def test_greedy_choices_are_the_same(api):
+    answer = await api.completions.create(model="fake-model", prompt="once", max_tokens=3, temperature=0, n=2)
+    assert [c.index for c in answer.choices] == [0, 1]
 
 
 async def test_extensions_arrive_at_the_engine(api, client):

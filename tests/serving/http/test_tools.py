@@ -187,8 +187,9 @@ async def test_forced_calls_are_a_grammar(server, client):
     _, tag = await grammar(tools=[TOOL, strict])
     assert '"triggers": ["<tool_call>' in tag
     kind, tag = await grammar(response_format={"type": "json_object"})
-    assert kind == "structural_tag" and "</think>" in tag
-    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert kind == "structural_tag" and "</think>" in tag and "get_weather" in tag and '{"type": "object"}' in tag
+    assert await grammar(tool_choice="required", response_format={"type": "json_object"}) == await grammar(tool_choice="required")
+    body = {"messages": [USER], "tools": [TOOL], "tool_choice": "required", "regex": "a"}
     assert (await server.post(CHAT, json=body)).json()["error"]["param"] == "tool_choice"
     client.tokenizer.ending = "<think>\n\n</think>\n\n"
     _, tag = await grammar(tool_choice="required")

@@ -28,5 +28,6 @@ GPT_OSS = ReasoningFormat(
     name="gpt_oss",
     channels=HARMONY,
     writing=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    answer="<|channel|>final<|message|>",
     signs=(("<|channel|>", "<|message|>", "analysis"),),
 )

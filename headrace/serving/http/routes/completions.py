@@ -49,9 +49,7 @@ def _params(body: CompletionRequest, context: AppContext) -> SamplingParams:
         raise UnsupportedFeature("best_of is not supported: it must equal n", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs cannot be streamed; echo with logprobs can", param="prompt_logprobs")
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and body.echo:
-        max_tokens = 1  # computed, then left out
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     params = sampling_params(body, context.facts().default_sampling, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
@@ -74,6 +72,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
         add_special_tokens=body.add_special_tokens is not False,
+        discards_output=body.max_tokens == 0,
     )
     if body.stream:
         return await start_stream(request, ask, lambda g: CompletionEvents(body, g, context))
@@ -95,7 +94,6 @@ class ChoiceWriter:
         self._tokenizer = context.client.tokenizer
         self._names = TokenNames(self._tokenizer)
         self._writers: dict[int, CompletionLogprobsWriter] = {}
-        self._is_prompt_only = bool(body.echo) and body.max_tokens == 0
         self.num_choices = body.n or 1
 
     def write(self, prompt_index: int, output: GenerationOutput) -> list[CompletionChoice]:
@@ -119,13 +117,11 @@ class ChoiceWriter:
         text, logprobs = "", None
         if is_first and body.echo:
             text, logprobs = self._echo(prompt_index, delta, writer)
-        if not self._is_prompt_only:
-            text += delta.text
-            if delta.logprobs is not None:
-                logprobs = writer.write(delta.logprobs, into=logprobs)
-        piece = CompletionChoice(index, text, logprobs, delta.finish_reason, delta.stop_reason)
+        if delta.logprobs is not None:
+            logprobs = writer.write(delta.logprobs, into=logprobs)
+        piece = CompletionChoice(index, text + delta.text, logprobs, delta.finish_reason, delta.stop_reason)
         if body.return_token_ids:
-            piece.token_ids = [] if self._is_prompt_only else delta.token_ids
+            piece.token_ids = delta.token_ids
             if is_first:
                 piece.prompt_token_ids = self._generation.streams[prompt_index].prompt_token_ids
         return piece

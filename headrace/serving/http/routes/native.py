@@ -66,7 +66,7 @@ def _sampling(body: GenerateRequest, asked: NativeSampling, defaults: dict[str, 
     has_input = num_top is not None and body.logprob_start_len not in (None, -1)
     return SamplingParams(**{
         **read_defaults(defaults), **fields,
-        "max_tokens": DEFAULT_MAX_NEW_TOKENS if asked.max_new_tokens is None else asked.max_new_tokens,
+        "max_tokens": DEFAULT_MAX_NEW_TOKENS if asked.max_new_tokens is None else max(asked.max_new_tokens, 1),
         "seed": asked.sampling_seed if asked.seed is None else asked.seed,
         "include_stop_str_in_output": bool(asked.no_stop_trim or asked.include_stop_str_in_output),
         "logprobs": num_top,
@@ -82,6 +82,14 @@ def _params(body: GenerateRequest, num_prompts: int, defaults: dict[str, float])
     if len(asked) != num_prompts:
         raise RequestError(f"sampling_params must be one, or one for each of the {num_prompts} prompts", param="sampling_params")
     return [_sampling(body, one, defaults) for one in asked]
+
+
+def _discards_output(asked: NativeSampling | list[NativeSampling] | None) -> bool:
+    """Whether ``max_new_tokens`` is 0: only the prompts' logprobs are wanted. It must be so for all of a batch."""
+    of_each = {one.max_new_tokens == 0 for one in (asked if isinstance(asked, list) else [asked]) if one is not None}
+    if len(of_each) > 1:
+        raise RequestError("max_new_tokens must be 0 for all prompts of a batch, or for none", param="sampling_params.max_new_tokens")
+    return True in of_each
 
 
 def _names(body: GenerateRequest, request: Request, num_prompts: int) -> tuple[str, list[str]]:
@@ -107,7 +115,7 @@ async def generate(request: Request) -> JsonResponse | EventStream:
     salt = f"{body.cache_salt or ''}{'/' if body.cache_salt and body.extra_key else ''}{body.extra_key or ''}"
     ask = Ask(
         request_id=request_id, prompts=prompts, params=params, namespace=salt, priority=body.priority or 0, deadline_s=body.deadline_s,
-        stream_ids=names,
+        stream_ids=names, discards_output=_discards_output(body.sampling_params),
     )
     is_list = is_batch or any(p.n > 1 for p in params)
     texts = TokenNames(context.client.tokenizer) if body.return_text_in_logprobs else None
