@@ -27,17 +27,12 @@ inline __m256i load(const uint32_t* words) { return _mm256_loadu_si256(reinterpr
 inline void fetch_ahead(const uint32_t* words) { _mm_prefetch(reinterpret_cast<const char*>(words) + kAhead, _MM_HINT_T0); }
 
 // Two neighbouring inputs of 16 outputs: [input][half of the panel].
-template <bool kIsHalf>
-inline void load_pair(const uint32_t* at, __m256 pair[2][2]) {
-  if constexpr (kIsHalf) {
-    const __m256i low = load(at), high = load(at + 8), odd = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u));
-    pair[0][0] = _mm256_castsi256_ps(_mm256_slli_epi32(low, 16));
-    pair[0][1] = _mm256_castsi256_ps(_mm256_slli_epi32(high, 16));
-    pair[1][0] = _mm256_castsi256_ps(_mm256_and_si256(low, odd));
-    pair[1][1] = _mm256_castsi256_ps(_mm256_and_si256(high, odd));
-  } else {
-    for (int i = 0; i < 4; ++i) pair[i / 2][i % 2] = _mm256_castsi256_ps(load(at + 8 * i));
-  }
+inline void widen_pair(const uint32_t* at, __m256 pair[2][2]) {
+  const __m256i low = load(at), high = load(at + 8), odd = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u));
+  pair[0][0] = _mm256_castsi256_ps(_mm256_slli_epi32(low, 16));
+  pair[0][1] = _mm256_castsi256_ps(_mm256_slli_epi32(high, 16));
+  pair[1][0] = _mm256_castsi256_ps(_mm256_and_si256(low, odd));
+  pair[1][1] = _mm256_castsi256_ps(_mm256_and_si256(high, odd));
 }
 
 // R rows; C independent chains of sums each, so that few rows do not wait for one another's additions.
@@ -55,9 +50,12 @@ void multiply_floats(const Weight& weight, const float* x, int64_t p, float sums
       fetch_ahead(at);
       if constexpr (!kIsHalf) fetch_ahead(at + kPanel);
       __m256 pair[2][2];
-      load_pair<kIsHalf>(at, pair);
+      if constexpr (kIsHalf) widen_pair(at, pair);
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
+        if constexpr (!kIsHalf) {  // none before its turn: there is a register for each sum and hardly another
+          for (int i = 0; i < 2; ++i) pair[j][i] = _mm256_castsi256_ps(load(at + j * kPanel + 8 * i));
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const __m256 value = _mm256_broadcast_ss(x + r * padded + k + 2 * half + j);
