@@ -35,7 +35,7 @@ def test_random_numbers_are_the_same():
     assert run(QUICK + code) == run("import torch; " + code)
 
 
-@pytest.mark.skipif(not torch_import._can_omit(), reason="here torch is imported whole")
+@pytest.mark.skipif(not torch_import._find_omitted(), reason="here torch is imported whole")
 def test_what_was_omitted_is_not_there_until_it_is_asked_for():
     code = "before = [n in sys.modules for n in OMITTED]; import torch._dynamo; print(any(before), all(n in sys.modules for n in OMITTED))"
     assert run(QUICK + code) == "False True"
@@ -51,9 +51,17 @@ def test_fake_tensors_and_export_work_afterwards():
 
 def test_unknown_versions_are_imported_whole(monkeypatch):
     monkeypatch.setattr(torch_import, "version", lambda _: "9.9.0")
-    assert not torch_import._can_omit()
+    assert not torch_import._find_omitted()
 
 
-def test_machines_with_an_accelerator_import_it_whole(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch_import, "ACCELERATORS", (str(tmp_path),))
-    assert not torch_import._can_omit()
+@pytest.mark.parametrize("number", ["2.11.0+cu130", "2.12.1", "2.13.0+cpu"])
+def test_gpus_keep_what_torch_has_for_them_and_unknown_devices_everything(monkeypatch, tmp_path, number):
+    monkeypatch.setattr(torch_import, "version", lambda _: number)
+    monkeypatch.setattr(torch_import, "UNKNOWN_DEVICES", ())
+    monkeypatch.setattr(torch_import, "GPUS", ())
+    without = torch_import._find_omitted()
+    assert without[:3] == list(torch_import.OMITTED)
+    monkeypatch.setattr(torch_import, "GPUS", (str(tmp_path),))
+    assert torch_import._find_omitted() == [name for name in without if name != torch_import.GPU_KERNELS]
+    monkeypatch.setattr(torch_import, "UNKNOWN_DEVICES", (str(tmp_path),))
+    assert not torch_import._find_omitted()
