@@ -164,6 +164,15 @@ def test_spaces_follow_the_prompt():
     assert Detokenizer(tokenizer, prompt_ids=[space_a, half]).push([tokenizer._backend.token_to_id("<0xA9>")]) == "é"
 
 
+@pytest.mark.parametrize("byte_by_byte", [True, False])
+def test_what_a_prompt_left_incomplete_is_not_put_into_the_output(byte_by_byte: bool):
+    tokenizer = pieces() if byte_by_byte else tokenizer_named("byte_level")
+    lead, letter = (tokenizer._backend.token_to_id(text) for text in (("<0xC3>", "\u2581a") if byte_by_byte else ("Ã", "a")))
+    for output, expected in (([letter], tokenizer.token_text(letter)), ([], ""), ([lead], "\ufffd")):
+        detokenizer = Detokenizer(tokenizer, prompt_ids=[letter, lead], stop_strings=["\ufffd\ufffd"])
+        assert detokenizer.push(output) + detokenizer.finish() == expected
+
+
 def test_wrong_bytes_spoil_no_others():
     tokenizer = pieces()
     by_byte = {b: tokenizer._backend.token_to_id(f"<0x{b:02X}>") for b in range(256)}

@@ -15,7 +15,7 @@ class Detokenizer:
     """Incremental decoding of one output in the context of its prompt. A few hundred nanoseconds a token.
 
     The output's text begins where the prompt's ends: bytes of a character that the prompt left incomplete belong to
-    the output, and what a decoder does to the first token of a text it does to the prompt's. ``num_tokens_kept``
+    the output if it goes on with that character, and what a decoder does to the first token of a text it does to the prompt's. ``num_tokens_kept``
     counts the tokens pushed, up to and with the one that completed a stop string. Text of the first ``min_tokens``
     tokens is not searched for stop strings. Without ``spaces_between_special_tokens``, the space that some decoders
     put between words is left out between two special tokens.

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from headrace.service.tokenization.token_bytes import TokenBytes
 
 MAX_CHAR_BYTES = 4
+CONTINUES = range(0x80, 0xC0).__contains__
+"""Whether a byte goes on with a character that others began."""
 LOOK_BACK = 16
 """Prompt tokens looked at for an incomplete last character; more than enough, as few tokens are empty."""
 
@@ -26,6 +28,7 @@ class TextDecoder:
         self._pieces = plain if skip_special_tokens else table.later
         self._errors = table.errors
         self._partial = b""
+        self._is_prompts = False  # the incomplete bytes: they are the output's only if it goes on with that character
         self._is_first = True
         self._after_special = False
         self._strip_left = table.strip_start
@@ -33,13 +36,19 @@ class TextDecoder:
     def push(self, ids: Sequence[int]) -> str:
         """Text of the next tokens, without the bytes of a last character that is still incomplete."""
         raw = self._join_slowly(ids) if self._is_first or self._joins_specials else b"".join(map(self._pieces.__getitem__, ids))
+        if self._is_prompts and raw:
+            self._is_prompts = False
+            if not CONTINUES(raw[0]):
+                self._partial = b""
         data = self._partial + raw
         text, num_used = utf_8_decode(data, self._errors, False)
         self._partial = data[num_used:]
         return self._strip(text) if self._strip_left else text
 
     def finish(self) -> str:
-        """What is left: U+FFFD for an incomplete character."""
+        """What is left: U+FFFD for an incomplete character, unless all there is of it is the prompt's."""
+        if self._is_prompts:
+            self._partial = b""
         text, _ = utf_8_decode(self._partial, self._errors, True)
         self._partial = b""
         return self._strip(text)
@@ -65,6 +74,7 @@ class TextDecoder:
                 break
         _, num_used = utf_8_decode(tail, self._errors, False)
         self._partial = tail[num_used:]
+        self._is_prompts = bool(self._partial)
         self._after_special = last[-1] in self._table.special_ids
 
     def _join_slowly(self, ids: Sequence[int]) -> bytes:
