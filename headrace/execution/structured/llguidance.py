@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.bounds import check_ebnf, check_regex
+from headrace.execution.structured.json_states import count_indentation, count_reach
 from headrace.execution.structured.lark import HEADER, embed_json, quote, slash
 from headrace.execution.structured.reading import read_automaton
 from headrace.execution.structured.schema import check_schema
@@ -101,6 +102,7 @@ class GuidanceLibrary:
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(face), eos_token=list(eos_ids))
         face.split_greedily = self._tokenizer.greedy_tokenize
         self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(face.tokens)]
+        self._reach = count_reach(self._tokens)
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = llguidance.LLExecutor(num_threads=self._num_threads)
@@ -119,7 +121,7 @@ class GuidanceLibrary:
         origins = [self._open(grammar, text)]
         if time.perf_counter() - began < SHORT_S:
             origins += [self._open(grammar, text) for _ in range(1, self._num_threads)]
-        automaton = read_automaton(grammar)
+        automaton = read_automaton(grammar, self._reach, count_indentation)
         return GuidanceGrammar(self, origins, None if automaton is None else States(automaton, self._tokens))
 
     def _open(self, grammar: Grammar, text: str) -> llguidance.LLMatcher:

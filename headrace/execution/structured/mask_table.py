@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-NUM_KEPT = 512
+NUM_KEPT = 1024
 """Masks of states, 20 KB each for a vocabulary of 150,000."""
 
 
