@@ -90,21 +90,22 @@ def serve_idly(args: argparse.Namespace) -> None:
     import asyncio
 
     from headrace.service.client.client import EngineClient
-    from headrace.serving.http.server import HttpServer, _loop_factory
+    from headrace.serving.event_loop import loop_factory
+    from headrace.serving.http.server import HttpServer
 
     config = engine_config(
         model=args.model, seed=int(args.step_ms * 1e3), max_running_requests=args.streams, max_step_tokens=65536, overlap_depth=args.overlap,
         device="cpu",
     )
     serving = HttpServer(ServeConfig(engine=config, server=ServerConfig(port=args.serve_on), operations=OperationsConfig()), EngineClient(config, builder=BUILDER))
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         profile = cProfile.Profile() if args.profile else None
         if profile is None:
             return runner.run(serving.run())
         try:
             profile.runcall(runner.run, serving.run())
         finally:
-            pstats.Stats(profile, stream=sys.stderr).sort_stats("ncalls").print_stats(60)
+            pstats.Stats(profile, stream=sys.stderr).sort_stats("cumtime").print_stats(150)
 
 
 def measure(args: argparse.Namespace) -> None:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.base.errors import ConfigError
 from headrace.serving.bench.options import TargetOptions, TrafficOptions
 from headrace.serving.bench.traffic import Ask
-
-MAX_EVENT_BYTES = 64 << 20
+from headrace.serving.bench.wire import HttpSession
 
 
 @dataclass
 class Timing:
     """What one request took. Times are `time.perf_counter` seconds; ``arrivals`` are those of pieces of output.
 
-    ``error`` is the kind of failure, None for a request that ended well; ``detail`` what was said about it.
+    ``error`` is the kind of failure, None for a request that ended well; ``detail`` what was said about it. ``pieces`` are the
+    stream as it came until `read_stream` reads it.
     """
 
     started: float
@@ -33,6 +32,7 @@ class Timing:
     cached_tokens: int = 0
     error: str | None = None
     detail: str = ""
+    pieces: list[tuple[float, bytes]] = field(default_factory=list, repr=False)
 
     @property
     def latency(self) -> float:
@@ -58,7 +58,8 @@ class ServerConnection:
         self._root = target.base_url.rstrip("/").removesuffix("/v1")
         self._target, self._traffic = target, traffic
         self._model = target.model or ""
-        self._session: aiohttp.ClientSession | None = None
+        headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        self._session = HttpSession(self._root, headers, timeout_s=target.timeout_s)
 
     @property
     def model(self) -> str:
@@ -66,42 +67,30 @@ class ServerConnection:
         return self._model
 
     async def __aenter__(self) -> ServerConnection:
-        headers = {"Authorization": f"Bearer {self._target.api_key}"} if self._target.api_key else {}
-        self._session = aiohttp.ClientSession(
-            headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=self._target.timeout_s), read_bufsize=1 << 20,
-        )
-        async with contextlib.AsyncExitStack() as opened:
-            await opened.enter_async_context(self._session)
-            self._model = self._target.model or await self._first_model()
-            opened.pop_all()
+        self._model = self._target.model or await self._first_model()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._open_session.close()
-
-    @property
-    def _open_session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "enter the connection first"
-        return self._session
+        self._session.close()
 
     async def _first_model(self) -> str:
         url = f"{self._root}/v1/models"
         try:
-            async with self._open_session.get(url) as response:
-                body = await response.read()
-                if response.status != 200:
-                    raise ConfigError(f"{url} answers {response.status}: {_shorten(body)}; give --model or --api-key", param="base_url")
-                return str(msgspec.json.decode(body)["data"][0]["id"])
-        except (TimeoutError, aiohttp.ClientError) as error:
+            answer = await self._session.request("GET", "/v1/models")
+        except OSError as error:
             raise ConfigError(f"no server answers at {url}: {error or type(error).__name__}", param="base_url") from error
-        except (msgspec.DecodeError, LookupError, TypeError) as error:
+        if answer.status != 200:
+            raise ConfigError(f"{url} answers {answer.status}: {_shorten(answer.body)}; give --model or --api-key", param="base_url")
+        try:
+            return str(msgspec.json.decode(answer.body)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{url} lists no models; give --model", param="model") from error
 
     async def flush_cache(self) -> None:
         """Ask the server to forget cached prefixes; raises `ConfigError` when it cannot."""
-        async with self._open_session.post(f"{self._root}/flush_cache") as response:
-            if response.status != 200:
-                raise ConfigError(f"the server answers {response.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache")
+        answer = await self._session.request("POST", "/flush_cache")
+        if answer.status != 200:
+            raise ConfigError(f"the server answers {answer.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache")
 
     def body_of(self, ask: Ask) -> dict[str, Any]:
         """The JSON body of a request."""
@@ -116,52 +105,84 @@ class ServerConnection:
         return {**body, "messages": [{"role": "user", "content": ask.prompt}] if isinstance(ask.prompt, str) else ask.prompt}
 
     async def send(self, ask: Ask) -> Timing:
-        """Send one request and read its stream to the end. Failures are noted in the result, never raised."""
+        """Send one request and take its stream to the end; `read_stream` reads it. Failures are noted in the result, never
+        raised."""
         route = "/v1/completions" if self._target.endpoint == "completions" else "/v1/chat/completions"
         body = msgspec.json.encode(self.body_of(ask))
         timing = Timing(time.perf_counter(), prompt_tokens=len(ask.prompt) if _is_ids(ask.prompt) else 0)
         try:
-            async with self._open_session.post(self._root + route, data=body, headers={"Content-Type": "application/json"}) as response:
-                if response.status != 200:
-                    timing.error, timing.detail = f"http {response.status}", _shorten(await response.read())
-                else:
-                    await self._read_stream(response, timing)
+            answer = await self._session.request("POST", route, body)
+            if answer.status != 200:
+                timing.error, timing.detail = f"http {answer.status}", _shorten(answer.body)
+            else:
+                timing.pieces = answer.pieces
         except TimeoutError:
             timing.error, timing.detail = "timeout", f"no end after {self._target.timeout_s:g} s"
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except OSError as error:
             timing.error, timing.detail = "connection", f"{type(error).__name__}: {error}"
-        except (msgspec.DecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
-            timing.error, timing.detail = "bad stream", f"{type(error).__name__}: {error}"
+        except ValueError as error:
+            timing.error, timing.detail = "bad stream", str(error)
         timing.ended = time.perf_counter()
         return timing
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, timing: Timing) -> None:
-        is_finished, usage = False, None
-        async for arrived, data in read_events(response.content):
-            if data == b"[DONE]":
-                break
-            event = msgspec.json.decode(data)
-            if event.get("error"):
-                timing.error, timing.detail = "server error", str(event["error"])[:200]
-                return
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or ():
-                is_finished = is_finished or choice.get("finish_reason") is not None
-                if has_output(choice):
-                    timing.arrivals.append(arrived)
-        if not is_finished:
-            timing.error, timing.detail = "cut short", "the stream ended without a finish_reason"
+
+class _Choice(msgspec.Struct):
+    """What is read of a streamed choice: ``text`` of a completion, or ``delta`` of a chat."""
+
+    text: str | UnsetType = UNSET
+    delta: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_output(self) -> bool:
+        """Whether it carries output. An empty text counts while the choice goes on (a token that makes no whole character
+        yet); a chat's opening chunk, which has a role and nothing else, does not."""
+        if self.text is not UNSET:
+            return bool(self.text) or self.finish_reason is None
+        delta = self.delta or {}
+        return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+class _Event(msgspec.Struct):
+    """What is read of an event."""
+
+    choices: list[_Choice] | None = None
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+def read_stream(timing: Timing) -> Timing:
+    """Note what the stream brought when. What is wrong with it becomes its error."""
+    pieces, timing.pieces = timing.pieces, []
+    if timing.error is None:
+        try:
+            _read_events(pieces, timing)
+        except ValueError as error:
+            timing.error, timing.detail = "bad stream", f"{type(error).__name__}: {error}"
+    return timing
+
+
+def _read_events(pieces: list[tuple[float, bytes]], timing: Timing) -> None:
+    is_finished, usage = False, None
+    for arrived, data in split_events(pieces):
+        if data == b"[DONE]":
+            break
+        event = _decode_event(data)
+        if event.error:
+            timing.error, timing.detail = "server error", str(event.error)[:200]
             return
-        _count_tokens(timing, usage)
-
-
-def has_output(choice: dict[str, Any]) -> bool:
-    """Whether a streamed choice carries output. An empty text counts while the choice goes on (a token that makes no
-    whole character yet); a chat's opening chunk, which has a role and nothing else, does not."""
-    if "text" in choice:
-        return bool(choice["text"]) or choice.get("finish_reason") is None
-    delta = choice.get("delta") or {}
-    return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+        usage = event.usage or usage
+        for choice in event.choices or ():
+            is_finished = is_finished or choice.finish_reason is not None
+            if choice.has_output:
+                timing.arrivals.append(arrived)
+    if not is_finished:
+        timing.error, timing.detail = "cut short", "the stream ended without a finish_reason"
+        return
+    _count_tokens(timing, usage)
 
 
 def _count_tokens(timing: Timing, usage: dict[str, Any] | None) -> None:
@@ -174,17 +195,18 @@ def _count_tokens(timing: Timing, usage: dict[str, Any] | None) -> None:
         timing.error, timing.detail = "empty", "the stream ended well but carried no output"
 
 
-async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[float, bytes]]:
+def split_events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """``(arrival time, data)`` of each server-sent event, however the network cuts them; comments are skipped."""
-    pending = b""
-    async for chunk in content.iter_any():
-        arrived = time.perf_counter()
-        *lines, pending = (pending + chunk).split(b"\n")
-        if len(pending) > MAX_EVENT_BYTES:
-            raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+    pending: list[bytes] = []
+    for arrived, piece in pieces:
+        *lines, rest = piece.split(b"\n")
         for line in lines:
+            pending.append(line)
+            line = b"".join(pending)
+            pending.clear()
             if line.startswith(b"data:"):
                 yield arrived, line[5:].strip()
+        pending.append(rest)
 
 
 def _is_ids(prompt: Any) -> bool:

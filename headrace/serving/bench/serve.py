@@ -13,12 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headrace.base.errors import ConfigError
-from headrace.serving.bench.connection import ServerConnection, Timing
+from headrace.serving.bench.connection import ServerConnection, Timing, read_stream
 from headrace.serving.bench.options import LoadOptions, ServeBenchOptions
 from headrace.serving.bench.report import Report, print_report, summarise, write_json
 from headrace.serving.bench.traffic import Ask, make_traffic
+from headrace.serving.event_loop import loop_factory
 
 DEFAULT_CONCURRENCY = 16
+READ_AFTER_S = 0.01
+"""A stream that has ended is read this much later, when the request that takes its place is on its way."""
 
 
 def run_serve_bench(options: ServeBenchOptions, console: Console | None = None) -> Report:
@@ -26,7 +29,8 @@ def run_serve_bench(options: ServeBenchOptions, console: Console | None = None) 
 
     Raises `ConfigError` when the options are wrong, no server answers, or it refuses every warm-up request.
     """
-    report, timings = asyncio.run(_measure(options, console))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        report, timings = runner.run(_measure(options, console))
     if options.load.output_file:
         details = {"requests": [describe(timing, report) for timing in timings]} if options.load.details else {}
         write_json(options.load.output_file, {**report.to_dict(), **details})
@@ -54,7 +58,7 @@ async def _measure(options: ServeBenchOptions, console: Console | None) -> tuple
             await server.flush_cache()
         with _progress(console) as progress:
             task = progress.add_task("requests", total=len(asks))
-            timings = await send_all(server.send, asks, load, lambda: progress.advance(task))
+            timings = await send_all(server.send, asks, load, lambda: progress.advance(task), read_stream)
         described = {section: dataclasses.asdict(getattr(options, section)) for section in ("target", "load", "traffic")}
         described["target"].pop("api_key")
         return summarise(timings, model=server.model, options=described), timings
@@ -73,24 +77,29 @@ async def _warm_up(server: ServerConnection, options: ServeBenchOptions, asks: l
         warm = [Ask(ask.prompt, 1) for ask in asks[:count]]
     else:
         warm = make_traffic(options.traffic, count, options.load.seed + 0x5EED, as_text=options.target.endpoint == "chat")
-    timings = await asyncio.gather(*map(server.send, warm))
+    timings = [read_stream(timing) for timing in await asyncio.gather(*map(server.send, warm))]
     failed = [timing for timing in timings if timing.error]
     if failed and len(failed) == len(timings):
         hint = "; a server that takes no token ids needs --random-words" if failed[0].error in ("http 400", "http 422") else ""
         raise ConfigError(f"every warm-up request failed: {failed[0].error}: {failed[0].detail}{hint}", param="base_url")
 
 
-async def send_all(send: Callable[[Ask], Any], asks: list[Ask], load: LoadOptions, advance: Callable[[], None]) -> list[Timing]:
-    """Send every request at its time, with no more under way than wanted; results are in the requests' order."""
+async def send_all(
+    send: Callable[[Ask], Any], asks: list[Ask], load: LoadOptions, advance: Callable[[], None], read: Callable[[Any], Any] = lambda sent: sent,
+) -> list[Any]:
+    """Send every request at its time, with no more under way than wanted; what ``read`` makes of the results, in the
+    requests' order."""
     is_timed = load.rate is not None or (load.concurrency is None and asks[0].at_s is not None)
     room = asyncio.Semaphore(load.concurrency or (len(asks) if is_timed else DEFAULT_CONCURRENCY))
 
-    async def run(ask: Ask) -> Timing:
+    async def run(ask: Ask) -> Any:
         try:
-            return await send(ask)
+            sent = await send(ask)
         finally:
             room.release()
             advance()
+        await asyncio.sleep(READ_AFTER_S)
+        return read(sent)
 
     tasks = []
     async with asyncio.TaskGroup() as group:

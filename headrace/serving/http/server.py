@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
@@ -19,6 +19,7 @@ from headrace.base.config import ServeConfig, ServerConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.service.client.client import EngineClient
 from headrace.service.parsing.choice import check_names
+from headrace.serving.event_loop import loop_factory
 from headrace.serving.http.announce import announce_ready
 from headrace.serving.http.app import create_app
 from headrace.serving.http.connection import BoundedHttp
@@ -40,16 +41,8 @@ def serve(config: ServeConfig, *, engine: subprocess.Popen[bytes] | None = None)
         config.engine, max_restarts=config.server.max_restarts, chat_template=read_template(config.server.chat_template),
         stall_timeout_s=config.server.stall_timeout_s, process=engine,
     )
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(HttpServer(config, client).run())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # there is none for this platform; asyncio's own loop serves, slower
-        return None
-    return uvloop.new_event_loop
 
 
 def open_listener(server: ServerConfig) -> socket.socket:
