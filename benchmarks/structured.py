@@ -3,7 +3,8 @@
 ``python -m benchmarks.structured [--model NAME] [--concurrency 32] [--tokens 32] [--rounds 7] [--options JSON] [--kinds ...]``
 Every request yields the same number of tokens whatever the grammar, so that the sides do the same work. A name under
 benchmarks/models gets random weights and needs ``--tokenizer``, a folder with a tokenizer.json; ``--vocab-size`` cuts its
-vocabulary to what that tokenizer has. Its text is random where the grammar leaves a choice.
+vocabulary to what that tokenizer has. Its text is random where the grammar leaves a choice, and another in each round; with
+``--text written`` the tokens of a text as a trained model writes it are drawn instead, grammar or not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.structured_texts import write_text
 from headrace import LLM, Grammar, SamplingParams
 
 MODELS = Path(__file__).parent / "models"
@@ -47,10 +51,36 @@ class Taken:
     cpu: list[float] = field(default_factory=list)
 
 
+class Script:
+    """Tokens drawn in place of what the sampler draws, which it does all the same: token ``position`` of row ``row``'s output is
+    ``tokens[row, position]``."""
+
+    def __init__(self, llm: LLM, num_tokens: int):
+        runner = llm._client._engine.executor._runner
+        self._sampler, self._num_tokens = runner._sampler, num_tokens
+        self._num_rows, self._device, self._encode = runner.layout.max_rows, runner._device, llm.tokenizer.encode
+        self._draw = self._sampler._draw
+        self.tokens = torch.zeros((self._num_rows, num_tokens), dtype=torch.int64, device=self._device)
+        self._sampler._draw = self._draw_written
+
+    def write(self, kind: str, seed: int) -> None:
+        """Other texts of this kind."""
+        texts = [self._encode(write_text(kind, seed + row), add_special_tokens=False)[: self._num_tokens] for row in range(self._num_rows)]
+        self.tokens.copy_(torch.tensor(texts))
+
+    def _draw_written(self, logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, **options: Any) -> torch.Tensor:
+        drawn = self._draw(logits, rows, last_token, **options)
+        written = self.tokens[rows, options["params"].position]
+        drawn[0].copy_(written)
+        last_token[rows] = written
+        return drawn
+
+
 def measure(llm: LLM, grammar: Grammar | None, args: argparse.Namespace, taken: Taken) -> None:
     """One round."""
+    seed = len(taken.wall) * args.concurrency  # what an earlier round wrote must not be what this one writes
     params = [
-        SamplingParams(grammar=grammar, max_tokens=args.tokens, ignore_eos=True, temperature=args.temperature, seed=i) for i in range(args.concurrency)
+        SamplingParams(grammar=grammar, max_tokens=args.tokens, ignore_eos=True, temperature=args.temperature, seed=seed + i) for i in range(args.concurrency)
     ]
     prompts = [f"Person {i}, described as a JSON array of records:\n" for i in range(args.concurrency)]
     wall, cpu = time.perf_counter(), time.process_time()
@@ -86,6 +116,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--text", choices=["random", "written"], default="random", help="what is drawn")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--options", type=json.loads, default={}, help='of `LLM`, such as {"threads": 1}')
@@ -94,12 +125,16 @@ def main() -> None:
     kinds = {name: g for name, g in KINDS.items() if g is None or not args.kinds or any(word in name for word in args.kinds)}
     all_taken = {name: Taken() for name in kinds}
     with open_model(args) as llm:
-        for name, grammar in kinds.items():
-            measure(llm, grammar, args, Taken())  # compiles the grammar, fills the prefix cache
-            print(f"ready: {name}", flush=True)
-        for _ in range(args.rounds):
+        script = Script(llm, args.tokens) if args.text == "written" else None
+        for turn in range(-1, args.rounds):
             for name, grammar in kinds.items():
+                if script is not None:
+                    script.write(name, turn * args.concurrency)
                 measure(llm, grammar, args, all_taken[name])
+                if turn < 0:  # compiles the grammar, fills the prefix cache
+                    print(f"ready: {name}", flush=True)
+    for taken in all_taken.values():
+        del taken.wall[0], taken.cpu[0]
     free = all_taken["free text"]
     print("| output | tokens/s | of free text | processor time, of free text |\n|---|---|---|---|")
     for name, taken in all_taken.items():
