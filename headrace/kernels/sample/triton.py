@@ -13,6 +13,8 @@ from headrace.kernels.launch import ceil_div
 from headrace.kernels.sample import DrawParams
 
 BLOCK = 8192
+MAX_REGISTERS = 64
+"""Of a thread that draws: a processor then holds two rows. The kernel would take 103, and two fifths more time for 256 rows."""
 LOWEST = tl.constexpr(-104.0)  # exp of anything lower is 0 in float32: such a token is never drawn
 FORBIDDEN = tl.constexpr(-1.0e30)  # what -inf counts as in a division, which takes three times as long for infinities
 SEARCH_STEPS = tl.constexpr(16)  # 104 / 4**16 is below the spacing of float32 at the depths that matter
@@ -219,7 +221,7 @@ def draw(
     _draw_kernel[(num_rows,)](
         logits, drawn, rows, last_token, words if masks is None else masks, words if mask_of_row is None else mask_of_row,
         logits if before is None else before, *columns, logits.stride(0), vocab_size, 0 if masks is None else masks.shape[1],
-        int(masks is not None), int(before is not None), int(params is not None), BLOCK=BLOCK, num_warps=16,
+        int(masks is not None), int(before is not None), int(params is not None), BLOCK=BLOCK, num_warps=16, maxnreg=MAX_REGISTERS,
     )
     return drawn
 
