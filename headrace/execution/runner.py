@@ -14,6 +14,7 @@ from headrace.base.cache import CacheLayout
 from headrace.base.step import StepPlan
 from headrace.execution.captured_steps import CapturedSteps, GraphSizes
 from headrace.execution.captures import Records
+from headrace.execution.decodes import Decodes
 from headrace.execution.graphs import DecodeGraph, DecodeState
 from headrace.execution.inputs import InputBuilder, StepShape
 from headrace.execution.logprobs import Logprobs, compute_prompt_logprobs
@@ -51,6 +52,7 @@ class Runner:
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
         self._pooler = Pooler(self._rows, model)
         self._grammars: GrammarRows | None = None
+        self._decodes: Decodes | None = None  # of the latest step, if it was of decodes alone
         self._open: PendingSample | None = None  # a step whose draw may not have been launched
         self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
         model.bind_cache(*_pages_by_layer(layout, self.pools, num_layers))
@@ -64,10 +66,8 @@ class Runner:
         if not plan.rows:
             self._apply_pages(plan, upload.send(self._device))
             return PendingSample(plan.step_id)
-        shape = StepShape.of(plan)
-        self._rows.require(shape.rows)
         graph = self._captured.find_decodes(len(plan.rows)) if self._captured and plan.num_decodes == len(plan.rows) else None
-        return self._compute(plan, shape, upload) if graph is None else self._replay(plan, shape, upload, graph)
+        return self._compute(plan, upload) if graph is None else self._replay(plan, upload, graph)
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
@@ -75,7 +75,7 @@ class Runner:
 
     def reset(self) -> None:
         """Forget what failed steps left behind; every row is started anew before it is computed again."""
-        self._open = None
+        self._open = self._decodes = None
         if self._grammars is not None:
             self._grammars.reset()
 
@@ -95,7 +95,9 @@ class Runner:
         """Use an idle moment: record one graph that is missing; False when there is none."""
         return self._captured is not None and self._captured.record_next()
 
-    def _compute(self, plan: StepPlan, shape: StepShape, upload: Upload) -> PendingSample:
+    def _compute(self, plan: StepPlan, upload: Upload) -> PendingSample:
+        shape, self._decodes = StepShape.of(plan), None
+        self._rows.require(shape.rows)
         self._inputs.pack(shape, upload)
         samples = np.flatnonzero(plan.samples)
         batch = SampleBatch.of(shape.rows[samples], shape.ends[samples], self._rows)
@@ -120,27 +122,23 @@ class Runner:
             draw = self._plan_draw(logits, batch, sent, filling)
         return self._leave(PendingSample(plan.step_id, batch, draw, prompts, check_finite=self._check_finite, pooled=pooled), filling)
 
-    def _replay(self, plan: StepPlan, shape: StepShape, upload: Upload, graph: DecodeGraph) -> PendingSample:
-        """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked.
-
-        Longest first: the device's last programs are then short ones, and none of its processors waits long for them.
-        """
-        order = np.argsort(-shape.ends, kind="stable")
-        places = np.argsort(order).tolist()
-        rows, ends = shape.rows[order], shape.ends[order]
-        batch = SampleBatch.of(rows, ends, self._rows)
-        upload.add("decodes", graph.pack(rows, ends))
-        if not batch.is_greedy:
+    def _replay(self, plan: StepPlan, upload: Upload, graph: DecodeGraph) -> PendingSample:
+        """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked."""
+        decodes = Decodes.of(plan, self._rows) if self._decodes is None else self._decodes.follow(plan, self._rows)
+        self._decodes, batch = decodes, decodes.batch
+        upload.add("decodes", graph.pack(decodes.rows, decodes.ends))
+        is_greedy = batch.is_greedy
+        if not is_greedy:
             self._sampler.pack(batch, upload)
         sent = upload.send(self._device)
         self._apply_pages(plan, sent)
         logits, likeliest = graph.run(sent["decodes"])  # first: masks are needed only once it is done
         filling = self._grammars.begin(batch, is_launched=True) if self._grammars is not None else None
-        if batch.is_greedy:
+        if is_greedy:
             draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
         else:
-            draw = self._plan_draw(logits[: len(shape.rows)], batch, sent, filling)
-        return self._leave(PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=places), filling)
+            draw = self._plan_draw(logits[: len(plan.rows)], batch, sent, filling)
+        return self._leave(PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling)
 
     def _plan_draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], filling: Filling | None) -> Callable[[], Drawn]:
         def draw() -> Drawn:

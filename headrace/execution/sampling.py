@@ -7,7 +7,7 @@ row-wise, so what a row draws does not depend on the rows beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from headrace.execution.logprobs import Logprobs, compute_logprobs
 from headrace.execution.penalties import PenaltyState
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import RuleState
-from headrace.execution.upload import Upload, host_words, to_device
+from headrace.execution.upload import Upload, host_words
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sample import DRAW, FIND_BEST, NOT_FINITE, NOTHING_ALLOWED, DrawParams
 
@@ -88,7 +88,8 @@ class RowMasks:
     def send(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring the table up to date; it, and ``mask_of_row`` on the device."""
         rows, num_rows, num_words = 2 * len(self.places), len(self.mask_of_row), self.table.shape[1]
-        sent = to_device(self.words[: rows + num_rows + self.num_changed * num_words], self.table.device)
+        words = self.words[: rows + num_rows + self.num_changed * num_words]
+        sent = words.to(self.table.device, non_blocking=True)  # they are pinned; on a CPU these are they
         if self.num_changed:
             places = sent[: 2 * self.num_changed].view(torch.int64)
             self.table.index_copy_(0, places, sent[rows + num_rows :].view(self.num_changed, num_words))
@@ -105,12 +106,22 @@ class Drawn:
     errors: dict[int, str | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _DrawnLast:
+    """The latest rows that drew, as bytes and on the device, and how: valid until one of them is started or released."""
+
+    key: bytes
+    rows: torch.Tensor
+    params: DrawParams | None
+
+
 class Sampler:
     """Keeps the penalty and rule state of the rows; `pack` before the step's upload, `draw` after the forward pass."""
 
     def __init__(self, rows: Rows, max_rows: int, vocab_size: int):
         device = rows.last_token.device
         self._rows, self.vocab_size = rows, vocab_size
+        self._drawn_last: _DrawnLast | None = None
         self._penalties = PenaltyState(vocab_size, device)
         self._rules = RuleState(max_rows, vocab_size, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -127,12 +138,21 @@ class Sampler:
 
     def release(self, row: int) -> None:
         """A row was given back."""
+        self._drawn_last = None
         self._penalties.release(row)
         self._rules.release(row)
 
     def pack(self, batch: SampleBatch, upload: Upload) -> None:
-        """Add the sampling state of the batch to the upload."""
-        upload.add("sample_rows", batch.rows)
+        """Add the sampling state of the batch to the upload, but what is on the device since these rows drew last."""
+        if self._drawn_last is None or self._drawn_last.key != batch.rows.tobytes():
+            upload.add("sample_rows", batch.rows)
+            if len(batch.random):
+                reals = self._rows.draws_np[batch.rows].T.copy()
+                reals[0, np.delete(np.arange(len(batch.rows)), batch.random)] = 0.0
+                upload.add("draw_reals", reals.ravel())
+                upload.add("draw_integers", self._rows.integers_np[batch.rows].T.ravel())
+        if len(batch.random):
+            upload.add("draw_positions", batch.output_lens)
         if len(batch.ruled):
             self._rules.pack(batch.rows[batch.ruled], batch.output_lens[batch.ruled], upload)
             upload.add("ruled", batch.ruled)
@@ -141,12 +161,6 @@ class Sampler:
             upload.add("penalised", batch.penalised)
         if len(batch.logged):
             upload.add("logged", batch.logged)
-        if len(batch.random):
-            reals = self._rows.draws_np[batch.rows].T.copy()
-            reals[0, np.delete(np.arange(len(batch.rows)), batch.random)] = 0.0
-            upload.add("draw_reals", reals.ravel())
-            upload.add("draw_integers", self._rows.integers_np[batch.rows].T.ravel())
-            upload.add("draw_positions", batch.output_lens)
 
     def draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None = None) -> Drawn:
         """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token. ``masks``
@@ -156,11 +170,9 @@ class Sampler:
         if len(batch.ruled) or len(batch.penalised):
             before, _ = self._find_best(logits)
             self._edit(logits, batch, sent)
-        params = self._draw_params(batch, sent) if len(batch.random) else None
+        rows, params = self._find_params(batch, sent)
         allowed, mask_of_row = (None, None) if masks is None else masks.send()
-        tokens = self._draw(
-            logits, sent["sample_rows"], self._rows.last_token, params=params, masks=allowed, mask_of_row=mask_of_row, before=before,
-        )
+        tokens = self._draw(logits, rows, self._rows.last_token, params=params, masks=allowed, mask_of_row=mask_of_row, before=before)
         self._count(tokens[0], batch, sent)
         logprobs = None
         if raw is not None:
@@ -176,7 +188,17 @@ class Sampler:
             edited = self._penalties.apply(logits.index_select(0, sent["penalised"]), sent)
             logits.index_copy_(0, sent["penalised"], edited)
 
-    def _draw_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> DrawParams:
+    def _find_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> tuple[torch.Tensor, DrawParams | None]:
+        """The rows, and how they draw: as sent now, or before."""
+        if "sample_rows" in sent:
+            params = self._read_params(batch, sent) if len(batch.random) else None
+            self._drawn_last = _DrawnLast(batch.rows.tobytes(), sent["sample_rows"], params)
+            return sent["sample_rows"], params
+        last = self._drawn_last
+        assert last is not None, "what was not sent is on the device"
+        return last.rows, None if last.params is None else replace(last.params, position=sent["draw_positions"])
+
+    def _read_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> DrawParams:
         rows = batch.rows[batch.random]
         top_p, min_p = self._rows.draws_np[rows, 1], self._rows.draws_np[rows, 2]
         top_k = self._rows.integers_np[rows, 0]

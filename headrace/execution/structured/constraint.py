@@ -32,7 +32,8 @@ class HeldTokens:
 class Constraint:
     """``num_tokens``: of the row's output, known so far. ``can_jump``: whether drawing a token has no effect but the token.
     ``is_steady``: the next mask is the last one; plain text is being written, of which nobody is told. ``state``: where the
-    output stands, while that is known; the matcher is told of tokens only when it is asked, then."""
+    output stands, while that is known; the matcher is told of tokens only when it is asked, then. ``mask_key``: equal for
+    outputs whose next masks are equal, None where that is not known."""
 
     row: int
     grammar: CompiledGrammar
@@ -44,12 +45,13 @@ class Constraint:
     last_token: int = -1
     error: str | None = None
     state: State | None = None
+    mask_key: Hashable | None = None
     _matcher: Matcher = None  # type: ignore[assignment]
     _untold: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._matcher = self.grammar.start()
-        self.state = self.grammar.states.start if self.grammar.states is not None else None
+        self._move(self.grammar.states.start if self.grammar.states is not None else None)
 
     @property
     def is_going(self) -> bool:
@@ -57,29 +59,24 @@ class Constraint:
         return not self.is_over and self.error is None
 
     @property
-    def mask_key(self) -> Hashable | None:
-        """Equal for outputs whose next masks are equal; None where that is not known."""
-        if self.state is None or self.error is not None:
-            return None
-        return (self.state.mask_key, self.held.ids) if self._is_holding else self.state.mask_key
-
-    @property
     def matcher(self) -> Matcher:
         """Told of all tokens."""
         if self._untold:
             self._matcher.accept(self._untold)
             self._untold = []
-            self.error = self._matcher.error
+            self._take_error()
         return self._matcher
 
     def accept(self, token: int, *, is_end: bool) -> None:
         """Go on by a token, which may be the end of the output."""
-        plain = self.grammar.plain
         self.last_token = token
         self.num_tokens += 1
         if self.held is not None and self.num_tokens == self.held.count:  # what was held back is allowed from now on
             self.is_steady = False
-        if self.is_over or self.error is not None or (self.is_steady and plain is not None and plain.is_plain[token]):
+            self._move(self.state)
+        if self.is_steady and self.grammar.plain is not None and self.grammar.plain.is_plain[token]:
+            return
+        if self.is_over or self.error is not None:
             return
         if is_end:
             self.is_over = True
@@ -88,7 +85,7 @@ class Constraint:
         self.is_steady = False
         if self.state is not None:
             assert self.grammar.states is not None
-            self.state = self.grammar.states.step(self.state, token)
+            self._move(self.grammar.states.step(self.state, token))
         if self.state is None:
             _ = self.matcher
 
@@ -103,12 +100,12 @@ class Constraint:
     def settle(self, mask: np.ndarray) -> bool:
         """Take the mask [W] that the library told, and make of it, in place, what is allowed. Whether that is all plain
         text, and more."""
-        self.error = self._matcher.error
+        self._take_error()
         if self.error is not None:
             mask[:] = 0
             return False
         allows_plain = self.grammar.plain is not None and self.grammar.plain.are_allowed(mask)
-        if self.held is not None and self._is_holding:
+        if self.held is not None and self.num_tokens < self.held.count:
             rest = mask & ~self.held.words
             if rest.any():
                 mask[:] = rest
@@ -120,6 +117,14 @@ class Constraint:
         if allows_plain and plain is not None:
             self.is_steady = not plain.needs_root or (self.last_token >= 0 and bool(plain.is_plain[self.last_token]))
 
-    @property
-    def _is_holding(self) -> bool:
-        return self.held is not None and self.num_tokens < self.held.count
+    def _move(self, state: State | None) -> None:
+        self.state = state
+        if state is None or self.held is None or self.num_tokens >= self.held.count:
+            self.mask_key = None if state is None else state.mask_key
+        else:
+            self.mask_key = state.mask_key, self.held.ids
+
+    def _take_error(self) -> None:
+        self.error = self._matcher.error
+        if self.error is not None:
+            self.mask_key = None

@@ -224,7 +224,7 @@ class GrammarRows:
                 begun.add(key)
             elif key in begun:
                 filling.sharing.append(Asking(place, constraint, key, kept))
-            else:
+            elif not constraint.is_steady:
                 constraint.notice(allows_plain=kept.allows_plain)
             mask_of_row[place] = kept.place
         asking.sort(key=lambda ask: id(ask.constraint.grammar.library))  # matchers of one library stand together
