@@ -51,6 +51,8 @@ IDLE_PAUSE_MS = 5
 """Between two pieces of work for idle moments: time for a request to arrive."""
 PAUSED_WAIT_MS = 20
 STATS_PERIOD_S = 0.25
+GATHER_MS = 2
+MAX_GATHER_S = 0.025
 MAX_DRAIN = 1024
 """Messages taken in between two steps at most."""
 
@@ -67,6 +69,8 @@ class EngineLoop:
         self._is_stopping = False
         self._stats_sent_at = 0.0
         self._has_idle_work = True
+        self._num_ended = 0  # by the last step that ended any
+        self._step_s = 0.0
 
     def stop(self) -> None:
         """Leave `run` after the current step; safe to call from a signal handler."""
@@ -75,9 +79,12 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until stopped. An exception from here means that the engine cannot be trusted any more."""
         while not self._is_stopping:
+            was_idle = not self._engine.has_work
             messages = self._channel.receive(self._patience_ms(), at_most=MAX_DRAIN)
             for message in messages:
                 self._take(message)
+            if was_idle and self._num_ended > 1 and messages:
+                self._gather(len(messages))
             if self._engine.has_work:
                 self._step()
             elif not messages:
@@ -88,9 +95,24 @@ class EngineLoop:
             return IDLE_PAUSE_MS if self._has_idle_work else IDLE_WAIT_MS
         return PAUSED_WAIT_MS if self._engine.is_held else 0
 
+    def _gather(self, num_taken: int) -> None:
+        """Requests that ended together are followed by others that come one by one. The first of them waits while more come, and
+        no longer than the step takes that would begin without them."""
+        until = time.monotonic() + min(self._step_s, MAX_GATHER_S)
+        while num_taken < self._num_ended and time.monotonic() < until:
+            messages = self._channel.receive(GATHER_MS, at_most=MAX_DRAIN)
+            if not messages:
+                break
+            num_taken += len(messages)
+            for message in messages:
+                self._take(message)
+
     def _step(self) -> None:
+        began = time.monotonic()
         outputs = self._engine.step()
         now = time.monotonic()
+        self._step_s = 0.8 * self._step_s + 0.2 * (now - began)
+        self._num_ended = sum(output.finish is not None for output in outputs) or self._num_ended
         is_idle = not self._engine.has_work
         stats = self._engine.stats() if is_idle or now - self._stats_sent_at >= STATS_PERIOD_S else None
         if stats is not None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
@@ -28,20 +28,21 @@ async def read_body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared} bytes; at most {limit} are taken")
-    chunks, size = [], 0
-    stream = aiter(request.stream())
-    while True:
+    chunks, size, has_more = [], 0, True
+    while has_more:
         try:
             async with asyncio.timeout(GAP_TIMEOUT_S):
-                chunk = await anext(stream, None)
+                message = await request.receive()
         except TimeoutError:
             raise BodyTooSlow(f"nothing of the body came for {GAP_TIMEOUT_S:g} s; {size} bytes had come") from None
-        if chunk is None:
-            return b"".join(chunks)
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
         if size > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes")
         chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _check_media_type(request: Request) -> None:

@@ -35,9 +35,10 @@ def split_prompts(prompt: object, limit: int) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     items = cast("list[object]", prompt)
-    if all(isinstance(item, int) for item in items):
+    kinds = set(map(type, items))
+    if kinds <= {int}:
         return [cast("list[int]", items)]
-    if not (all(isinstance(item, str) for item in items) or all(isinstance(item, list) for item in items)):
+    if kinds not in ({str}, {list}):
         raise RequestError("prompt must be a string, token ids, or a list of only one of these", param="prompt")
     if len(items) > limit:
         raise RequestError(f"prompt may hold at most {limit} prompts, got {len(items)}", param="prompt")
