@@ -1,9 +1,9 @@
 """A small model on a CPU, over HTTP: ``python -m benchmarks.cpu [--dtypes float32,bfloat16] [--cores 0,1] [--json FILE]``.
 
 Runs W1 to W4 against Headrace and, in the same session on the same cores, against llama.cpp's server and vLLM where
-``llama-server`` or ``vllm`` are on the PATH; prints figures, ratios to the peers' (measured elsewhere: see
-``peers_cpu.json``) and to the goals. ``--profile`` tells instead where the time of a decode step goes, ``--steps`` what steps
-the workloads are made of.
+``llama-server`` or ``vllm`` are on the PATH; prints figures, a table of them, ratios to the peers' (measured elsewhere: see
+``peers_cpu.json``) and to the goals. ``--most W2=32,W4=1`` shortens a session with slow ones. ``--profile`` tells instead where the
+time of a decode step goes, ``--steps`` what steps the workloads are made of.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Workload:
     prefix_len: int = 0
 
     def options(self, base_url: str, most: int | None, seed: int) -> dict[str, Any]:
-        """Options of the load generator, for at most so many requests."""
+        """Options of the load generator, for at most so many requests. Nobody stops at an end of text."""
         shared = {"workload": "shared-prefix", "prefix_len": self.prefix_len} if self.prefix_len else {}
         return {
             "base_url": base_url, "num_requests": min(self.num_requests, most or self.num_requests), "concurrency": self.concurrency,
@@ -56,12 +56,12 @@ WORKLOADS = {
 }
 
 
-def measure(running: Running, names: list[str], most: int | None) -> dict[str, dict[str, float]]:
+def measure(running: Running, names: list[str], most: dict[str, int]) -> dict[str, dict[str, Any]]:
     """The figures of each workload."""
     rows = {}
     for seed, name in enumerate(names):
         before = running.cpu_s()
-        report = run_serve_bench(serve_bench_options(**WORKLOADS[name].options(running.base_url, most, seed)))
+        report = run_serve_bench(serve_bench_options(**WORKLOADS[name].options(running.base_url, most.get(name), seed)))
         if report.errors:
             raise RuntimeError(f"{name}: {report.errors} {report.examples}")
         rows[name] = {
@@ -81,10 +81,31 @@ def candidates(args: argparse.Namespace) -> list[tuple[Server, str]]:
     for scheme in filter(None, args.quantizations.split(",")):
         found.append((headrace(args.model, ["--quantization", scheme, *args.flags.split()], f"headrace {scheme}"), "int8"))
     if args.peers:
-        path = args.llama_model or gguf_of(PACKAGE)
-        servers = (llama_cpp(Path(path), args.threads, []) if path else None, vllm(args.vllm_model or args.model, ["--dtype", "bfloat16"]))
+        paths = args.llama_models.split(",") if args.llama_models else [found for found in [gguf_of(PACKAGE)] if found]
+        servers = [llama_cpp(program, Path(path), args.threads) for program in args.llama_servers.split(",") for path in paths]
+        servers.append(vllm(args.vllm_model or args.model, ["--dtype", "bfloat16"]))
         found += [(server, "") for server in servers if server is not None]
     return found
+
+
+def read_most(text: str | None) -> dict[str, int]:
+    """``"8"`` to that for every workload, ``"W2=32,W4=1"`` to those."""
+    if not text:
+        return {}
+    if text.isdigit():
+        return dict.fromkeys(WORKLOADS, int(text))
+    return {name: int(count) for name, count in (part.split("=") for part in text.split(","))}
+
+
+COLUMNS = {"W1 ms a token": ("W1", "tpot_mean_ms"), "W1 TTFT": ("W1", "ttft_p50_ms"), "W2 tok/s": ("W2", "output_tok_s"), "W3 tok/s": ("W3", "output_tok_s"), "W4 TTFT": ("W4", "ttft_p50_ms"), "MB after W2": ("W2", "rss_mb")}
+
+
+def print_table(results: dict[str, dict[str, Any]]) -> None:
+    """One line a server."""
+    print(f"{'':28} {'ready s':>8} " + " ".join(f"{title:>13}" for title in COLUMNS))
+    for name, result in results.items():
+        figures = [result["workloads"].get(workload, {}).get(key) for workload, key in COLUMNS.values()]
+        print(f"{name:28} {result['start_s']:8.2f} " + " ".join(f"{'' if value is None else f'{value:.1f}':>13}" for value in figures))
 
 
 def ratio(key: str, ours: float, theirs: float) -> float:
@@ -126,10 +147,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--quantizations", default="", help="comma-separated; a server each")
     parser.add_argument("--flags", default="", help="further flags of headrace serve")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--most", type=int, help="at most so many requests a workload; figures of fewer are worse where many run at once")
+    parser.add_argument("--most", type=read_most, default={}, help="at most so many requests a workload; figures of fewer are worse where many run at once")
     parser.add_argument("--cores", help="comma-separated; servers and client are bound to them")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure other servers that are installed")
-    parser.add_argument("--llama-model", help="GGUF file for llama.cpp")
+    parser.add_argument("--llama-models", help="comma-separated GGUF files for llama.cpp; a server each")
+    parser.add_argument("--llama-servers", default="llama-server", help="comma-separated programs, such as several builds")
     parser.add_argument("--vllm-model")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="where a decode step's time goes")
@@ -155,7 +177,9 @@ def main() -> None:
 
         print(json.dumps(describe_device()))
         config = engine_config(args.model, ["--dtype", args.dtypes.split(",")[0], *args.flags.split()])
-        return print_steps(config, {name: WORKLOADS[name] for name in names}, args.most)
+        for name in names:
+            print_steps(config, {name: WORKLOADS[name]}, args.most.get(name))
+        return None
     device, results = describe_device(), {}
     print(json.dumps(device))
     for server, goals in candidates(args):
@@ -166,6 +190,7 @@ def main() -> None:
                 results[server.name] = {"start_s": running.start_s, "goals": goals, "workloads": measure(running, names, args.most)}
         except RuntimeError as error:
             print(f"  failed: {error}", file=sys.stderr)
+    print_table(results)
     stored = {f"{name} (stored)": figures for name, figures in PEERS["figures"].items()}
     live = {name: result for name, result in results.items() if not result["goals"]}
     for name, result in results.items():

@@ -67,12 +67,13 @@ def headrace(model: str, flags: list[str], name: str = "headrace") -> Server:
     return Server(name, lambda port: [sys.executable, "-m", "headrace", "serve", "--model", model, "--port", str(port), "--log-level", "warning", *flags], "/ready")
 
 
-def llama_cpp(model: Path, threads: int, flags: list[str]) -> Server | None:
-    """llama.cpp's server, where it is installed."""
-    program = shutil.which("llama-server")
+def llama_cpp(name: str, model: Path, threads: int) -> Server | None:
+    """llama.cpp's server, where a program of this name is installed."""
+    program = shutil.which(name)
     if program is None:
         return None
-    return Server("llama.cpp", lambda port: [program, "-m", str(model), "--port", str(port), "-t", str(threads), "-np", "16", "-c", str(16 * 4352), *flags])
+    command = [program, "-m", str(model), "-t", str(threads), "-np", "16", "-c", str(16 * 4352)]
+    return Server(f"{Path(name).name} {model.stem[-20:]}", lambda port: [*command, "--port", str(port)])
 
 
 def vllm(model: str, flags: list[str]) -> Server | None:
