@@ -34,6 +34,22 @@ TOKENS_DRAWN = 32768
 """Prompt tokens drawn and queued before a step; beyond that a longer queue would not change the next step."""
 
 
+OUTPUTS_JOINED = 64
+"""Steps whose outputs of a request are made into text at once: nobody reads along."""
+
+
+def join_outputs(outputs: list[RequestOutput]) -> RequestOutput:
+    """Consecutive outputs of one request as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    first, last = outputs[0], outputs[-1]
+    return RequestOutput(
+        last.request_id, [token for output in outputs for token in output.token_ids], last.finish, max(output.num_cached_tokens for output in outputs),
+        [entry for output in outputs for entry in output.logprobs or ()] or None,
+        [entry for output in outputs for entry in output.prompt_logprobs or ()] or None, last.pooled, first.queued_s if first.queued_s is not None else last.queued_s,
+    )
+
+
 @dataclass(slots=True)
 class Job:
     """One prompt to be run: its engine requests, checked, and what gathers their output."""
@@ -68,11 +84,13 @@ def defer_interrupt() -> Iterator[threading.Event]:
 
 
 class _Intake:
-    """Jobs on their way into the engine. ``jobs``: all drawn so far; ``running``: by the ids of requests that have not ended."""
+    """Jobs on their way into the engine. ``jobs``: all drawn so far; ``running``: by the ids of requests that have not ended;
+    ``held``: their latest outputs."""
 
     def __init__(self, source: Iterator[Job], window: int):
         self.jobs: list[Job] = []
         self.running: dict[str, Job] = {}
+        self.held: dict[str, list[RequestOutput]] = {}
         self._source: Iterator[Job] | None = source
         self._waiting: deque[tuple[EngineRequest, Job]] = deque()
         self._window = window
@@ -201,12 +219,19 @@ class LocalClient:
                 with self._touch:
                     self._engine.submit(request)
             for output in self._step():
-                self._deliver(output, intake.running, on_finish)
+                self._deliver(output, intake, on_finish)
             if interrupt.is_set():
                 raise KeyboardInterrupt
 
-    def _deliver(self, output: RequestOutput, running: dict[str, Job], on_finish: Callable[[], None]) -> None:
-        job = running.pop(output.request_id) if output.finish is not None else running[output.request_id]
+    def _deliver(self, output: RequestOutput, intake: _Intake, on_finish: Callable[[], None]) -> None:
+        request_id = output.request_id
+        job = intake.running[request_id] if output.finish is None else intake.running.pop(request_id)
+        if not job.assembler.can_end_early:
+            held = intake.held.setdefault(request_id, [])
+            held.append(output)
+            if output.finish is None and len(held) < OUTPUTS_JOINED:
+                return
+            output = join_outputs(intake.held.pop(request_id))
         was_finished = job.assembler.is_finished
         delta = job.assembler.feed(output)
         if delta is not None:

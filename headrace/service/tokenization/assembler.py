@@ -14,11 +14,13 @@ from headrace.service.tokenization.tokenizer import Tokenizer
 
 
 class OutputAssembler:
-    """All choices of one request, as `build_requests` made them. ``usage`` counts come from the deltas' ``token_ids``."""
+    """All choices of one request, as `build_requests` made them. ``usage`` counts come from the deltas' ``token_ids``.
+    ``can_end_early``: a text may end a choice before the engine does, so that outputs must be fed as they come."""
 
     def __init__(self, requests: Sequence[EngineRequest], params: SamplingParams, tokenizer: Tokenizer | None):
         stop_texts = special_stops(params, tokenizer)
         self._choices = {r.request_id: _Choice(i, r, params, tokenizer, stop_texts) for i, r in enumerate(requests)}
+        self.can_end_early = any(choice.can_end_early for choice in self._choices.values())
         self._num_unfinished = len(self._choices)
         self._aborts: list[Abort] = []
 
@@ -64,6 +66,10 @@ class _Choice:
                 keep_special_tokens=params.keep_special_tokens or (),
                 spaces_between_special_tokens=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
             )
+
+    @property
+    def can_end_early(self) -> bool:
+        return self._text is not None and self._text.can_stop
 
     def feed(self, output: RequestOutput) -> ChoiceDelta | None:
         if self._prompt_logprobs is not None and output.prompt_logprobs:

@@ -37,6 +37,11 @@ class Detokenizer:
         self.stopped: str | None = None
         self.num_tokens_kept = 0
 
+    @property
+    def can_stop(self) -> bool:
+        """Whether there are strings that end the text."""
+        return self._scanner is not None
+
     def push(self, ids: Sequence[int]) -> str:
         """The text that has become certain with these tokens; empty once stopped."""
         if self.stopped is not None:

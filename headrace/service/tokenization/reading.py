@@ -50,6 +50,8 @@ def build_reading(
 class ReadAssembler:
     """What `OutputAssembler` is for generation: passes the one result on."""
 
+    can_end_early = False
+
     def __init__(self) -> None:
         self.is_finished = False
 
