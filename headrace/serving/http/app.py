@@ -27,6 +27,7 @@ from headrace.serving.http.routes import (
     models,
     native,
     ollama,
+    ollama_embeddings,
     responses,
     scoring,
     tokens,
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
 ENDPOINTS = (
-    *chat.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS, *ollama.ENDPOINTS, *completions.ENDPOINTS, *embeddings.ENDPOINTS,
+    *chat.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS, *ollama.ENDPOINTS, *ollama_embeddings.ENDPOINTS,
+    *completions.ENDPOINTS, *embeddings.ENDPOINTS,
     *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *admin.ENDPOINTS, *upkeep.ENDPOINTS, *health.ENDPOINTS,
 )
 

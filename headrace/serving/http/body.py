@@ -45,9 +45,10 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _check_media_type(request: Request) -> None:
+def _check_media_type(request: Request, *, is_lenient: bool) -> None:
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
+    is_any_served = is_lenient and "origin" not in request.headers  # pages of other sites can send all but JSON unasked
+    if not is_any_served and declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
         raise UnsupportedMediaType(f"Content-Type must be application/json, got {declared or 'none'}")
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":
@@ -56,17 +57,19 @@ def _check_media_type(request: Request) -> None:
 
 class JsonBody(Generic[T]):
     """Decoder of one request type. Strict: no number in a string, no unknown field; a known field of a feature that is
-    not served is refused by its name unless it asks for nothing (null, false or empty)."""
+    not served is refused by its name unless it asks for nothing (null, false or empty). ``is_lenient``: whatever type is
+    declared, for dialects whose clients declare none."""
 
-    def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None):
+    def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None, is_lenient: bool = False):
         self.record = record
+        self._is_lenient = is_lenient
         self._decode = msgspec.json.Decoder(record).decode
         self._fields = _fields_of(record)
         self._nested_fields = _fields_of(nested) if nested else frozenset()
 
     async def read(self, request: Request, limit: int) -> T:
         """The decoded body; raises `RequestError` (400, 413 or 415)."""
-        _check_media_type(request)
+        _check_media_type(request, is_lenient=self._is_lenient)
         return self.decode(await read_body(request, limit))
 
     async def read_optional(self, request: Request, limit: int) -> T:

@@ -69,6 +69,12 @@ def check_amount(count: int, limit: int, param: str) -> None:
         raise RequestError(f"{param} may hold at most {limit} texts, got {count}", param=param)
 
 
+def check_dimensions(dimensions: int | None, width: int) -> None:
+    """Raise `RequestError` for more numbers than an embedding has."""
+    if dimensions is not None and dimensions > width:
+        raise RequestError(f"dimensions must be at most {width}, the width of this model's embeddings; got {dimensions}", param="dimensions")
+
+
 def reader_for(request: Request, truncate: int | None) -> Reader:
     """Makes readings for the served model."""
     context = context_of(request)

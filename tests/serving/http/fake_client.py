@@ -7,6 +7,8 @@ import re
 import zlib
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, HeadraceError, RequestError
 from headrace.base.messages import (
@@ -164,6 +166,10 @@ class FakeClient:
     def __post_init__(self) -> None:
         self.memory = [MemoryLine("weights", 2**20), MemoryLine("KV cache", 2**21, "8192 tokens")]
         self.facts = ModelFacts("fake-model", "FakeForCausalLM", "fake", "float32", "cpu", self.max_len, VOCAB, [EOS], 1000, 16, 8192, self.default_sampling, pooling=self.pooling)
+
+    def shrink(self, max_len: int) -> None:
+        """Serve a context of so many tokens from now on."""
+        self.max_len, self.facts = max_len, msgspec.structs.replace(self.facts, max_model_len=max_len)
 
     @property
     def num_inflight(self) -> int:

@@ -61,6 +61,18 @@ async def test_why_it_stopped(api, client, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_more_than_fits_is_what_fits(api, client, stream):
+    prompt = (await api.messages.count_tokens(model="fake-model", messages=[USER])).input_tokens
+    client.shrink(prompt + 4)
+    message = await ask(api, stream=stream, max_tokens=9_000)
+    assert (message.stop_reason, message.usage.output_tokens) == ("model_context_window_exceeded", 4)
+    assert (await ask(api, stream=stream, max_tokens=4)).stop_reason == "max_tokens"
+    client.shrink(prompt)
+    with pytest.raises(anthropic.BadRequestError, match="tokens fit"):
+        await ask(api, stream=stream, max_tokens=4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_thinking_text_and_calls_are_blocks_in_order(api, client, stream):
     client.script = f'{THOUGHT}Let me see.\n{CALL}\n<tool_call>\n{{"name": "noop", "arguments": {{}}}}\n</tool_call>'.encode()
     message = await ask(api, stream=stream, tools=[TOOL, NOOP])
@@ -164,6 +176,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
     ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "tool_result"),
     ({"messages": [{"role": "user", "content": []}]}, "messages"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"), ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "other"), ({"tool_choice": {"type": "any"}}, "tools"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"), ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
     ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": None}, "max_tokens"), ({"temperature": -1}, "temperature"), ({"max_token": 1}, "did you mean max_tokens"),

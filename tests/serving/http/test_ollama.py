@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from fake_apps import http_for
+from fake_client import FakeClient
 
 from headrace import __version__
+from headrace.base.pooling import PoolingFacts
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
 USER = {"role": "user", "content": "Weather?"}
@@ -90,6 +93,40 @@ async def test_what_is_refused(server, client, path, fields, told):
     answer = await server.post(f"/api/{path}", json={"model": "fake-model", **fields})
     assert answer.status_code == 400 and told in answer.json()["error"], answer.text
     assert not client.submitted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_than_fits_is_what_fits(server, client, stream):
+    client.shrink(len(b"user: Weather?\nassistant:") + 4)
+    content, _, _, last = await ask(server, "chat", stream=stream, messages=[USER], options={"num_predict": 100})
+    assert (len(content), last["done_reason"], client.submitted[-1][1].max_tokens) == (4, "length", 4)
+
+
+async def test_bodies_need_no_type_but_from_browsers(server, client):
+    body = json.dumps({"model": "fake-model", "prompt": "x", "stream": False, "options": {"num_predict": 1}})
+    for headers in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        assert (await server.post("/api/generate", content=body, headers=headers)).status_code == 200
+    assert (await server.post("/api/generate", content=body, headers={"Origin": "http://elsewhere"})).status_code == 415
+    assert (await server.post("/v1/completions", content=body)).status_code == 415
+
+
+async def test_running_models(server):
+    (running,) = (await server.get("/api/ps")).json()["models"]
+    assert running["name"] == "fake-model" and running["size"] >= 2**20 and running["context_length"] == 4096
+
+
+async def test_embeddings():
+    client = FakeClient(pooling=PoolingFacts("embed", 6, needs_all_tokens=True), max_len=64)
+    async with http_for(client) as http:
+        one = (await http.post("/api/embed", json={"model": "fake-model", "input": "one", "dimensions": 2})).json()
+        two = (await http.post("/api/embed", json={"model": "fake-model:latest", "input": ["one", "two"]})).json()
+        old = (await http.post("/api/embeddings", json={"model": "fake-model", "prompt": "one"})).json()
+        reference = (await http.post("/v1/embeddings", json={"input": ["one", "two"]})).json()
+        assert two["embeddings"] == [e["embedding"] for e in reference["data"]] and two["prompt_eval_count"] == reference["usage"]["prompt_tokens"]
+        assert old == {"embedding": two["embeddings"][0]} and len(one["embeddings"][0]) == 2
+        long = {"model": "fake-model", "input": "x" * 10_000}
+        assert (await http.post("/api/embed", json=long)).status_code == 200
+        assert (await http.post("/api/embed", json={**long, "truncate": False})).status_code == 400
 
 
 async def test_errors(server, client):

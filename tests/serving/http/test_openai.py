@@ -117,6 +117,17 @@ async def test_logprobs_of_characters_in_several_tokens(api):
     assert found.text_offset == [0, 0, 1, 1, 1, 2, 3] and text[2:] == "".join(found.tokens[5:])
 
 
+async def test_answers_come_back_with_what_clients_note_about_them(api, client):
+    call = {"id": "c1", "type": "function", "index": 0, "provider_specific_fields": None, "function": {"name": "f", "arguments": "{}"}}
+    noted = {"role": "assistant", "content": "a", "tool_calls": [call], "provider_specific_fields": {"x": 1}, "thinking_blocks": [], "reasoning_details": [{}],
+             "function_call": None, "audio": None, "refusal": None, "annotations": []}
+    parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
+    messages = [{"role": "user", "content": parts}, noted, {"role": "tool", "tool_call_id": "c1", "content": "b"}]
+    await api.chat.completions.create(model="fake-model", messages=messages, max_tokens=1)
+    assert client.tokenizer.messages[0]["content"] == "hi" and client.tokenizer.messages[1]["content"].startswith("a\n<tool_call>")
+    assert not any({"provider_specific_fields", "thinking_blocks", "reasoning_details"} & set(m) for m in client.tokenizer.messages)
+
+
 async def test_greedy_choices_are_the_same(api):
     answer = await api.completions.create(model="fake-model", prompt="once", max_tokens=3, temperature=0, n=2)
     assert [c.index for c in answer.choices] == [0, 1]

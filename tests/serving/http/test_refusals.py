@@ -97,7 +97,7 @@ async def test_null_and_empty_ask_for_nothing(http):
     (CHAT, {"messages": [{"role": "function", "content": "x", "name": "f"}]}, "the role 'tool'"),
     (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages[1].tool_calls"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "'image_url' is not supported"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]}, "unknown field"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "lang": "en"}]}]}, "unknown field"),
     (CHAT, {"messages": [USER], "top_logprobs": 3}, "top_logprobs needs logprobs"),
     (CHAT, {"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4}, "same limit"),
     (CHAT, {"messages": [USER], "continue_final_message": True}, "the assistant's"),

@@ -7,7 +7,7 @@ from msgspec import Raw
 from headrace.base.errors import HeadraceError
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
-from headrace.serving.http.answering import AnswerPlan
+from headrace.serving.http.chatting import Chat
 from headrace.serving.http.dialects.reading import AnswerReader
 from headrace.serving.http.generation import Generation
 from headrace.serving.http.protocol.answers import Usage
@@ -33,11 +33,13 @@ from headrace.serving.http.protocol.messages import (
 from headrace.serving.http.stream import Events, named_frame
 
 
-def _ending(choice: ChoiceDelta | CompletionOutput, *, has_calls: bool) -> Ending:
+def _ending(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls: bool) -> Ending:
     if isinstance(choice.stop_reason, str):
         return Ending("stop_sequence", choice.stop_reason)
     if choice.finish_reason == "stop":
         return Ending("tool_use" if has_calls else "end_turn", None)
+    if chat.is_capped and choice.finish_reason == "length":
+        return Ending("model_context_window_exceeded", None)
     return Ending("max_tokens", None)  # cut short, whoever did it
 
 
@@ -53,9 +55,9 @@ def _opening(event: Event) -> ShownBlock:
     return ShownThinking("") if isinstance(event, TextDelta) and event.is_reasoning else ShownText("")
 
 
-def whole_message(request_id: str, model: str, choice: CompletionOutput, plan: AnswerPlan, usage: Usage) -> Message:
+def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage) -> Message:
     """One finished answer. A call that was cut short is left out: it has no input to act upon."""
-    reader, content = AnswerReader(plan), []
+    reader, content = AnswerReader(chat.plan), []
     block: ShownBlock = ShownText("")
     arguments: list[str] = []
     for event in reader.read(choice):
@@ -68,8 +70,8 @@ def whole_message(request_id: str, model: str, choice: CompletionOutput, plan: A
                 arguments.append(text)
             case CallEnd(_, is_complete) if is_complete and isinstance(block, ShownToolUse):
                 content.append(ShownToolUse(block.id, block.name, Raw("".join(arguments).encode() or b"{}")))
-    ending = _ending(choice, has_calls=reader.has_calls)
-    return Message(request_id, model, content, _usage(usage), stop_reason=ending.stop_reason, stop_sequence=ending.stop_sequence)
+    ending = _ending(choice, chat, has_calls=reader.has_calls)
+    return Message(chat.ask.request_id, model, content, _usage(usage), stop_reason=ending.stop_reason, stop_sequence=ending.stop_sequence)
 
 
 def _frame(event: StreamEvent) -> bytes:
@@ -121,10 +123,11 @@ class MessageEvents(Events):
 
     done = b""
 
-    def __init__(self, generation: Generation, plan: AnswerPlan, model: str):
+    def __init__(self, generation: Generation, chat: Chat, model: str):
         self._generation = generation
+        self._chat = chat
         self._model = model
-        self._reader = AnswerReader(plan)
+        self._reader = AnswerReader(chat.plan)
         self._writer = BlockWriter()
         self._has_begun = False
         self._ending = Ending(None, None)
@@ -134,7 +137,7 @@ class MessageEvents(Events):
         opening = b"" if self._has_begun else self._begin()
         frames = b"".join(map(self._writer.write, self._reader.read(delta)))
         if delta.finish_reason is not None:
-            self._ending = _ending(delta, has_calls=self._reader.has_calls)
+            self._ending = _ending(delta, self._chat, has_calls=self._reader.has_calls)
         return opening + frames
 
     def _begin(self) -> bytes:

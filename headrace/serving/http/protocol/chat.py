@@ -19,9 +19,11 @@ from headrace.serving.http.protocol.tools import (
 
 
 class TextPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A piece of a message's content; only text is served so far."""
+    """A piece of a message's content; only text is served so far. ``cache_control`` is taken and not needed: every prompt's
+    beginning is cached."""
 
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 class RefusalPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -37,7 +39,8 @@ class RefusalPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="t
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn. ``reasoning`` is another name of ``reasoning_content``. The fields after ``tool_call_id`` may only be
-    null or empty: clients send back the assistant messages they got."""
+    null or empty: clients send back the assistant messages they got. With them come what libraries note about an answer and
+    what other services sign of its reasoning (``provider_specific_fields`` and on), which no template shows."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | RefusalPart] | None = None
@@ -50,6 +53,9 @@ class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
     function_call: dict[str, Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    thinking_blocks: list[Any] | None = None
+    reasoning_details: list[Any] | None = None
 
 
 class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):

@@ -130,6 +130,19 @@ class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     format: SchemaFormat | None = None
 
 
+class ThinkingEdit(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Leaves thinking of earlier turns out of the prompt; how much of it is kept is up to the model's chat template here."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: str | dict[str, Any] | None = None
+
+
+class ContextManagement(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the server may leave out of the conversation: thinking alone, nothing else is ever left out."""
+
+    edits: list[ThinkingEdit] | None = None
+
+
 class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """What becomes the prompt."""
 
@@ -141,11 +154,12 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheMark | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to answer. An assistant's message at the end is continued. ``metadata`` and ``service_tier`` are
-    taken and change nothing."""
+    """A conversation to answer. An assistant's message at the end is continued. More ``max_tokens`` than the context has room
+    for are as many as it has. ``metadata`` and ``service_tier`` are taken and change nothing."""
 
     max_tokens: Positive
     stream: bool | None = None
@@ -203,7 +217,7 @@ class Message(Struct, tag_field="type", tag="message"):
     content: list[ShownBlock]
     usage: MessagesUsage
     role: Literal["assistant"] = "assistant"
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None = None
     stop_sequence: str | None = None
 
 

@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.base.errors import HeadraceError
-from headrace.serving.http.protocol.fields import INT32, MinP, Penalty, Repetition, Seed, Stop, Temperature, TopK, TopP
+from headrace.serving.http.protocol.fields import (
+    INT32,
+    MinP,
+    Penalty,
+    Positive,
+    Repetition,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
 from headrace.serving.http.protocol.messages import JsonObject
 from headrace.serving.http.protocol.tools import MAX_CALLS, MAX_TOOLS, CallId, Tool
 
@@ -99,6 +110,42 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=T
     system: str | None = None
 
 
+class OllamaEmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Texts to embed. ``truncate`` is true unless said otherwise: the end of texts that are too long is cut off."""
+
+    model: ModelName
+    input: str | Annotated[list[str], Meta(min_length=1)]
+    truncate: bool | None = None
+    dimensions: Positive | None = None
+    options: OllamaOptions | None = None
+    keep_alive: str | float | None = None
+
+
+class OllamaOldEmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One text to embed, as older clients ask."""
+
+    model: ModelName
+    prompt: str
+    options: OllamaOptions | None = None
+    keep_alive: str | float | None = None
+
+
+class OllamaEmbeddings(Struct):
+    """A vector for each text, at unit length, and what it took: nanoseconds and tokens."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Struct):
+    """The vector of one text."""
+
+    embedding: list[float]
+
+
 class OllamaShowRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Which model to describe, by either name of the field."""
 
@@ -185,6 +232,25 @@ class OllamaList(Struct):
     """The served model."""
 
     models: list[OllamaCard]
+
+
+class OllamaRunning(Struct):
+    """A model in memory: bytes of all it takes, and of those on a GPU."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaRunningList(Struct):
+    """The models in memory."""
+
+    models: list[OllamaRunning]
 
 
 class OllamaModel(Struct):

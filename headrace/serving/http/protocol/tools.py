@@ -55,12 +55,14 @@ class FunctionCall(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CallRecord(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call of an earlier assistant message. ``index`` is taken and not needed: clients copy it from streams."""
+    """A call of an earlier assistant message. ``index`` and ``provider_specific_fields`` are taken and not needed: clients copy
+    them from answers."""
 
     function: FunctionCall
     id: CallId | None = None
     type: Literal["function"] | None = None
     index: int | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
 class ThinkingSwitch(Struct, kw_only=True, forbid_unknown_fields=True):

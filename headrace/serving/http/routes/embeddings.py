@@ -23,15 +23,10 @@ from headrace.serving.http.protocol.readings import (
     EncodeRequest,
     ReadFields,
 )
-from headrace.serving.http.reading import read_all, reader_for, require_kind, split_inputs, tokenize
+from headrace.serving.http.reading import check_dimensions, read_all, reader_for, require_kind, split_inputs, tokenize
 
 BODY = JsonBody(EmbeddingRequest)
 ENCODE_BODY = JsonBody(EncodeRequest)
-
-
-def _check_dimensions(dimensions: int | None, width: int) -> None:
-    if dimensions is not None and dimensions > width:
-        raise RequestError(f"dimensions must be at most {width}, the width of this model's embeddings; got {dimensions}", param="dimensions")
 
 
 async def create_embeddings(request: Request) -> JsonResponse:
@@ -40,7 +35,7 @@ async def create_embeddings(request: Request) -> JsonResponse:
     body = await BODY.read(request, context.server.max_body_bytes)
     context.check_available()
     context.check_model(body.model)
-    _check_dimensions(body.dimensions, require_kind(context.facts(), "embed").width)
+    check_dimensions(body.dimensions, require_kind(context.facts(), "embed").width)
     inputs = split_inputs(body.input, context.server.max_batch_prompts)
     reader, has_special = reader_for(request, body.truncate_prompt_tokens), body.add_special_tokens is not False
     readings = await tokenize(lambda: [reader.read(text, add_special_tokens=has_special) for text in inputs], inputs)
@@ -60,7 +55,7 @@ async def encode(request: Request) -> JsonResponse:
     context = context_of(request)
     body = await ENCODE_BODY.read(request, context.server.max_body_bytes)
     context.check_available()
-    _check_dimensions(body.dimensions, require_kind(context.facts(), "embed").width)
+    check_dimensions(body.dimensions, require_kind(context.facts(), "embed").width)
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give one of text and input_ids", param="text")
     given = body.text if body.text is not None else body.input_ids

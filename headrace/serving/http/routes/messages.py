@@ -26,11 +26,11 @@ async def create_message(request: Request) -> JsonResponse | EventStream:
     """Answer a conversation."""
     context = context_of(request)
     body = await BODY.read(request, context.server.max_body_bytes)
-    chat = await prepare_chat(request, context, read_messages(body), id_prefix="msg_")
+    chat = await prepare_chat(request, context, read_messages(body), id_prefix="msg_", fits=True)
     if body.stream:
-        return await start_stream(request, chat.ask, lambda g: MessageEvents(g, chat.plan, context.model_name))
+        return await start_stream(request, chat.ask, lambda g: MessageEvents(g, chat, context.model_name))
     generation, (output,) = await collect_generation(request, chat.ask)
-    return JsonResponse(whole_message(chat.ask.request_id, context.model_name, output.outputs[0], chat.plan, generation.usage()))
+    return JsonResponse(whole_message(context.model_name, output.outputs[0], chat, generation.usage()))
 
 
 async def count_tokens(request: Request) -> JsonResponse:

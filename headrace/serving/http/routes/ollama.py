@@ -1,4 +1,5 @@
-"""``/api/chat``, ``/api/generate``, ``/api/tags``, ``/api/show``, ``/api/version``: Ollama's dialect."""
+"""``/api/chat``, ``/api/generate``, ``/api/tags``, ``/api/ps``, ``/api/show``, ``/api/version``: Ollama's dialect. Bodies are taken
+whatever type they declare: neither Ollama nor its clients declare one."""
 
 from __future__ import annotations
 
@@ -27,15 +28,18 @@ from headrace.serving.http.protocol.ollama import (
     OllamaGenerateRequest,
     OllamaList,
     OllamaModel,
+    OllamaRunning,
+    OllamaRunningList,
     OllamaShowRequest,
     OllamaVersion,
 )
 from headrace.serving.http.stream import EventStream, start_stream
 
-CHAT_BODY = JsonBody(OllamaChatRequest)
-GENERATE_BODY = JsonBody(OllamaGenerateRequest)
-SHOW_BODY = JsonBody(OllamaShowRequest)
+CHAT_BODY = JsonBody(OllamaChatRequest, is_lenient=True)
+GENERATE_BODY = JsonBody(OllamaGenerateRequest, is_lenient=True)
+SHOW_BODY = JsonBody(OllamaShowRequest, is_lenient=True)
 NDJSON = "application/x-ndjson"
+FAR_FUTURE = "2318-01-01T00:00:00Z"
 
 
 async def _answer(request: Request, model: str, chat_body: ChatRequest | None, *, is_chat: bool) -> JsonResponse | EventStream:
@@ -44,7 +48,7 @@ async def _answer(request: Request, model: str, chat_body: ChatRequest | None, *
         context.check_available()
         context.check_model(plain_name(model))
         return JsonResponse(OllamaWriter(model, None, is_chat=is_chat).end(None, "load", None))
-    chat = await prepare_chat(request, context, chat_body, id_prefix="ollama-")
+    chat = await prepare_chat(request, context, chat_body, id_prefix="ollama-", fits=True)
     writer = OllamaWriter(model, chat.plan, is_chat=is_chat)
     if chat_body.stream:
         return await start_stream(request, chat.ask, lambda g: OllamaEvents(writer, g))
@@ -82,6 +86,17 @@ async def list_tags(request: Request) -> JsonResponse:
     return JsonResponse(OllamaList([_card(context, context.facts())]))
 
 
+async def list_running(request: Request) -> JsonResponse:
+    """The served model, as one that is loaded and stays so."""
+    context = context_of(request)
+    facts = context.facts()
+    card, size = _card(context, facts), sum(line.num_bytes for line in context.client.memory if line.name != "free")
+    is_on_cpu = facts.device == "cpu"
+    return JsonResponse(OllamaRunningList([OllamaRunning(
+        card.name, card.model, size, card.digest, card.details, expires_at=FAR_FUTURE, size_vram=0 if is_on_cpu else size, context_length=facts.max_model_len,
+    )]))
+
+
 async def show(request: Request) -> JsonResponse:
     """Facts of the model."""
     context = context_of(request)
@@ -117,6 +132,7 @@ ENDPOINTS = (
         answer=OllamaGenerateAnswer, event=OllamaGenerateAnswer, event_media=NDJSON, errors=ERRORS,
     ),
     Endpoint(path="/api/tags", handler=list_tags, tag="ollama", doc="List the served models.", answer=OllamaList, errors=(503,)),
+    Endpoint(path="/api/ps", handler=list_running, tag="ollama", doc="List the models in memory.", answer=OllamaRunningList, errors=(503,)),
     Endpoint(path="/api/show", methods=("POST",), handler=show, tag="ollama", doc="Describe a model.", body=SHOW_BODY, answer=OllamaModel, errors=(404, 503)),
     Endpoint(path="/api/version", handler=tell_version, tag="ollama", doc="The version.", answer=OllamaVersion),
 )
