@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 CPU_KV_LIMIT = 4 * 2**30
 """Bytes of KV on a CPU at most: the host's memory belongs to others too."""
 
-CPU_SOFT_LIMIT = 256 * 2**20
+CPU_SOFT_LIMIT = 192 * 2**20
 """Bytes of KV that a CPU may always use before stored prefixes give way, however small the model."""
 
 MIN_WINDOW_SHARE = 0.25
@@ -57,8 +57,8 @@ def kv_budget(device_type: str, free: int, fraction: float) -> int:
 
 def soft_budget(device_type: str, weights: int) -> int:
     """Bytes of KV from which on stored prefixes give way before more is used, 0 for no such bound. On a CPU, where memory is
-    only taken when it is used, what nobody reads shall not take more than the model itself."""
-    return max(CPU_SOFT_LIMIT, weights) if device_type == "cpu" else 0
+    only taken when it is used, what nobody reads shall not take more than half of what the model itself takes."""
+    return max(CPU_SOFT_LIMIT, weights // 2) if device_type == "cpu" else 0
 
 
 def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int = 0) -> CachePlan:
