@@ -10,10 +10,12 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 from tiny_models import write_tiny_model
 
 from headrace import LLM, Grammar, SamplingParams
 from headrace.base.errors import HeadraceError, RequestError
+from headrace.layers.batch import ForwardBatch
 
 pytest.importorskip("llguidance")
 pytest.importorskip("xgrammar")
@@ -110,6 +112,26 @@ def test_retracted_requests_go_on_where_they_were(folder: Path, llm: LLM):
     for i, output in enumerate(outputs):
         assert re.fullmatch(params[i].grammar.text, output.outputs[0].text)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in llm.generate(["x"] * 9, params)]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_masks_of_a_failed_step_are_not_taken_for_those_of_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
+    params = [SamplingParams(grammar=Grammar.json_schema(schema), max_tokens=90, seed=i) for i, schema in enumerate((PLAIN, NUMBER))]
+    with LLM(str(folder), **BASE) as llm:
+        model = llm._client._engine.executor._runner._model
+        forward, calls = model.forward, iter(range(1, 10**6))
+
+        def fail_once(batch: ForwardBatch) -> torch.Tensor:
+            if next(calls) == fails_at:
+                raise RuntimeError("the device hiccuped")
+            return forward(batch)
+
+        monkeypatch.setattr(model, "forward", fail_once)
+        broken = llm.generate(["x", "y"], params, errors="return")
+        assert {choice.error.kind for output in broken for choice in output.outputs if choice.error} == {"step_failed"}
+        for _ in range(2):
+            for asked, output in zip(params, llm.generate(["x", "y"], params), strict=True):
+                check(asked, output.outputs[0].text)
 
 
 def test_the_end_is_held_back_for_min_tokens_only_where_something_else_is_allowed(llm: LLM):

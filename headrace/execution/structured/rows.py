@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from headrace.execution.rows import RowTokens
-from headrace.execution.sampling import RowMasks, SampleBatch
+from headrace.execution.sampling import SampleBatch
 from headrace.execution.structured.constraint import Constraint, HeldTokens
-from headrace.execution.structured.mask_table import KeptMask, MaskTable
+from headrace.execution.structured.mask_table import KeptMask, MaskTable, RowMasks
 from headrace.execution.structured.store import GrammarStore
 
 MIN_JUMP = 2
@@ -149,10 +149,10 @@ class GrammarRows:
         self._unread.append(_Unread(step, drawn))
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, and all masks: some may never have been written."""
         self._constraints.clear()
         self._unread.clear()
-        self._waiting = None
+        self._waiting = self._table = None
 
     def catch_up(self, last: DrawnStep | None = None, *, before: DrawnStep | None = None, min_threaded: int = MIN_THREADED) -> None:
         """Let the matchers see the tokens of all launched steps, up to ``last`` or ``before`` one of them; waits for those. Then
@@ -228,7 +228,7 @@ class GrammarRows:
                 constraint.notice(allows_plain=kept.allows_plain)
             mask_of_row[place] = kept.place
         asking.sort(key=lambda ask: id(ask.constraint.grammar.library))  # matchers of one library stand together
-        filling.masks = RowMasks.allocate(table.tensor, mask_of_row, len(asking) + len(filling.sharing))
+        filling.masks = RowMasks.allocate(table, mask_of_row, len(asking) + len(filling.sharing))
         if len(asking) < min_threaded:
             _ask(asking, filling.masks.changed)
             return
