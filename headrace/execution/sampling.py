@@ -17,7 +17,8 @@ from headrace.execution.logprobs import Logprobs, compute_logprobs
 from headrace.execution.penalties import PenaltyState
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import RuleState
-from headrace.execution.upload import Upload, host_words
+from headrace.execution.structured.mask_table import RowMasks
+from headrace.execution.upload import Upload
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sample import DRAW, FIND_BEST, NOT_FINITE, NOTHING_ALLOWED, DrawParams
 
@@ -55,45 +56,6 @@ class SampleBatch:
     def is_greedy(self) -> bool:
         """Whether the likeliest tokens are all that is asked."""
         return not any(map(len, (self.random, self.logged, self.penalised, self.ruled, self.constrained)))
-
-
-@dataclass(slots=True)
-class RowMasks:
-    """What grammars allow: ``table`` [P, W] int32 on the device are masks, of which ``num_changed`` are new; ``mask_of_row`` [S]
-    tells the place of each row's, or -1, and ``changed`` [n, W] has room for the new ones. ``errors`` tells why, by row, where
-    a grammar cannot go on. ``words`` is all that is sent: new places, places of rows, new masks."""
-
-    table: torch.Tensor
-    words: torch.Tensor
-    places: np.ndarray
-    mask_of_row: np.ndarray
-    changed: np.ndarray
-    num_changed: int = 0
-    errors: dict[int, str | None] = field(default_factory=dict)
-
-    @classmethod
-    def allocate(cls, table: torch.Tensor, mask_of_row: np.ndarray, most_changed: int) -> RowMasks:
-        """With room for so many new masks, to be told of by `change`."""
-        num_rows, num_words = len(mask_of_row), table.shape[1]
-        words, written = host_words(2 * most_changed + num_rows + most_changed * num_words, table.device)
-        rows, masks = 2 * most_changed, 2 * most_changed + num_rows
-        written[rows:masks] = mask_of_row
-        return cls(table, words, written[:rows].view(np.int64), written[rows:masks], written[masks:].reshape(most_changed, num_words))
-
-    def change(self, count: int, row_place: int, place: int) -> None:
-        """New mask ``count``, the last one so far, is for a place of the table, and the row at ``row_place`` has it."""
-        self.places[count], self.mask_of_row[row_place] = place, place
-        self.num_changed = count + 1
-
-    def send(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring the table up to date; it, and ``mask_of_row`` on the device."""
-        rows, num_rows, num_words = 2 * len(self.places), len(self.mask_of_row), self.table.shape[1]
-        words = self.words[: rows + num_rows + self.num_changed * num_words]
-        sent = words.to(self.table.device, non_blocking=True)  # they are pinned; on a CPU these are they
-        if self.num_changed:
-            places = sent[: 2 * self.num_changed].view(torch.int64)
-            self.table.index_copy_(0, places, sent[rows + num_rows :].view(self.num_changed, num_words))
-        return self.table, sent[rows : rows + num_rows]
 
 
 @dataclass(slots=True)

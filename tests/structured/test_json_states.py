@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,13 @@ from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
 from headrace.execution.structured.constraint import Constraint
 from headrace.execution.structured.exact import inexactness
-from headrace.execution.structured.json_states import JsonAutomaton, count_blanks, count_reach
-from headrace.execution.structured.json_values import NotReadError, read_place
+from headrace.execution.structured.json_states import count_blanks
 from headrace.execution.structured.reading import read_automaton
-from headrace.execution.structured.states import States
 
 pytest.importorskip("xgrammar")
 pytest.importorskip("llguidance")
 
-S, I, N = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+S, INT, N = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 
 
 def strict(*optional: str, **properties: Any) -> dict[str, Any]:
@@ -32,14 +29,14 @@ def strict(*optional: str, **properties: Any) -> dict[str, Any]:
 
 SCHEMAS: dict[str, Any] = {
     "strings": {"type": "array", "items": S},
-    "records": {"type": "array", "items": strict("b", a=S, b=I, c={"enum": ["a", "ab", 12, None, True]}), "minItems": 2, "maxItems": 20},
+    "records": {"type": "array", "items": strict("b", a=S, b=INT, c={"enum": ["a", "ab", 12, None, True]}), "minItems": 2, "maxItems": 20},
     "numbers": {"type": "array", "items": {"type": ["number", "null", "boolean"]}},
-    "integers": {"type": "array", "items": I, "maxItems": 40},
+    "integers": {"type": "array", "items": INT, "maxItems": 40},
     "anything": {},
     "an object": {"type": "object"},
     "many": {"type": "array", "minItems": 30},
     "a dictionary": {"type": "object", "additionalProperties": {"anyOf": [S, {"type": "array", "items": N}]}},
-    "others beside names": {"type": "object", "properties": {"ab": I, 'a"b': N, "é": S}, "required": ["ab"], "additionalProperties": {"type": "boolean"}},
+    "others beside names": {"type": "object", "properties": {"ab": INT, 'a"b': N, "é": S}, "required": ["ab"], "additionalProperties": {"type": "boolean"}},
     "a list in itself": {"$defs": {"n": strict(v=S, next={"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]})}, "$ref": "#/$defs/n"},
     "patterns": {"type": "array", "items": {"type": "string", "pattern": "^[ab]{2}[a-z ]*$", "maxLength": 9}},
     "a pattern of branches": {"type": "array", "items": {"type": "string", "pattern": "^(ab|1|a\\.b?)+$"}},
@@ -102,7 +99,7 @@ def test_masks_of_states_are_those_of_the_library(by: str, name: str):
 
 names = st.sampled_from(["a", "ab", 'b"1', "anyOf", "é", "a/b"])
 texts = st.sampled_from([S, S, {**S, "pattern": "^a[ab1]*$"}, {**S, "pattern": "^(a|12)+$", "minLength": 3}, {**S, "maxLength": 3}, {**S, "enum": ["a", "a,b", "é\n"]}, {**S, "format": "time"}])
-numbers = st.sampled_from([I, N, {**I, "minimum": 3}, {**N, "maximum": 10.5}, {"enum": [1, 12, -1.5]}])
+numbers = st.sampled_from([INT, N, {**INT, "minimum": 3}, {**N, "maximum": 10.5}, {"enum": [1, 12, -1.5]}])
 schemas = st.recursive(
     texts | numbers | st.sampled_from([{}, True, {"type": "boolean"}, {"type": ["null", "string"]}, {"enum": ["a", 1, None, False]}, {"const": "12"}]),
     lambda inner: st.builds(lambda p, r: {"type": "object", "properties": p, "required": sorted(r & p.keys()), "additionalProperties": False}, st.dictionaries(names, inner, max_size=3), st.sets(names))

@@ -24,10 +24,11 @@ from headrace.base.grammar import Vocabulary
 from headrace.base.sampling import LogitRules, SamplingSpec
 from headrace.base.step import RowGrowth, RowStart
 from headrace.execution.rows import Rows
-from headrace.execution.sampling import RowMasks, SampleBatch
+from headrace.execution.sampling import SampleBatch
 from headrace.execution.structured import rows as rows_module
 from headrace.execution.structured.jumps import JumpFinder
 from headrace.execution.structured.library import choose_library
+from headrace.execution.structured.mask_table import RowMasks
 from headrace.execution.structured.rows import GrammarRows
 from headrace.execution.structured.store import GrammarStore
 

@@ -14,7 +14,8 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.sampling import LogitRules, SamplingSpec
 from headrace.base.step import RowStart
 from headrace.execution.rows import Rows, RowTokens
-from headrace.execution.sampling import RowMasks, SampleBatch
+from headrace.execution.sampling import SampleBatch
+from headrace.execution.structured.mask_table import RowMasks
 from headrace.execution.structured.rows import GrammarRows
 from headrace.execution.structured.store import GrammarStore
 
