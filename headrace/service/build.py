@@ -13,7 +13,6 @@ from headrace.base.plugins import start_plugins
 from headrace.base.stale_locks import sweep_stale_locks
 from headrace.execution.executor import build_executor
 from headrace.scheduling.scheduler import Scheduler
-from headrace.service.client.prompts import open_tokenizer
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 
@@ -29,6 +28,8 @@ def ignore_progress(stage: str, fraction: float) -> None:
 
 def read_vocabulary(config: ModelConfig) -> Vocabulary:
     """The model's tokenizer as grammars see it; raises `ConfigError` or `ModelError` when there is none."""
+    from headrace.service.client.prompts import open_tokenizer  # an engine starts sooner without, and most never need it
+
     tokenizer = open_tokenizer(config)
     if tokenizer is None:
         raise ConfigError("the model is served without one", param="skip_tokenizer")

@@ -49,13 +49,15 @@ class _Connection(asyncio.Protocol):
         self._answer, self._num_bytes, self._ends_by_closing = Answer(), 0, True
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
+        is_answered = False
         try:
-            return await self._done
-        except BaseException:  # cancelled or broken: what still comes belongs to nobody
-            self.close()
-            raise
+            answer = await self._done
+            is_answered = True
+            return answer
         finally:
             self._done = None
+            if not is_answered:  # cancelled or broken: what still comes belongs to nobody
+                self.close()
 
     def close(self) -> None:
         """No more exchanges."""
