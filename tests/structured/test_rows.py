@@ -15,8 +15,9 @@ from headrace.base.sampling import LogitRules, SamplingSpec
 from headrace.base.step import RowStart
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.sampling import SampleBatch
-from headrace.execution.structured.mask_table import RowMasks
+from headrace.execution.structured.mask_table import MaskTable, RowMasks
 from headrace.execution.structured.rows import GrammarRows
+from headrace.execution.structured.states import States
 from headrace.execution.structured.store import GrammarStore
 
 torch = pytest.importorskip("torch")
@@ -217,3 +218,85 @@ def test_models_that_cannot_be_constrained_say_why():
 
     with pytest.raises(UnsupportedFeature, match=r"no tokenizer\.json"):
         GrammarStore(no_tokenizer, VOCAB_SIZE, [EOS], choose=lambda _: ("count", CountLibrary)).prepare(Grammar.json_object()).result(10)
+
+
+class StateGrammar(CountGrammar):
+    """Its outputs stand in states, which are their numbers of tokens; ``b"x"`` is every token's text."""
+
+    def __init__(self, library: CountLibrary, end: int):
+        super().__init__(library, end)
+        self.states = States(Counting(), [b"x"] * VOCAB_SIZE)
+
+
+class Counting:
+    start = 0
+
+    def advance(self, inside: int, byte: int) -> int:
+        return inside + 1
+
+    def summarise(self, inside: int) -> int:
+        return inside
+
+    def weigh(self, inside: int) -> int:
+        return 1
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Rows of grammars with states; the first of ``num_asked`` is how many masks were asked for."""
+    bench = Bench()
+    bench.num_asked = []
+    monkeypatch.setattr(CountLibrary, "compile", lambda library, grammar: StateGrammar(library, int(grammar.text)))
+    fill = CountLibrary.fill
+    monkeypatch.setattr(CountLibrary, "fill", lambda library, matchers, masks: bench.num_asked.append(len(matchers)) or fill(library, matchers, masks))
+    return bench
+
+
+def test_outputs_in_one_state_share_a_mask(shared: Bench):
+    for row in (0, 1, 4):
+        shared.start(row, 3)
+    assert shared.step({0: 0, 1: 0, 4: 0})[0] == {0: {0}, 1: {0}, 4: {0}} and shared.num_asked == [1]
+    assert shared.step({1: 1})[0] == {1: {1}} and shared.step({0: 1})[0] == {0: {1}} and shared.num_asked == [1, 1]
+    shared.grammars.release(4)
+    shared.start(4, 3, output=(0, 1))
+    allowed = shared.step({4: EOS, 0: 2, 1: 2})[0]
+    assert allowed == {0: {2, EOS}, 1: {2, EOS}, 4: {2, EOS}} and shared.num_asked == [1, 1, 1]
+    shared.start(2, 5)
+    assert shared.step({2: 0})[0] == {2: {0}} and len(shared.num_asked) == 4, "another grammar"
+    shared.start(3, 3, rules=LogitRules(min_tokens=9, held_ids=[EOS]))
+    assert [shared.step({3: t})[0][3] for t in (0, 1, 2)] == [{0}, {1}, {2}], "an end that is held back makes another mask"
+
+
+def test_a_row_that_cannot_go_on_shares_that_with_nobody(shared: Bench, monkeypatch: pytest.MonkeyPatch):
+    shared.start(0, 9), shared.start(1, 9), shared.start(2, 9)
+    shared.step({0: 30, 1: 0, 2: 0})
+    allowed, errors, _ = shared.step({0: 1, 1: 1, 2: 1})
+    assert allowed == {0: set(), 1: {1}, 2: {1}} and list(errors) == [0]
+    assert shared.step({1: 2, 2: 2, 0: 3})[0] == {0: set(), 1: {2}, 2: {2}}
+
+
+def test_a_table_drops_what_was_not_asked_for_lately():
+    table = MaskTable(2, 1, torch.device("cpu"), num_kept=3)
+    places = [table.add(key).place for key in "abc"]
+    assert sorted(places) == [2, 3, 4] and table.find("a").place == places[0]
+    assert table.add("d").place == places[1] and table.find("b") is None and table.find("a") is not None
+    table.drop("d")
+    assert table.add("e").place == places[1]
+    assert MaskTable(9, 1, torch.device("cpu"), num_kept=3).tensor.shape == (18, 1), "room for a state of every row"
+
+
+def test_masks_that_wait_for_a_step_are_begun_as_it_is_read():
+    bench = Bench()
+    bench.start(0, 3)
+    _, _, first = bench.step({0: 0}, is_done=False)
+    filling = bench.grammars.begin(bench.batch(0), is_launched=True)
+    second = Step([1], is_done=False)
+    filling.follow(second)
+    assert filling.masks is None and first.num_reads == 0
+    bench.grammars.catch_up(first)
+    assert filling.masks is not None and first.num_reads == 1 and second.num_reads == 0
+    assert read_masks(filling.result(), [0]) == {0: {1}}
+    bench.num_drawn[0] += 1
+    filling = bench.grammars.begin(bench.batch(0), is_launched=True)
+    assert filling.masks is None and read_masks(filling.result(), [0]) == {0: {2, EOS}}, "whoever is in a hurry reads it himself"
+    assert second.num_reads == 1
