@@ -4,11 +4,21 @@
 #include "attention_decode.h"
 #include "attention_tile.h"
 
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+#include "attention_pairs.h"
+#endif
 #ifdef HEADRACE_IS_AMX
 #include "attention_amx.h"
 #endif
 
 namespace headrace::HEADRACE_ISA {
+
+static void decode(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+  if (is_for_pairs(a)) return decode_pairs(a, range, partial, scratch);
+#endif
+  decode_of_floats(a, range, partial, scratch);
+}
 
 #ifdef HEADRACE_IS_AMX
 static bool is_for_amx(const Attention& a) { return a.kv_type == kBFloat16 && a.q_type == kBFloat16; }

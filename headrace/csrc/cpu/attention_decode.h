@@ -85,12 +85,13 @@ struct BlockRows {
     }
   }
   // Bring some rows of a kv head near, while others are computed with: the processor can wait for a few lines only.
-  HEADRACE_INLINE void fetch(const Attention& a, int64_t head, int64_t first, int64_t count) const {
-    for (int64_t j = first; j < first + count && j < n; ++j) {
-      const T *key = keys[j] + head * a.k_strides.head, *value = values[j] + head * a.v_strides.head;
-      for (int64_t e = 0; e < a.head_dim; e += 64 / sizeof(T)) __builtin_prefetch(key + e, 0, 2);
-      for (int64_t e = 0; e < a.value_dim; e += 64 / sizeof(T)) __builtin_prefetch(value + e, 0, 2);
-    }
+  HEADRACE_INLINE void fetch_keys(const Attention& a, int64_t head, int64_t first, int64_t count) const {
+    for (int64_t j = first; j < first + count && j < n; ++j)
+      for (int64_t e = 0; e < a.head_dim; e += 64 / sizeof(T)) __builtin_prefetch(keys[j] + head * a.k_strides.head + e, 0, 2);
+  }
+  HEADRACE_INLINE void fetch_values(const Attention& a, int64_t head, int64_t first, int64_t count) const {
+    for (int64_t j = first; j < first + count && j < n; ++j)
+      for (int64_t e = 0; e < a.value_dim; e += 64 / sizeof(T)) __builtin_prefetch(values[j] + head * a.v_strides.head + e, 0, 2);
   }
 };
 
@@ -100,7 +101,8 @@ HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int6
   const float* q = s.q + head * s.q_width;
   for (int64_t j = n; j < padded(n, 4); ++j) keys[j] = keys[n - 1];
   for (int64_t j = 0; j < n; j += 4) {
-    next.fetch(a, head / s.group, j, 4);
+    next.fetch_keys(a, head / s.group, j, 4);
+    next.fetch_values(a, head / s.group, j, 4);
     over_heads(s.group, [&]<int kHeads>(int64_t h) { multiply_keys<kHeads>(q + h * s.q_width, s.q_width, keys + j, a.head_dim, s.logits + h * kDecodeKeys + j, kDecodeKeys); });
   }
   float fades[kMostDecodeGroup];
@@ -114,7 +116,24 @@ HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int6
   });
 }
 
-// Block by block of keys, and in each head by head: pages are read in the order in which they lie.
+// f(kv head of the range, keys, values, how many, the next block), block by block of keys, and in each head by head: pages are
+// read in the order in which they lie.
+template <class T, class F>
+HEADRACE_INLINE void over_blocks(const Attention& a, const KeyRange& range, const F& f) {
+  const int32_t* table = a.table + range.request * a.table_stride;
+  const T *keys[kDecodeKeys], *values[kDecodeKeys];
+  BlockRows<T> blocks[2];
+  blocks[0].find(a, range, table, range.first);
+  for (int64_t at = range.first, i = 0; at < range.last; at += kDecodeKeys, i ^= 1) {
+    const BlockRows<T>& rows = blocks[i];
+    blocks[i ^ 1].find(a, range, table, at + kDecodeKeys);
+    for (int64_t k = 0; k < range.num_heads; ++k) {
+      for (int64_t j = 0; j < rows.n; ++j) keys[j] = rows.keys[j] + k * a.k_strides.head, values[j] = rows.values[j] + k * a.v_strides.head;
+      f(k, keys, values, rows.n, blocks[i ^ 1]);
+    }
+  }
+}
+
 template <class T>
 static void decode_type(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
   const DecodeState s(a, range.num_heads, partial, scratch);
@@ -125,21 +144,12 @@ static void decode_type(const Attention& a, const KeyRange& range, float* partia
     s.top[h] = -INFINITY, s.total[h] = 0.0f;
   }
   memset(s.sums, 0, s.heads * s.v_width * sizeof(float));
-  const int32_t* table = a.table + range.request * a.table_stride;
-  const T *keys[kDecodeKeys], *values[kDecodeKeys];
-  BlockRows<T> blocks[2];
-  blocks[0].find(a, range, table, range.first);
-  for (int64_t at = range.first, i = 0; at < range.last; at += kDecodeKeys, i ^= 1) {
-    const BlockRows<T>& rows = blocks[i];
-    blocks[i ^ 1].find(a, range, table, at + kDecodeKeys);
-    for (int64_t k = 0; k < range.num_heads; ++k) {
-      for (int64_t j = 0; j < rows.n; ++j) keys[j] = rows.keys[j] + k * a.k_strides.head, values[j] = rows.values[j] + k * a.v_strides.head;
-      decode_block(a, s, k * s.group, keys, values, rows.n, blocks[i ^ 1]);
-    }
-  }
+  over_blocks<T>(a, range, [&](int64_t kv_head, const T** keys, const T** values, int64_t n, const BlockRows<T>& next) {
+    decode_block(a, s, kv_head * s.group, keys, values, n, next);
+  });
 }
 
-static void decode(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
+static void decode_of_floats(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
   if (a.kv_type == kFloat32) return decode_type<float>(a, range, partial, scratch);
   if (a.kv_type == kBFloat16) return decode_type<bf16>(a, range, partial, scratch);
   decode_type<fp16>(a, range, partial, scratch);

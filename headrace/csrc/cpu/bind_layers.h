@@ -94,7 +94,7 @@ struct Inputs {
 // A member of the team, and how many rows there are for it to do.
 struct Crew {
   Team& team;
-  int64_t rows;
+  int64_t member, rows;
 
   // f(begin, end) over the rows, in pieces.
   template <class F>
@@ -134,8 +134,8 @@ class Step {
 
   // The residual then holds what was before the last branch, the branch what is still to be added to it.
   void run() {
-    Team::run(num_members_, [&](Team& team) {
-      Crew crew{team, in_.rows};
+    Team::run(num_members_, [&](Team& team, int64_t member) {
+      Crew crew{team, member, in_.rows};
       for (int64_t i = 0; i < num_layers_; ++i) run_layer(crew, i);
     });
   }
@@ -284,9 +284,11 @@ class Step {
     const int64_t pairs = (weight.panels() + 1) / 2, pair_bytes = 2 * weight.num_words() * packed::kPanel * 4;
     const int64_t height = is_expanded(weight, rows.form) ? crew.rows : block_rows(weight, rows.form), blocks = (crew.rows + height - 1) / height;
     const int64_t least = std::min(pairs, kPieceBytes / (pair_bytes * (1 + std::min(crew.rows, height) / 16))) + 1;
+    if (blocks == 1) {
+      return crew.team.share_parts(pairs, least, crew.member, [&](int64_t begin, int64_t end) { multiply_block(weight, rows, to, 0, crew.rows, begin, end); });
+    }
     const int64_t piece = std::max(pairs * blocks / (Crew::kPieces * crew.team.size()), least), pieces = (pairs + piece - 1) / piece;
     crew.team.share(blocks * pieces, 1, [&](int64_t begin, int64_t end) {
-      if (blocks == 1) return multiply_block(weight, rows, to, 0, crew.rows, begin * piece, std::min(end * piece, pairs));
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / pieces * height, pair = i % pieces * piece;
         multiply_block(weight, rows, to, row, std::min(row + height, crew.rows), pair, std::min(pair + piece, pairs));

@@ -6,24 +6,26 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "operators.h"
 
 namespace headrace {
 
-// The members are torch's own threads. Every member calls `share` and `wait` equally often and in the same order.
+// The members are torch's own threads. Every member calls `share`, `share_parts` and `wait` equally often and in the same order.
 class Team {
  public:
-  // f(team) on each member.
+  // f(team, member) on each member, of which there are team.size().
   template <class F>
   static void run(int64_t size, const F& f) {
-    Team team;
-    if (size <= 1) return f(team);
+    Team team(size);
+    if (size <= 1) return f(team, int64_t{0});
     torch::stable::parallel_for(0, size, 1, [&](int64_t begin, int64_t end) {
       // Torch may have fewer threads to give; then each call stands for several of the members asked for.
       if (begin == 0) team.size_.store((size + end - 1) / end, std::memory_order_release);
-      while (team.size_.load(std::memory_order_acquire) == 0) sched_yield();
-      f(team);
+      int64_t members;
+      while ((members = team.size_.load(std::memory_order_acquire)) == 0) sched_yield();
+      f(team, begin * members / size);
     });
   }
 
@@ -33,8 +35,28 @@ class Team {
   template <class F>
   void share(int64_t count, int64_t piece, const F& f) {
     if (size() == 1) return count > 0 ? f(int64_t{0}, count) : void();
-    std::atomic<int64_t>& taken = tickets_[generation_.load(std::memory_order_relaxed) & 1].taken;
+    std::atomic<int64_t>& taken = tickets()[0].taken;
     for (int64_t begin; (begin = taken.fetch_add(piece, std::memory_order_relaxed)) < count;) f(begin, std::min(begin + piece, count));
+    wait();
+  }
+
+  // Of [0, count), what a member begins with in `share_parts`.
+  int64_t part_begin(int64_t count, int64_t member) const { return count * member / size(); }
+
+  // The same, but each member goes through a part of its own from the front, in pieces that become smaller down to `least`, and
+  // then helps the others with theirs: memory is read in order, and where a member will begin is known before.
+  template <class F>
+  void share_parts(int64_t count, int64_t least, int64_t member, const F& f) {
+    const int64_t members = size();
+    if (members == 1) return count > 0 ? f(int64_t{0}, count) : void();
+    for (int64_t i = 0; i < members; ++i) {
+      const int64_t owner = (member + i) % members, first = part_begin(count, owner), end = part_begin(count, owner + 1);
+      std::atomic<int64_t>& taken = tickets()[owner].taken;
+      for (int64_t left; (left = end - first - taken.load(std::memory_order_relaxed)) > 0;) {
+        const int64_t piece = std::max(least, left / (i == 0 ? 2 : 4)), begin = first + taken.fetch_add(piece, std::memory_order_relaxed);
+        if (begin < end) f(begin, std::min(begin + piece, end));
+      }
+    }
     wait();
   }
 
@@ -45,7 +67,7 @@ class Team {
     const uint32_t generation = generation_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == members) {
       arrived_.store(0, std::memory_order_relaxed);
-      tickets_[generation & 1].taken.store(0, std::memory_order_relaxed);
+      for (int64_t i = 0; i < members; ++i) tickets()[i].taken.store(0, std::memory_order_relaxed);
       generation_.store(generation + 1, std::memory_order_release);
       generation_.notify_all();  // costs nothing while nobody sleeps
     } else {
@@ -56,6 +78,8 @@ class Team {
   }
 
  private:
+  explicit Team(int64_t size) : asked_(std::max<int64_t>(size, 1)), tickets_(new Ticket[2 * asked_]) {}
+
   static constexpr int kSpins = 1 << 10;  // 20 to 60 us, longer than members are apart unless one had to leave its core
 
   static void relax() {
@@ -68,7 +92,11 @@ class Team {
     std::atomic<int64_t> taken{0};
   };
 
-  Ticket tickets_[2];
+  // Those of the phase that is on; the last to arrive clears them for the phase after the next.
+  Ticket* tickets() { return tickets_.get() + (generation_.load(std::memory_order_relaxed) & 1) * asked_; }
+
+  const int64_t asked_;
+  const std::unique_ptr<Ticket[]> tickets_;  // one for each member, twice
   alignas(64) std::atomic<int64_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int64_t> size_{0};
