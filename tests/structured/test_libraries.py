@@ -151,7 +151,7 @@ def test_what_is_not_enforced_is_refused_by_name(keyword: str, schema: Any):
     assert inexactness(grammar) is not None
     with pytest.raises(RequestError, match=f"(?i){keyword}") as info:
         library("llguidance").compile(grammar)
-    assert info.value.param == "json_schema"
+    assert info.value.param == "json_schema" and "%llguidance" not in str(info.value)
 
 
 @pytest.mark.parametrize("grammar", [

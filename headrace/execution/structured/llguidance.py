@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -38,6 +39,8 @@ JSON_OPTIONS = {
 }
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
 MAX_MESSAGE = 400
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+_GRAMMAR = re.compile(r"\s+1 \| ")
 MAX_THREADS = 8
 SHORT_S = 0.02
 """A grammar that is compiled in less is compiled once for each thread."""
@@ -171,4 +174,5 @@ def _first_line(text: str) -> str:
     """Its messages go on with the grammar and the state of the parser."""
     if "NoExtensionBias" in text:
         return "it cannot be begun; does a '$ref' refer to itself, or a rule to nothing but itself?"
-    return text.strip().split("\n<state>", 1)[0].replace("\n", " ").removesuffix(" <non-verbose/>")[:MAX_MESSAGE]
+    told = _GRAMMAR.split(_PLACE.sub("", text.strip()), maxsplit=1)[0]
+    return told.split("\n<state>", 1)[0].replace("\n", " ").removesuffix(" <non-verbose/>")[:MAX_MESSAGE]

@@ -16,6 +16,7 @@ from headrace.serving.http.conversation import render_conversation
 from headrace.serving.http.generation import LONG_TEXT, Ask, Prompt
 from headrace.serving.http.protocol.chat import ChatRequest
 from headrace.serving.http.sampling import given_request_id, pick_request_id, sampling_params
+from headrace.serving.http.structure import grammar_field
 
 SPECIALS = 8
 """Tokens beyond one a byte that a prompt may have."""
@@ -79,5 +80,6 @@ async def prepare_chat(request: Request, context: AppContext, body: ChatRequest,
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
         add_special_tokens=has_special,
+        grammar_field=lambda: grammar_field(body) or "tools",
     )
     return Chat(ask, plan, is_capped)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.messages import ErrorInfo
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.collect import Collector, first_error
@@ -22,6 +23,7 @@ from headrace.serving.http.context import AppContext, context_of
 from headrace.serving.http.errors import conceal
 from headrace.serving.http.metrics import RequestTimer
 from headrace.serving.http.protocol.answers import Usage
+from headrace.serving.http.structure import name_field
 
 if TYPE_CHECKING:
     from headrace.service.client.stream import RequestStream
@@ -36,7 +38,7 @@ Prompt = str | list[int]
 class Ask:
     """What a route wants generated or read: prompts, with one `SamplingParams` or `PoolingSpec` each. ``stream_ids`` name the engine requests
     of the prompts; by default they follow from ``request_id``. ``discards_output``: only the prompts are of interest, outputs are
-    told as empty (``max_tokens`` is 1 then, since the engine computes one)."""
+    told as empty (``max_tokens`` is 1 then, since the engine computes one). ``grammar_field`` tells the field that asked for a grammar."""
 
     request_id: str
     prompts: list[Prompt]
@@ -47,6 +49,7 @@ class Ask:
     add_special_tokens: bool = True
     stream_ids: list[str] | None = None
     discards_output: bool = False
+    grammar_field: Callable[[], str] | None = None
 
     def ids(self) -> list[str]:
         """The id of each prompt's engine request."""
@@ -178,12 +181,20 @@ class Generation:
 
     def _count(self, index: int, delta: ChoiceDelta) -> None:
         self.timers[index].observe(delta)
+        if delta.error is not None:
+            delta.error = self._name_field(delta.error, self.ask.params[index])
         if self.ask.discards_output:
             delta.text, delta.token_ids, delta.stop_reason = "", [], None
             delta.logprobs = None if delta.logprobs is None else []
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         self._num_completion += len(delta.token_ids)
         self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
+
+    def _name_field(self, error: ErrorInfo, params: SamplingParams | PoolingSpec) -> ErrorInfo:
+        grammar = params.grammar if isinstance(params, SamplingParams) else None
+        if grammar is None or self.ask.grammar_field is None:
+            return error
+        return name_field(error, grammar.kind, self.ask.grammar_field())
 
     async def _watch_client(self, request: Request) -> None:
         message: dict[str, Any] = {}

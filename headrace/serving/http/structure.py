@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
+from headrace.base.messages import ErrorInfo
 from headrace.serving.http.protocol.structure import ResponseFormat
 
 MAKERS: dict[str, Callable[..., Grammar]] = {
@@ -35,6 +36,20 @@ def read_grammar(fields: Any, *, within: str = "") -> Grammar | None:
     if not made and getattr(fields, "structured_outputs", None) is not None:
         raise RequestError("structured_outputs needs one of json, regex, choice, grammar, json_object and structural_tag", param="structured_outputs")
     return made[0][1] if made else None
+
+
+def grammar_field(fields: Any, *, within: str = "") -> str:
+    """The field that asks for a grammar, as `read_grammar` found it; empty for free text."""
+    names = (*MAKERS, "structured_outputs.json_object", "response_format")
+    return next((within + name for name in names if _find(fields, name) is not None), "")
+
+
+def name_field(error: ErrorInfo, kind: str, field: str) -> ErrorInfo:
+    """The engine's error about a grammar of this kind, told of the field that asked for it."""
+    if error.param != kind or not field:
+        return error
+    message = field + error.message.removeprefix(kind) if error.message.startswith(kind + ":") else error.message
+    return ErrorInfo(error.kind, message, field, error.retry_after)
 
 
 def _find(fields: Any, path: str) -> Any:

@@ -136,7 +136,7 @@ class FakeAssembler:
 
 @dataclass
 class FakeClient:
-    """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, one with ``BREAK3`` fails
+    """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, and so are schemas with ``uniqueItems``; one with ``BREAK3`` fails
     after three tokens, one with ``HOLD`` yields nothing until aborted. ``delay_s`` passes before each token. ``script`` is
     what the model answers, to everything, instead of drawn letters."""
 
@@ -227,6 +227,9 @@ class FakeClient:
         if params.prompt_logprobs is not None:
             facts["prompt_logprobs"] = [None, *(token_logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:])]
         finish = Finish("error", error=ErrorInfo("queue_full", "the queue is full", None, 7)) if "FULL" in text else None
+        if params.grammar is not None and "uniqueItems" in params.grammar.text:
+            kind = params.grammar.kind
+            finish = Finish("error", error=ErrorInfo("invalid_request_error", f"{kind}: the keyword 'uniqueItems' cannot be enforced", kind))
         tokens: list[int] = []
         while finish is None:
             await asyncio.sleep(self.delay_s)

@@ -63,3 +63,22 @@ async def test_what_is_wrong_is_named(http, client, route, fields, param):
     status, answer = await post(http, route, fields)
     assert status == 400 and answer["error"]["param"] == param, answer
     assert not client.submitted
+
+
+LIST = {"type": "array", "uniqueItems": True}
+
+
+@pytest.mark.parametrize(("route", "fields", "param"), [
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": LIST}}}, "response_format"), (CHAT, {"structured_outputs": {"json": LIST}}, "structured_outputs.json"),
+    (COMPLETIONS, {"guided_json": LIST}, "guided_json"), (COMPLETIONS, {"json_schema": LIST}, "json_schema"), (NATIVE, {"json_schema": LIST}, "sampling_params.json_schema"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": LIST}}}}], "tool_choice": "required"}, "tools"),
+], ids=lambda v: str(v)[:40])  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_is_told_of_the_clients_field(server, stream, route, fields, param):
+    if stream and route == NATIVE:
+        answer = await server.post(NATIVE, json={"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 2, **fields}})
+        status, told = answer.status_code, answer.json()
+    else:
+        status, told = await post(server, route, {**fields, "stream": stream} if route != NATIVE else fields)
+    assert status == 400 and told["error"]["param"] == param
+    assert told["error"]["message"] == f"{param}: the keyword 'uniqueItems' cannot be enforced"

@@ -26,6 +26,7 @@ from headrace.serving.http.protocol.completions import (
 )
 from headrace.serving.http.sampling import check_stream_options, given_request_id, pick_request_id, sampling_params
 from headrace.serving.http.stream import Events, EventStream, TextFrames, frame, start_stream
+from headrace.serving.http.structure import grammar_field
 
 BODY = JsonBody(CompletionRequest)
 
@@ -74,6 +75,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
         deadline_s=body.deadline_s,
         add_special_tokens=body.add_special_tokens is not False,
         discards_output=body.max_tokens == 0,
+        grammar_field=lambda: grammar_field(body),
     )
     if body.stream:
         return await start_stream(request, ask, lambda g: CompletionEvents(body, g, context))

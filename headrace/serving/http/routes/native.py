@@ -28,7 +28,7 @@ from headrace.serving.http.protocol.native import (
 )
 from headrace.serving.http.sampling import pick_request_id, read_defaults
 from headrace.serving.http.stream import Events, EventStream, frame, start_stream
-from headrace.serving.http.structure import read_grammar
+from headrace.serving.http.structure import grammar_field, read_grammar
 
 if TYPE_CHECKING:
     from headrace.base.step import TokenLogprobs
@@ -92,6 +92,11 @@ def _discards_output(asked: NativeSampling | list[NativeSampling] | None) -> boo
     return True in of_each
 
 
+def _grammar_field(asked: NativeSampling | list[NativeSampling] | None) -> str:
+    of_each = (grammar_field(one, within="sampling_params.") for one in (asked if isinstance(asked, list) else [asked]))
+    return next(filter(None, of_each), "")
+
+
 def _names(body: GenerateRequest, request: Request, num_prompts: int) -> tuple[str, list[str]]:
     """``(id of the whole, id of each prompt)``."""
     if isinstance(body.rid, list):
@@ -116,6 +121,7 @@ async def generate(request: Request) -> JsonResponse | EventStream:
     ask = Ask(
         request_id=request_id, prompts=prompts, params=params, namespace=salt, priority=body.priority or 0, deadline_s=body.deadline_s,
         stream_ids=names, discards_output=_discards_output(body.sampling_params),
+        grammar_field=lambda: _grammar_field(body.sampling_params),
     )
     is_list = is_batch or any(p.n > 1 for p in params)
     texts = TokenNames(context.client.tokenizer) if body.return_text_in_logprobs else None
