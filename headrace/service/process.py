@@ -38,6 +38,7 @@ from headrace.base.messages import (
 from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.bytecode import keep_bytecode
 from headrace.service.control import Control
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
@@ -174,7 +175,8 @@ def _give_memory_back() -> None:
 def _start(launch: Launch, builder: Future[Builder], channel: EngineChannel) -> EngineLoop:
     channel.send(Starting("importing", 0.0))
     build = builder.result()
-    engine = build(launch.config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
+    with keep_bytecode():
+        engine = build(launch.config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
     produce_token(engine)
     _give_memory_back()
     gc.freeze()  # a collection would take longer than what it frees is worth
@@ -186,9 +188,10 @@ def _start(launch: Launch, builder: Future[Builder], channel: EngineChannel) -> 
 
 
 def _import_builder(target: str) -> Builder:
-    if target == ENGINE_BUILDER:
-        import_torch()
-    return load_target(target)
+    with keep_bytecode():
+        if target == ENGINE_BUILDER:
+            import_torch()
+        return load_target(target)
 
 
 def _read_launch() -> Launch:

@@ -22,6 +22,7 @@ from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, Model
 from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingParams
+from headrace.service.bytecode import keep_bytecode
 from headrace.service.client.collect import Collector
 from headrace.service.client.outputs import GenerationOutput
 from headrace.service.client.prompts import encode_prompt, open_request, open_tokenizer, with_seed
@@ -127,7 +128,8 @@ class LocalClient:
 
     def __init__(self, config: EngineConfig, *, builder: str = ENGINE_BUILDER):
         self.config = config
-        self._engine = load_target(builder)(config, lambda stage, fraction: None)
+        with keep_bytecode():
+            self._engine = load_target(builder)(config, lambda stage, fraction: None)
         gc.collect()
         gc.freeze()  # torch and the model are here to stay: no collection need look at their objects again
         # Both may be taken again by a signal handler that interrupts their owner.
