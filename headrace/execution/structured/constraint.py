@@ -118,11 +118,10 @@ class Constraint:
             self.is_steady = not plain.needs_root or (self.last_token >= 0 and bool(plain.is_plain[self.last_token]))
 
     def _move(self, state: State | None) -> None:
-        self.state = state
-        if state is None or self.held is None or self.num_tokens >= self.held.count:
-            self.mask_key = None if state is None else state.mask_key
-        else:
-            self.mask_key = state.mask_key, self.held.ids
+        self.state, self.mask_key = state, None
+        if state is not None and self.grammar.states is not None:
+            key = self.grammar.states.find_key(state)
+            self.mask_key = key if self.held is None or self.num_tokens >= self.held.count else (key, self.held.ids)
 
     def _take_error(self) -> None:
         self.error = self._matcher.error

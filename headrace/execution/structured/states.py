@@ -30,11 +30,11 @@ class Automaton(Protocol):
 
 @dataclass(eq=False, slots=True)
 class State:
-    """``mask_key``: the same object for states whose masks are the same. ``next``: by byte. ``forced``: the text that must
-    follow, once it is known."""
+    """``next``: by byte. ``mask_key``: see `States.find_key`, once somebody asked. ``forced``: the text that must follow, once it
+    is known."""
 
     inside: Hashable
-    mask_key: object
+    mask_key: object | None = None
     next: dict[int, State | None] = field(default_factory=dict)
     forced: bytes | None = None
 
@@ -64,6 +64,12 @@ class States:
             state = after
         return state
 
+    def find_key(self, state: State) -> object:
+        """The same object for states whose masks are the same."""
+        if state.mask_key is None:
+            state.mask_key = self._mask_keys.setdefault(self._automaton.summarise(state.inside), object())
+        return state.mask_key
+
     def _advance(self, state: State, byte: int) -> State | None:
         inside = self._automaton.advance(state.inside, byte)
         after = state.next[byte] = None if inside is None else self._find(inside)
@@ -76,7 +82,7 @@ class States:
             self._weight += self._automaton.weigh(inside)
             if self._weight > self._max_weight:
                 self._forget()
-            found = self._states[inside] = State(inside, self._mask_keys.setdefault(self._automaton.summarise(inside), object()))
+            found = self._states[inside] = State(inside)
         return found
 
     def _forget(self) -> None:
