@@ -42,6 +42,11 @@ class _Connection(asyncio.Protocol):
         self._num_bytes = 0
         self._ends_by_closing = False
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether anything of the latest answer has come."""
+        return self._num_bytes > 0
+
     async def exchange(self, request: bytes) -> Answer:
         """The whole answer to a request; raises `ConnectionError` when it does not come, `ValueError` when it is none."""
         assert self._transport is not None and self._done is None, "connected, and nothing under way"
@@ -129,23 +134,34 @@ class HttpSession:
         kind = "Content-Type: application/json\r\n" if body else ""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{kind}Content-Length: {len(body)}\r\n\r\n"
         async with asyncio.timeout(self._timeout_s):
-            connection = await self._connect()
-            answer = await connection.exchange(head.encode("latin-1") + body)
-        if connection.is_open:
-            self._idle.append(connection)
-        else:
-            connection.close()
-        return answer
+            answer = await self._exchange_kept(head.encode("latin-1") + body)
+            return answer or await self._exchange(await self._connect(), head.encode("latin-1") + body)
 
     def close(self) -> None:
         """Close all connections that wait."""
         while self._idle:
             self._idle.pop().close()
 
-    async def _connect(self) -> _Connection:
+    async def _exchange_kept(self, request: bytes) -> Answer | None:
+        """The answer over a connection that is there; None when there is none, or none that the server still listens to."""
         while self._idle:
             kept = self._idle.pop()
             if kept.is_open:
-                return kept
+                try:
+                    return await self._exchange(kept, request)
+                except ConnectionError:
+                    if kept.has_answered:
+                        raise
+        return None
+
+    async def _exchange(self, connection: _Connection, request: bytes) -> Answer:
+        answer = await connection.exchange(request)
+        if connection.is_open:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    async def _connect(self) -> _Connection:
         _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port, ssl=self._is_secure or None)
         return connection

@@ -57,6 +57,14 @@ async def test_a_body_may_end_with_the_connection():
         assert counts == [1, 1]
 
 
+async def test_a_connection_that_was_closed_meanwhile_is_replaced():
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx"
+    async with answering(answer, answer, answer, closes=True) as (session, counts):
+        for _ in range(3):
+            assert (await session.request("POST", "/", b"{}")).body == b"x"
+        assert counts == [1, 1, 1]
+
+
 async def test_connections_that_are_announced_closed_are_not_used_again():
     answer = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1\r\n\r\nx"
     async with answering(answer, answer) as (session, counts):
