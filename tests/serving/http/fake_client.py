@@ -224,7 +224,8 @@ class FakeClient:
             await ended.wait()
         broken = re.search(r"BREAK(\d+)", text)
         facts = {"num_cached_tokens": len(request.prompt_token_ids) // 2, "queued_s": QUEUED_S}
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None and request.request_id in (stream.request_id, f"{stream.request_id}/0"):  # the first choice, which computes all of the prompt
+            await asyncio.sleep(3 * self.delay_s)
             facts["prompt_logprobs"] = [None, *(token_logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:])]
         finish = Finish("error", error=ErrorInfo("queue_full", "the queue is full", None, 7)) if "FULL" in text else None
         if params.grammar is not None and "uniqueItems" in params.grammar.text:

@@ -35,11 +35,11 @@ async def test_default_lengths(api, client):
     assert [p.max_tokens for _, p, _, _ in client.submitted] == [16, None]
 
 
-@pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["k", "xy"]}, {"n": 2, "logprobs": 2}, {"seed": 5, "echo": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["k", "xy"]}, {"n": 2, "logprobs": 2}, {"seed": 5, "echo": True}, {"n": 3, "logprobs": 1, "echo": True}], ids=str)
 async def test_streamed_completions_equal_whole_ones(api, options):
     body = {"model": "fake-model", "prompt": ["one", "two", "three"], "max_tokens": 20, **options}
     whole = await api.completions.create(**body)
-    text, reasons, tokens, offsets, usage = {}, {}, {}, {}, None
+    text, reasons, tokens, values, offsets, usage = {}, {}, {}, {}, {}, None
     async for event in await api.completions.create(**body, stream=True, stream_options={"include_usage": True}):
         usage = event.usage or usage
         for choice in event.choices:
@@ -47,6 +47,7 @@ async def test_streamed_completions_equal_whole_ones(api, options):
             reasons.setdefault(choice.index, []).append(choice.finish_reason)
             if choice.logprobs:
                 tokens.setdefault(choice.index, []).extend(choice.logprobs.tokens)
+                values.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs)
                 offsets.setdefault(choice.index, []).extend(choice.logprobs.text_offset)
     assert text == {c.index: c.text for c in whole.choices}
     assert {i: r[-1] for i, r in reasons.items()} == {c.index: c.finish_reason for c in whole.choices}
@@ -55,6 +56,7 @@ async def test_streamed_completions_equal_whole_ones(api, options):
     assert usage == whole.usage
     if "logprobs" in options:
         assert tokens == {c.index: c.logprobs.tokens for c in whole.choices}
+        assert values == {c.index: c.logprobs.token_logprobs for c in whole.choices}
         assert offsets == {c.index: c.logprobs.text_offset for c in whole.choices}
 
 

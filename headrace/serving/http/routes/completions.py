@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.sampling import SamplingParams
+from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.serving.http.body import JsonBody
 from headrace.serving.http.context import AppContext, context_of
@@ -97,7 +98,13 @@ class ChoiceWriter:
         self._tokenizer = context.client.tokenizer
         self._names = TokenNames(self._tokenizer)
         self._writers: dict[int, CompletionLogprobsWriter] = {}
+        self._prompts: dict[int, list[TokenLogprobs | None]] = {}  # logprobs of prompts, which come with their first choices
         self.num_choices = body.n or 1
+
+    def must_wait(self, prompt_index: int, delta: ChoiceDelta) -> bool:
+        """Whether the prompt's logprobs, with which the choice opens, have yet to come."""
+        is_told = prompt_index in self._prompts or delta.prompt_logprobs is not None
+        return bool(self._body.echo) and self._body.logprobs is not None and delta.index > 0 and not is_told
 
     def write(self, prompt_index: int, output: GenerationOutput) -> list[CompletionChoice]:
         """All choices of one finished prompt."""
@@ -118,8 +125,10 @@ class ChoiceWriter:
         is_first = index not in self._writers
         writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._names, num_top=body.logprobs or 0))
         text, logprobs = "", None
+        if delta.prompt_logprobs is not None:
+            self._prompts[prompt_index] = delta.prompt_logprobs
         if is_first and body.echo:
-            text, logprobs = self._echo(prompt_index, delta, writer)
+            text, logprobs = self._echo(prompt_index, writer)
         if delta.logprobs is not None:
             logprobs = writer.write(delta.logprobs, into=logprobs)
         piece = CompletionChoice(index, text + delta.text, logprobs, delta.finish_reason, delta.stop_reason)
@@ -129,13 +138,13 @@ class ChoiceWriter:
                 piece.prompt_token_ids = self._generation.streams[prompt_index].prompt_token_ids
         return piece
 
-    def _echo(self, prompt_index: int, delta: ChoiceDelta, writer: CompletionLogprobsWriter) -> tuple[str, CompletionLogprobs | None]:
+    def _echo(self, prompt_index: int, writer: CompletionLogprobsWriter) -> tuple[str, CompletionLogprobs | None]:
         ids, prompt = self._generation.streams[prompt_index].prompt_token_ids, self._generation.ask.prompts[prompt_index]
         if not isinstance(prompt, str):
             prompt = self._tokenizer.decode(ids, skip_special_tokens=self._body.skip_special_tokens is not False) if self._tokenizer else ""
         if self._body.logprobs is None:
             return prompt, None
-        return prompt, writer.write_prompt(ids, delta.prompt_logprobs or [])
+        return prompt, writer.write_prompt(ids, self._prompts.get(prompt_index, []))
 
 
 class CompletionEvents(Events):
@@ -150,9 +159,18 @@ class CompletionEvents(Events):
         self._has_ids = bool(body.return_token_ids)
         self._has_text_alone = not (self._has_running_usage or self._has_ids or body.max_tokens == 0)
         self._frames: dict[int, TextFrames] = {}
+        self._held: dict[int, list[ChoiceDelta]] = {}
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
-        """The chunk of one delta; nothing when its text is still being held."""
+        """The chunk of one delta; nothing when its text is still being held. Choices that are ahead of their prompt's logprobs
+        follow these."""
+        if self._writer.must_wait(prompt_index, delta):
+            self._held.setdefault(prompt_index, []).append(delta)
+            return b""
+        chunk = self._render(prompt_index, delta)
+        return chunk + b"".join(self._render(prompt_index, held) for held in self._held.pop(prompt_index, ()))
+
+    def _render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         place = prompt_index * self._writer.num_choices + delta.index
         if self._has_text_alone and delta.finish_reason is None and delta.logprobs is None:
             frames = self._frames.get(place)
