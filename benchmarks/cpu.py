@@ -39,12 +39,12 @@ class Workload:
     output_len: int
     prefix_len: int = 0
 
-    def options(self, base_url: str, most: int | None, seed: int) -> dict[str, Any]:
+    def options(self, base_url: str, most: int | None, seed: int, warmup: int = 1) -> dict[str, Any]:
         """Options of the load generator, for at most so many requests. Nobody stops at an end of text."""
         shared = {"workload": "shared-prefix", "prefix_len": self.prefix_len} if self.prefix_len else {}
         return {
             "base_url": base_url, "num_requests": min(self.num_requests, most or self.num_requests), "concurrency": self.concurrency,
-            "input_len": str(self.input_len), "output_len": str(self.output_len), "warmup": 1, "ignore_eos": True, "seed": seed, **shared,
+            "input_len": str(self.input_len), "output_len": str(self.output_len), "warmup": warmup, "ignore_eos": True, "seed": seed, **shared,
         }
 
 
@@ -56,12 +56,12 @@ WORKLOADS = {
 }
 
 
-def measure(running: Running, names: list[str], most: dict[str, int]) -> dict[str, dict[str, Any]]:
+def measure(running: Running, names: list[str], most: dict[str, int], warmup: int = 1) -> dict[str, dict[str, Any]]:
     """The figures of each workload."""
     rows = {}
     for seed, name in enumerate(names):
         before = running.cpu_s()
-        report = run_serve_bench(serve_bench_options(**WORKLOADS[name].options(running.base_url, most.get(name), seed)))
+        report = run_serve_bench(serve_bench_options(**WORKLOADS[name].options(running.base_url, most.get(name), seed, warmup)))
         if report.errors:
             raise RuntimeError(f"{name}: {report.errors} {report.examples}")
         rows[name] = {
@@ -76,7 +76,7 @@ def measure(running: Running, names: list[str], most: dict[str, int]) -> dict[st
 def candidates(args: argparse.Namespace) -> list[tuple[Server, str]]:
     """Servers to measure, and whose goals are theirs."""
     found: list[tuple[Server, str]] = []
-    for dtype in args.dtypes.split(","):
+    for dtype in filter(None, args.dtypes.split(",")):
         found.append((headrace(args.model, ["--dtype", dtype, *args.flags.split()], f"headrace {dtype}"), "bf16"))
     for scheme in filter(None, args.quantizations.split(",")):
         found.append((headrace(args.model, ["--quantization", scheme, *args.flags.split()], f"headrace {scheme}"), "int8"))
@@ -148,6 +148,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="further flags of headrace serve")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--most", type=read_most, default={}, help="at most so many requests a workload; figures of fewer are worse where many run at once")
+    parser.add_argument("--warmup", type=int, default=1, help="requests before each workload, which do not count")
     parser.add_argument("--cores", help="comma-separated; servers and client are bound to them")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure other servers that are installed")
     parser.add_argument("--llama-models", help="comma-separated GGUF files for llama.cpp; a server each")
@@ -187,7 +188,7 @@ def main() -> None:
         try:
             with run_server(server) as running:
                 print(f"  ready after {running.start_s:.2f} s, {running.rss_mb():.0f} MB", flush=True)
-                results[server.name] = {"start_s": running.start_s, "goals": goals, "workloads": measure(running, names, args.most)}
+                results[server.name] = {"start_s": running.start_s, "goals": goals, "workloads": measure(running, names, args.most, args.warmup)}
         except RuntimeError as error:
             print(f"  failed: {error}", file=sys.stderr)
     print_table(results)
