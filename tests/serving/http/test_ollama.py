@@ -58,8 +58,9 @@ async def test_options_reach_the_engine(server, client):
     assert {name: getattr(params, name) for name in drawn} == drawn and (params.repetition_penalty, params.max_tokens) == (1.2, 3)
     assert client.tokenizer.options["reasoning_effort"] == "low"
     client.script = b"{}"
-    await ask(server, "chat", stream=False, messages=[USER], options={"num_predict": -1}, format="json")
-    assert client.submitted[-1][1].max_tokens is None and client.submitted[-1][1].grammar is not None
+    for unlimited in (-1, 0):
+        await ask(server, "chat", stream=False, messages=[USER], options={"num_predict": unlimited}, format="json")
+        assert client.submitted[-1][1].max_tokens is None and client.submitted[-1][1].grammar is not None
     await ask(server, "chat", stream=False, messages=[USER], format={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False})
     assert '"integer"' in client.submitted[-1][1].grammar.text
 

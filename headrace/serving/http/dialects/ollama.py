@@ -42,7 +42,7 @@ def _read_options(chat: ChatRequest, options: OllamaOptions, max_model_len: int)
     for name in SAME:
         setattr(chat, name, getattr(options, name))
     chat.repetition_penalty = options.repeat_penalty
-    if options.num_predict is not None and options.num_predict >= 0:
+    if options.num_predict is not None and options.num_predict > 0:
         chat.max_completion_tokens = options.num_predict
 
 

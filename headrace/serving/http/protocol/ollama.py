@@ -69,7 +69,7 @@ class PlaceFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaOptions(PlaceFields, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn. ``num_predict`` below 0 is no limit; ``num_ctx`` must fit the server's context."""
+    """How tokens are drawn. ``num_predict`` of 0 or less is no limit; ``num_ctx`` must fit the server's context."""
 
     num_predict: Annotated[int, Meta(ge=-2, le=INT32)] | None = None
     num_ctx: Annotated[int, Meta(ge=1, le=INT32)] | None = None
