@@ -276,12 +276,17 @@ def test_a_row_that_cannot_go_on_shares_that_with_nobody(shared: Bench, monkeypa
 
 
 def test_a_table_drops_what_was_not_asked_for_lately():
-    table = MaskTable(2, 1, torch.device("cpu"), num_kept=3)
+    table = MaskTable(2, 1, torch.device("cpu"), num_kept=3, most_kept=3)
     places = [table.add(key).place for key in "abc"]
     assert sorted(places) == [2, 3, 4] and table.find("a").place == places[0]
     assert table.add("d").place == places[1] and table.find("b") is None and table.find("a") is not None
     table.drop("d")
     assert table.add("e").place == places[1]
+    table = MaskTable(1, 2, torch.device("cpu"), num_kept=2, most_kept=4)
+    table.tensor[table.add("a").place] = 7
+    places = [table.find("a").place, *(table.add(key).place for key in "bcd")]
+    assert sorted(places) == [1, 2, 3, 4] and table.tensor.shape == (5, 2) and int(table.tensor[places[0]].sum()) == 14, "it grows"
+    assert table.add("e").place == places[0]
     assert MaskTable(9, 1, torch.device("cpu"), num_kept=3).tensor.shape == (18, 1), "room for a state of every row"
 
 

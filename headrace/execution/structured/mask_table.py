@@ -14,8 +14,8 @@ import torch
 
 from headrace.execution.upload import host_words
 
-NUM_KEPT = 1024
-"""Masks of states, 20 KB each for a vocabulary of 150,000."""
+NUM_KEPT, MOST_KEPT = 256, 4096
+"""Masks of states, at first and at most; 20 KB each for a vocabulary of 150,000."""
 
 
 @dataclass(slots=True)
@@ -28,10 +28,11 @@ class KeptMask:
 
 class MaskTable:
     """``tensor`` [P, W] int32, P = max_rows + num_kept. Whoever writes to a place does so in the order of the device's stream,
-    behind the draws that read what was there before. ``places_sent``: of the rows of the latest step, here and there."""
+    behind the draws that read what was there before. It grows. ``places_sent``: of the rows of the latest step, here and there."""
 
-    def __init__(self, max_rows: int, num_words: int, device: torch.device, *, num_kept: int = NUM_KEPT):
+    def __init__(self, max_rows: int, num_words: int, device: torch.device, *, num_kept: int = NUM_KEPT, most_kept: int = MOST_KEPT):
         num_kept = max(num_kept, max_rows)  # so that no step drops a mask that it uses
+        self._most_places = max_rows + max(num_kept, most_kept)
         self.tensor = torch.zeros((max_rows + num_kept, num_words), dtype=torch.int32, device=device)
         self.places_sent: tuple[bytes, torch.Tensor] | None = None
         self._kept: OrderedDict[Hashable, KeptMask] = OrderedDict()
@@ -46,13 +47,24 @@ class MaskTable:
 
     def add(self, key: Hashable) -> KeptMask:
         """A place for the mask of another state."""
-        place = self._free.pop() if self._free else self._kept.popitem(last=False)[1].place
-        kept = self._kept[key] = KeptMask(place)
+        if not self._free:
+            self._make_room()
+        kept = self._kept[key] = KeptMask(self._free.pop())
         return kept
 
     def drop(self, key: Hashable) -> None:
         """Forget a mask."""
         self._free.append(self._kept.pop(key).place)
+
+    def _make_room(self) -> None:
+        """More places, or that of the mask that nobody asked for the longest."""
+        size = len(self.tensor)
+        larger = min(2 * size, self._most_places)
+        if larger > size:
+            self.tensor = torch.cat((self.tensor, self.tensor.new_zeros((larger - size, self.tensor.shape[1]))))
+            self._free.extend(range(larger - 1, size - 1, -1))
+        else:
+            self._free.append(self._kept.popitem(last=False)[1].place)
 
 
 @dataclass(slots=True)
