@@ -304,7 +304,7 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
             from headrace.kernels.attention import triton as attention
 
             backend._plan = attention.plan_prefill(
-                starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, block_dim=model.dim, dtype=BF16, tile=tile)
+                starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, width=model.dim, dtype=BF16, tile=tile)
         q, pages, params = draw(tokens, model.heads, model.dim), KvPages(*pool.pages(PAGE)), AttentionParams(model.dim**-0.5)
         return [lambda: backend.attend(q, pages, params)]
 

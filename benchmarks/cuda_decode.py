@@ -1,0 +1,92 @@
+"""Attention of decodes as a model runs it: ``python -m benchmarks.cuda_decode [--requests 8 32 256] [--lengths even long]``.
+
+A captured chain of layers: rotation and page write, then attention, launched dependently; each layer has pages of its own.
+Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), or 8,192 (long). Microseconds a layer, and the
+least that the keys and values take at the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import torch
+
+from benchmarks.cuda_kernels import MODELS, PAGE, Model, Pool, draw, time_calls
+from benchmarks.roofline import BANDWIDTH
+from headrace.kernels.attention.triton import DecodeLaunch, DecodeStep, DecodeWorkspace, Head, decode
+from headrace.kernels.rope_write.triton import rope_write_pdl
+
+POOL_TOKENS = 1_024_000
+LEAST_LAYERS, MOST_LAYERS = 14, 64
+CHAIN_BYTES = 2e8
+"""Of keys and values in a chain, where so many layers hold them: four times the second-level cache."""
+Attend = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, Head, DecodeStep], None]
+
+
+def draw_lengths(kind: str, requests: int) -> list[int]:
+    random = Random(5)
+    if kind == "uneven":
+        return [random.randint(100, 1024) + random.randint(0, 600) for _ in range(requests)]
+    return [{"even": 600, "long": 8192}[kind]] * requests
+
+
+def solutions(model: Model) -> dict[str, Attend]:
+    """By name; a variant to compare goes here."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    found: dict[str, Attend] = {}
+    for name, programs in {"triton": 4, "twice the splits": 8}.items():
+        workspace = DecodeWorkspace.allocate(processors * programs, model.heads // model.kv_heads, model.dim, torch.device("cuda"))
+        found[name] = partial(_attend, workspace)
+    return found
+
+
+def _attend(workspace: DecodeWorkspace, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, head: Head, step: DecodeStep) -> None:
+    decode(q, pages, out, workspace, head, step, DecodeLaunch(fused=True, pdl=True))
+
+
+def time_chain(model: Model, pool: Pool, lens: list[int], attend: Attend) -> float:
+    """Microseconds a layer."""
+    requests, longest, bytes_each = len(lens), max(lens), 4 * sum(lens) * model.kv_heads * model.dim
+    layers = max(LEAST_LAYERS, min(MOST_LAYERS, int(CHAIN_BYTES / bytes_each)))
+    kv_lens, tables, pages = torch.tensor(lens, device="cuda", dtype=torch.int32), pool.tables(layers, requests, longest, PAGE), pool.pages(PAGE)
+    positions = kv_lens.long() - 1
+    slots = [table.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE for table in tables]
+    qkv, cos_sin, norm = draw(requests, model.qkv), torch.randn(longest, model.dim, device="cuda"), draw(model.dim) if model.has_qk_norm else None
+    out, head = draw(requests, model.heads, model.dim), Head(model.dim**-0.5)
+    write = partial(
+        rope_write_pdl, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim, interleaved=False, norm_eps=1e-6,
+        norm_offset=0.0, q_norm=norm, k_norm=norm,
+    )
+
+    def run() -> None:
+        for table, at in zip(tables, slots, strict=True):
+            attend(write(qkv, positions, cos_sin, at, *pages), pages, out, head, DecodeStep(kv_lens, table, requests, longest))
+
+    run()  # compiles
+    return time_calls([run]) / layers * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--lengths", nargs="+", choices=["even", "uneven", "long"], default=["even", "uneven", "long"])
+    args = parser.parse_args()
+    pool = Pool(POOL_TOKENS)
+    for model in MODELS:
+        attends = solutions(model)
+        print(f"{model.name:10s} requests lengths   floor  " + "  ".join(attends), flush=True)
+        for kind in args.lengths:
+            for requests in args.requests:
+                lens = draw_lengths(kind, requests)
+                if sum(lens) > POOL_TOKENS:
+                    continue
+                floor = 4e6 * sum(lens) * model.kv_heads * model.dim / BANDWIDTH
+                times = [time_chain(model, pool, lens, attend) for attend in attends.values()]
+                print(f"{'':10s} {requests:8d} {kind:8s} {floor:7.1f}  " + "  ".join(f"{t:{len(n)}.1f}" for n, t in zip(attends, times, strict=True)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
