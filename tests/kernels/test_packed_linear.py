@@ -21,7 +21,7 @@ from headrace.kernels.packed_linear.layout import (
 )
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
 
-SHAPES = [(16, 64), (17, 33), (50, 100), (33, 576), (129, 1000)]
+SHAPES = [(16, 64), (17, 33), (50, 100), (33, 576), (129, 1400)]
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 70]
 
 

@@ -71,38 +71,44 @@ struct DecodeState {
   }
 };
 
-// Rows of keys and values of a block, of the first kv head of a range.
+// Rows of keys and values of a block, of the first kv head of a range; those beyond the last are the last.
 template <class T>
 struct BlockRows {
   int64_t n = 0;
   const T *keys[kDecodeKeys], *values[kDecodeKeys];
 
   void find(const Attention& a, const KeyRange& range, const int32_t* table, int64_t at) {
+    const int64_t page = int64_t{1} << a.page_bits;
     n = range.last - at < kDecodeKeys ? range.last - at : kDecodeKeys;
     for (int64_t j = 0; j < n; ++j) {
-      keys[j] = static_cast<const T*>(row_at(a.k, a.k_strides, a, table, at + j, range.first_head));
-      values[j] = static_cast<const T*>(row_at(a.v, a.v_strides, a, table, at + j, range.first_head));
+      const bool is_new = j == 0 || (at + j) % page == 0;
+      keys[j] = is_new ? static_cast<const T*>(row_at(a.k, a.k_strides, a, table, at + j, range.first_head)) : keys[j - 1] + a.k_strides.token;
+      values[j] = is_new ? static_cast<const T*>(row_at(a.v, a.v_strides, a, table, at + j, range.first_head)) : values[j - 1] + a.v_strides.token;
     }
+    for (int64_t j = n; n > 0 && j < kDecodeKeys; ++j) keys[j] = keys[n - 1], values[j] = values[n - 1];
   }
-  // Bring some rows of a kv head near, while others are computed with: the processor can wait for a few lines only.
-  HEADRACE_INLINE void fetch_keys(const Attention& a, int64_t head, int64_t first, int64_t count) const {
-    for (int64_t j = first; j < first + count && j < n; ++j)
-      for (int64_t e = 0; e < a.head_dim; e += 64 / sizeof(T)) __builtin_prefetch(keys[j] + head * a.k_strides.head + e, 0, 2);
-  }
-  HEADRACE_INLINE void fetch_values(const Attention& a, int64_t head, int64_t first, int64_t count) const {
-    for (int64_t j = first; j < first + count && j < n; ++j)
-      for (int64_t e = 0; e < a.value_dim; e += 64 / sizeof(T)) __builtin_prefetch(values[j] + head * a.v_strides.head + e, 0, 2);
+};
+
+// Rows of the next block on their way, spread evenly over `slots` calls, beside what is computed with this one: the processor
+// can wait for a few lines only.
+template <class T>
+struct Fetching {
+  const T* const* rows;
+  int64_t count, slots, width;  // values of a row, from the first head to the last
+  int64_t row = 0, credit = 0;
+
+  HEADRACE_INLINE void advance() {
+    for (credit += count; credit >= slots; credit -= slots, ++row)
+      for (int64_t e = 0; e < width; e += 64 / sizeof(T)) __builtin_prefetch(rows[row] + e, 0, 2);
   }
 };
 
 // n rows of keys and values of one kv head, whose first query head is `head`; meanwhile the next block comes near.
 template <class T>
-HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int64_t head, const T** keys, const T** values, int64_t n, const BlockRows<T>& next) {
+HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int64_t head, const T* const* keys, const T* const* values, int64_t n, Fetching<T>& next_keys, Fetching<T>& next_values) {
   const float* q = s.q + head * s.q_width;
-  for (int64_t j = n; j < padded(n, 4); ++j) keys[j] = keys[n - 1];
   for (int64_t j = 0; j < n; j += 4) {
-    next.fetch_keys(a, head / s.group, j, 4);
-    next.fetch_values(a, head / s.group, j, 4);
+    next_keys.advance(), next_values.advance();
     over_heads(s.group, [&]<int kHeads>(int64_t h) { multiply_keys<kHeads>(q + h * s.q_width, s.q_width, keys + j, a.head_dim, s.logits + h * kDecodeKeys + j, kDecodeKeys); });
   }
   float fades[kMostDecodeGroup];
@@ -116,21 +122,20 @@ HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int6
   });
 }
 
-// f(kv head of the range, keys, values, how many, the next block), block by block of keys, and in each head by head: pages are
-// read in the order in which they lie.
+// f(kv head of the range, rows, rows of keys and of values of the next block), block by block of keys, and in each head by head:
+// pages are read in the order in which they lie. In each call, f lets the next block's keys advance `key_slots` times, and so on.
 template <class T, class F>
-HEADRACE_INLINE void over_blocks(const Attention& a, const KeyRange& range, const F& f) {
+HEADRACE_INLINE void over_blocks(const Attention& a, const KeyRange& range, int64_t key_slots, int64_t value_slots, const F& f) {
   const int32_t* table = a.table + range.request * a.table_stride;
-  const T *keys[kDecodeKeys], *values[kDecodeKeys];
+  const int64_t key_width = (range.num_heads - 1) * a.k_strides.head + a.head_dim, value_width = (range.num_heads - 1) * a.v_strides.head + a.value_dim;
   BlockRows<T> blocks[2];
   blocks[0].find(a, range, table, range.first);
   for (int64_t at = range.first, i = 0; at < range.last; at += kDecodeKeys, i ^= 1) {
-    const BlockRows<T>& rows = blocks[i];
+    const BlockRows<T>&rows = blocks[i], &next = blocks[i ^ 1];
     blocks[i ^ 1].find(a, range, table, at + kDecodeKeys);
-    for (int64_t k = 0; k < range.num_heads; ++k) {
-      for (int64_t j = 0; j < rows.n; ++j) keys[j] = rows.keys[j] + k * a.k_strides.head, values[j] = rows.values[j] + k * a.v_strides.head;
-      f(k, keys, values, rows.n, blocks[i ^ 1]);
-    }
+    const int64_t known = next.n > 0 ? next.n : 0;
+    Fetching<T> next_keys{next.keys, known, range.num_heads * key_slots, key_width}, next_values{next.values, known, range.num_heads * value_slots, value_width};
+    for (int64_t k = 0; k < range.num_heads; ++k) f(k, rows, next_keys, next_values);
   }
 }
 
@@ -144,8 +149,10 @@ static void decode_type(const Attention& a, const KeyRange& range, float* partia
     s.top[h] = -INFINITY, s.total[h] = 0.0f;
   }
   memset(s.sums, 0, s.heads * s.v_width * sizeof(float));
-  over_blocks<T>(a, range, [&](int64_t kv_head, const T** keys, const T** values, int64_t n, const BlockRows<T>& next) {
-    decode_block(a, s, kv_head * s.group, keys, values, n, next);
+  over_blocks<T>(a, range, kDecodeKeys / 4, kDecodeKeys / 4, [&](int64_t k, const BlockRows<T>& rows, Fetching<T>& next_keys, Fetching<T>& next_values) {
+    const T *keys[kDecodeKeys], *values[kDecodeKeys];
+    for (int64_t j = 0; j < kDecodeKeys; ++j) keys[j] = rows.keys[j] + k * a.k_strides.head, values[j] = rows.values[j] + k * a.v_strides.head;
+    decode_block(a, s, k * s.group, keys, values, rows.n, next_keys, next_values);
   });
 }
 

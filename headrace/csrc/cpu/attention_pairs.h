@@ -26,14 +26,24 @@ HEADRACE_INLINE __m512 sum_each(const __m512 (&x)[16]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
-// Products of a query with 16 keys.
-HEADRACE_INLINE __m512 multiply_keys_of_pairs(const bf16* q, const bf16* const* keys, int64_t dim) {
+// Products of a query with 16 keys, which begin `offset` values after `keys`.
+HEADRACE_INLINE __m512 multiply_keys_of_pairs(const bf16* q, const bf16* const* keys, int64_t offset, int64_t dim) {
   __m512 sums[16];
   for (int j = 0; j < 16; ++j) sums[j] = _mm512_setzero_ps();
-  for (int64_t e = 0; e < dim; e += 32) {
-    const __m512bh query = (__m512bh)_mm512_loadu_si512(q + e);
+  int64_t e = 0;
+  for (; e + 64 <= dim; e += 64) {
+    const __m512bh first = (__m512bh)_mm512_loadu_si512(q + e), second = (__m512bh)_mm512_loadu_si512(q + e + 32);
 #pragma GCC unroll 16
-    for (int j = 0; j < 16; ++j) sums[j] = _mm512_dpbf16_ps(sums[j], query, (__m512bh)_mm512_loadu_si512(keys[j] + e));
+    for (int j = 0; j < 16; ++j) {
+      const bf16* key = keys[j] + offset + e;
+      sums[j] = _mm512_dpbf16_ps(sums[j], first, (__m512bh)_mm512_loadu_si512(key));
+      sums[j] = _mm512_dpbf16_ps(sums[j], second, (__m512bh)_mm512_loadu_si512(key + 32));
+    }
+  }
+  if (e < dim) {
+    const __m512bh rest = (__m512bh)_mm512_loadu_si512(q + e);
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) sums[j] = _mm512_dpbf16_ps(sums[j], rest, (__m512bh)_mm512_loadu_si512(keys[j] + offset + e));
   }
   return sum_each(sums);
 }
@@ -58,49 +68,53 @@ HEADRACE_INLINE float soften_pairs(const Attention& a, Vec low, Vec high, int64_
   return fade;
 }
 
-// Adds kLots times 32 dimensions of the weighted sum of 2 * pairs values to `kHeads` sums, after fading what they hold.
+// Adds kLots times 32 dimensions of the weighted sum of 2 * pairs values, `offset` after `values`, to `kHeads` sums, after fading
+// what they hold.
 template <int kHeads, int kLots, class F>
-HEADRACE_INLINE void add_pairs_at(int64_t e, const uint32_t (*weights)[kDecodeKeys / 2], const bf16* const* values, int64_t pairs, float* sums, int64_t width, const float* fades, const F& meanwhile) {
+HEADRACE_INLINE void add_pairs_at(const uint32_t (*weights)[kDecodeKeys / 2], const bf16* const* values, int64_t offset, int64_t pairs, float* sums, int64_t width, const float* fades, const F& meanwhile) {
   __m512 acc[kHeads][2 * kLots];
   for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < 2 * kLots; ++u) acc[h][u] = _mm512_mul_ps(_mm512_loadu_ps(sums + h * width + e + 16 * u), _mm512_set1_ps(fades[h]));
+    for (int u = 0; u < 2 * kLots; ++u) acc[h][u] = _mm512_mul_ps(_mm512_loadu_ps(sums + h * width + 16 * u), _mm512_set1_ps(fades[h]));
   for (int64_t i = 0; i < pairs; ++i) {
     __m512bh both[2 * kLots];
     for (int u = 0; u < kLots; ++u) {
-      const __m512i even = _mm512_loadu_si512(values[2 * i] + e + 32 * u), odd = _mm512_loadu_si512(values[2 * i + 1] + e + 32 * u);
+      const __m512i even = _mm512_loadu_si512(values[2 * i] + offset + 32 * u), odd = _mm512_loadu_si512(values[2 * i + 1] + offset + 32 * u);
       both[2 * u] = (__m512bh)_mm512_unpacklo_epi16(even, odd), both[2 * u + 1] = (__m512bh)_mm512_unpackhi_epi16(even, odd);
     }
-    meanwhile(2 * i);
+    meanwhile();
     for (int h = 0; h < kHeads; ++h) {
       const __m512bh weight = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(weights[h][i]));
       for (int u = 0; u < 2 * kLots; ++u) acc[h][u] = _mm512_dpbf16_ps(acc[h][u], weight, both[u]);
     }
   }
   for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < 2 * kLots; ++u) _mm512_storeu_ps(sums + h * width + e + 16 * u, acc[h][u]);
+    for (int u = 0; u < 2 * kLots; ++u) _mm512_storeu_ps(sums + h * width + 16 * u, acc[h][u]);
 }
 
-// n rows of keys and values of one kv head, whose first query head is `head`; meanwhile the next block comes near.
-static void decode_pairs_of_block(const Attention& a, const DecodeState& s, const bf16* q, int64_t head, const bf16** keys, const bf16** values, int64_t n, const BlockRows<bf16>& next) {
-  for (int64_t j = n; j < kDecodeKeys; ++j) keys[j] = keys[n - 1], values[j] = values[n - 1];
+// The rows of a block times the queries of the k-th kv head of the range; meanwhile the next block comes near.
+static void decode_pairs_of_block(const Attention& a, const DecodeState& s, const bf16* q, int64_t k, const BlockRows<bf16>& rows, Fetching<bf16>& next_keys, Fetching<bf16>& next_values) {
   alignas(64) uint32_t weights[kMostDecodeGroup][kDecodeKeys / 2];
   float fades[kMostDecodeGroup];
-  const int64_t kv_head = head / s.group, step = (kDecodeKeys + s.group - 1) / s.group;
+  const int64_t head = k * s.group, key_offset = k * a.k_strides.head, value_offset = k * a.v_strides.head, pairs = (rows.n + 1) / 2;
   for (int64_t h = 0; h < s.group; ++h) {
     const bf16* query = q + (head + h) * a.head_dim;
-    next.fetch_keys(a, kv_head, h * step, step);
-    const Vec low = multiply_keys_of_pairs(query, keys, a.head_dim), high = n > 16 ? multiply_keys_of_pairs(query, keys + 16, a.head_dim) : Vec(0.0f);
-    fades[h] = soften_pairs(a, low, high, n, s.top[head + h], s.total[head + h], weights[h]);
+    next_keys.advance();
+    const Vec low = multiply_keys_of_pairs(query, rows.keys, key_offset, a.head_dim);
+    next_keys.advance();
+    const Vec high = rows.n > 16 ? multiply_keys_of_pairs(query, rows.keys + 16, key_offset, a.head_dim) : Vec(0.0f);
+    fades[h] = soften_pairs(a, low, high, rows.n, s.top[head + h], s.total[head + h], weights[h]);
   }
-  const int64_t pairs = (n + 1) / 2;
+  const auto fetch = [&] { next_values.advance(); };
+  const auto rest = [] {};
   over_heads(s.group, [&]<int kHeads>(int64_t h) {
     float* sums = s.sums + (head + h) * s.v_width;
-    int64_t e = 0;
-    const auto meanwhile = [&](int64_t j) {
-      if (h == 0 && e == 0) next.fetch_values(a, kv_head, j, 2);
-    };
-    for (; e + 64 <= a.value_dim; e += 64) add_pairs_at<kHeads, 2>(e, weights + h, values, pairs, sums, s.v_width, fades + h, meanwhile);
-    for (; e < a.value_dim; e += 32) add_pairs_at<kHeads, 1>(e, weights + h, values, pairs, sums, s.v_width, fades + h, meanwhile);
+    for (int64_t e = 0; e < a.value_dim;) {
+      const auto add = [&](const auto& meanwhile) {
+        if (e + 64 <= a.value_dim) return add_pairs_at<kHeads, 2>(weights + h, rows.values, value_offset + e, pairs, sums + e, s.v_width, fades + h, meanwhile), void(e += 64);
+        add_pairs_at<kHeads, 1>(weights + h, rows.values, value_offset + e, pairs, sums + e, s.v_width, fades + h, meanwhile), e += 32;
+      };
+      h == 0 && e == 0 ? add(fetch) : add(rest);
+    }
   });
 }
 
@@ -118,8 +132,8 @@ static void decode_pairs(const Attention& a, const KeyRange& range, float* parti
   for (int64_t h = 0; h < s.heads; ++h) s.top[h] = -INFINITY, s.total[h] = 0.0f;
   memset(s.sums, 0, s.heads * s.v_width * sizeof(float));
   const bf16* q = static_cast<const bf16*>(a.q) + a.query_start[range.request] * a.q_stride + range.first_head * s.group * a.head_dim;
-  over_blocks<bf16>(a, range, [&](int64_t kv_head, const bf16** keys, const bf16** values, int64_t n, const BlockRows<bf16>& next) {
-    decode_pairs_of_block(a, s, q, kv_head * s.group, keys, values, n, next);
+  over_blocks<bf16>(a, range, 2 * s.group, kDecodeKeys / 2, [&](int64_t k, const BlockRows<bf16>& rows, Fetching<bf16>& next_keys, Fetching<bf16>& next_values) {
+    decode_pairs_of_block(a, s, q, k, rows, next_keys, next_values);
   });
   for (int64_t h = 0; h < s.heads; ++h) order_sums(s.sums + h * s.v_width, a.value_dim);
 }

@@ -142,15 +142,23 @@ class AttentionWork {
     int64_t num_rows = 0;
     for (const int64_t r : requests) num_rows += rows(r);
     const int64_t most = kernels_.tile_rows(a), share = num_rows * a.num_kv_heads / (kTilesPerMember * members_);
-    const int64_t height = members_ == 1 ? most : std::clamp<int64_t>(padded(share, 32), 32, most);
+    const int64_t highest = members_ == 1 ? most : std::clamp<int64_t>(padded(share, 32), 32, most);
     for (const int64_t r : requests) {
-      const int64_t before = a.kv_lens[r] - rows(r) / a.group();
+      const int64_t before = a.kv_lens[r] - rows(r) / a.group(), height = even_height(rows(r), highest, a.num_kv_heads);
       for (int64_t first = 0; first < rows(r); first += height) {
         const int64_t count = std::min(height, rows(r) - first);
         for (int64_t head = 0; head < a.num_kv_heads; ++head)
           items_.push_back({Kind::kTile, count * (before + (first + count) / a.group()), {r, head, first, count}});
       }
     }
+  }
+
+  // Of the tiles of a request, no higher than `highest`, such that all members get as many where that takes few more of them.
+  int64_t even_height(int64_t rows, int64_t highest, int64_t num_kv_heads) const {
+    const int64_t least = (rows + highest - 1) / highest, most = least > 1 ? least + std::max<int64_t>(1, least / 3) : 1;
+    for (int64_t count = least; count <= most; ++count)
+      if (count * num_kv_heads % members_ == 0) return padded((rows + count - 1) / count, 32);
+    return highest;
   }
 
   // How many pages two requests begin with that are the same.

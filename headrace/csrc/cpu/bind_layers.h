@@ -235,8 +235,11 @@ class Step {
                   normed_, in_.width, static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
     const packed::Weight weight = weight_of(next);
     crew.share_rows([&](int64_t begin, int64_t end) {
-      best_row_kernels().norm(in_.type, rows, begin, end);
-      prepare_rows(weight, crew.rows, normed_, begin, end);
+      for (int64_t last; begin < end; begin = last) {  // a few rows at a time, which stay in the first-level cache
+        last = std::min(begin + 16, end);
+        best_row_kernels().norm(in_.type, rows, begin, last);
+        prepare_rows(weight, crew.rows, normed_, begin, last);
+      }
     });
   }
 

@@ -17,7 +17,7 @@ constexpr int64_t kLeastBytes = 96 * 1024;  // of weight to be read by a thread,
 constexpr int64_t kRowBlock = 256;          // rows that share what the second-level cache holds of the weight
 constexpr int64_t kGatedValues = 1 << 18;   // of both halves, that a thread multiplies before it gates them
 
-constexpr int64_t kRowBlockBytes = 5 << 18;  // of rows in tiles
+constexpr int64_t kRowBlockBytes = 5 << 17;  // of rows in tiles
 constexpr int64_t kGatedPanels = 16;        // of either half, where rows are in tiles
 
 // Memory of the calling thread for prepared rows; grows to the largest step and stays.

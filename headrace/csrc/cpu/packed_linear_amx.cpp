@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kLeastRows = 6;        // from which tiles are faster than registers
 constexpr int64_t kLeastGroupRows = 24;  // from which making bfloat16 of a group format pays
 constexpr int64_t kTileWords = 16 * kPanel;
+constexpr int64_t kMostTiles = 20;       // of inputs; with more of them and `kLeastBlocks` of rows, sums are cut
+constexpr int64_t kTilesAtOnce = 16, kLeastBlocks = 3;
 constexpr int64_t kCachedBytes = 768 * 1024;  // of the weight, that the second-level cache keeps for all rows of a call
 
 RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
@@ -34,11 +36,6 @@ RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
     default: break;
   }
   return avx512::packed_kernels.choose_form(weight, num_rows, is_half);
-}
-
-void prepare(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
-  std::vector<float> line(2 * weight.padded());
-  prepare_rows(weight, input, rows, first, last, line.data());
 }
 
 struct Tiles {
@@ -166,11 +163,18 @@ struct Draining {
 // products after them: where two threads share a core, each change from products to loads waits. The first-level cache has
 // room for the rows or for the panels: those that are used again in the next block; the others pass it by.
 template <bool kIsHalf, bool kKeepsRows, int R, int N>
-void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, uint32_t (*sums)[2][kTileWords], Draining<kIsHalf>& draining) {
-  _tile_zero(0);
-  if constexpr (N == 2) _tile_zero(1);
-  if constexpr (R == 2) _tile_zero(2);
-  if constexpr (R == 2 && N == 2) _tile_zero(3);
+void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, bool is_first, uint32_t (*sums)[2][kTileWords], Draining<kIsHalf>& draining) {
+  if (is_first) {
+    _tile_zero(0);
+    if constexpr (N == 2) _tile_zero(1);
+    if constexpr (R == 2) _tile_zero(2);
+    if constexpr (R == 2 && N == 2) _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums[0][0], 64);
+    if constexpr (N == 2) _tile_loadd(1, sums[0][1], 64);
+    if constexpr (R == 2) _tile_loadd(2, sums[1][0], 64);
+    if constexpr (R == 2 && N == 2) _tile_loadd(3, sums[1][1], 64);
+  }
   const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
   for (int64_t t = 0; t < num_tiles; ++t) {
     if constexpr (kKeepsRows) {
@@ -197,69 +201,109 @@ void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t 
   settle();
 }
 
-// Blocks one after the other; what is left of each is done with the next.
+// Outputs of panel p, and of `second` if that is not negative; their tiles start at b.
+struct Pair {
+  int64_t p, second;
+  const uint32_t* b[2];
+};
+
+// Some of the inputs, in tiles; the sums of those before are taken up again.
+struct Depth {
+  int64_t first, count;
+  bool is_last;
+};
+
+// Blocks one after the other; what is left of each is done with the next. There is room for the sums of `num_sums` of them.
 template <bool kIsHalf, bool kKeepsRows>
 class Blocks {
  public:
-  Blocks(const Weight& weight, const Rows& rows, const Output& out, int64_t last_row)
-      : weight_(weight), rows_(rows), out_(out), last_row_(last_row), num_tiles_(weight.padded() / (kIsHalf ? 32 : 64)) {}
+  Blocks(const Weight& weight, const Rows& rows, const Output& out, int64_t last_row, int64_t num_sums)
+      : weight_(weight), rows_(rows), out_(out), last_row_(last_row), num_tiles_(weight.padded() / (kIsHalf ? 32 : 64)), sums_(room(num_sums)) {}
 
-  // Rows from m on times panel p, and `second` if there is one; their tiles start at b.
-  void multiply(int64_t m, int64_t p, int64_t second, const uint32_t* const b[2]) {
-    turn_ = 1 - turn_;
-    const char* start = static_cast<const char*>(rows_.values) + m / 16 * num_tiles_ * 1024;
+  int64_t num_tiles() const { return num_tiles_; }
+
+  // Rows from m on times a pair of panels; the sums lie in `place`, and stay there until another block is given that place.
+  void multiply(int64_t m, const Pair& pair, const Depth& depth, int64_t place) {
+    const char* start = static_cast<const char*>(rows_.values) + (m / 16 * num_tiles_ + depth.first) * 1024;
     const char* a[2] = {start, start + num_tiles_ * 1024};
-    const bool is_tall = last_row_ - m > 16;
-    if (second >= 0) {
-      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 2>(a, b, num_tiles_, sums_[turn_], draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 2>(a, b, num_tiles_, sums_[turn_], draining_);
+    const uint32_t* b[2] = {pair.b[0] + depth.first * kTileWords, pair.b[1] + depth.first * kTileWords};
+    auto* sums = sums_ + 2 * place;
+    const bool is_tall = last_row_ - m > 16, is_first = depth.first == 0;
+    if (pair.second >= 0) {
+      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 2>(a, b, depth.count, is_first, sums, draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 2>(a, b, depth.count, is_first, sums, draining_);
     } else {
-      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 1>(a, b, num_tiles_, sums_[turn_], draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 1>(a, b, num_tiles_, sums_[turn_], draining_);
+      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 1>(a, b, depth.count, is_first, sums, draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 1>(a, b, depth.count, is_first, sums, draining_);
     }
-    columns_[turn_] = Columns(weight_, out_, p, second, !kIsHalf);
+    draining_.count = draining_.row = 0;
+    if (!depth.is_last) return;
+    turn_ = 1 - turn_;
+    columns_[turn_] = Columns(weight_, out_, pair.p, pair.second, !kIsHalf);
     const int64_t size = out_.is_half ? 2 : 4;
-    draining_ = {&columns_[turn_], sums_[turn_], rows_.scales + m, static_cast<char*>(out_.data) + (m * out_.stride + columns_[turn_].place) * size, out_.stride * size, out_.is_half, out_.gate};
+    draining_ = {&columns_[turn_], sums, rows_.scales + m, static_cast<char*>(out_.data) + (m * out_.stride + columns_[turn_].place) * size, out_.stride * size, out_.is_half, out_.gate};
     draining_.count = last_row_ - m < 32 ? last_row_ - m : 32;
   }
   void finish() { draining_.advance(32); }
 
  private:
+  using Sums = uint32_t[2][kTileWords];
+
+  // Memory of the calling thread, two for each block.
+  static Sums* room(int64_t count) {
+    static thread_local std::vector<uint32_t> words;
+    const size_t size = count * 2 * 2 * kTileWords + 16;
+    if (words.size() < size) words.resize(size);
+    return reinterpret_cast<Sums*>((reinterpret_cast<uintptr_t>(words.data()) + 63) / 64 * 64);
+  }
+
   const Weight& weight_;
   const Rows& rows_;
   const Output& out_;
   int64_t last_row_, num_tiles_, turn_ = 0;
-  alignas(64) uint32_t sums_[2][2][2][kTileWords];  // of the block that is multiplied and of the one before
+  Sums* const sums_;
   alignas(64) Columns columns_[2];
   Draining<kIsHalf> draining_{};
 };
 
+// All rows times a pair of panels. Of many inputs some at a time, whose panels the first-level cache keeps for all rows.
+template <bool kIsHalf>
+void multiply_pair(Blocks<kIsHalf, false>& blocks, const Pair& pair, int64_t first_row, int64_t last_row) {
+  const int64_t all = blocks.num_tiles(), times = all > kMostTiles ? (all + kTilesAtOnce - 1) / kTilesAtOnce : 1;
+  for (int64_t i = 0; i < times; ++i) {
+    const int64_t first = all * i / times, last = all * (i + 1) / times;
+    for (int64_t m = first_row, block = 0; m < last_row; m += 32, ++block) blocks.multiply(m, pair, {first, last - first, i + 1 == times}, times > 1 ? block : block % 2);
+  }
+}
+
 template <bool kIsHalf>
 void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
   const Tiles tiles;
-  const bool is_gated = out.gate != Gate::kNone;
-  const int64_t step = is_gated ? 1 : 2;
+  const bool is_gated = out.gate != Gate::kNone, is_expanded = weight.format >= Format::kInt8Group, is_deep = weight.padded() / (kIsHalf ? 32 : 64) > kMostTiles;
+  const int64_t step = is_gated ? 1 : 2, num_blocks = (last_row - first_row + 31) / 32;
   const auto second = [&](int64_t p) { return is_gated ? p + weight.panels() / 2 : p + 1 < last ? p + 1 : -1; };
-  if (weight.format >= Format::kInt8Group) {  // a panel is made bfloat16 once for all rows
-    Blocks<kIsHalf, false> blocks(weight, rows, out, last_row);
+  if (is_expanded || (is_deep && num_blocks >= kLeastBlocks)) {
+    Blocks<kIsHalf, false> blocks(weight, rows, out, last_row, is_deep ? num_blocks : 2);
     const int64_t size = weight.padded() / 2 * kPanel;
-    std::vector<uint32_t> expanded(2 * size);
+    std::vector<uint32_t> expanded(is_expanded ? 2 * size : 0);
     for (int64_t p = first; p < last; p += step) {
-      const uint32_t* b[2] = {expanded.data(), expanded.data() + size};
-      expand_panel(weight, p, expanded.data());
-      if (second(p) >= 0) expand_panel(weight, second(p), expanded.data() + size);
+      Pair pair{p, second(p), {weight.panel(p), weight.panel(second(p) >= 0 ? second(p) : p)}};
+      if (is_expanded) {  // once for all rows
+        pair.b[0] = expanded.data(), pair.b[1] = expanded.data() + size;
+        expand_panel(weight, p, expanded.data());
+        if (pair.second >= 0) expand_panel(weight, pair.second, expanded.data() + size);
+      }
       settle();
-      for (int64_t m = first_row; m < last_row; m += 32) blocks.multiply(m, p, second(p), b);
+      multiply_pair(blocks, pair, first_row, last_row);
     }
     return blocks.finish();
   }
-  Blocks<kIsHalf, true> blocks(weight, rows, out, last_row);
+  Blocks<kIsHalf, true> blocks(weight, rows, out, last_row, 2);
   const int64_t fitting = kCachedBytes / (2 * weight.num_words() * kPanel * 4), chunk = (fitting > 1 ? fitting : 1) * step;
   settle();
+  int64_t place = 0;
   for (int64_t from = first; from < last; from += chunk)
     for (int64_t m = first_row; m < last_row; m += 32)
-      for (int64_t p = from; p < last && p < from + chunk; p += step) {
-        const uint32_t* b[2] = {weight.panel(p), weight.panel(second(p) >= 0 ? second(p) : p)};
-        blocks.multiply(m, p, second(p), b);
-      }
+      for (int64_t p = from; p < last && p < from + chunk; p += step, place ^= 1)
+        blocks.multiply(m, {p, second(p), {weight.panel(p), weight.panel(second(p) >= 0 ? second(p) : p)}}, {0, blocks.num_tiles(), true}, place);
   blocks.finish();
 }
 
@@ -272,6 +316,6 @@ void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t
 }  // namespace
 
 extern const PackedKernels packed_kernels;
-const PackedKernels packed_kernels = {choose_form, prepare, multiply};
+const PackedKernels packed_kernels = {choose_form, prepare_rows, multiply};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -3,8 +3,6 @@
 // so that their sums stay in registers.
 #include <immintrin.h>
 
-#include <vector>
-
 #include "packed_rows.h"
 
 namespace headrace::HEADRACE_ISA {
@@ -15,11 +13,6 @@ constexpr int64_t kAhead = 16 * 64;  // bytes fetched ahead of the loads; the ha
 RowForm choose_form(const Weight& weight, int64_t, bool) {
   if (weight.format <= Format::kBfloat16) return RowForm::kFloat32;
   return weight.format == Format::kInt8 ? RowForm::kInt8 : RowForm::kInt8Group;
-}
-
-void prepare(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
-  std::vector<float> line(2 * weight.padded());
-  prepare_rows(weight, input, rows, first, last, line.data());
 }
 
 inline __m256i load(const uint32_t* words) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)); }
@@ -238,6 +231,6 @@ void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t
 }  // namespace
 
 extern const PackedKernels packed_kernels;
-const PackedKernels packed_kernels = {choose_form, prepare, multiply};
+const PackedKernels packed_kernels = {choose_form, prepare_rows, multiply};
 
 }  // namespace headrace::HEADRACE_ISA

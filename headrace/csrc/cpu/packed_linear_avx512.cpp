@@ -2,8 +2,6 @@
 // Packed products for AVX-512 with VNNI and BF16: a register holds the 16 outputs of a panel.
 #include <immintrin.h>
 
-#include <vector>
-
 #include "packed_rows.h"
 
 namespace headrace::HEADRACE_ISA {
@@ -16,11 +14,6 @@ RowForm choose_form(const Weight& weight, int64_t, bool is_half) {
   if (weight.format == Format::kBfloat16 && is_half) return RowForm::kBfloat16;
   if (weight.format <= Format::kBfloat16) return RowForm::kFloat32;
   return weight.format == Format::kInt8 ? RowForm::kInt8 : RowForm::kInt8Group;
-}
-
-void prepare(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
-  std::vector<float> line(2 * weight.padded());
-  prepare_rows(weight, input, rows, first, last, line.data());
 }
 
 // Chains of sums for so many rows: enough in all that additions do not wait for one another.
@@ -220,6 +213,6 @@ void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t
 }  // namespace
 
 extern const PackedKernels packed_kernels;
-const PackedKernels packed_kernels = {choose_form, prepare, multiply};
+const PackedKernels packed_kernels = {choose_form, prepare_rows, multiply};
 
 }  // namespace headrace::HEADRACE_ISA

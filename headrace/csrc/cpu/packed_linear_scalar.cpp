@@ -1,7 +1,5 @@
 // compiled for: scalar
 // Packed products in plain C++: right everywhere, and the oracle of the other instruction sets.
-#include <vector>
-
 #include "packed_rows.h"
 
 namespace headrace::HEADRACE_ISA {
@@ -10,11 +8,6 @@ namespace {
 RowForm choose_form(const Weight& weight, int64_t, bool) {
   if (weight.format <= Format::kBfloat16) return RowForm::kFloat32;
   return weight.format == Format::kInt8 ? RowForm::kInt8 : RowForm::kInt8Group;
-}
-
-void prepare(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
-  std::vector<float> line(2 * weight.padded());
-  prepare_rows(weight, input, rows, first, last, line.data());
 }
 
 int32_t code_of(const Weight& weight, uint32_t word, int64_t k) {
@@ -73,6 +66,6 @@ void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t
 }  // namespace
 
 extern const PackedKernels packed_kernels;
-const PackedKernels packed_kernels = {choose_form, prepare, multiply};
+const PackedKernels packed_kernels = {choose_form, prepare_rows, multiply};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "packed_linear.h"
 
@@ -93,8 +94,11 @@ inline float quantise(const float* x, int64_t count, int8_t* codes, int32_t* sum
 }
 
 // Rows [first, last) into `rows.form`. Tiles beyond the last row are zeroed.
-inline void prepare_rows(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last, float* line) {
+inline void prepare_rows(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
+  static thread_local std::vector<float> room;
   const int64_t inputs = weight.inputs, padded = weight.padded(), groups = weight.groups();
+  if (static_cast<int64_t>(room.size()) < 2 * padded) room.resize(2 * padded);
+  float* const line = room.data();
   for (int64_t m = first; m < last; ++m) {
     switch (rows.form) {
       case RowForm::kFloat32:
@@ -104,8 +108,11 @@ inline void prepare_rows(const Weight& weight, const Input& input, const Rows& r
         read_half_row(input, m, inputs, padded, static_cast<uint16_t*>(rows.values) + m * padded);
         break;
       case RowForm::kBfloat16Tile: {
-        uint16_t* half = reinterpret_cast<uint16_t*>(line);
-        read_half_row(input, m, inputs, padded, half);
+        const uint16_t* half = static_cast<const uint16_t*>(input.data) + m * input.stride;
+        if (!input.is_half || padded != inputs) {
+          read_half_row(input, m, inputs, padded, reinterpret_cast<uint16_t*>(line));
+          half = reinterpret_cast<uint16_t*>(line);
+        }
         uint16_t* tile = static_cast<uint16_t*>(rows.values) + m / 16 * 16 * padded + m % 16 * 32;
         for (int64_t k = 0; k < padded; k += 32) std::memcpy(tile + k * 16, half + k, 64);
         break;
