@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.base.errors import ConfigError
 from headrace.serving.bench.options import TargetOptions, TrafficOptions
 from headrace.serving.bench.traffic import Ask
-from headrace.serving.bench.wire import HttpSession
+
+MAX_STREAM_BYTES = 256 << 20
 
 
 @dataclass
@@ -58,8 +61,7 @@ class ServerConnection:
         self._root = target.base_url.rstrip("/").removesuffix("/v1")
         self._target, self._traffic = target, traffic
         self._model = target.model or ""
-        headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-        self._session = HttpSession(self._root, headers, timeout_s=target.timeout_s)
+        self._session: aiohttp.ClientSession | None = None
 
     @property
     def model(self) -> str:
@@ -67,30 +69,43 @@ class ServerConnection:
         return self._model
 
     async def __aenter__(self) -> ServerConnection:
-        self._model = self._target.model or await self._first_model()
+        headers = {"Authorization": f"Bearer {self._target.api_key}"} if self._target.api_key else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=self._target.timeout_s), read_bufsize=1 << 20,
+        )
+        async with contextlib.AsyncExitStack() as opened:
+            await opened.enter_async_context(self._session)
+            self._model = self._target.model or await self._first_model()
+            opened.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._session.close()
+        await self._open_session.close()
+
+    @property
+    def _open_session(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "enter the connection first"
+        return self._session
 
     async def _first_model(self) -> str:
         url = f"{self._root}/v1/models"
         try:
-            answer = await self._session.request("GET", "/v1/models")
-        except OSError as error:
+            async with self._open_session.get(url) as response:
+                body = await response.read()
+        except (TimeoutError, aiohttp.ClientError) as error:
             raise ConfigError(f"no server answers at {url}: {error or type(error).__name__}", param="base_url") from error
-        if answer.status != 200:
-            raise ConfigError(f"{url} answers {answer.status}: {_shorten(answer.body)}; give --model or --api-key", param="base_url")
+        if response.status != 200:
+            raise ConfigError(f"{url} answers {response.status}: {_shorten(body)}; give --model or --api-key", param="base_url")
         try:
-            return str(msgspec.json.decode(answer.body)["data"][0]["id"])
+            return str(msgspec.json.decode(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{url} lists no models; give --model", param="model") from error
 
     async def flush_cache(self) -> None:
         """Ask the server to forget cached prefixes; raises `ConfigError` when it cannot."""
-        answer = await self._session.request("POST", "/flush_cache")
-        if answer.status != 200:
-            raise ConfigError(f"the server answers {answer.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache")
+        async with self._open_session.post(f"{self._root}/flush_cache") as response:
+            if response.status != 200:
+                raise ConfigError(f"the server answers {response.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache")
 
     def body_of(self, ask: Ask) -> dict[str, Any]:
         """The JSON body of a request."""
@@ -111,19 +126,29 @@ class ServerConnection:
         body = msgspec.json.encode(self.body_of(ask))
         timing = Timing(time.perf_counter(), prompt_tokens=len(ask.prompt) if _is_ids(ask.prompt) else 0)
         try:
-            answer = await self._session.request("POST", route, body)
-            if answer.status != 200:
-                timing.error, timing.detail = f"http {answer.status}", _shorten(answer.body)
-            else:
-                timing.pieces = answer.pieces
+            async with self._open_session.post(self._root + route, data=body, headers={"Content-Type": "application/json"}) as response:
+                if response.status != 200:
+                    timing.error, timing.detail = f"http {response.status}", _shorten(await response.read())
+                else:
+                    await _take_pieces(response, timing)
         except TimeoutError:
             timing.error, timing.detail = "timeout", f"no end after {self._target.timeout_s:g} s"
-        except OSError as error:
+        except (aiohttp.ClientError, ConnectionError) as error:
             timing.error, timing.detail = "connection", f"{type(error).__name__}: {error}"
         except ValueError as error:
-            timing.error, timing.detail = "bad stream", str(error)
+            timing.error, timing.detail = "bad stream", f"{type(error).__name__}: {error}"
         timing.ended = time.perf_counter()
         return timing
+
+
+async def _take_pieces(response: aiohttp.ClientResponse, timing: Timing) -> None:
+    """Pieces as they come, unread: a load generator often runs on the server's own cores."""
+    num_bytes = 0
+    async for piece in response.content.iter_any():
+        timing.pieces.append((time.perf_counter(), piece))
+        num_bytes += len(piece)
+        if num_bytes > MAX_STREAM_BYTES:
+            raise ValueError(f"a stream is longer than {MAX_STREAM_BYTES} bytes")
 
 
 class _Choice(msgspec.Struct):
