@@ -13,19 +13,21 @@ from headrace.execution.structured.states import State
 
 @dataclass(frozen=True, slots=True)
 class HeldTokens:
-    """Tokens that are not wanted for the first ``count`` of an output unless nothing else is allowed: their ids, and the
-    same as the ``words`` [W] int32 of a mask."""
+    """Tokens ``ids`` that are not wanted for the first ``count`` of an output unless nothing else is allowed."""
 
     count: int
     ids: tuple[int, ...]
-    words: np.ndarray
 
-    @classmethod
-    def of(cls, count: int, ids: list[int], num_words: int) -> HeldTokens:
-        """Of a mask of so many words."""
-        bits = np.zeros(num_words * 32, dtype=np.uint8)
-        bits[ids] = 1
-        return cls(count, tuple(ids), np.packbits(bits, bitorder="little").view("<i4").astype(np.int32))
+    def hold(self, mask: np.ndarray) -> None:
+        """Take them from a mask [W] int32, in place."""
+        words, before = mask.view(np.uint32), {}
+        for token in self.ids:
+            place = token // 32
+            before.setdefault(place, int(words[place]))
+            words[place] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+        if not words.any():
+            for place, word in before.items():
+                words[place] = word
 
 
 @dataclass(eq=False, slots=True)
@@ -106,9 +108,7 @@ class Constraint:
             return False
         allows_plain = self.grammar.plain is not None and self.grammar.plain.are_allowed(mask)
         if self.held is not None and self.num_tokens < self.held.count:
-            rest = mask & ~self.held.words
-            if rest.any():
-                mask[:] = rest
+            self.held.hold(mask)
         return allows_plain
 
     def notice(self, *, allows_plain: bool) -> None:

@@ -29,15 +29,17 @@ _FIRST = {"integer": "number", **{name: name for name in ("string", "object", "a
 @dataclass(frozen=True, slots=True)
 class PlainTokens:
     """``is_plain`` [V] bool, and the same as the ``words`` [W] int32 of a mask. ``needs_root``: a mask stays as it is only if
-    the token before it was plain, too (else a tag may have begun)."""
+    the token before it was plain, too (else a tag may have begun). ``probe``: a word with some."""
 
     is_plain: np.ndarray
     words: np.ndarray
     needs_root: bool
+    probe: int
 
     def are_allowed(self, mask: np.ndarray) -> bool:
-        """Whether a mask [W] allows them all."""
-        return bool(((mask & self.words) == self.words).all())
+        """Whether a mask [W] allows them all. Most that do not lack the first one."""
+        first = self.words[self.probe]
+        return bool(mask[self.probe] & first == first) and bool(((mask & self.words) == self.words).all())
 
 
 def find_plain(vocabulary: Vocabulary, vocab_size: int, breaks: bytes) -> PlainTokens | None:
@@ -51,7 +53,7 @@ def find_plain(vocabulary: Vocabulary, vocab_size: int, breaks: bytes) -> PlainT
     if sum(not after.startswith(before) for before, after in pairwise(chosen)) < MIN_TOKENS:
         return None
     words = np.packbits(is_plain, bitorder="little").view("<i4").astype(np.int32)
-    return PlainTokens(is_plain[:vocab_size], words, bool(breaks))
+    return PlainTokens(is_plain[:vocab_size], words, bool(breaks), int(np.argmax(words != 0)))
 
 
 def read_breaks(grammar: Grammar) -> bytes | None:

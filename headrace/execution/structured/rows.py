@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Event
 from typing import Protocol
 
 import numpy as np
@@ -32,9 +31,6 @@ MIN_JUMP = 2
 
 JUMP_COST = 0.8
 """What runs in it add to a step, in steps, as measured over captured graphs: all rows of the step pay, and each that has a run gains its tokens but one."""
-
-MIN_THREADED = 6
-"""Masks that are worth another thread, while this one has something else to do."""
 
 
 class DrawnStep(Protocol):
@@ -120,7 +116,7 @@ class GrammarRows:
         can_jump = rules is None and sampling.penalties is None and sampling.num_logprobs < 0
         if self._table is None:
             self._table = MaskTable(self._max_rows, self._num_words, self._device)
-        held = HeldTokens.of(rules.min_tokens, rules.held_ids, self._num_words) if rules is not None and rules.min_tokens else None
+        held = HeldTokens(rules.min_tokens, tuple(rules.held_ids)) if rules is not None and rules.min_tokens else None
         constraint = self._constraints[row] = Constraint(row, compiled, can_jump, held)
         for token in map(int, known.token_ids[known.prompt_len :]):
             constraint.accept(token, is_end=token in self._store.eos_ids)
@@ -132,7 +128,8 @@ class GrammarRows:
 
     def begin(self, batch: SampleBatch, *, is_launched: bool = False) -> Filling | None:
         """Start on the masks of a batch, now or when the tokens before are read; None when no row of it has a grammar.
-        ``is_launched``: the device is at work already, so that another thread is asked for many masks alone."""
+        ``is_launched``: the device is at work already. If not, another thread makes them while this one launches the step; a
+        thread that only waits for the interpreter would cost more than the libraries' own threads leave to be done."""
         self._batch_size = len(batch.rows)
         if not len(batch.constrained):
             return None
@@ -141,7 +138,7 @@ class GrammarRows:
         filling = Filling(self, self._batch_size, constraints, places, indices)
         self._waiting = filling
         if all(entry.step.is_done for entry in self._unread):
-            self.catch_up(min_threaded=MIN_THREADED if is_launched else 1)
+            self.catch_up(is_launched=is_launched)
         return filling
 
     def await_step(self, step: DrawnStep, drawn: list[tuple[int, int, Constraint]]) -> None:
@@ -154,7 +151,7 @@ class GrammarRows:
         self._unread.clear()
         self._waiting = self._table = None
 
-    def catch_up(self, last: DrawnStep | None = None, *, before: DrawnStep | None = None, min_threaded: int = MIN_THREADED) -> None:
+    def catch_up(self, last: DrawnStep | None = None, *, before: DrawnStep | None = None, is_launched: bool = True) -> None:
         """Let the matchers see the tokens of all launched steps, up to ``last`` or ``before`` one of them; waits for those. Then
         begin on the masks that waited for them."""
         if last is not None and not any(entry.step is last for entry in self._unread):
@@ -167,7 +164,7 @@ class GrammarRows:
         waiting = self._waiting
         if waiting is not None and (not self._unread or self._unread[0].step is waiting.step):
             self._waiting = None
-            self._fill(waiting, min_threaded)
+            self._fill(waiting, is_launched=is_launched)
 
     def _go_on(self, entry: _Unread) -> None:
         ids, eos_ids, going = entry.step.read_ids(), self._store.eos_ids, []
@@ -202,7 +199,7 @@ class GrammarRows:
                 return run[:count]
         return run
 
-    def _fill(self, filling: Filling, min_threaded: int) -> None:
+    def _fill(self, filling: Filling, *, is_launched: bool) -> None:
         """Begin on the masks that nobody knows. A row that is over, or further on by a forced run, and computed before that was
         known, is allowed everything."""
         table, asking, begun = self._table, filling.asking, set[Hashable]()
@@ -229,12 +226,10 @@ class GrammarRows:
             mask_of_row[place] = kept.place
         asking.sort(key=lambda ask: id(ask.constraint.grammar.library))  # matchers of one library stand together
         filling.masks = RowMasks.allocate(table, mask_of_row, len(asking) + len(filling.sharing))
-        if len(asking) < min_threaded:
+        if is_launched or not asking:
             _ask(asking, filling.masks.changed)
-            return
-        is_begun = Event()
-        filling.work = self._thread.submit(_ask, asking, filling.masks.changed, is_begun)
-        is_begun.wait()  # it would not get the interpreter from us before long
+        else:
+            filling.work = self._thread.submit(_ask, asking, filling.masks.changed)
 
     def settle(self, filling: Filling) -> RowMasks:
         """Finish the masks of a step, once all that were asked for are there. A row that cannot go on is allowed nothing, and
@@ -270,10 +265,8 @@ class GrammarRows:
         constraint.notice(allows_plain=allows_plain)
 
 
-def _ask(asking: list[Asking], masks: np.ndarray, is_begun: Event | None = None) -> None:
+def _ask(asking: list[Asking], masks: np.ndarray) -> None:
     """Let the libraries write mask i for row i of those that can go on."""
-    if is_begun is not None:
-        is_begun.set()
     matchers = [ask.constraint.matcher for ask in asking]
     for library, group in itertools.groupby(range(len(asking)), key=lambda i: asking[i].constraint.grammar.library):
         alike = list(group)
