@@ -1,14 +1,16 @@
-"""Where a step's time goes on one GPU: ``python -m benchmarks.cuda_trace MODEL WORKLOAD [--json FILE]``.
+"""Where a step's time goes on one GPU: ``python -m benchmarks.cuda_trace MODEL WORKLOAD [--windows N] [--json FILE]``.
 
 Runs the workload once to warm up and once under torch's profiler. Prints how much of the time between the first and the
-last kernel the device ran nothing, and the kernels by the share of time they took. ``startup`` as the workload tells
-instead how long each stage of loading took.
+last kernel the device ran nothing, and the kernels by the share of time they took; with ``--windows`` also what a layer of
+a step takes in each of so many equal parts of the run. ``startup`` as the workload tells instead how long each stage of
+loading took.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from collections import defaultdict
@@ -19,6 +21,11 @@ from benchmarks import workloads
 from benchmarks.cuda import build, model_folder, run_workload
 
 KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
+KINDS = {
+    "decode": "_decode_kernel|_combine", "prefill": "_prefill_kernel|sdpa|fmha|flash", "own products": "_product_kernel|gemv|skinny",
+    "cublas": "nvjet|gemm|cutlass|splitK", "norms": "norm", "rotation": "_rope_write", "activation": "_gated_kernel|silu",
+}
+"""What a kernel's name says it does; the first that matches. A kernel launched dependently counts its waiting too."""
 
 
 def find_idle(spans: list[tuple[float, float]]) -> tuple[float, float]:
@@ -41,7 +48,23 @@ def count_kernels(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
     return sorted(((name, int(n), us) for name, (n, us) in counts.items()), key=lambda row: -row[2])
 
 
-def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: int) -> dict[str, Any]:
+def split_windows(events: list[dict[str, Any]], layers: int, windows: int) -> list[dict[str, float]]:
+    """For each window: ``steps`` in it, milliseconds of each, and microseconds of each kind of kernel a layer and step."""
+    begin = min(e["ts"] for e in events)
+    width = (max(e["ts"] for e in events) - begin) / windows
+    rows = []
+    for nth in range(windows):
+        mine = [e for e in events if begin + nth * width <= e["ts"] < begin + (nth + 1) * width]
+        kinds = [next((kind for kind, names in KINDS.items() if re.search(names, e["name"])), "other") for e in mine]
+        steps = kinds.count("rotation") / layers
+        row = {"steps": steps, "ms": width / 1e3 / max(steps, 1)} | dict.fromkeys((*KINDS, "other"), 0.0)
+        for kind, event in zip(kinds, mine, strict=True):
+            row[kind] += event["dur"] / max(steps, 1) / layers
+        rows.append(row)
+    return rows
+
+
+def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: int, windows: int = 0) -> dict[str, Any]:
     """Run and measure. Outputs are cut to ``most_tokens`` each: a trace of everything would not fit into memory."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -61,6 +84,7 @@ def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: in
     return {
         "model": model, "workload": workload, "most_tokens": most_tokens, "seconds": round(plain, 4), "traced_seconds": round(total / 1e6, 4),
         "idle_percent": round(100 * idle / total, 2), "kernels": count_kernels(events),
+        "windows": split_windows(events, config["num_hidden_layers"], windows),
     }
 
 
@@ -87,16 +111,19 @@ def main() -> None:
     parser.add_argument("workload", choices=[*workloads.ALL, "startup"])
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")
     parser.add_argument("--most-tokens", type=int, default=48, help="output tokens of each request at most")
+    parser.add_argument("--windows", type=int, default=0, help="parts of the run to tell apart; take --most-tokens as large as outputs are")
     parser.add_argument("--rows", type=int, default=16, help="kernels to print")
     parser.add_argument("--json", type=Path, help="write everything here")
     args = parser.parse_args()
     if args.workload == "startup":
         return time_startup(args.model, args.options)
-    traced = trace(args.model, args.workload, args.options, most_tokens=args.most_tokens)
-    print({key: value for key, value in traced.items() if key != "kernels"})
+    traced = trace(args.model, args.workload, args.options, most_tokens=args.most_tokens, windows=args.windows)
+    print({key: value for key, value in traced.items() if key not in ("kernels", "windows")})
     busy = sum(us for _, _, us in traced["kernels"])
     for name, count, us in traced["kernels"][: args.rows]:
         print(f"{100 * us / busy:6.2f} % {count:8d} x {us / count:9.2f} us  {name}")
+    for row in traced["windows"]:
+        print("  ".join(f"{name} {value:.1f}" for name, value in row.items()))
     if args.json:
         args.json.write_text(json.dumps(traced, indent=1))
 
