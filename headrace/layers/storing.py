@@ -92,7 +92,7 @@ def _store_later(model: weakref.ref[nn.Module]) -> None:
     served = model()
     if served is not None:
         _store_plain(served, FormChoice(budget_s=0.0))  # requests run: nothing measured now would be true
-        logger.info("weights laid out for the native kernels, %.1f s after the start", time.monotonic() - began)
+        logger.info("weights laid out as the kernels want them, %.1f s after the start", time.monotonic() - began)
 
 
 @torch.no_grad()

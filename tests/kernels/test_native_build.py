@@ -102,6 +102,16 @@ def test_without_a_compiler_plain_torch_serves(monkeypatch, caplog):
 
 
 @needs_compiler
+def test_a_folder_that_cannot_be_written_names_the_remedy(monkeypatch, caplog):
+    monkeypatch.setenv("HEADRACE_CACHE", "/proc/nowhere")
+    monkeypatch.delenv("HEADRACE_CPU_ISA", raising=False)
+    library = NativeLibrary()
+    assert library.find() is None
+    library.wait(30)
+    assert library.state.status == "unavailable" and "HEADRACE_CACHE" in caplog.text
+
+
+@needs_compiler
 def test_a_failed_compilation_leaves_plain_torch(monkeypatch, caplog, tmp_path: Path):
     def fail(*_):
         raise CompilationFailed("kernel.cpp:7: error: no")

@@ -125,8 +125,11 @@ class NativeLibrary:
         began = time.monotonic()
         try:
             path = build_file(machine_isas())
-        except (CompilationFailed, OSError) as error:
+        except CompilationFailed as error:
             self._give_up(f"compiling them failed: {error}")
+            return
+        except OSError as error:
+            self._give_up(f"{cache_folder()} cannot be written to: {error.strerror or error}; set HEADRACE_CACHE to a folder that can")
             return
         self._load(path)
         logger.info("CPU kernels compiled in %.1f s", time.monotonic() - began)

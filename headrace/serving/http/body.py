@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
-from headrace.serving.http.protocol.deferred import DEFERRED, MEDIA
+from headrace.serving.http.protocol.deferred import DEFERRED, MEDIA, RESTRICTED
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -142,7 +142,7 @@ def _explain(error: msgspec.ValidationError) -> RequestError:
     path = where["path"] if where else ""
     reason = text[: where.start()] if where else text
     owner = re.split(r"[.\[]", path, maxsplit=1)[0]
-    if owner in DEFERRED:
+    if owner in RESTRICTED:
         return UnsupportedFeature(f"this {owner} is not supported: {DEFERRED[owner]}", param=owner)
     missing = re.search(r"missing required field `([^`]*)`", reason)
     if missing is not None:

@@ -101,6 +101,7 @@ async def test_truncation_identity_and_salt_reach_the_engine():
 async def test_what_is_wrong_is_named(path: str, body: dict, param: str):
     status, answer, client = await post(EMBED, path, body)
     assert (status, answer["error"]["param"].split("[")[0]) == (400, param), answer
+    assert "is not supported" not in answer["error"]["message"]
     assert not client.submitted
 
 

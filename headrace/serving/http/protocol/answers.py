@@ -57,6 +57,7 @@ class ErrorAnswer(Struct):
     error: ErrorDetail
 
 
+CODE_OF_STATUS = {401: "invalid_api_key"}
 TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -64,7 +65,7 @@ def describe_error(error: HeadraceError) -> ErrorAnswer:
     """The error as clients of OpenAI's API know it."""
     default = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = TYPE_OF_STATUS.get(error.status, default)
-    code = None if error.kind in (kind, "internal_error") else error.kind
+    code = CODE_OF_STATUS.get(error.status, None if error.kind in (kind, "internal_error") else error.kind)
     return ErrorAnswer(ErrorDetail(error.message, kind, error.param, code))
 
 

@@ -51,3 +51,6 @@ DEFERRED: dict[str, str] = {
     "images": MEDIA,
     "background": "requests cannot outlive their connection",
 }
+
+RESTRICTED = frozenset({"modalities", "suffix", "context_management"})
+"""Those that some route takes, as long as they ask for nothing that is not served."""

@@ -71,12 +71,18 @@ async def show_tokenizer(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     Endpoint(path="/tokenizer_info", handler=show_tokenizer, tag="tokens", doc="The tokenizer's facts.", answer=TokenizerInfo, errors=(400, 503)),
-    Endpoint(
-        path="/tokenize", methods=("POST",), handler=tokenize, tag="tokens", doc="Text to token ids.", body=TOKENIZE_BODY,
-        answer=Tokenized, errors=(404, 503),
+    *(
+        Endpoint(
+            path=path, methods=("POST",), handler=tokenize, tag="tokens", doc="Text to token ids.", body=TOKENIZE_BODY, answer=Tokenized,
+            errors=(404, 503),
+        )
+        for path in ("/tokenize", "/v1/tokenize")
     ),
-    Endpoint(
-        path="/detokenize", methods=("POST",), handler=detokenize, tag="tokens", doc="Token ids to text.", body=DETOKENIZE_BODY,
-        answer=Detokenized, errors=(404, 503),
+    *(
+        Endpoint(
+            path=path, methods=("POST",), handler=detokenize, tag="tokens", doc="Token ids to text.", body=DETOKENIZE_BODY, answer=Detokenized,
+            errors=(404, 503),
+        )
+        for path in ("/detokenize", "/v1/detokenize")
     ),
 )
