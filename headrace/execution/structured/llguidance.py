@@ -162,6 +162,9 @@ class GuidanceLibrary:
     def fill(self, matchers: Sequence[GuidanceMatcher], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
         assert masks.dtype == np.int32 and masks.flags.c_contiguous and len(masks) == len(matchers)
+        if len(matchers) == 1:
+            matchers[0].inner.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+            return
         work = [(matcher.inner, place) for place, matcher in enumerate(matchers)]
         self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
 
