@@ -17,6 +17,7 @@ from headrace.base.errors import ConfigError
 from headrace.execution.backends import ChosenBackends, choose_backends
 from headrace.execution.captured_steps import GraphSizes
 from headrace.execution.captures import NoRecorder, Recorder
+from headrace.execution.device import is_out_of_memory
 from headrace.execution.graphs import bucket_sizes
 from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.runner import Runner
@@ -129,7 +130,9 @@ def build_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBacken
             loaded.model, layout, chosen.backends, num_layers=loaded.num_layers, vocab_size=loaded.vocab_size,
             max_tokens=config.scheduler.max_step_tokens, device=device, check_finite=config.device.check_finite,
         )
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError("the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction") from error
 
 

@@ -53,3 +53,8 @@ def has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, or Arm's BF16 extension)."""
     known = torch.cpu.get_capabilities()
     return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device had no memory; what torch raises of a CPU's has no type of its own."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)

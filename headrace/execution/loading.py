@@ -16,7 +16,7 @@ from headrace.base.cache import CacheGroup, group_layers
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, RequestError
 from headrace.base.registry import load_target
-from headrace.execution.device import resolve_dtype
+from headrace.execution.device import is_out_of_memory, resolve_dtype
 from headrace.execution.read_out import attach_read_out
 from headrace.layers.build import Build
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
@@ -80,8 +80,12 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
             store_fastest(model)
         if pooling is not None:
             attach_read_out(model, pooling, build)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the model does not fit the memory of {device}: choose a smaller model or dtype, or free the device", param="model") from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"the model does not fit the memory of {device}: choose a smaller model, dtype or max_model_len, or free the device", param="model"
+        ) from error
     return LoadedModel(source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling)
 
 

@@ -69,9 +69,10 @@ def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) ->
     rotary_dim, head_dim = metadata.get(f"{prefix}.rope.dimension_count"), config.get("head_dim")
     if rotary_dim and head_dim and rotary_dim < head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
+    factor = metadata.get(f"{prefix}.rope.scaling.factor", metadata.get(f"{prefix}.rope.scale_linear"))  # the latter in old files
     scaling = {
-        "rope_type": metadata.get(f"{prefix}.rope.scaling.type"),
-        "factor": metadata.get(f"{prefix}.rope.scaling.factor"),
+        "rope_type": metadata.get(f"{prefix}.rope.scaling.type", None if factor is None else "linear"),
+        "factor": factor,
         "original_max_position_embeddings": metadata.get(f"{prefix}.rope.scaling.original_context_length"),
         "beta_fast": metadata.get(f"{prefix}.rope.scaling.yarn_beta_fast"),
         "beta_slow": metadata.get(f"{prefix}.rope.scaling.yarn_beta_slow"),

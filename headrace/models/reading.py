@@ -69,7 +69,8 @@ class Fields:
         return self._read(name, {}, (dict,), "an object", lambda value: True)
 
     def number(self, name: str, default: float | None = None) -> float:
-        return float(self._read(name, default, (int, float), "a number", lambda value: value == value))
+        """A finite number (or the default, unchecked)."""
+        return float(self._read(name, default, (int, float), "a number", math.isfinite))
 
     def flag(self, name: str, default: bool) -> bool:
         return self._read(name, default, (bool,), "true or false", lambda value: True)

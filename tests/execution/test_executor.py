@@ -166,6 +166,12 @@ def test_end_of_text_ids_are_ids(folder: Path, eos: object):
         build_executor(config_of(folder, config_overrides=json.dumps({"eos_token_id": eos})))
 
 
+@pytest.mark.parametrize("options", [{"config_overrides": '{"intermediate_size": 200000000000}'}, {"kv_pages": 2**40}], ids=str)
+def test_what_does_not_fit_a_cpus_memory_is_named(folder: Path, options: dict):
+    with pytest.raises(ConfigError, match="does not fit"):
+        build_executor(config_of(folder, **options))
+
+
 def test_default_sampling_takes_numbers_only():
     assert type(read_default_sampling({"top_k": 50.0})["top_k"]) is int
     assert read_default_sampling({"top_p": 0.9, "temperature": None, "min_p": True, "repetition_penalty": 1.1, "max_length": 20}) == {"top_p": 0.9, "repetition_penalty": 1.1}

@@ -64,6 +64,14 @@ def test_without_a_key_length_heads_share_the_width(name: str):
     assert spec.attention.head_dim == 16
 
 
+@pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
+def test_a_factor_without_a_type_divides_all_frequencies(key: str):
+    """Older files have nothing else, under either name."""
+    family = find_gguf_family("llama")
+    scaling = family.read_config(family.gguf_config(metadata("llama", **{key: 4.0}))).layers[0].rope.scaling
+    assert (scaling.kind, scaling.factor) == ("linear", 4.0)
+
+
 def test_rotary_divisors_of_a_gguf_file_are_taken_from_the_metadata():
     divisors = np.linspace(1, 9, 16, dtype=np.float32)
     family = find_gguf_family("llama")
@@ -122,6 +130,7 @@ def test_gemma3_layers_and_cache_groups():
         ("LlamaForCausalLM", {"rope_scaling": 5}, "rope_scaling"),
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
         ("LlamaForCausalLM", {"rope_theta": -1.0}, "rope_theta"),
+        ("LlamaForCausalLM", {"rms_norm_eps": float("inf")}, "rms_norm_eps"),
         ("Gemma3ForCausalLM", {"layer_types": ["chunked"] * 7}, "layer_types"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
