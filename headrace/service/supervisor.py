@@ -22,6 +22,7 @@ from typing import Protocol
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
+from headrace.service.client.joining import join_messages
 from headrace.service.spawn import ENGINE_BUILDER, spawn_engine
 from headrace.service.transport import ClientChannel, Launch
 
@@ -220,7 +221,7 @@ class Supervisor:
 
     async def _pump(self, channel: ClientChannel) -> None:
         while True:
-            for message in await channel.receive():
+            for message in join_messages(await channel.receive()):
                 self._take(message)
             await asyncio.sleep(0)  # a backlog must not keep the readers of the streams from running
 

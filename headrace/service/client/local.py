@@ -24,6 +24,7 @@ from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingParams
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.client.collect import Collector
+from headrace.service.client.joining import join_outputs
 from headrace.service.client.outputs import GenerationOutput
 from headrace.service.client.prompts import encode_prompt, open_request, open_tokenizer, with_seed
 from headrace.service.spawn import ENGINE_BUILDER
@@ -37,18 +38,6 @@ TOKENS_DRAWN = 32768
 
 OUTPUTS_JOINED = 64
 """Steps whose outputs of a request are made into text at once: nobody reads along."""
-
-
-def join_outputs(outputs: list[RequestOutput]) -> RequestOutput:
-    """Consecutive outputs of one request as one."""
-    if len(outputs) == 1:
-        return outputs[0]
-    first, last = outputs[0], outputs[-1]
-    return RequestOutput(
-        last.request_id, [token for output in outputs for token in output.token_ids], last.finish, max(output.num_cached_tokens for output in outputs),
-        [entry for output in outputs for entry in output.logprobs or ()] or None,
-        [entry for output in outputs for entry in output.prompt_logprobs or ()] or None, last.pooled, first.queued_s if first.queued_s is not None else last.queued_s,
-    )
 
 
 @dataclass(slots=True)
