@@ -53,17 +53,21 @@ def mask_of(lib: Any, matcher: Any) -> np.ndarray:
     return mask[0]
 
 
-def check_walks(name: str, schema: Any, seed: int, *, count: int = 8, length: int = 60) -> tuple[int, int]:
-    """Walk at random by a matcher that is told everything, and by states; how many masks were asked for, how many known."""
-    lib, grammar = library(name), Grammar.json_schema(schema)
+def check_walks(name: str, grammar: Grammar, seed: int, *, count: int = 8, length: int = 60, begin: bytes = b"") -> tuple[int, int]:
+    """Walk at random by a matcher that is told everything, and by states, from ``begin`` on every other time; how many masks
+    were asked for, how many known."""
+    lib = library(name)
     compiled, draw = lib.compile(grammar), np.random.default_rng(seed)
     assert compiled.states is not None
     compiled.plain = None
     known: dict[Any, tuple[np.ndarray, str]] = {}
     forced: dict[Any, tuple[bytes, str]] = {}
     num_asked = num_known = 0
-    for _ in range(count):
-        told, ours, written = compiled.start(), Constraint(0, compiled), b""
+    for attempt in range(count):
+        told, ours, written = compiled.start(), Constraint(0, compiled), begin if attempt % 2 else b""
+        for byte in written:
+            told.accept([byte])
+            ours.accept(byte, is_end=False)
         weights = np.where(STRUCTURE, draw.choice([1.0, 8.0, 40.0]), 1.0)
         weights[128:256] *= 0.2
         for _ in range(length):
@@ -93,7 +97,7 @@ def test_masks_of_states_are_those_of_the_library(by: str, name: str):
     schema = SCHEMAS[name]
     if by == "xgrammar" and inexactness(Grammar.json_schema(schema)) is not None:
         pytest.skip("not for this library")
-    num_asked, num_known = check_walks(by, schema, len(name))
+    num_asked, num_known = check_walks(by, Grammar.json_schema(schema), len(name))
     assert num_known > num_asked / (20 if name in ("half a pattern", "formats") else 4), f"{num_known} of {num_asked} masks were known"
 
 
@@ -122,4 +126,33 @@ def test_masks_of_states_of_any_schema(schema: Any, seed: int):
                 library(name).compile(grammar)
             except RequestError:
                 continue
-            check_walks(name, {"type": "array", "items": schema}, seed, count=3, length=40)
+            check_walks(name, grammar, seed, count=3, length=40)
+
+
+def tagged(*tags: tuple[str, Any, str], triggers: tuple[str, ...] = ("<a",), **more: Any) -> Grammar:
+    listed = [{"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end} for begin, schema, end in tags]
+    return Grammar.structural_tag({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": list(triggers), "tags": listed, **more}})
+
+
+CALL = strict(a=S, b={"type": "array", "items": INT})
+TAGS = {
+    "one": (tagged(("<a>", CALL, "</a>")), b"so <<a>"), "arguments": (tagged(('<a>{"b": ', CALL, "}")), b'<a>{"b": {"a'),
+    "two": (tagged(("<a>1", CALL, "12"), ("<a>ab", {"type": "object"}, "}]"), ("12", strict(x={"enum": ["a", "b"]}), "true"), triggers=("<a>", "12")), b"1ab<a>ab"),
+}
+
+
+@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize("by", ["xgrammar", "llguidance"])
+def test_masks_of_tags(by: str, name: str):
+    grammar, begin = TAGS[name]
+    for seed in range(3):
+        num_asked, num_known = check_walks(by, grammar, seed, begin=begin)
+        assert num_known > num_asked / 4, f"{num_known} of {num_asked} masks were known"
+
+
+@pytest.mark.parametrize("grammar", [
+    tagged(("<a>", INT, "</a>")), tagged(("<a>", {}, "</a>")), tagged(("<a>", CALL, " </a>")), tagged(("<a>", CALL, "")), tagged(("<a", CALL, "x"), ("<ab", CALL, "y")),
+    tagged(("<a>é", CALL, "</a>")), tagged(("<a>", CALL, "</a>"), stop_after_first=True), tagged(("<ab>", CALL, "x"), ("b>", CALL, "y"), triggers=("<ab>", "b>")),
+])  # fmt: skip
+def test_tags_that_are_not_read(grammar: Grammar):
+    assert read_automaton(grammar, 2, count_blanks) is None

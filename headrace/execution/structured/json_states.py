@@ -151,7 +151,7 @@ class JsonAutomaton:
         record: Record = within[1]
         if _is_end(tail, byte):
             return self._end_name(within, name)
-        after = _follow(tail, byte)
+        after = follow_text(tail, byte)
         if after is None or (name is not None and len(name) > MAX_WRITTEN):
             return None
         if name is not None:
@@ -184,7 +184,7 @@ class JsonAutomaton:
         text, so_far, tail = written
         if _is_end(tail, byte):
             return self._finish(within)
-        after = _follow(tail, byte)
+        after = follow_text(tail, byte)
         if after is None:
             return None
         if not text.is_free:
@@ -242,7 +242,7 @@ def _is_end(tail: bytes, byte: int) -> bool:
     return byte == ord('"') and len(tail) in (0, 6) and tail[:1] in (b"", b"\\")
 
 
-def _follow(tail: bytes, byte: int) -> bytes | None:
+def follow_text(tail: bytes, byte: int) -> bytes | None:
     """What matters of the end of a string's text: a character or an escape that is not done, and the escape before it, which
     may be half of a character."""
     before, part = (tail[:6], tail[6:]) if tail[:2] == b"\\u" and len(tail) >= 6 else (b"", tail)

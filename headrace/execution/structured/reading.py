@@ -13,6 +13,8 @@ from headrace.execution.structured.json_states import JsonAutomaton
 from headrace.execution.structured.json_values import NotReadError, read_place
 from headrace.execution.structured.regex_states import read_regex
 from headrace.execution.structured.states import Automaton
+from headrace.execution.structured.structural_tag import modernise
+from headrace.execution.structured.tag_states import read_tags
 
 
 def read_automaton(grammar: Grammar, reach: int, count: Callable[[bytes, int], bytes]) -> Automaton | None:
@@ -22,6 +24,8 @@ def read_automaton(grammar: Grammar, reach: int, count: Callable[[bytes, int], b
             return _read_schema({"type": "object"}, reach, count)
         case "json_schema":
             return _read_schema(msgspec.json.decode(grammar.text), reach, count)
+        case "structural_tag":
+            return _read_tags(msgspec.json.decode(grammar.text), reach, count)
         case "regex":
             return read_regex(grammar.text)
         case "choice":
@@ -32,5 +36,12 @@ def read_automaton(grammar: Grammar, reach: int, count: Callable[[bytes, int], b
 def _read_schema(schema: Any, reach: int, count: Callable[[bytes, int], bytes]) -> Automaton | None:
     try:
         return JsonAutomaton(read_place(schema), reach, count)
+    except (NotReadError, RecursionError):
+        return None
+
+
+def _read_tags(tag: Any, reach: int, count: Callable[[bytes, int], bytes]) -> Automaton | None:
+    try:
+        return read_tags((modernise(tag) if "structures" in tag else tag)["format"], reach, count)
     except (NotReadError, RecursionError):
         return None
