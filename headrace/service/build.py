@@ -28,7 +28,8 @@ def ignore_progress(stage: str, fraction: float) -> None:
 
 def read_vocabulary(config: ModelConfig) -> Vocabulary:
     """The model's tokenizer as grammars see it; raises `ConfigError` or `ModelError` when there is none."""
-    from headrace.service.client.prompts import open_tokenizer  # an engine starts sooner without, and most never need it
+    # Here, since an engine starts sooner without it, and most never need it.
+    from headrace.service.client.prompts import open_tokenizer
 
     tokenizer = open_tokenizer(config)
     if tokenizer is None:
