@@ -78,7 +78,7 @@ def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = 
 def store_fastest(model: nn.Module) -> None:
     """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Where the
     native library is still being compiled, plain weights serve until it is there, and are then stored one by one between
-    products."""
+    products; a model that has ``notice_stored`` is told when all are."""
     native.NATIVE.find()
     if native.state().status == "compiling":
         threading.Thread(target=_store_later, args=(weakref.ref(model),), name="weight-storing", daemon=True).start()
@@ -92,6 +92,9 @@ def _store_later(model: weakref.ref[nn.Module]) -> None:
     served = model()
     if served is not None:
         _store_plain(served, FormChoice(budget_s=0.0))  # requests run: nothing measured now would be true
+        notice = getattr(served, "notice_stored", None)
+        if notice is not None:
+            notice()
         logger.info("weights laid out as the kernels want them, %.1f s after the start", time.monotonic() - began)
 
 

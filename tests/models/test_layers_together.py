@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from harness import ATTENTION_BACKENDS, Harness, Sequence, build_harness
 from test_parity import CASES, MAX_MODEL_LEN, config_json, make_oracle, prompt
 
 from headrace.kernels import native
+from headrace.kernels.native.loading import NativeState
+from headrace.kernels.packed_linear.choice import FormChoice
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8
 from headrace.layers.attention.cpu import CpuAttention
-from headrace.layers.storing import find_storable
+from headrace.layers.storing import find_storable, store_fastest
 
 TOGETHER = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "glm4")
 """Families that are run together, by the beginning of their case's name; those of mixtures are not."""
@@ -171,6 +174,21 @@ def test_large_steps_are_not_taken(monkeypatch):
     monkeypatch.setattr("headrace.kernels.decoder_layers.table.LayerTable.run", lambda *_: pytest.fail("a large step went through"))
     monkeypatch.setattr("headrace.layers.decoder.fused.MOST_TOKENS", 20)
     harness.step((harness.start(), prompt(0, 12)), (harness.start(), prompt(1, 9)))
+
+
+def test_weights_laid_out_while_requests_run_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    """As at the very first start, when kernels are compiled meanwhile."""
+    name, overrides = CASES["llama"]
+    oracle = make_oracle(name, overrides)
+    harness = build_harness(config_json(oracle), oracle.state_dict(), num_sequences=12, max_len=120)
+    expected = play("decode", harness, together=False)
+    monkeypatch.setattr(native, "state", lambda: NativeState("compiling"))
+    monkeypatch.setattr(FormChoice, "choose", lambda *_: "panels")
+    store_fastest(harness.model)
+    for thread in threading.enumerate():
+        if thread.name == "weight-storing":
+            thread.join()
+    torch.testing.assert_close(play("decode", harness, together=True), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_new_weights_and_pages_are_noticed():

@@ -85,6 +85,10 @@ class Decoder(nn.Module):
             layer.attention.bind(layer_pages, group)
         self._table, self._is_table_due = None, True  # it keeps the pages alive
 
+    def notice_stored(self) -> None:
+        """Weights are in another form than at the latest step; another thread may tell so."""
+        self._is_table_due = True
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the final norm; of the batch's wanted tokens alone, if it says so."""
         x = self.embedding(batch.token_ids)
@@ -94,7 +98,8 @@ class Decoder(nn.Module):
     def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """All layers by one kernel, where there is one that can, for the step and for the layers."""
         if self._is_table_due:
-            self._table, self._is_table_due = fuse_layers(self.layers), False
+            self._is_table_due = False  # first: it may become due again meanwhile
+            self._table = fuse_layers(self.layers)
         return None if self._table is None else run_layers(self._table, x, batch)
 
     def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
