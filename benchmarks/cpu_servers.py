@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-POLL_S = 0.01
+POLL_S = 0.04
+"""Each look takes a server some milliseconds of the cores it starts on."""
 
 
 @dataclass(frozen=True)
