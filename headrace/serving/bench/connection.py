@@ -126,11 +126,10 @@ class ServerConnection:
         body = msgspec.json.encode(self.body_of(ask))
         timing = Timing(time.perf_counter(), prompt_tokens=len(ask.prompt) if _is_ids(ask.prompt) else 0)
         try:
-            async with self._open_session.post(self._root + route, data=body, headers={"Content-Type": "application/json"}) as response:
-                if response.status != 200:
-                    timing.error, timing.detail = f"http {response.status}", _shorten(await response.read())
-                else:
-                    await _take_pieces(response, timing)
+            try:
+                await self._post(route, body, timing)
+            except aiohttp.ServerDisconnectedError:  # no answer at all: it may just have closed a kept connection, as llama.cpp does after streams
+                await self._post(route, body, timing)
         except TimeoutError:
             timing.error, timing.detail = "timeout", f"no end after {self._target.timeout_s:g} s"
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -139,6 +138,13 @@ class ServerConnection:
             timing.error, timing.detail = "bad stream", f"{type(error).__name__}: {error}"
         timing.ended = time.perf_counter()
         return timing
+
+    async def _post(self, route: str, body: bytes, timing: Timing) -> None:
+        async with self._open_session.post(self._root + route, data=body, headers={"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                timing.error, timing.detail = f"http {response.status}", _shorten(await response.read())
+            else:
+                await _take_pieces(response, timing)
 
 
 async def _take_pieces(response: aiohttp.ClientResponse, timing: Timing) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from headrace.base.config import options_of
 from headrace.base.errors import ConfigError
-from headrace.serving.bench.connection import Timing
+from headrace.serving.bench.connection import ServerConnection, Timing, read_stream
 from headrace.serving.bench.options import SERVE_BENCH_SECTIONS, LoadOptions, parse_range, serve_bench_options
 from headrace.serving.bench.report import Distribution, print_report, summarise
 from headrace.serving.bench.serve import arrival_times, run_serve_bench, send_all
@@ -101,6 +101,26 @@ def test_faults_are_counted_by_kind(fault, kind):
     assert list(report.errors) == [kind] and 0 < report.errors[kind] < 30
     assert report.num_completed == 30 - report.errors[kind] and report.output_tokens == 3 * report.num_completed
     assert kind in report.examples
+
+
+async def test_a_kept_connection_that_the_server_has_closed_is_replaced():
+    stream = b'data: {"choices":[{"text":"a","finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+    answer, num_closed = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(stream), stream), 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_closed
+        await reader.readuntil(b"}")
+        writer.write(answer)
+        await reader.readuntil(b"\r\n\r\n")  # the next request finds the connection open, and nobody there
+        num_closed += 1
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        options = serve_bench_options(base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", model="m")
+        async with ServerConnection(options.target, options.traffic) as connection:
+            timings = [read_stream(await connection.send(Ask("once", 1))) for _ in range(3)]
+    assert [t.error for t in timings] == [None] * 3
+    assert num_closed == 2
 
 
 def test_a_stuck_server_times_out():
