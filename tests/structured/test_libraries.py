@@ -91,6 +91,9 @@ HARDER: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "format": "ipv4"}, ["127.0.0.1"], ["127.0.0.256", "1.2.3"]),
     ({"type": "string", "format": "date-time"}, ["2024-02-29T12:00:00Z"], []),
     ({"type": "string", "format": "email"}, ["a@b.org"], ["a"]),
+    ({"type": "string", "format": "password"}, ["", "a"], [1]),
+    (obj({"format": {"type": "array", "items": {"type": "string", "format": "path"}}, "f": {"const": {"format": "path"}}}, ["format", "f"], additionalProperties=False),
+     [{"format": ["/a"], "f": {"format": "path"}}], [{"format": ["/a"], "f": {}}, {"format": [1], "f": {"format": "path"}}]),
 ]
 CASES = [*(("xgrammar", *case) for case in PLAIN), *(("llguidance", *case) for case in PLAIN + HARDER)]
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.execution.structured.schema import leave_out_free_formats
+
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Text that is forced is not tokenized on every step, at a cost that grows with its length: any tokens may spell it."""
 
@@ -26,5 +28,5 @@ def slash(pattern: str) -> str:
 
 def embed_json(schema: Mapping[str, Any] | bool, options: Mapping[str, Any]) -> str:
     """JSON by a schema, checked before."""
-    fields = schema if isinstance(schema, Mapping) else {}
+    fields = leave_out_free_formats(schema) if isinstance(schema, Mapping) else {}
     return "%json " + msgspec.json.encode({**fields, "x-guidance": dict(options)}).decode()

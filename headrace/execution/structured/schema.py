@@ -1,6 +1,6 @@
 """Checks of JSON schemas before they are compiled: size, and keywords that no grammar here can enforce.
 
-What the grammar library refuses by itself is left to it. Refuses: changing a schema.
+What the grammar library refuses by itself is left to it. Refuses: changing what a schema allows.
 """
 
 from __future__ import annotations
@@ -29,6 +29,25 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 _DATA = frozenset({"const", "enum", "default", "example", "examples"})
+FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
+"""Formats of strings that any string has (as OpenAPI and pydantic use them): they tell people something."""
+
+
+def leave_out_free_formats(schema: Any) -> Any:
+    """The schema, checked before, without formats that restrict nothing: libraries refuse those that they do not know."""
+    if isinstance(schema, list):
+        return [leave_out_free_formats(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            kept[name] = {key: leave_out_free_formats(child) for key, child in value.items()}
+        elif name in _LISTED or name in _SINGLE or (isinstance(value, dict) and name not in _DATA):
+            kept[name] = leave_out_free_formats(value)
+        elif not (name == "format" and isinstance(value, str) and value in FREE_FORMATS):
+            kept[name] = value
+    return kept
 
 
 def check_schema(schema: Any, param: str) -> None:
