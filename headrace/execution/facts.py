@@ -58,4 +58,3 @@ def _can_be_asked_for(key: str, value: float) -> bool:
         logger.warning("generation_config.json: %s; it is ignored", error)
         return False
     return True
-

@@ -102,7 +102,7 @@ class _Reader:
 
 def word_tag(tag: dict[str, Any], json_options: Mapping[str, Any]) -> dict[str, Any]:
     """A tag in the exact part as the fast library takes it, ``json_options`` added to every JSON schema."""
-    return _word(modernise(tag) if "structures" in tag else tag, json_options)
+    return _word(modernise(tag), json_options)
 
 
 def _word(node: Any, json_options: Mapping[str, Any]) -> Any:

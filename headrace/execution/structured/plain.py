@@ -65,7 +65,7 @@ def read_breaks(grammar: Grammar) -> bytes | None:
         return b"" if _tells_by_first(msgspec.json.decode(grammar.text)) else None
     if grammar.kind == "structural_tag":
         tag = msgspec.json.decode(grammar.text)
-        breaks = set(_find_breaks((modernise(tag) if "structures" in tag else tag)["format"]))
+        breaks = set(_find_breaks(modernise(tag)["format"]))
         return None if None in breaks else bytes(sorted(byte for byte in breaks if byte is not None))
     return None
 

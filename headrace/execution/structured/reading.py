@@ -20,12 +20,11 @@ from headrace.execution.structured.tag_states import read_tags
 def read_automaton(grammar: Grammar, reach: int, count: Callable[[bytes, int], bytes]) -> Automaton | None:
     """For grammars of which enough is read; None for the others. ``reach`` and ``count``: see `JsonAutomaton`."""
     match grammar.kind:
-        case "json_object":
-            return _read_schema({"type": "object"}, reach, count)
-        case "json_schema":
-            return _read_schema(msgspec.json.decode(grammar.text), reach, count)
-        case "structural_tag":
-            return _read_tags(msgspec.json.decode(grammar.text), reach, count)
+        case "json_object" | "json_schema" | "structural_tag":
+            try:
+                return _read_document(grammar, reach, count)
+            except (NotReadError, RecursionError):
+                return None
         case "regex":
             return read_regex(grammar.text)
         case "choice":
@@ -33,15 +32,8 @@ def read_automaton(grammar: Grammar, reach: int, count: Callable[[bytes, int], b
     return None
 
 
-def _read_schema(schema: Any, reach: int, count: Callable[[bytes, int], bytes]) -> Automaton | None:
-    try:
-        return JsonAutomaton(read_place(schema), reach, count)
-    except (NotReadError, RecursionError):
-        return None
-
-
-def _read_tags(tag: Any, reach: int, count: Callable[[bytes, int], bytes]) -> Automaton | None:
-    try:
-        return read_tags((modernise(tag) if "structures" in tag else tag)["format"], reach, count)
-    except (NotReadError, RecursionError):
-        return None
+def _read_document(grammar: Grammar, reach: int, count: Callable[[bytes, int], bytes]) -> Automaton:
+    document: Any = {"type": "object"} if grammar.kind == "json_object" else msgspec.json.decode(grammar.text)
+    if grammar.kind == "structural_tag":
+        return read_tags(modernise(document)["format"], reach, count)
+    return JsonAutomaton(read_place(document), reach, count)

@@ -28,8 +28,7 @@ def to_lark(tag: Any, json_options: Mapping[str, Any], special_ids: Mapping[str,
     token. ``json_options`` are set for every JSON schema. Raises `RequestError`."""
     if not isinstance(tag, dict):
         raise _wrong("it must be an object")
-    if "structures" in tag:
-        tag = modernise(tag)
+    tag = modernise(tag)
     _check_keys(tag, {"type", "format"}, optional=())
     if tag["type"] != "structural_tag":
         raise _wrong(f"type must be 'structural_tag', got {tag['type']!r}")
@@ -39,7 +38,9 @@ def to_lark(tag: Any, json_options: Mapping[str, Any], special_ids: Mapping[str,
 
 
 def modernise(tag: dict[str, Any]) -> dict[str, Any]:
-    """The older form as the newer one."""
+    """The newer form of a tag in either: one that has ``structures`` is in the older."""
+    if "structures" not in tag:
+        return tag
     _check_keys(tag, {"structures", "triggers"}, optional=("type",))
     tags = []
     for structure in _list(tag, "structures"):

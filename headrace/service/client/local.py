@@ -34,8 +34,6 @@ from headrace.service.tokenization.reading import ReadAssembler
 
 TOKENS_DRAWN = 32768
 """Prompt tokens drawn and queued before a step; beyond that a longer queue would not change the next step."""
-
-
 OUTPUTS_JOINED = 64
 """Steps whose outputs of a request are made into text at once: nobody reads along."""
 

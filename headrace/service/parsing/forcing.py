@@ -80,9 +80,12 @@ def force_calls(
     assert writing is not None
     writer = _CallWriter(writing, tools)
     can_repeat = is_parallel and writing.between is not None
-    calls = writer.write_calls(can_repeat)
-    answers = None if answer is None else _sequence([_text(writing.answer), answer])
-    body = calls if is_forced else _allow_text(writer, writing, can_repeat) if answers is None else _either([calls, answers])
+    if is_forced:
+        body = writer.write_calls(can_repeat)
+    elif answer is None:
+        body = _allow_text(writer, writing, can_repeat)
+    else:
+        body = _either([writer.write_calls(can_repeat), _sequence([_text(writing.answer), answer])])
     return {"type": "structural_tag", "format": after_reasoning(body, reasoning, is_open=is_open, has_space=not writing.begin.startswith("\n"))}
 
 

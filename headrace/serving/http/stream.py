@@ -111,7 +111,6 @@ class EventStream:
             logger.exception("a stream failed")
             return self._events.fail(HeadraceError(SERVER_FAULT))
 
-
     async def _send(self, send: Send, body: bytes) -> None:
         if body:
             self._is_busy = True  # it may have to wait for a slow client; nothing may overtake it
