@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
-from headrace import __version__
 from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.serving.http.access import OPEN_PATHS, AdminGate, KeyGate, Prefix, RequestLedger, check_key
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.errors import install_handlers
 from headrace.serving.http.metrics import Metrics
-from headrace.serving.http.openapi import describe_api
+from headrace.serving.http.openapi import document_handler
 from headrace.serving.http.page import page_handler
 from headrace.serving.http.recording import Recorder, Sink, open_log
 from headrace.serving.http.routes import (
@@ -45,31 +44,22 @@ ENDPOINTS = (
 )
 
 
-def create_app(client: EngineClient, server: ServerConfig, operations: OperationsConfig | None = None) -> FastAPI:
+def create_app(client: EngineClient, server: ServerConfig, operations: OperationsConfig | None = None) -> Starlette:
     """The application. Starting and closing ``client`` is the caller's part; until it is ready, requests get 503.
     What routes share is at ``app.state.context``."""
-    app = FastAPI(
-        title="Headrace", version=__version__, docs_url=None, redoc_url=None,  # their pages need a CDN
-        redirect_slashes=False,  # a redirect would lead wherever the Host header says
-    )
+    app = Starlette()
+    app.router.redirect_slashes = False  # a redirect would lead wherever the Host header says
     context = app.state.context = AppContext(client, server, Metrics(), operations or OperationsConfig())
     for endpoint in ENDPOINTS:
-        app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods), include_in_schema=False)
-    app.add_route("/", page_handler(), methods=["GET"], include_in_schema=False)
-    document: dict[str, Any] = {}
-
-    def describe() -> dict[str, Any]:
-        if not document:
-            document.update(describe_api(ENDPOINTS, root_path=server.root_path, has_key=server.api_key is not None, open_paths=OPEN_PATHS))
-        return document
-
-    app.openapi = describe  # type: ignore[method-assign]  # the documented way to replace FastAPI's own document
+        app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods))
+    app.add_route("/", page_handler(), methods=["GET"])
+    app.add_route("/openapi.json", document_handler(ENDPOINTS, server, OPEN_PATHS), methods=["GET"])
     install_handlers(app)
     _add_middleware(app, context, frozenset({"/", "/openapi.json", *(e.path for e in ENDPOINTS)}))
     return app
 
 
-def _add_middleware(app: FastAPI, context: AppContext, routes: frozenset[str]) -> None:
+def _add_middleware(app: Starlette, context: AppContext, routes: frozenset[str]) -> None:
     """What stands before the routes, the innermost first: only what was let in is recorded."""
     server = context.server
     sinks: list[Sink] = [sink for sink in (context.dump, open_log(context.operations)) if sink is not None]

@@ -8,8 +8,7 @@ import math
 import re
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -109,10 +108,6 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     return answer
 
 
-async def _answer_invalid(request: Request, error: Exception) -> Response:
-    return respond_error(RequestError(str(error)), request.scope)
-
-
 async def _answer_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -121,10 +116,9 @@ async def _answer_fault(request: Request, _error: Exception) -> Response:
     return respond_error(HeadraceError(SERVER_FAULT), request.scope)
 
 
-def install_handlers(app: FastAPI) -> None:
+def install_handlers(app: Starlette) -> None:
     """Make every error of the application answer in the form of its path."""
     app.add_exception_handler(HeadraceError, _answer_typed)
     app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(ClientDisconnect, _answer_gone)
     app.add_exception_handler(Exception, _answer_fault)

@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from msgspec.json import schema_components
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from headrace import __version__
-from headrace.serving.http.endpoint import Endpoint
+from headrace.base.config import ServerConfig
+from headrace.serving.http.endpoint import Endpoint, Handler
 from headrace.serving.http.error_forms import form_of
+from headrace.serving.http.errors import EncodedResponse
 
 ABOUT = "OpenAI-compatible and native routes. Unknown fields are refused by name; null is the same as leaving a field out."
 BODY_ERRORS = (400, 408, 413, 415)
@@ -41,6 +47,19 @@ def describe_api(endpoints: Sequence[Endpoint], *, root_path: str, has_key: bool
     if has_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
+
+
+def document_handler(endpoints: Sequence[Endpoint], server: ServerConfig, open_paths: frozenset[str]) -> Handler:
+    """The route of the document, which is made when it is first asked for."""
+    document: list[bytes] = []
+
+    async def answer(_: Request) -> Response:
+        if not document:
+            described = describe_api(endpoints, root_path=server.root_path, has_key=server.api_key is not None, open_paths=open_paths)
+            document.append(msgspec.json.encode(described))
+        return EncodedResponse(document[0])
+
+    return answer
 
 
 def _describe_operation(endpoint: Endpoint, method: str, schema_of: dict[Any, Any], *, is_guarded: bool) -> dict[str, Any]:
