@@ -1,4 +1,4 @@
-"""The least time a dense decoder needs for a workload: bytes over bandwidth plus operations over the matrix rate.
+"""The least time a decoder needs for a workload: bytes over bandwidth plus operations over the matrix rate.
 
 Ideal continuous batching is assumed: every sequence decodes at once, weights are read once a step, each prompt is
 computed once (a shared prefix once in all). What is measured above this floor is overhead.
@@ -6,8 +6,12 @@ computed once (a shared prefix once in all). What is measured above this floor i
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+from headrace.layers.decoder.spec import DecoderSpec, MoeSpec
+from headrace.models.catalog import find_family
 
 BANDWIDTH = 4.3e12  # bytes/s, device-to-device copy measured on an H200
 MATRIX_RATE = 790e12  # FLOP/s, bf16 8192^3 product measured on an H200
@@ -15,25 +19,61 @@ MATRIX_RATE = 790e12  # FLOP/s, bf16 8192^3 product measured on an H200
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a config.json counts. ``weight_bytes`` excludes the embedding gather; a tied head is read once a step."""
+    """What of a config.json counts; parameters without the embedding gather, a tied head is read once a step.
 
-    num_layers: int
+    ``expert_parameters``: one expert in each layer that has some. ``windows``: how many layers see how many tokens (0: all).
+    """
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    windows: dict[int, int]
     matmul_parameters: int
     head_parameters: int
+    expert_parameters: int = 0
+    num_experts: int = 0
+    top_k: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        width, heads = config["hidden_size"], config["num_attention_heads"]
-        kv_heads, dim = config.get("num_key_value_heads", heads), config.get("head_dim") or width // heads
-        layer = width * dim * (2 * heads + 2 * kv_heads) + 3 * width * config["intermediate_size"]
-        return cls(config["num_hidden_layers"], heads, kv_heads, dim, layer * config["num_hidden_layers"], width * config["vocab_size"])
+        spec = find_family(config["architectures"][0]).read_config(config)
+        assert isinstance(spec, DecoderSpec), "knows plain decoders alone"
+        heads, width, plain, expert, routing = spec.attention, spec.width, 0, 0, None
+        for layer in spec.layers:
+            mlp = layer.mlp or spec.mlp
+            plain += width * heads.head_dim * 2 * (heads.num_heads + heads.num_kv_heads)
+            if isinstance(mlp, MoeSpec):
+                routing = mlp.routing
+                plain += width * routing.num_experts + (3 * width * mlp.shared.width if mlp.shared else 0)
+                expert += 3 * width * mlp.expert.width
+            else:
+                plain += 3 * width * mlp.width
+        chosen = (expert, routing.num_experts, routing.top_k) if routing else ()
+        windows = Counter(layer.window for layer in spec.layers)
+        return cls(heads.num_heads, heads.num_kv_heads, heads.head_dim, dict(windows), plain, width * spec.vocab_size, *chosen)
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        return 4 * self.num_layers * self.num_kv_heads * self.head_dim
+    def used_parameters(self) -> int:
+        """What each token is multiplied by."""
+        return self.matmul_parameters + self.top_k * self.expert_parameters
+
+    def read_parameters(self, tokens: int) -> float:
+        """What a decode step of so many tokens reads, if they choose their experts independently and evenly."""
+        missed = (1 - self.top_k / self.num_experts) ** tokens if self.num_experts else 1
+        return self.matmul_parameters + self.head_parameters + self.num_experts * (1 - missed) * self.expert_parameters
+
+    def read_kv_bytes(self, lens: list[int]) -> float:
+        """Keys and values that a decode step of requests of such lengths reads, in bf16."""
+        seen = sum(layers * sum(min(n, window) if window else n for n in lens) for window, layers in self.windows.items())
+        return 4 * self.num_kv_heads * self.head_dim * seen
+
+    def count_pairs(self, start: int, end: int) -> float:
+        """Pairs of a query from ``start`` to ``end`` and a key that it sees, in all layers."""
+
+        def count(n: int, window: int) -> float:
+            return n**2 / 2 if not window or n <= window else window**2 / 2 + (n - window) * window
+
+        return sum(layers * (count(end, window) - count(start, window)) for window, layers in self.windows.items())
 
 
 @dataclass(frozen=True)
@@ -54,14 +94,12 @@ def floor_of(shape: Shape, prompts: list[list[int]], output_lens: list[int]) -> 
     flops = 0.0
     for i, prompt in enumerate(prompts):
         start = shared if i else 0
-        computed = len(prompt) - start
-        pairs = (len(prompt) ** 2 - start**2) / 2
-        flops += 2 * shape.matmul_parameters * computed + 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-        flops += 2 * shape.head_parameters
+        flops += 2 * shape.used_parameters * (len(prompt) - start) + 2 * shape.head_parameters
+        flops += 4 * shape.num_heads * shape.head_dim * shape.count_pairs(start, len(prompt))
     moved = 0.0
     for step in range(1, max(output_lens)):
         lens = [len(p) + step for p, n in zip(prompts, output_lens, strict=True) if n > step]
-        moved += 2 * (shape.matmul_parameters + shape.head_parameters) + shape.kv_bytes_per_token * sum(lens)
+        moved += 2 * shape.read_parameters(len(lens)) + shape.read_kv_bytes(lens)
     return Floor(moved, flops)
 
 

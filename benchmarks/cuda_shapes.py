@@ -1,0 +1,90 @@
+"""Other models' shapes on one GPU: ``python -m benchmarks.cuda_shapes [MODEL ...] [--cells ...] [--options JSON]``.
+
+A model is a folder under ``benchmarks/models`` or any other that has a config.json; weights are random. Each runs in a process
+of its own. A cell's row has seconds, and the percent of them that bytes and operations alone would take
+(`benchmarks/roofline.py`); cells that do not fit into a model's context are left out. Start-up is seconds to the first token;
+"late" are kernels compiled after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+BEGAN = time.time()
+MARGIN = 1000
+
+
+def draw(requests: int, prompt_len: int, output_len: int) -> Callable[[int], tuple[list[list[int]], list[int]]]:
+    """A workload: so many requests, all alike in length."""
+
+    def of(vocab_size: int) -> tuple[list[list[int]], list[int]]:
+        random = Random(requests)
+        return [[random.randrange(MARGIN, vocab_size - MARGIN) for _ in range(prompt_len)] for _ in range(requests)], [output_len] * requests
+
+    return of
+
+
+CELLS = {
+    "latency1": draw(1, 512, 256), "decode8": draw(8, 512, 128), "decode64": draw(64, 512, 128), "decode256": draw(256, 128, 128), "prefill4x8k": draw(4, 8192, 1),
+    "long1x30k": draw(1, 30720, 64),
+}
+DEFAULT = ("latency1", "decode64", "decode256", "prefill4x8k", "long1x30k")
+
+
+def watch_compiler() -> list[str]:
+    """Names of kernels, as Triton compiles them from now on."""
+    from triton import knobs
+
+    names: list[str] = []
+    knobs.compilation.listener = lambda metadata, cache_hit, **_: None if cache_hit else names.append(metadata["name"])
+    return names
+
+
+def measure(model: str, cells: list[str], options: dict[str, Any]) -> None:
+    """Print a row a cell."""
+    from benchmarks.cuda import build, model_folder, run_workload
+    from benchmarks.roofline import Shape, floor_of
+
+    config = json.loads((model_folder(model) / "config.json").read_text())
+    shape, vocab = Shape.of(config), config["vocab_size"]
+    with build(model, options) as llm:
+        run_workload(llm, [[1, 2, 3]], [1])
+        startup, late = time.time() - BEGAN, watch_compiler()
+        print(f"{model:14s} {'start-up':12s} {startup:8.2f}", flush=True)
+        for cell in cells:
+            prompts, output_lens = CELLS[cell](vocab)
+            if len(prompts[0]) + output_lens[0] > llm.facts.max_model_len:
+                continue
+            run_workload(llm, prompts[:2], [min(4, n) for n in output_lens[:2]])
+            seconds = run_workload(llm, prompts, output_lens)
+            seconds = min(seconds, run_workload(llm, prompts, output_lens)) if seconds < 1 else seconds
+            floor = floor_of(shape, prompts, output_lens).seconds
+            print(f"{model:14s} {cell:12s} {seconds:8.3f} {floor:8.3f} {100 * floor / seconds:4.0f} %", flush=True)
+        print(f"{model:14s} {'late':12s} {len(late):4d} {' '.join(sorted(set(late)))[:300]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["llama-3.2-1b", "qwen2.5-7b", "gemma-3-1b", "phi-3-mini", "qwen3-30b-a3b", "gpt-oss-20b"], metavar="MODEL")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=DEFAULT)
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here:
+        return measure(args.models[0], args.cells, args.options)
+    for model in args.models:
+        command = [sys.executable, "-m", "benchmarks.cuda_shapes", model, "--here", "--options", json.dumps(args.options), "--cells", *args.cells]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(f"{model}: exit {done.returncode}\n{done.stderr[-2500:]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
