@@ -16,14 +16,14 @@ from headrace.service.parsing.message import new_parser
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.protocol.chat import ChatRequest
-from headrace.serving.http.protocol.tools import NamedTool
-from headrace.serving.http.tools import offered_tools
+from headrace.serving.http.protocol.tools import AllowedTools, NamedTool
+from headrace.serving.http.tools import chosen_names, offered_tools
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerPlan:
-    """``tools`` are those that may be called, ``callable_tools`` those of them that a grammar allows when calls are forced
-    (``is_forced``). ``continued`` is the text of the assistant's message that the output goes on with, if it does."""
+    """``tools`` are those that the prompt shows, ``callable_tools`` those of them that may be called; ``is_forced``: must be.
+    ``continued`` is the text of the assistant's message that the output goes on with, if it does."""
 
     formats: Formats
     tools: list[dict[str, Any]]
@@ -72,7 +72,7 @@ class AnswerPlan:
         params = msgspec.structs.replace(params, keep_special_tokens=kept, thinking_budget=self._thinking_budget(params))
         grammar = confine_output(
             self.formats, params.grammar, self.callable_tools, self.prompt, is_parallel=self.is_parallel, is_forced=self.is_forced,
-            continued=self.continued,
+            is_narrowed=len(self.callable_tools) < len(self.tools), continued=self.continued,
         )
         return msgspec.structs.replace(params, grammar=grammar)
 
@@ -100,11 +100,12 @@ def plan_answer(context: AppContext, request: ChatRequest, prompt: str) -> Answe
     continued = None
     if request.continue_final_message:
         continued = "".join(part.text for part in last) if isinstance(last, list) else last or ""
-    named = choice.function.name if isinstance(choice, NamedTool) else None
+    names = chosen_names(choice)
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
     return AnswerPlan(
-        formats=formats, tools=tools, callable_tools=[t for t in tools if named in (None, t["function"]["name"])],
-        is_forced=named is not None or choice == "required",
-        is_parallel=request.parallel_tool_calls is not False and named is None,
+        formats=formats, tools=tools, callable_tools=[t for t in tools if not names or t["function"]["name"] in names],
+        is_forced=isinstance(choice, NamedTool) or mode == "required",
+        is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
         prompt=prompt, continued=continued,
         separates=request.separate_reasoning is not False, streams_reasoning=request.stream_reasoning is not False,
         tells_reasoning=request.include_reasoning is not False,

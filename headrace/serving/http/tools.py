@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import RequestError
-from headrace.serving.http.protocol.tools import NamedTool, Tool
+from headrace.serving.http.protocol.tools import AllowedTools, NamedTool, Tool
 
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -30,9 +30,15 @@ def offered_tools(request: Any) -> list[dict[str, Any]]:
     choice = getattr(request, "tool_choice", None)
     if choice == "required" and not tools:
         raise RequestError("tool_choice 'required' needs tools", param="tool_choice")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise RequestError(f"tool_choice names {choice.function.name!r}, which is not among the tools", param="tool_choice")
+    for name in sorted(chosen_names(choice) - names):
+        raise RequestError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
     return [] if choice == "none" else [_as_dict(tool) for tool in tools]
+
+
+def chosen_names(choice: Any) -> set[str]:
+    """The tools that a ``tool_choice`` names; none where it leaves the choice open."""
+    named = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice] if isinstance(choice, NamedTool) else []
+    return {tool.function.name for tool in named}
 
 
 def _as_dict(tool: Tool) -> dict[str, Any]:

@@ -111,6 +111,8 @@ async def test_forced_and_structured_answers(api, client):
     assert "noop" in await grammar(tools=[TOOL, NOOP], tool_choice="required")
     tag = await grammar(tools=[TOOL, NOOP], tool_choice={"type": "function", "name": "noop"})
     assert "noop" in tag and "get_weather" not in tag
+    tag = await grammar(tools=[TOOL, NOOP], tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "noop"}]})
+    assert "noop" in tag and "get_weather" not in tag
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
     assert '"integer"' in await grammar(text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}, reasoning={"effort": "low"})
     assert client.tokenizer.options["reasoning_effort"] == "low"

@@ -183,6 +183,14 @@ async def test_forced_calls_are_a_grammar(server, client):
     assert '"star"' not in tag
     _, tag = await grammar(tool_choice={"type": "function", "function": {"name": "noop"}})
     assert "get_weather" not in tag and "noop" in tag and '"star"' not in tag
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "noop"}}]}}
+    _, tag = await grammar(tool_choice=allowed)
+    assert "get_weather" not in tag and "noop" in tag and '"star"' in tag
+    assert "get_weather" in client.tokenizer.messages[0]["content"]
+    allowed["allowed_tools"]["mode"] = "auto"
+    _, tag = await grammar(tool_choice=allowed)
+    assert "get_weather" not in tag and "noop" in tag and '"triggers": ["<tool_call>' in tag
+    assert await grammar(tools=[NOOP], tool_choice=allowed) is None
     strict = {"type": "function", "function": {**NOOP["function"], "strict": True}}
     _, tag = await grammar(tools=[TOOL, strict])
     assert '"triggers": ["<tool_call>' in tag
@@ -251,6 +259,9 @@ def function(**fields) -> dict:
     ({"tools": [{"type": "function"}]}, "tools[0].function"), ({"tools": [{**TOOL, "x": 1}]}, "tools[0].x"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOOP]}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice.allowed_tools.tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [TOOL]}}}, "tool_choice.allowed_tools.mode"),
     ({"thinking_budget": -1}, "thinking_budget"), ({"thinking_budget": 5, "max_thinking_tokens": 6}, "thinking_budget"),
     ({"thinking_budget": 5, "ebnf": 'root ::= "a"'}, "thinking_budget"),
     ({"enable_thinking": True, "reasoning_effort": "none"}, "enable_thinking"), ({"reasoning_effort": "enormous"}, "reasoning_effort"),

@@ -97,7 +97,7 @@ def _set_tools(chat: ChatRequest, body: CountRequest) -> None:
         return
     chat.parallel_tool_calls = not choice.disable_parallel_tool_use
     if isinstance(choice, NamedChoice):
-        chat.tool_choice = NamedTool(type="function", function=FunctionName(name=choice.name))
+        chat.tool_choice = NamedTool(function=FunctionName(name=choice.name))
     else:
         chat.tool_choice = "required" if isinstance(choice, AnyChoice) else "auto"
 

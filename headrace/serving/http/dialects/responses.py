@@ -7,9 +7,19 @@ from typing import TypeVar
 
 from headrace.base.errors import RequestError
 from headrace.serving.http.protocol.chat import ChatMessage, ChatRequest
-from headrace.serving.http.protocol.responses import InputItem, InputPart, NamedFunction, ResponsesRequest, TextFormat
+from headrace.serving.http.protocol.responses import AllowedFunctions, InputItem, InputPart, NamedFunction, ResponsesRequest, TextFormat
 from headrace.serving.http.protocol.structure import JsonSchemaFormat, ResponseFormat
-from headrace.serving.http.protocol.tools import CallRecord, FunctionCall, FunctionName, FunctionTool, NamedTool, Tool
+from headrace.serving.http.protocol.tools import (
+    AllowedSet,
+    AllowedTools,
+    CallRecord,
+    FunctionCall,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 
 T = TypeVar("T")
 
@@ -75,6 +85,18 @@ def _read_format(asked: TextFormat) -> ResponseFormat:
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=schema, name=asked.name, strict=asked.strict))
 
 
+def _read_choice(choice: ToolChoice | NamedFunction | AllowedFunctions | None) -> ToolChoice | NamedTool | AllowedTools | None:
+    if isinstance(choice, NamedFunction):
+        return _name(choice)
+    if isinstance(choice, AllowedFunctions):
+        return AllowedTools(allowed_tools=AllowedSet(mode=choice.mode, tools=[_name(function) for function in choice.tools]))
+    return choice
+
+
+def _name(function: NamedFunction) -> NamedTool:
+    return NamedTool(function=FunctionName(name=function.name))
+
+
 def input_items(body: ResponsesRequest) -> list[InputItem]:
     """What a request says, as items."""
     return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -97,8 +119,7 @@ def read_response(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> 
         chat.tools = [Tool(type="function", function=FunctionTool(
             name=t.name, description=t.description, parameters=t.parameters, strict=t.strict,
         )) for t in body.tools]
-    choice = body.tool_choice
-    chat.tool_choice = NamedTool(type="function", function=FunctionName(name=choice.name)) if isinstance(choice, NamedFunction) else choice
+    chat.tool_choice = _read_choice(body.tool_choice)
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
     if body.text is not None and body.text.format is not None:

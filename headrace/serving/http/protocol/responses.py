@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.serving.http.protocol.fields import Positive, TopP
 from headrace.serving.http.protocol.structure import Schema
-from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, CallId, ToolName
+from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, CallId, ToolChoice, ToolName
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -52,11 +52,17 @@ class ResponseTool(Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class NamedFunction(Struct, kw_only=True, forbid_unknown_fields=True):
+class NamedFunction(Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
     """The function that must be called."""
 
-    type: Literal["function"]
     name: ToolName
+
+
+class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", kw_only=True, forbid_unknown_fields=True):
+    """The functions that may be called, and whether one of them must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +121,7 @@ class ResponsesRequest(TakenFields, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: TopP | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: ToolChoice | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -213,7 +219,7 @@ class AskedFields(Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     tools: list[ResponseTool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    tool_choice: ToolChoice | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

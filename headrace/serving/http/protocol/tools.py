@@ -14,6 +14,7 @@ MAX_DESCRIPTION = 32_768
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)")]
 CallId = Annotated[str, Meta(max_length=256)]
+ToolChoice = Literal["none", "auto", "required"]
 Budget = Annotated[int, Meta(ge=0, le=INT32)]
 
 
@@ -40,11 +41,23 @@ class FunctionName(Struct, kw_only=True, forbid_unknown_fields=True):
     name: ToolName
 
 
-class NamedTool(Struct, kw_only=True, forbid_unknown_fields=True):
+class NamedTool(Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
     """The one tool that must be called."""
 
-    type: Literal["function"]
     function: FunctionName
+
+
+class AllowedSet(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The tools that may be called, and whether one of them must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Struct, tag_field="type", tag="allowed_tools", kw_only=True, forbid_unknown_fields=True):
+    """Some of the tools. The prompt shows all of them, so that requests with other sets share its beginning."""
+
+    allowed_tools: AllowedSet
 
 
 class FunctionCall(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -93,7 +106,7 @@ class ToolFields(ReasoningFields, kw_only=True, forbid_unknown_fields=True):
     """What the model may call, and whether it must."""
 
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
 
 
