@@ -41,6 +41,7 @@ class Linear(nn.Module):
         self.bias = build.parameter(ends[-1]) if bias else None
         self._query = build.query(in_width=in_width, out_width=ends[-1])
         self._linear = LINEAR.choose(self._query)
+        self._linear_sums: Callable[..., torch.Tensor | None] | None = None
         self._norm_linear = choose_joined(NORM_LINEAR, self._query)
         self._gated_linear = choose_joined(GATED_LINEAR, self._query)
 
@@ -48,13 +49,17 @@ class Linear(nn.Module):
         """The view of ``weight`` or ``bias`` that holds the named part."""
         return parameter[self.rows[name]]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The product; of a layer that leaves sums see `leave_sums`, all others know no residual."""
         weight = plain_weight(self)
-        return self.stored.multiply(x, self.bias) if weight is None else self._linear(x, weight, self.bias)
+        if weight is None:
+            return self.stored.multiply(x, self.bias)
+        return self._linear(x, weight, self.bias) if self._linear_sums is None else self._linear_sums(x, weight, self.bias, residual)
 
     def leave_sums(self) -> None:
-        """From now on outputs may be sums [S, T, O] in float32, as `RmsNorm.add` takes them: that is where they must go."""
-        self._linear = LINEAR_SUMS.choose(self._query)
+        """From now on outputs may be sums [S, T, O] in float32, or None: they were added to ``residual`` in place. `RmsNorm.add`
+        takes them so: that is where they must go."""
+        self._linear_sums = LINEAR_SUMS.choose(self._query)
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         """The product followed by the gated activation, in one kernel; None where two take no longer."""
@@ -63,9 +68,9 @@ class Linear(nn.Module):
             return self.stored.gate(x, self.bias, activation)
         return None if self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
 
-    def can_join(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    def can_join(self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None) -> bool:
         """Whether `join` takes these: few rows, an RMS norm, and a residual to add."""
-        return self._norm_linear is not None and residual is not None and isinstance(norm, RmsNorm) and x.dim() == 2 and fits(x.shape[0])
+        return self._norm_linear is not None and x is not None and residual is not None and isinstance(norm, RmsNorm) and x.dim() == 2 and fits(x.shape[0])
 
     def join(self, norm: RmsNorm, x: torch.Tensor, residual: torch.Tensor, activation: str = "") -> tuple[torch.Tensor, torch.Tensor]:
         """``(product(norm(x + residual)), x + residual)`` in one kernel, the product followed by the gated activation."""

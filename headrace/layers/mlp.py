@@ -40,10 +40,13 @@ class GatedMlp(Branch):
         self.down.leave_sums()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gated = self.gate_up.gate(x, self.activation) if self.activation else None
-        return self.down(self._activate(self.gate_up(x)) if gated is None else gated)
+        return self.onto(None, x)
 
-    def after_norm(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def onto(self, residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+        gated = self.gate_up.gate(x, self.activation) if self.activation else None
+        return self.down(self._activate(self.gate_up(x)) if gated is None else gated, residual)
+
+    def after_norm(self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
         if not self.activation or not self.gate_up.can_join(norm, x, residual):
             return super().after_norm(norm, x, residual)
         x, residual = self.gate_up.join(norm, x, residual, self.activation)

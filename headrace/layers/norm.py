@@ -24,11 +24,12 @@ class RmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x, self.weight, self.eps, self.offset)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(x + residual), x + residual)``; the first layer has no residual yet. ``residual`` is consumed. ``x`` may be what
-        a product left that `leaves sums <Linear.leave_sums>`."""
-        if residual is None:
-            return self._norm(x, self.weight, self.eps, self.offset), x
+        a product left that `leaves sums <Linear.leave_sums>`: None if it is in the residual already."""
+        if x is None or residual is None:
+            total = residual if x is None else x
+            return self._norm(total, self.weight, self.eps, self.offset), total
         return self._add_norm(x, residual, self.weight, self.eps, self.offset)
 
 

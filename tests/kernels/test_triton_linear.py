@@ -53,6 +53,19 @@ def test_linear_takes_any_number_of_rows(rows, device, dtype, tolerance):
     assert relative_error(linear.linear(x, weight, bias), _expected(x, weight, bias)) < tolerance
 
 
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+def test_many_rows_are_added_to_the_residual(device, dtype, tolerance):
+    rows = linear.LEAST_ADDED_ROWS
+    x, weight, bias = _problem(device, dtype, rows, 256, 264)
+    residual = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    total = residual.clone()
+    assert linear.linear_sums(x, weight, None, total) is None
+    assert relative_error(total, residual.double() + _expected(x, weight, None)) < tolerance
+    for few, b in ((rows - 1, None), (rows, bias)):
+        out = linear.linear_sums(x[:few], weight, b, total[:few])
+        assert relative_error(out, _expected(x[:few], weight, b)) < tolerance
+
+
 def test_chosen_by_shape():
     def reason(in_width, out_width, device="cuda", dtype="bfloat16"):
         return LINEAR.reason_against("triton", KernelQuery(device, dtype, (9, 0), {"in_width": in_width, "out_width": out_width}))

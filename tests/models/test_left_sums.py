@@ -1,4 +1,5 @@
-"""Products that leave sums for the norm after them, as kernels that share the inputs do: the model computes the same."""
+"""Products that leave sums for the norm after them, as kernels that share the inputs do, or add to the residual themselves: the model
+computes the same."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def decode(harness: Harness) -> torch.Tensor:
 def test_logits(case: str, monkeypatch: pytest.MonkeyPatch):
     expected, left = decode(build(case)), []
 
-    def leave_halves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def leave_halves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
         half = x.shape[1] // 2
         left.append(torch.stack([reference.linear(x[:, :half], weight[:, :half], bias), reference.linear(x[:, half:], weight[:, half:], None)]))
         return left[-1]
@@ -40,6 +41,23 @@ def test_logits(case: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LINEAR_SUMS, "choose", lambda query: leave_halves)
     torch.testing.assert_close(decode(build(case)), expected, atol=1e-5, rtol=1e-4)
     assert bool(left) == LEAVES[case]
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_logits_of_products_added_in_place(case: str, monkeypatch: pytest.MonkeyPatch):
+    expected, added = decode(build(case)), []
+
+    def add_to_residual(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor | None:
+        out = reference.linear(x, weight, bias)
+        added.append(residual is not None)
+        if residual is None:
+            return out
+        residual.add_(out)
+        return None
+
+    monkeypatch.setattr(LINEAR_SUMS, "choose", lambda query: add_to_residual)
+    assert torch.equal(decode(build(case)), expected)
+    assert any(added) == LEAVES[case]
 
 
 @pytest.mark.cuda

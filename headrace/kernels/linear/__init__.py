@@ -6,8 +6,9 @@ LINEAR = Operation("linear kernel")
 """``linear(x [T, I], weight [O, I], bias [O] | None) -> [T, O]`` in x's dtype."""
 
 LINEAR_SUMS = Operation("linear kernel that may leave sums")
-"""``linear_sums(x [T, I], weight [O, I], bias [O] | None) -> [T, O]`` in x's dtype, or float32 [S, T, O] to be added up, as
-`ADD_RMS_NORM` does: where outputs are few, programs share the inputs."""
+"""``linear_sums(x [T, I], weight [O, I], bias [O] | None, residual [T, O] | None) -> [T, O]`` in x's dtype, or float32 [S, T, O]
+to be added up, as `ADD_RMS_NORM` does: where outputs are few, programs share the inputs. Or None: the product, in float32, has
+been added to the residual in place, which spares the norm after it a tensor to read and one to write: where rows are many."""
 
 GATED_LINEAR = Operation("gated linear kernel")
 """``gated_linear(x [T, I], weight [2F, I], bias [2F] | None, activation) -> [T, F] | None``: ``activation(gate) * up`` of a weight
@@ -16,7 +17,7 @@ that stacks gate and up, each rounded to x's dtype as if stored; None where two 
 
 LINEAR.add("reference", "headrace.kernels.linear.reference:linear", doc="torch's own GEMM")
 
-LINEAR_SUMS.add("reference", "headrace.kernels.linear.reference:linear", doc="torch's own GEMM")
+LINEAR_SUMS.add("reference", "headrace.kernels.linear.reference:linear_sums", doc="torch's own GEMM")
 GATED_LINEAR.add("reference", "headrace.kernels.linear.reference:gated_linear", doc="torch's own GEMM, then the activation")
 
 MOST_OUTPUTS = 2**16
@@ -41,11 +42,11 @@ def _reason_against_tiles(query: KernelQuery) -> str | None:
 
 for _operation, _name in ((LINEAR, "linear"), (LINEAR_SUMS, "linear_sums")):
     _operation.add(
-        "triton", "headrace.kernels.linear.triton:linear", supports=lambda q: _in_half(q) or _reason_against_shape(q), priority=10,
+        "triton", f"headrace.kernels.linear.triton:{_name}", supports=lambda q: _in_half(q) or _reason_against_shape(q), priority=10,
         doc="GEMV for one row or two, skinny GEMM for up to 8, torch beyond",
     )
     _operation.add(
-        "triton_pdl", "headrace.kernels.linear.triton:linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
+        "triton_pdl", f"headrace.kernels.linear.triton:{_name}_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
         doc="with dependent launch",
     )
     _operation.add(

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.linear.triton import gemv_rows, linear_pdl
+from headrace.kernels.linear.triton import gemv_rows, linear_pdl, linear_sums_pdl
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
@@ -229,9 +229,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return linear_pdl(x, weight, bias) if tile is None else multiply(x, weight, bias, tile)
 
 
-def linear_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None) -> torch.Tensor | None:
     """See `LINEAR_SUMS`."""
     rows, num_weights = x.shape[0], weight.numel()
+    if rows > MOST_ROWS:
+        return linear_sums_pdl(x, weight, bias, residual)
     takes_sums = bias is None and rows > gemv_rows(num_weights) and _is_describable(x, weight)
     tile = choose_sums_tile(rows, *weight.shape) if takes_sums else None
     return linear(x, weight, bias) if tile is None else multiply(x, weight, None, tile)

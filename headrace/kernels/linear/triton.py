@@ -19,6 +19,9 @@ MOST_GEMV_WEIGHTS = 2**24
 MOST_SKINNY_WEIGHTS = 2**26
 """Of a larger weight torch's own GEMM reads at the speed of memory already when there is more than one row."""
 
+LEAST_ADDED_ROWS = 1024
+"""From so many rows on a product is added to the residual as it is stored."""
+
 
 def gemv_rows(num_weights: int) -> int:
     """Up to how many rows the GEMV is the fastest; measured on an H200."""
@@ -171,4 +174,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, 
     return (gemv if rows <= for_gemv else skinny)(x, weight, bias, pdl=pdl)
 
 
-linear_pdl = partial(linear, pdl=True)
+def linear_sums(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None, *, pdl: bool = False
+) -> torch.Tensor | None:
+    """See `LINEAR_SUMS`."""
+    if residual is None or bias is not None or x.shape[0] < LEAST_ADDED_ROWS:
+        return linear(x, weight, bias, pdl=pdl)
+    residual.addmm_(x, weight.t())
+    return None
+
+
+linear_pdl, linear_sums_pdl = partial(linear, pdl=True), partial(linear_sums, pdl=True)

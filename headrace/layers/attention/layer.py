@@ -76,13 +76,18 @@ class Attention(AttentionLayer):
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         return self._attend(self.qkv(x), batch)
 
-    def after_norm(self, norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, *batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def onto(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
+        return self._attend(self.qkv(x), batch, residual if batch.queries is None else None)
+
+    def after_norm(
+        self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None, *batch: ForwardBatch
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         if not self.qkv.can_join(norm, x, residual):
             return super().after_norm(norm, x, residual, *batch)
         qkv, residual = self.qkv.join(norm, x, residual)
         return self._attend(qkv, *batch), residual
 
-    def _attend(self, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def _attend(self, qkv: torch.Tensor, batch: ForwardBatch, residual: torch.Tensor | None = None) -> torch.Tensor | None:
         pages, step = self.pages, batch.groups[self.group]
         if self.spec.qk_norm == "full":
             q, k, v = qkv.split(self.widths, dim=-1)
@@ -91,4 +96,4 @@ class Attention(AttentionLayer):
         q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v)
         if batch.queries is not None:
             q = q.index_select(0, batch.queries)
-        return self.output(step.backend.attend(q, pages, self.params).flatten(1))
+        return self.output(step.backend.attend(q, pages, self.params).flatten(1), residual)

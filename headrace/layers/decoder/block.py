@@ -40,8 +40,8 @@ class DecoderBlock(nn.Module):
             for branch in (self.attention, self.mlp):
                 branch.leave_sums()
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` [T, D] (or sums of it, see `RmsNorm.add`) is the previous block's last branch, still to be added to ``residual``;
+    def forward(self, x: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """``x`` [T, D] (or sums of it, or None, see `RmsNorm.add`) is the previous block's last branch, still to be added to ``residual``;
         returns the same pair, of [S, D] when the batch has S ``queries``."""
         x, residual = self.attention.after_norm(self.attention_norm, x, residual, batch)
         if batch.queries is not None:
@@ -52,5 +52,5 @@ class DecoderBlock(nn.Module):
         x, residual = self.mlp.after_norm(self.mlp_norm, x, residual)
         return self._scale(self.mlp_post_norm(x)), residual
 
-    def _scale(self, x: torch.Tensor) -> torch.Tensor:
+    def _scale(self, x: torch.Tensor | None) -> torch.Tensor | None:
         return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
