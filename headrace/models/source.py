@@ -26,7 +26,7 @@ class ModelSource:
     first of a split one). ``config`` is the config.json dict (made from metadata for GGUF), ``generation_config`` that
     of generation_config.json or {}. ``architecture`` is ``config["architectures"][0]``. ``name`` is what to call the
     model: the name typed, or the folder's or file's own. ``weight_files`` is empty when there are none and random
-    weights were asked for. ``gguf_metadata`` has the file's constant tensors too, as float32 arrays under their names;
+    weights were asked for. ``gguf_metadata`` has the file's constant tensors too, as lists of numbers under their names;
     ``gguf_tensors`` says where all of them lie."""
 
     name: str

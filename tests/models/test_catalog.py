@@ -73,7 +73,7 @@ def out_of_tree(monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint(name, value, catalog.ENTRY_POINT_GROUP)
         for name, value in {"llama": "no_such_module_at_all:FAMILY", "broken": "no_such_module_at_all:FAMILY", "old": f"{__name__}:OLD", "wrong": f"{__name__}:WRONG", "good": f"{__name__}:GOOD"}.items()
     ]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    monkeypatch.setattr("headrace.base.registry.installed_points", lambda group: points)
     registry: Registry[Family] = Registry("model family")
     registry.add("llama", "headrace.models.llama.family:FAMILY")
     monkeypatch.setattr(catalog, "FAMILIES", registry)

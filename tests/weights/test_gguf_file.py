@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from array import array
 
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import WeightError
@@ -51,7 +52,7 @@ def test_reads_what_the_gguf_package_reads(tmp_path, alignment):
         if name.startswith("GGUF."):
             continue
         value, expected = header.metadata[name], field.contents()
-        if isinstance(value, np.ndarray):
+        if isinstance(value, array):
             assert value.tolist() == expected
         elif isinstance(value, float):
             assert value == pytest.approx(expected, rel=1e-7)
@@ -69,6 +70,30 @@ def test_float32_scalars_are_the_decimals_that_were_written(tiny):
     assert read_gguf_metadata(tiny)["llama.attention.layer_norm_rms_epsilon"] == 1e-5
 
 
+@given(st.floats(width=32, allow_nan=False, allow_subnormal=False))
+@example(3.4028234663852886e38)
+@example(2.0**-126)
+@example(float("inf"))
+def test_float32_scalars_are_numpys_shortest_decimals(tmp_path_factory, value):
+    path = tmp_path_factory.getbasetemp() / "scalar.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x" + struct.pack("<If", 6, value))
+    read = read_gguf_metadata(path)["x"]
+    assert np.float32(read) == np.float32(value) and len(repr(read)) <= len(repr(float(str(np.float32(value))))) + 1
+
+
+@pytest.mark.parametrize(("type_id", "letter", "values"), [
+    (0, "B", [0, 255]), (1, "b", [-128, 127]), (2, "H", [65535]), (3, "h", [-32768]), (4, "I", [2**32 - 1]), (5, "i", [-(2**31)]),
+    (6, "f", [0.5, -3.0]), (7, "?", [True, False]), (10, "Q", [2**64 - 1]), (11, "q", [-(2**63)]), (12, "d", [1e300]),
+])
+def test_reads_every_type_of_number(tmp_path, type_id, letter, values):
+    path, head = tmp_path / "numbers.gguf", b"GGUF" + struct.pack("<IQQ", 3, 0, 2)
+    many = struct.pack("<Q", 1) + b"m" + struct.pack("<IIQ", 9, type_id, len(values)) + struct.pack(f"<{len(values)}{letter}", *values)
+    path.write_bytes(head + many + struct.pack("<Q", 1) + b"o" + struct.pack("<I", type_id) + struct.pack("<" + letter, values[0]))
+    metadata = read_gguf_metadata(path)
+    assert list(metadata["m"]) == values and metadata["o"] == values[0]
+    assert [type(value) for value in (*metadata["m"], metadata["o"])] == [type(values[0])] * (len(values) + 1)
+
+
 def test_reads_nested_and_empty_arrays(tmp_path):
     def text(value):
         return struct.pack("<Q", len(value)) + value
@@ -78,13 +103,13 @@ def test_reads_nested_and_empty_arrays(tmp_path):
     path = tmp_path / "nested.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + body)
     metadata = read_gguf_metadata(path)
-    assert metadata["n"][0].tolist() == [1, -2, 3] and metadata["n"][1] == ["deep"] and metadata["e"] == []
+    assert list(metadata["n"][0]) == [1, -2, 3] and metadata["n"][1] == ["deep"] and metadata["e"] == []
 
 
 def test_reads_small_constants(tiny):
     tensors = {tensor.name: tensor for tensor in read_gguf_header(tiny).tensors}
-    assert read_floats(tensors["blk.0.attn_norm.weight"]).tolist() == [1.0, 1.0, 1.0]
-    assert read_floats(tensors["blk.0.attn_q.weight"]).tolist() == [0, 1, 2, 3, 4, 5]
+    assert read_floats(tensors["blk.0.attn_norm.weight"]) == [1.0, 1.0, 1.0]
+    assert read_floats(tensors["blk.0.attn_q.weight"]) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

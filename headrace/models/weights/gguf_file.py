@@ -1,7 +1,8 @@
 """Reads the header of a GGUF file: metadata and where each tensor lies. Torch-free, and fast on large vocabularies.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and offset is checked against the file
-size before use. Refuses big-endian files and GGUF version 1; dequantising is done elsewhere.
+size before use. Refuses big-endian files and GGUF version 1; dequantising is done elsewhere. Without numpy, which the
+HTTP process needs for nothing else.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import sys
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from headrace.base.errors import WeightError
 
@@ -30,10 +31,9 @@ CONSTANT_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_facto
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
-_SCALARS = {
-    0: np.dtype("<u1"), 1: np.dtype("<i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"), 5: np.dtype("<i4"),
-    6: np.dtype("<f4"), 7: np.dtype("?"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
-}
+_BOOL = "?"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: _BOOL, 10: "Q", 11: "q", 12: "d"}
+"""Value types by `struct`'s letters, which are `array`'s, too, but for truth values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class GgufTensor:
 @dataclass(frozen=True)
 class GgufHeader:
     """A parsed header. ``metadata`` has scalars and strings as Python values, arrays of strings as lists of str, arrays
-    of numbers as numpy arrays; ``tensors`` are in file order; ``file_bytes`` is the size of the file."""
+    of numbers as `array.array`; ``tensors`` are in file order; ``file_bytes`` is the size of the file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -78,18 +78,25 @@ def read_gguf_header(path: Path | str) -> GgufHeader:
         raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def read_floats(tensor: GgufTensor) -> np.ndarray:
-    """The values of a small unquantised tensor as float32 [size]; raises `WeightError` for any other type."""
-    dtype = {0: np.dtype("<f4"), 1: np.dtype("<f2")}.get(tensor.type_id)
+def read_floats(tensor: GgufTensor) -> list[float]:
+    """The values of a small unquantised tensor, in the order they lie; raises `WeightError` for any other type."""
+    letter = {0: "f", 1: "e"}.get(tensor.type_id)
     count = math.prod(tensor.shape)
-    if dtype is None or count > MAX_CONSTANT_SIZE:
+    if letter is None or count > MAX_CONSTANT_SIZE:
         raise WeightError(f"{tensor.path}: {tensor.name} should be a small float tensor; it has type {tensor.type_id}, shape {tensor.shape}")
+    layout = struct.Struct(f"<{count}{letter}")
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
-        data = file.read(count * dtype.itemsize)
-    if len(data) < count * dtype.itemsize:
+        data = file.read(layout.size)
+    if len(data) < layout.size:
         raise WeightError(f"{tensor.path} is truncated inside {tensor.name}; fetch the file again")
-    return np.frombuffer(data, dtype).astype(np.float32)
+    return list(layout.unpack(data))
+
+
+def _as_written(value: float) -> float:
+    """The shortest decimal that rounds to the same float32: 1e-05 was written, not 9.999999747378752e-06."""
+    shorter = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    return next((f for f in shorter if struct.pack("<f", f) == struct.pack("<f", value)), value)
 
 
 class _Reader:
@@ -159,13 +166,11 @@ class _Reader:
             return self._read_string(key)
         if type_id == _ARRAY:
             return self._read_array(key, depth)
-        dtype = self._scalar(key, type_id)
-        start = self._advance(dtype.itemsize, key)
-        value = np.frombuffer(self._data[start : self._at], dtype)[0]
-        # The shortest decimal that rounds to the same float32: 1e-05 was written, not 9.999999747378752e-06.
-        return float(str(value)) if type_id == _FLOAT32 else value.item()
+        layout = struct.Struct("<" + self._letter(key, type_id))
+        value = layout.unpack_from(self._data, self._advance(layout.size, key))[0]
+        return _as_written(value) if type_id == _FLOAT32 else value
 
-    def _scalar(self, key: str, type_id: int) -> np.dtype[Any]:
+    def _letter(self, key: str, type_id: int) -> str:
         if type_id not in _SCALARS:
             raise self._corrupt(f"{key} has unknown value type {type_id}")
         return _SCALARS[type_id]
@@ -178,10 +183,14 @@ class _Reader:
             if depth >= MAX_ARRAY_DEPTH:
                 raise self._corrupt(f"{key} nests arrays deeper than {MAX_ARRAY_DEPTH}")
             return [self._read_array(key, depth + 1) for _ in range(self._read_count(key, 12))]
-        dtype = self._scalar(key, type_id)
-        count = self._read_count(key, dtype.itemsize)
-        start = self._advance(count * dtype.itemsize, key)
-        return np.frombuffer(self._data[start : self._at], dtype)
+        letter = self._letter(key, type_id)
+        item_bytes = struct.calcsize("<" + letter)
+        count = self._read_count(key, item_bytes)
+        start = self._advance(count * item_bytes, key)
+        values = array("B" if letter == _BOOL else letter, self._data[start : self._at])
+        if sys.byteorder == "big":
+            values.byteswap()
+        return [bool(value) for value in values] if letter == _BOOL else values
 
     def _read_strings(self, key: str, count: int) -> list[str]:
         # The hot loop: vocabularies hold 10^5 strings. One bounds check per string, on local names.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import TypeVar
 
 from headrace.base.errors import ConfigError
 from headrace.base.messages import ModelFacts
-from headrace.base.registry import Registry
+from headrace.base.registry import Registry, installed_points
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, visible_texts
 from headrace.service.parsing.formats import ALIASES, REASONING_FORMATS, TOOL_FORMATS
 from headrace.service.tokenization import Tokenizer
@@ -99,7 +98,7 @@ def _find(name: str, registry: Registry[T], group: str, param: str) -> T | None:
     plain = plain if plain in registry else ALIASES.get(plain.replace("_", ""), ALIASES.get(plain, plain))
     if plain in registry:
         return registry.load(plain)
-    for entry in entry_points(group=group, name=name):
+    for entry in installed_points(group).select(name=name):
         found: T = entry.load()
         return found
     raise ConfigError(f"{param} must be {AUTO}, {NONE}, or one of {', '.join(sorted(registry.names()))}; got {name!r}", param=param)

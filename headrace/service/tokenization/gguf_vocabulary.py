@@ -94,7 +94,7 @@ def _merges(metadata: dict[str, Any]) -> list[tuple[str, str]] | None:
 
 def _types(metadata: dict[str, Any]) -> list[int]:
     types = metadata.get("tokenizer.ggml.token_type")
-    return [NORMAL] * len(metadata["tokenizer.ggml.tokens"]) if types is None else [int(kind) for kind in types]
+    return [NORMAL] * len(metadata["tokenizer.ggml.tokens"]) if types is None else list(types)
 
 
 def _build_pieces(metadata: dict[str, Any], algorithm: str) -> Tokenizer:
@@ -102,7 +102,7 @@ def _build_pieces(metadata: dict[str, Any], algorithm: str) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
     return build_sentencepiece(PieceVocabulary(
-        pieces=tokens, scores=[-float(i) for i in range(len(tokens))] if scores is None else [float(s) for s in scores],
+        pieces=tokens, scores=[-float(i) for i in range(len(tokens))] if scores is None else list(scores),
         types=_types(metadata), add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)), algorithm=algorithm,
         merges=_merges(metadata), unk_id=metadata.get("tokenizer.ggml.unknown_token_id"),
         charsmap=b"" if charsmap is None else bytes(bytearray(int(b) & 0xFF for b in charsmap)),

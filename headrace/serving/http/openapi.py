@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from msgspec.json import schema_components
-
 from starlette.requests import Request
 from starlette.responses import Response
 

@@ -181,6 +181,6 @@ async def test_two_thousand_requests_leave_nothing_behind(app, client):
     assert app.state.context.metrics.http_active._value.get() == 0
 
 
-def test_the_application_imports_no_torch():
-    code = "import sys, headrace.serving.http.app, headrace.serving.http.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+def test_the_application_imports_nothing_heavy():
+    code = "import sys, headrace.serving.http.app, headrace.serving.http.server; print({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True).stdout == "set()\n"
