@@ -15,6 +15,7 @@ from headrace.base.grammar import Grammar
 from headrace.execution.structured.constraint import Constraint
 from headrace.execution.structured.exact import inexactness
 from headrace.execution.structured.json_states import count_blanks
+from headrace.execution.structured.reach import Reach
 from headrace.execution.structured.reading import read_automaton
 
 pytest.importorskip("xgrammar")
@@ -118,7 +119,7 @@ schemas = st.recursive(
 @given(schemas, st.integers(0, 999))
 def test_masks_of_states_of_any_schema(schema: Any, seed: int):
     grammar = Grammar.json_schema({"type": "array", "items": schema})
-    if read_automaton(grammar, 2, count_blanks) is None:
+    if read_automaton(grammar, Reach(TOKENS), count_blanks) is None:
         return
     for name in ("xgrammar", "llguidance"):
         if name == "llguidance" or inexactness(grammar) is None:
@@ -155,4 +156,4 @@ def test_masks_of_tags(by: str, name: str):
     tagged(("<a>é", CALL, "</a>")), tagged(("<a>", CALL, "</a>"), stop_after_first=True), tagged(("<ab>", CALL, "x"), ("b>", CALL, "y"), triggers=("<ab>", "b>")),
 ])  # fmt: skip
 def test_tags_that_are_not_read(grammar: Grammar):
-    assert read_automaton(grammar, 2, count_blanks) is None
+    assert read_automaton(grammar, Reach(TOKENS), count_blanks) is None

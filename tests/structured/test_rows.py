@@ -229,6 +229,7 @@ class StateGrammar(CountGrammar):
 
 
 class Counting:
+    classes = None
     start = 0
 
     def advance(self, inside: int, byte: int) -> int:

@@ -8,11 +8,11 @@ matters are not read (``json_values.py``).
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from headrace.execution.structured.json_values import Listing, Number, Place, Record, Text
+from headrace.execution.structured.reach import Reach
 
 Within = tuple[Any, ...] | None
 """None around the whole, else ``(what that is within, record, names)`` or ``(what that is within, listing, number of items)``."""
@@ -29,12 +29,7 @@ OTHER = "*"
 _BLANKS = b" \n\r\t"
 _ENDS = b"]}"
 _WORDS = (b"true", b"false", b"null")
-_ITEM = re.compile(rb"(?<!,),(?!,)")
 
-
-def count_reach(tokens: Iterable[bytes]) -> int:
-    """Items of an array that a token may go beyond, at most: commas between values have no comma beside them."""
-    return max((len(_ITEM.findall(token)) for token in tokens if b"," in token), default=0) + 2
 
 
 def count_blanks(blanks: bytes, byte: int) -> bytes:
@@ -48,9 +43,11 @@ def count_indentation(blanks: bytes, byte: int) -> bytes:
 
 
 class JsonAutomaton:
-    """An `Automaton`. ``reach``: see `count_reach`. ``count``: `count_blanks` or `count_indentation`."""
+    """An `Automaton`. ``count``: `count_blanks` or `count_indentation`."""
 
-    def __init__(self, place: Place, reach: int, count: Callable[[bytes, int], bytes]):
+    classes = None
+
+    def __init__(self, place: Place, reach: Reach, count: Callable[[bytes, int], bytes]):
         self.start: Inside = (None, "value", (place, b""))
         self._reach, self._count_blanks = reach, count
         self._phases: dict[str, Callable[[Within, Any, int], Inside | None]] = {
@@ -64,9 +61,22 @@ class JsonAutomaton:
         return self._phases[phase](within, written, byte)
 
     def summarise(self, inside: Inside) -> Inside:
-        """See `Automaton`. Numbers of items mean nothing while no token reaches one that is a bound."""
+        """See `Automaton`. Numbers of items or characters mean nothing while no token reaches one that is a bound."""
         within, phase, written = inside
+        if phase == "text" and written[0].limits is not None:
+            text, so_far, tail = written
+            written = text, self._round_text(text, *so_far), tail
         return self._round(within), phase, written
+
+    def _round_text(self, text: Text, inside: Any, length: int) -> tuple[Any, int | str]:
+        """Where both a pattern and lengths bind a string, what one needs may be more than the other leaves, however far away."""
+        least, most = text.limits or (0, 0)
+        if text.pattern is not None:
+            return (inside, length) if least or most else (text.pattern.summarise(inside), length)
+        furthest = length + self._reach.longest
+        if furthest < least:
+            return inside, "before"
+        return inside, "past" if length >= least and (not most or furthest < most) else length
 
     def weigh(self, inside: Inside) -> int:
         """See `Automaton`."""
@@ -76,7 +86,7 @@ class JsonAutomaton:
         if within is None:
             return None
         outer, what, done = within
-        if isinstance(what, Listing) and not any(done < bound <= done + self._reach for bound in what.bounds):
+        if isinstance(what, Listing) and not any(done < bound <= done + self._reach.items for bound in what.bounds):
             done = "about", sum(bound <= done for bound in what.bounds)
         return self._round(outer), what, done
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.execution.structured.exact import ANNOTATIONS
+from headrace.execution.structured.reach import Reach
 from headrace.execution.structured.regex_states import RegexAutomaton, read_regex
 
 TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
@@ -15,7 +16,7 @@ SCALARS = {
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"}),
 }
 KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const"}).union(*SCALARS.values())
-MAX_LENGTH = 256
+MAX_LENGTH = 4096
 """Of strings whose characters are counted one by one."""
 
 
@@ -68,14 +69,14 @@ class Listing:
     bounds: frozenset[int] = frozenset()
 
 
-def read_place(schema: Any) -> Place:
+def read_place(schema: Any, reach: Reach) -> Place:
     """The place of a whole output; raises `NotReadError`."""
-    return _Reader(schema).read(schema)
+    return _Reader(schema, reach).read(schema)
 
 
 class _Reader:
-    def __init__(self, root: Any):
-        self._root = root
+    def __init__(self, root: Any, reach: Reach):
+        self._root, self._reach = root, reach
         self._known: dict[int, Place] = {}
 
     def read(self, schema: Any) -> Place:
@@ -144,7 +145,7 @@ class _Reader:
                 items = self.read(schema.get("items", True))
                 _fill(place, "listing", Listing(items, frozenset(bounds)))
             case "string":
-                _fill(place, "text", _read_text(schema))
+                _fill(place, "text", _read_text(schema, self._reach))
             case "integer" | "number":
                 _fill(place, "number", Number(is_free=not schema.keys() & SCALARS["number"]))
             case "boolean" | "null":
@@ -163,7 +164,7 @@ def _fill(place: Place, name: str, value: Any) -> None:
     setattr(place, name, value)
 
 
-def _read_text(schema: dict[str, Any]) -> Text:
+def _read_text(schema: dict[str, Any], reach: Reach) -> Text:
     keys = schema.keys() & SCALARS["string"]
     if not keys:
         return Text(is_free=True)
@@ -171,7 +172,7 @@ def _read_text(schema: dict[str, Any]) -> Text:
     if "format" in keys:
         return Text(is_free=False)
     if "pattern" in keys:
-        pattern = _read_pattern(schema["pattern"])
+        pattern = _read_pattern(schema["pattern"], reach)
         if pattern is None:
             return Text(is_free=False)
     least, most = schema.get("minLength", 0), schema.get("maxLength", 0)
@@ -180,11 +181,11 @@ def _read_text(schema: dict[str, Any]) -> Text:
     return Text(is_free=False, pattern=pattern, limits=(least, most) if keys & {"minLength", "maxLength"} else (0, 0))
 
 
-def _read_pattern(pattern: Any) -> RegexAutomaton | None:
+def _read_pattern(pattern: Any, reach: Reach) -> RegexAutomaton | None:
     """Of an expression for a whole string. Anchors that bind one branch of it alone are not read."""
     if not isinstance(pattern, str) or not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
         return None
-    return None if "|" in pattern and not _is_bound(pattern[1:-1]) else read_regex(pattern[1:-1])
+    return None if "|" in pattern and not _is_bound(pattern[1:-1]) else read_regex(pattern[1:-1], reach, is_quoted=True)
 
 
 def _is_bound(pattern: str) -> bool:

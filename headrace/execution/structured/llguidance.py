@@ -19,8 +19,9 @@ from llguidance.gbnf_to_lark import any_to_lark
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.bounds import check_ebnf, check_regex
-from headrace.execution.structured.json_states import count_indentation, count_reach
+from headrace.execution.structured.json_states import count_indentation
 from headrace.execution.structured.lark import HEADER, embed_json, quote, slash
+from headrace.execution.structured.reach import Reach
 from headrace.execution.structured.reading import read_automaton
 from headrace.execution.structured.schema import check_schema
 from headrace.execution.structured.states import States
@@ -105,7 +106,7 @@ class GuidanceLibrary:
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(face), eos_token=list(eos_ids))
         face.split_greedily = self._tokenizer.greedy_tokenize
         self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(face.tokens)]
-        self._reach = count_reach(self._tokens)
+        self._reach = Reach(self._tokens)
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = llguidance.LLExecutor(num_threads=self._num_threads)

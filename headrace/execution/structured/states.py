@@ -17,6 +17,8 @@ class Automaton(Protocol):
     futures."""
 
     start: Hashable
+    classes: bytes | None
+    """For each byte one that may be put in its place, whatever the inside; None where nothing is known of that."""
 
     def advance(self, inside: Hashable, byte: int) -> Hashable | None:
         """The inside after one more byte; None where it cannot tell."""
@@ -44,7 +46,7 @@ class States:
 
     def __init__(self, automaton: Automaton, tokens: list[bytes], *, max_weight: int = MAX_WEIGHT):
         self._automaton, self._tokens, self._max_weight, self._weight = automaton, tokens, max_weight, 0
-        self._states: dict[Hashable, State] = {}
+        self._classes, self._states = automaton.classes, dict[Hashable, State]()
         self._mask_keys: dict[Hashable, object] = {}
         self.start = self._find(automaton.start)
 
@@ -56,7 +58,7 @@ class States:
         text = self._tokens[token] if token < len(self._tokens) else b""
         if not text:
             return None
-        for byte in text:
+        for byte in text if self._classes is None else text.translate(self._classes):
             following = state.next
             after = following[byte] if byte in following else self._advance(state, byte)
             if after is None:

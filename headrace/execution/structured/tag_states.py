@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.execution.structured.json_states import JsonAutomaton, follow_text
 from headrace.execution.structured.json_values import NotReadError, read_place
+from headrace.execution.structured.reach import Reach
 
 MAX_TAGS = 64
 PARTS = {"type", "begin", "content", "end"}
@@ -32,6 +33,7 @@ class TagAutomaton:
     """An `Automaton`. ``triggers``: after one of them a tag must follow that begins with it."""
 
     start: Inside = ("text", -1, b"")
+    classes = None
 
     def __init__(self, triggers: list[bytes], tags: list[Tag]):
         self._triggers, self._tags = triggers, tags
@@ -82,8 +84,8 @@ class TagAutomaton:
         return ("end", place, written) if tag.end.startswith(written) else None
 
 
-def read_tags(format_: Any, reach: int, count: Callable[[bytes, int], bytes]) -> TagAutomaton:
-    """The automaton of a format; raises `NotReadError`. ``reach`` and ``count``: see `JsonAutomaton`."""
+def read_tags(format_: Any, reach: Reach, count: Callable[[bytes, int], bytes]) -> TagAutomaton:
+    """The automaton of a format; raises `NotReadError`. ``count``: see `JsonAutomaton`."""
     if not isinstance(format_, dict) or format_.keys() != {"type", "triggers", "tags"} or format_["type"] != "triggered_tags":
         raise NotReadError
     triggers = [_read_ascii(trigger) for trigger in format_["triggers"]]
@@ -94,13 +96,13 @@ def read_tags(format_: Any, reach: int, count: Callable[[bytes, int], bytes]) ->
     return TagAutomaton(triggers, tags)
 
 
-def _read_tag(tag: Any, reach: int, count: Callable[[bytes, int], bytes]) -> Tag:
+def _read_tag(tag: Any, reach: Reach, count: Callable[[bytes, int], bytes]) -> Tag:
     if not isinstance(tag, dict) or tag.keys() | {"type"} != PARTS or tag.get("type", "tag") != "tag":
         raise NotReadError
     content = tag["content"]
     if not isinstance(content, dict) or content.keys() != {"type", "json_schema"} or content["type"] != "json_schema":
         raise NotReadError
-    begin, end, place = _read_ascii(tag["begin"]), _read_ascii(tag["end"]), read_place(content["json_schema"])
+    begin, end, place = _read_ascii(tag["begin"]), _read_ascii(tag["end"]), read_place(content["json_schema"], reach)
     if place.number is not None or end[:1].isspace():  # what ends a number may be the end
         raise NotReadError
     return Tag(begin, JsonAutomaton(place, reach, count), end)

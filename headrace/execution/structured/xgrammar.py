@@ -17,9 +17,10 @@ import xgrammar
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.exact_tags import texts_of, word_tag
-from headrace.execution.structured.json_states import count_blanks, count_reach
+from headrace.execution.structured.json_states import count_blanks
 from headrace.execution.structured.library import LeftToOthers
 from headrace.execution.structured.plain import PlainTokens, find_plain, read_breaks
+from headrace.execution.structured.reach import Reach
 from headrace.execution.structured.reading import read_automaton
 from headrace.execution.structured.states import States
 
@@ -72,7 +73,7 @@ class XgrammarLibrary:
         specials = [vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(vocabulary.tokens)]
         self._special_texts = [text for text in specials if text]
         tokens = self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens[:vocab_size])]
-        self._reach = count_reach(tokens)
+        self._reach = Reach(tokens)
         info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_ids))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
