@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
 ENDPOINTS = (
-    *chat.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS, *ollama.ENDPOINTS, *ollama_embeddings.ENDPOINTS,
-    *completions.ENDPOINTS, *embeddings.ENDPOINTS,
+    *chat.ENDPOINTS, *completions.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS,  # looked through in order: the busiest come first
+    *embeddings.ENDPOINTS, *ollama.ENDPOINTS, *ollama_embeddings.ENDPOINTS,
     *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *admin.ENDPOINTS, *upkeep.ENDPOINTS, *health.ENDPOINTS,
 )
 

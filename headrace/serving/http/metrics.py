@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -59,8 +59,8 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
 
 
-class TokenHistogram(Collector):
-    """A histogram for what is observed with every token, in one event loop alone: no lock, no labels."""
+class LoopHistogram(Collector):
+    """A histogram of what is observed in one event loop alone, some of it with every token: no lock, no labels."""
 
     def __init__(self, name: str, doc: str, buckets: tuple[float, ...]):
         self._name, self._doc, self._buckets = name, doc, buckets
@@ -87,8 +87,7 @@ class Metrics:
         self.finished = self._counter("requests_finished", "Choices that ended, by finish reason.", ("finish_reason",))
         self.first_token = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first output.", LATENCY_S)
         self.queue_time = self._histogram("queue_time_seconds", "From a choice's arrival at the engine to its first step.", LATENCY_S)
-        self.inter_token = TokenHistogram("headrace_inter_token_latency_seconds", "Between two outputs of a choice, per token.", LATENCY_S)
-        self.registry.register(self.inter_token)
+        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two outputs of a choice, per token.", LATENCY_S)
         self.end_to_end = self._histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its last choice.", LATENCY_S)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length of a request.", TOKENS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Output length of a choice.", TOKENS)
@@ -99,8 +98,10 @@ class Metrics:
     def _counter(self, name: str, doc: str, labels: tuple[str, ...]) -> Counter:
         return Counter(f"headrace_{name}", doc, labels, registry=self.registry)
 
-    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"headrace_{name}", doc, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> LoopHistogram:
+        made = LoopHistogram(f"headrace_{name}", doc, buckets)
+        self.registry.register(made)
+        return made
 
     def render(self, stats: EngineStats, *, is_ready: bool) -> bytes:
         """The Prometheus text of this moment."""
