@@ -12,6 +12,11 @@ struct PageStrides {
   int64_t page, token, head;
 };
 
+// Partial results of some rows: the largest logit of each, the sum of e^(logit - largest), and the sum of values so weighted.
+struct Partial {
+  float *top = nullptr, *total = nullptr, *sums = nullptr;  // [M], [M], [M, padded V]
+};
+
 struct Attention {
   const void* q;  // [T, H, E]: tokens q_stride apart, heads E apart
   int64_t q_stride;
@@ -28,7 +33,7 @@ struct Attention {
   float scale, softcap;
   int64_t window;      // 0: all
   const float* sinks;  // [H], or null
-  float* partial;      // where a tile of all rows leaves its partial result, see `partial_size`, instead of `out`; or null
+  Partial partial;     // where tiles leave the partial results of a request's rows instead of `out`, if there is room
 
   int64_t group() const { return num_heads / num_kv_heads; }
 };
@@ -45,11 +50,16 @@ struct KeyRange {
   int64_t request, first_head, num_heads, first, last;
 };
 
-// A partial result, per query head: the largest logit, the sum of e^(logit - largest), and the sum of values so
-// weighted. All tops come first, then all sums, then the values.
-inline int64_t partial_size(const Attention& a, int64_t num_kv_heads) {
-  return padded(2 * num_kv_heads * a.group()) + num_kv_heads * a.group() * padded(a.value_dim);
+// Partial results of `num_rows` rows lie together: all tops, all sums of weights, then the sums of values.
+inline int64_t partial_size(const Attention& a, int64_t num_rows) { return padded(2 * num_rows) + num_rows * padded(a.value_dim); }
+inline Partial partial_at(const Attention& a, float* start, int64_t num_rows, int64_t first = 0) {
+  return {start + first, start + num_rows + first, start + padded(2 * num_rows) + first * padded(a.value_dim)};
 }
+
+// Row r is of query token `token` + r / per_token, and of its query head `head` + r % per_token.
+struct PartialRows {
+  int64_t token, head, per_token, count;
+};
 
 // Query rows of one request and kv head: row r is query token r / G and head r % G of the group.
 struct Tile {
@@ -59,8 +69,8 @@ struct Tile {
 struct AttentionKernels {
   void (*decode)(const Attention& a, const KeyRange& range, float* partial, float* scratch);
   int64_t (*decode_scratch)(const Attention& a, int64_t num_kv_heads);
-  void (*merge)(const Attention& a, int64_t num_kv_heads, float* into, const float* from);
-  void (*finish)(const Attention& a, const KeyRange& range, float* partial);  // sinks, division, to `out`
+  void (*merge)(const Attention& a, int64_t num_rows, const Partial& into, const Partial& from);
+  void (*finish)(const Attention& a, const PartialRows& rows, const Partial& partial);  // sinks, division, to `out`
   void (*tile)(const Attention& a, const Tile& tile, float* scratch);
   int64_t (*tile_scratch)(const Attention& a, int64_t num_rows);
   int64_t (*tile_rows)(const Attention& a);  // how many rows are worth a tile where there are plenty

@@ -67,7 +67,8 @@ struct DecodeState {
 
   DecodeState(const Attention& a, int64_t num_kv_heads, float* partial, float* scratch)
       : group(a.group()), heads(num_kv_heads * group), q_width(padded(a.head_dim)), v_width(padded(a.value_dim)) {
-    top = partial, total = top + heads, sums = partial + padded(2 * heads), q = scratch, logits = q + heads * q_width;
+    const Partial at = partial_at(a, partial, heads);
+    top = at.top, total = at.total, sums = at.sums, q = scratch, logits = q + heads * q_width;
   }
 };
 
@@ -162,26 +163,25 @@ static void decode_of_floats(const Attention& a, const KeyRange& range, float* p
   decode_type<fp16>(a, range, partial, scratch);
 }
 
-static void merge(const Attention& a, int64_t num_kv_heads, float* into, const float* from) {
-  const int64_t heads = num_kv_heads * a.group(), width = padded(a.value_dim), start = padded(2 * heads);
-  for (int64_t h = 0; h < heads; ++h) {
-    const float top = from[h] > into[h] ? from[h] : into[h];
-    const float here = expf(into[h] - top), there = expf(from[h] - top);
-    into[h] = top;
-    into[heads + h] = into[heads + h] * here + from[heads + h] * there;
-    float* sums = into + start + h * width;
-    const float* others = from + start + h * width;
+static void merge(const Attention& a, int64_t num_rows, const Partial& into, const Partial& from) {
+  const int64_t width = padded(a.value_dim);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const float top = from.top[r] > into.top[r] ? from.top[r] : into.top[r];
+    const float here = expf(into.top[r] - top), there = expf(from.top[r] - top);
+    into.top[r] = top;
+    into.total[r] = into.total[r] * here + from.total[r] * there;
+    float* sums = into.sums + r * width;
+    const float* others = from.sums + r * width;
     for (int64_t e = 0; e < width; e += kLanes) store(sums + e, fma(load(others + e), Vec(there), load(sums + e) * Vec(here)));
   }
 }
 
-static void finish(const Attention& a, const KeyRange& range, float* partial) {
-  const int64_t heads = range.num_heads * a.group(), first = range.first_head * a.group(), width = padded(a.value_dim), size = size_of(a.q_type);
-  char* out = static_cast<char*>(a.out) + (a.query_start[range.request] * a.num_heads + first) * a.value_dim * size;
-  for (int64_t h = 0; h < heads; ++h) {
-    float total = partial[heads + h];
-    if (a.sinks) total += expf(a.sinks[first + h] - partial[h]);
-    narrow_values(a.q_type, partial + padded(2 * heads) + h * width, out + h * a.value_dim * size, a.value_dim, 1.0f / total);
+static void finish(const Attention& a, const PartialRows& rows, const Partial& partial) {
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t head = rows.head + r % rows.per_token, place = ((rows.token + r / rows.per_token) * a.num_heads + head) * a.value_dim;
+    float total = partial.total[r];
+    if (a.sinks) total += expf(a.sinks[head] - partial.top[r]);
+    narrow_values(a.q_type, partial.sums + r * padded(a.value_dim), static_cast<char*>(a.out) + place * size_of(a.q_type), a.value_dim, 1.0f / total);
   }
 }
 

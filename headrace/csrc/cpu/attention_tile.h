@@ -69,9 +69,9 @@ inline const char* query_row(const Attention& a, const Tile& tile, int64_t r) {
 // Writes row r of the tile: its sum of weighted values over its denominator, or all of these as they are.
 inline void write_row(const Attention& a, const Tile& tile, int64_t r, const float* sums, float top, float total) {
   const int64_t group = a.group(), row = tile.first_row + r, head = tile.kv_head * group + row % group;
-  if (a.partial) {
-    a.partial[head] = top, a.partial[a.num_heads + head] = total;
-    memcpy(a.partial + padded(2 * a.num_heads) + head * padded(a.value_dim), sums, padded(a.value_dim) * sizeof(float));
+  if (a.partial.top) {
+    a.partial.top[row] = top, a.partial.total[row] = total;
+    memcpy(a.partial.sums + row * padded(a.value_dim), sums, padded(a.value_dim) * sizeof(float));
     return;
   }
   if (a.sinks) total += expf(a.sinks[head] - top);

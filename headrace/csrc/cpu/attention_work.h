@@ -1,7 +1,7 @@
 // The attention of one step as pieces of work, which the members of a team take one by one. Planned once for all layers
 // that are alike; each layer then runs the pieces over its own pages. Three kinds of pieces:
-//   - tiles of the query rows of requests with several queries;
-//   - tiles of the queries of many requests with one query each, over pages that all of them begin with: read once;
+//   - tiles of the query rows of requests with several queries, over all keys or those that are not read in common;
+//   - tiles of the query rows of many requests, each with few, over pages that all of them begin with: read once;
 //   - ranges of keys of requests with one query, those of a request that are not read in common.
 // A request that was divided has several partial results, which are joined afterwards.
 #pragma once
@@ -44,16 +44,16 @@ class Scratch {
 class AttentionWork {
  public:
   // `a` is any of the layers that are alike: same page table, lengths, heads and window.
-  AttentionWork(const Attention& a, int64_t num_requests, int64_t num_members) : kernels_(best_attention_kernels()), members_(num_members) {
+  AttentionWork(const Attention& a, int64_t num_requests, int64_t num_members) : kernels_(best_attention_kernels()), num_requests_(num_requests), members_(num_members) {
     std::vector<int64_t> decodes, others;
     for (int64_t r = 0; r < num_requests; ++r) {
       const int64_t query_len = a.query_start[r + 1] - a.query_start[r];
       if (query_len == 1 && a.group() <= kMostDecodeGroup) decodes.push_back(r);
       else if (query_len > 0) others.push_back(r);
     }
-    add_tiles(a, others);
     for (const int64_t r : decodes) entries_.push_back({r, a.window > 0 ? std::max<int64_t>(0, a.kv_lens[r] - a.window) : 0, a.kv_lens[r]});
-    if (a.window == 0) find_common(a, decodes);
+    if (a.window == 0) find_common(a, decodes, others);
+    add_tiles(a, others);
     add_common(a);
     add_ranges(a);
     std::stable_sort(items_.begin(), items_.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });
@@ -73,7 +73,8 @@ class AttentionWork {
   void run(const Attention& a, int64_t i) {
     const Item& item = items_[i];
     switch (item.kind) {
-      case Kind::kTile: return kernels_.tile(a, item.tile, Scratch::of_this_thread().floats(kernels_.tile_scratch(a, item.tile.num_rows)));
+      case Kind::kTile: return run_tile(a, item.tile);
+      case Kind::kOwn: return run_own(a, item);
       case Kind::kCommon: return run_common(a, item);
       case Kind::kRanges: return run_ranges(a, item);
     }
@@ -83,18 +84,16 @@ class AttentionWork {
   void join(const Attention& a, int64_t i) {
     const Join& join = joins_[i];
     if (join.parts.empty()) return;  // these heads were not divided
-    const int64_t heads = join.range.num_heads;
-    float* sum = partials_.data() + join.parts.front();
-    for (size_t p = 1; p < join.parts.size(); ++p) kernels_.merge(a, heads, sum, partials_.data() + join.parts[p]);
+    const int64_t count = join.rows.count, per_head = count / join.num_heads;
+    const auto part = [&](int64_t p) { return partial_at(a, partials_.data() + join.parts[p], count); };
+    for (size_t p = 1; p < join.parts.size(); ++p) kernels_.merge(a, count, part(0), part(p));
     if (join.common >= 0) {
       const Common& common = commons_[join.common];
-      float* part = Scratch::of_this_thread().floats(partial_size(a, heads));
-      for (int64_t chunk = 0; chunk < common.num_chunks; ++chunk) {
-        pick_common(a, common, chunk, join, part);
-        kernels_.merge(a, heads, sum, part);
-      }
+      for (int64_t k = 0; k < join.num_heads; ++k)
+        for (int64_t chunk = 0; chunk < common.num_chunks; ++chunk)
+          kernels_.merge(a, per_head, partial_at(a, partials_.data() + join.parts[0], count, k * per_head), common_part(a, common, chunk, join.first_head + k, join.first_row));
     }
-    kernels_.finish(a, join.range, sum);
+    kernels_.finish(a, join.rows, part(0));
   }
 
  private:
@@ -103,30 +102,39 @@ class AttentionWork {
   static constexpr int64_t kBlocksPerShare = 4;
   static constexpr int64_t kLeastCommonKeys = 64, kLeastCommonRows = 8;  // from which one tile is faster than a range for each request
   static constexpr int64_t kLeastChunk = 256;                            // keys
+  static constexpr int64_t kLeastHeight = 384;                           // rows, for which it pays to lay out the same keys once more
+  static constexpr int64_t kFewRows = 4;                                 // requests with more than a tile's rows by this read all keys alone
 
-  enum class Kind { kTile, kCommon, kRanges };
+  enum class Kind { kTile, kOwn, kCommon, kRanges };
   struct Item {
     Kind kind;
     int64_t cost;  // about the products of a query with a key
     Tile tile{};
-    int64_t index = 0, chunk = 0, kv_head = 0;  // of a common tile
-    int64_t first = 0, last = 0;                // pieces
+    int64_t index = 0, chunk = 0, kv_head = 0;  // of a common tile; for own keys the index is that of a join
+    int64_t first = 0, last = 0;                // pieces; rows of a common tile
   };
   struct Entry {  // keys of a request with one query that it does not read in common
-    int64_t request, first, length, start = 0, first_join = -1, common = -1, member = 0;  // start: the number of its first block among all
+    int64_t request, first, length, start = 0, first_join = -1, common = -1, first_row = 0;  // start: the number of its first block among all
   };
   struct Piece {
     KeyRange range;
     int64_t part;  // where its partial result goes, -1: it is the whole
   };
-  struct Join {
-    KeyRange range;
+  struct Join {  // some kv heads of a request; of each lie as many rows together, in the common part from `first_row` on
+    PartialRows rows;
+    int64_t first_head, num_heads;
     std::vector<int64_t> parts;
-    int64_t common, member;
+    int64_t common, first_row;
+  };
+  struct Member {
+    int64_t request, entry, pages, num_rows;  // entry: -1 for several queries; pages: that it can share
   };
   struct Common {  // requests that begin with the same `length` keys
-    std::vector<int64_t> entries;
-    int64_t length, num_chunks = 1, part = 0;
+    std::vector<Member> members;
+    int64_t length, num_rows = 0, num_chunks = 1, part = 0;
+  };
+  struct Shared {  // what a request with several queries reads in common
+    int64_t request, common, first_row;
   };
 
   static int64_t blocks(const Entry& entry) { return (entry.length - entry.first + kDecodeKeys - 1) / kDecodeKeys; }
@@ -137,19 +145,34 @@ class AttentionWork {
     return start;
   }
 
+  static int64_t query_rows(const Attention& a, int64_t r) { return (a.query_start[r + 1] - a.query_start[r]) * a.group(); }
+
   void add_tiles(const Attention& a, const std::vector<int64_t>& requests) {
-    const auto rows = [&](int64_t r) { return (a.query_start[r + 1] - a.query_start[r]) * a.group(); };
     int64_t num_rows = 0;
-    for (const int64_t r : requests) num_rows += rows(r);
+    for (const int64_t r : requests) num_rows += query_rows(a, r);
     const int64_t most = kernels_.tile_rows(a), share = num_rows * a.num_kv_heads / (kTilesPerMember * members_);
     const int64_t highest = members_ == 1 ? most : std::clamp<int64_t>(padded(share, 32), 32, most);
     for (const int64_t r : requests) {
-      const int64_t before = a.kv_lens[r] - rows(r) / a.group(), height = even_height(rows(r), highest, a.num_kv_heads);
-      for (int64_t first = 0; first < rows(r); first += height) {
-        const int64_t count = std::min(height, rows(r) - first);
+      const int64_t rows = query_rows(a, r), before = a.kv_lens[r] - rows / a.group(), height = even_height(rows, highest, a.num_kv_heads);
+      for (int64_t first = 0; first < rows; first += height) {
+        const int64_t count = std::min(height, rows - first);
         for (int64_t head = 0; head < a.num_kv_heads; ++head)
           items_.push_back({Kind::kTile, count * (before + (first + count) / a.group()), {r, head, first, count}});
       }
+    }
+    for (const Shared& shared : shared_) add_own(a, shared);
+  }
+
+  // The keys that a request does not read in common: all rows of a kv head in one tile.
+  void add_own(const Attention& a, const Shared& shared) {
+    const int64_t r = shared.request, rows = query_rows(a, r);
+    if (own_lens_.empty()) own_lens_.assign(a.kv_lens, a.kv_lens + num_requests_);
+    own_lens_[r] -= commons_[shared.common].length;
+    for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+      Item item{Kind::kOwn, rows * own_lens_[r], {r, head, 0, rows}};
+      item.index = joins_.size();
+      items_.push_back(item);
+      joins_.push_back({{a.query_start[r], head * a.group(), a.group(), rows}, head, 1, {take(partial_size(a, rows))}, shared.common, shared.first_row});
     }
   }
 
@@ -168,57 +191,71 @@ class AttentionWork {
   }
 
   // Requests are put in the order of their pages, so that those alike lie side by side, and are taken together as long as
-  // that saves more keys than it costs those who are already together.
-  void find_common(const Attention& a, const std::vector<int64_t>& requests) {
-    const int64_t page = int64_t{1} << a.page_bits, most = kernels_.tile_rows(a) / a.group();
-    const auto whole = [&](int64_t e) { return (entries_[e].length - 1) / page; };  // at least one key stays its own
-    std::vector<int64_t> order(requests.size());
-    for (size_t e = 0; e < order.size(); ++e) order[e] = e;
-    std::sort(order.begin(), order.end(), [&](int64_t x, int64_t y) {
-      const int64_t shorter = std::min(whole(x), whole(y)), equal = count_equal(a, entries_[x].request, entries_[y].request, shorter);
-      if (equal == shorter) return whole(x) != whole(y) ? whole(x) < whole(y) : x < y;
-      return a.table[entries_[x].request * a.table_stride + equal] < a.table[entries_[y].request * a.table_stride + equal];
+  // that saves more keys than it costs those who are already together. Of `others` those are left that share nothing.
+  void find_common(const Attention& a, const std::vector<int64_t>& decodes, std::vector<int64_t>& others) {
+    const int64_t page = int64_t{1} << a.page_bits;
+    std::vector<Member> all;
+    for (size_t e = 0; e < decodes.size(); ++e) all.push_back({decodes[e], static_cast<int64_t>(e), (a.kv_lens[decodes[e]] - 1) / page, a.group()});
+    for (const int64_t r : others) {
+      const int64_t rows = query_rows(a, r);
+      if (kFewRows * rows <= kernels_.tile_rows(a)) all.push_back({r, -1, (a.kv_lens[r] - rows / a.group()) / page, rows});
+    }
+    std::stable_sort(all.begin(), all.end(), [&](const Member& x, const Member& y) {
+      const int64_t shorter = std::min(x.pages, y.pages), equal = count_equal(a, x.request, y.request, shorter);
+      if (equal == shorter) return x.pages < y.pages;
+      return a.table[x.request * a.table_stride + equal] < a.table[y.request * a.table_stride + equal];
     });
-    for (size_t i = 0; i < order.size();) {
-      int64_t pages = whole(order[i]), count = 1;
-      for (; i + count < order.size() && count < most; ++count) {
-        const int64_t next = order[i + count], equal = count_equal(a, entries_[order[i]].request, entries_[next].request, std::min(pages, whole(next)));
+    for (size_t i = 0; i < all.size();) {
+      int64_t pages = all[i].pages, count = 1, rows = all[i].num_rows;
+      for (; i + count < all.size(); ++count) {
+        const Member& next = all[i + count];
+        const int64_t equal = count_equal(a, all[i].request, next.request, std::min(pages, next.pages));
         if (equal * count < pages * (count - 1)) break;
-        pages = equal;
+        pages = equal, rows += next.num_rows;
       }
-      if (count > 1 && pages * page >= kLeastCommonKeys && count * a.group() >= kLeastCommonRows) {
-        commons_.push_back({{order.begin() + i, order.begin() + i + count}, pages * page});
-        for (int64_t m = 0; m < count; ++m) {
-          Entry& entry = entries_[order[i + m]];
-          entry.first = pages * page, entry.common = commons_.size() - 1, entry.member = m;
-        }
-      }
+      if (count > 1 && pages * page >= kLeastCommonKeys && rows >= kLeastCommonRows) take_together({all.begin() + i, all.begin() + i + count}, pages * page, others);
       i += count;
     }
   }
 
-  static Attention as_tile(const Attention& a, int64_t num_rows) {
-    Attention tile = a;
-    tile.num_heads = num_rows, tile.num_kv_heads = 1, tile.q_stride = num_rows * a.head_dim, tile.sinks = nullptr;
-    return tile;
-  }
-  int64_t common_rows(const Attention& a, const Common& common) const { return common.entries.size() * a.group(); }
-  int64_t common_part(const Attention& a, const Common& common, int64_t chunk, int64_t kv_head) const {
-    return common.part + (chunk * a.num_kv_heads + kv_head) * partial_size(as_tile(a, common_rows(a, common)), 1);
+  void take_together(std::vector<Member> members, int64_t length, std::vector<int64_t>& others) {
+    Common common{std::move(members), length};
+    const int64_t index = commons_.size();
+    for (const Member& member : common.members) {
+      if (member.entry >= 0) {
+        Entry& entry = entries_[member.entry];
+        entry.first = length, entry.common = index, entry.first_row = common.num_rows;
+      } else {
+        shared_.push_back({member.request, index, common.num_rows});
+        std::erase(others, member.request);
+      }
+      common.num_rows += member.num_rows;
+    }
+    commons_.push_back(std::move(common));
   }
 
+  // The partial results of the rows from `row` on.
+  Partial common_part(const Attention& a, const Common& common, int64_t chunk, int64_t kv_head, int64_t row) {
+    float* start = partials_.data() + common.part + (chunk * a.num_kv_heads + kv_head) * partial_size(a, common.num_rows);
+    return partial_at(a, start, common.num_rows, row);
+  }
+
+  // A tile for each kv head, cut by rows where there are many of them, else by keys.
   void add_common(const Attention& a) {
     for (size_t i = 0; i < commons_.size(); ++i) {
       Common& common = commons_[i];
-      const int64_t wanted = kTilesPerMember * members_ / (a.num_kv_heads * commons_.size());
-      common.num_chunks = members_ == 1 ? 1 : std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, common.length / kLeastChunk));
-      common.part = take(common.num_chunks * a.num_kv_heads * partial_size(as_tile(a, common_rows(a, common)), 1));
+      const int64_t rows = common.num_rows, most = kernels_.tile_rows(a), least = (rows + most - 1) / most;
+      const int64_t wanted = members_ == 1 ? 1 : kTilesPerMember * members_ / (a.num_kv_heads * commons_.size());
+      const int64_t blocks = std::max(least, std::min(wanted, rows / kLeastHeight)), height = padded((rows + blocks - 1) / blocks, 32);
+      common.num_chunks = std::clamp<int64_t>(wanted / blocks, 1, std::max<int64_t>(1, common.length / kLeastChunk));
+      common.part = take(common.num_chunks * a.num_kv_heads * partial_size(a, rows));
       for (int64_t chunk = 0; chunk < common.num_chunks; ++chunk)
-        for (int64_t head = 0; head < a.num_kv_heads; ++head) {
-          Item item{Kind::kCommon, common_rows(a, common) * common.length / common.num_chunks};
-          item.index = i, item.chunk = chunk, item.kv_head = head;
-          items_.push_back(item);
-        }
+        for (int64_t head = 0; head < a.num_kv_heads; ++head)
+          for (int64_t first = 0; first < rows; first += height) {
+            Item item{Kind::kCommon, std::min(height, rows - first) * common.length / common.num_chunks};
+            item.index = i, item.chunk = chunk, item.kv_head = head, item.first = first, item.last = std::min(first + height, rows);
+            items_.push_back(item);
+          }
     }
   }
 
@@ -256,62 +293,70 @@ class AttentionWork {
   int64_t add_part(const Attention& a, Entry& entry, const KeyRange& range, int64_t set, int64_t sets) {
     if (entry.first_join < 0) {
       entry.first_join = joins_.size();
-      for (int64_t s = 0; s < sets; ++s) joins_.push_back({{entry.request, s * range.num_heads, range.num_heads, 0, 0}, {}, entry.common, entry.member});
+      const int64_t rows = range.num_heads * a.group();
+      for (int64_t s = 0; s < sets; ++s)
+        joins_.push_back({{a.query_start[entry.request], s * rows, rows, rows}, s * range.num_heads, range.num_heads, {}, entry.common, entry.first_row});
     }
-    const int64_t part = take(partial_size(a, range.num_heads));
+    const int64_t part = take(partial_size(a, range.num_heads * a.group()));
     joins_[entry.first_join + set].parts.push_back(part);
     return part;
+  }
+
+  void run_tile(const Attention& a, const Tile& tile) { kernels_.tile(a, tile, Scratch::of_this_thread().floats(kernels_.tile_scratch(a, tile.num_rows))); }
+
+  // As if the request began after what it reads in common: whole pages.
+  void run_own(const Attention& a, const Item& item) {
+    const Join& join = joins_[item.index];
+    Attention own = a;
+    own.table = a.table + (commons_[join.common].length >> a.page_bits), own.kv_lens = own_lens_.data();
+    own.partial = partial_at(a, partials_.data() + join.parts[0], join.rows.count);
+    run_tile(own, item.tile);
   }
 
   // The queries of all rows are laid side by side, as if they were the heads of one query that sees the chunk's keys alone.
   void run_common(const Attention& a, const Item& item) {
     const Common& common = commons_[item.index];
-    const int64_t rows = common_rows(a, common), heads_bytes = a.group() * a.head_dim * type_bytes(a.q_type);
-    Attention tile = as_tile(a, rows);
+    const int64_t rows = item.last - item.first, row_bytes = a.head_dim * type_bytes(a.q_type), group = a.group();
+    Attention tile = a;
+    tile.num_heads = rows, tile.num_kv_heads = 1, tile.q_stride = rows * a.head_dim;
     float* scratch = Scratch::of_this_thread().floats(padded(rows * a.head_dim) + kernels_.tile_scratch(tile, rows));
     char* q = reinterpret_cast<char*>(scratch);
-    for (const int64_t e : common.entries) {
-      const int64_t token = a.query_start[entries_[e].request];
-      memcpy(q, static_cast<const char*>(a.q) + token * a.q_stride * type_bytes(a.q_type) + item.kv_head * heads_bytes, heads_bytes);
-      q += heads_bytes;
+    int64_t before = 0;
+    for (const Member& member : common.members) {
+      const int64_t end = std::min(member.num_rows, item.last - before);
+      for (int64_t r = std::max<int64_t>(0, item.first - before); r < end; ++r, q += row_bytes) {
+        const int64_t token = a.query_start[member.request] + r / group, head = item.kv_head * group + r % group;
+        memcpy(q, static_cast<const char*>(a.q) + token * a.q_stride * type_bytes(a.q_type) + head * row_bytes, row_bytes);
+      }
+      before += member.num_rows;
     }
     const int64_t blocks = (common.length + kDecodeKeys - 1) / kDecodeKeys, first = blocks * item.chunk / common.num_chunks * kDecodeKeys;
     const int32_t query_start[] = {0, 1}, last = std::min(common.length, blocks * (item.chunk + 1) / common.num_chunks * kDecodeKeys);
     tile.q = scratch, tile.query_start = query_start, tile.kv_lens = &last, tile.window = first > 0 ? last - first : 0;
     tile.k = static_cast<const char*>(a.k) + item.kv_head * a.k_strides.head * type_bytes(a.kv_type);
     tile.v = static_cast<const char*>(a.v) + item.kv_head * a.v_strides.head * type_bytes(a.kv_type);
-    tile.table = a.table + entries_[common.entries.front()].request * a.table_stride, tile.table_stride = 0;
-    tile.partial = partials_.data() + common_part(a, common, item.chunk, item.kv_head);
+    tile.table = a.table + common.members.front().request * a.table_stride, tile.table_stride = 0;
+    tile.partial = common_part(a, common, item.chunk, item.kv_head, item.first);
     kernels_.tile(tile, {0, 0, 0, rows}, scratch + padded(rows * a.head_dim));
   }
 
   void run_ranges(const Attention& a, const Item& item) {
     for (int64_t p = item.first; p < item.last; ++p) {
       const Piece& piece = pieces_[p];
-      const int64_t size = partial_size(a, piece.range.num_heads);
+      const int64_t rows = piece.range.num_heads * a.group(), size = partial_size(a, rows);
       float* scratch = Scratch::of_this_thread().floats(size + kernels_.decode_scratch(a, piece.range.num_heads));
       float* partial = piece.part < 0 ? scratch : partials_.data() + piece.part;
       kernels_.decode(a, piece.range, partial, scratch + size);
-      if (piece.part < 0) kernels_.finish(a, piece.range, partial);
-    }
-  }
-
-  // What a chunk gave for the heads of one request, as a partial result of its own.
-  void pick_common(const Attention& a, const Common& common, int64_t chunk, const Join& join, float* part) const {
-    const int64_t group = a.group(), rows = common_rows(a, common), width = padded(a.value_dim), heads = join.range.num_heads * group;
-    for (int64_t k = 0; k < join.range.num_heads; ++k) {
-      const float* from = partials_.data() + common_part(a, common, chunk, join.range.first_head + k);
-      const int64_t row = join.member * group;
-      std::copy_n(from + row, group, part + k * group);
-      std::copy_n(from + rows + row, group, part + heads + k * group);
-      std::copy_n(from + padded(2 * rows) + row * width, group * width, part + padded(2 * heads) + k * group * width);
+      if (piece.part < 0) kernels_.finish(a, {a.query_start[piece.range.request], piece.range.first_head * a.group(), rows, rows}, partial_at(a, partial, rows));
     }
   }
 
   static int64_t type_bytes(int type) { return type == kFloat32 ? 4 : 2; }
 
   const AttentionKernels& kernels_;
-  int64_t members_;
+  int64_t num_requests_, members_;
+  std::vector<Shared> shared_;
+  std::vector<int32_t> own_lens_;  // keys of each request that it does not read in common
   std::vector<Entry> entries_;
   std::vector<Common> commons_;
   std::vector<Piece> pieces_;
