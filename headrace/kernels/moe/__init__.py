@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from headrace.kernels.operation import KernelQuery, Operation, requires
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RouteShape(TypedDict):
@@ -29,6 +32,18 @@ sum of its ``group_best`` highest choice scores. Weights are the chosen scores w
 ``renormalise``, times ``scale``. Which of equal scores wins is open.
 """
 
+class Gate(NamedTuple):
+    """A gated activation: ``silu``, ``gelu_tanh``, or ``clamped`` with the numbers of `CLAMPED_SWIGLU`."""
+
+    kind: str
+    limit: float = 0.0
+    alpha: float = 0.0
+    up_offset: float = 0.0
+
+
+Stacked = tuple["torch.Tensor", "torch.Tensor | None"]
+"""A matrix for each expert [X, O, I], and perhaps a bias [X, O]."""
+
 HASH_ROUTE = Operation("hash route kernel")
 """``hash_route(logits [T, X], table [V, k], token_ids [T], *, score, renormalise, scale) -> (ids [T, k], weights [T, k])``.
 
@@ -49,12 +64,50 @@ Row n becomes ``x[n] @ weight[experts[n]].T + bias[experts[n]]``. An expert may 
 and ``out_width``.
 """
 
+RUN_EXPERTS = Operation("experts kernel")
+"""``run_experts(x [T, D], ids [T, k] int64, weights [T, k] float32, gate_up: Stacked, down: Stacked, gate: Gate) -> [T, D]``.
+
+The weighted sum over each token's experts of ``down(gate(gate_up(x)))``; ``gate_up`` [X, 2F, D] has the gate's rows first,
+``down`` is [X, D, F]. An id of -1 is nobody and adds nothing; no token chooses an expert twice. Asked for with ``width``,
+``expert_width``, ``num_experts`` and ``top_k``. The reference alone is meant for any T; others for as many as `is_few` says.
+"""
+
+MOST_PAIRS_EACH = 64
+
+
+def is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:
+    """Whether reading the experts' matrices takes longer than multiplying with them."""
+    return num_tokens * top_k <= MOST_PAIRS_EACH * num_experts
+
+
 HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="plain torch")
 MASK_CHOICES.add("reference", "headrace.kernels.moe.reference:mask_choices", doc="plain torch")
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
 GROUPED_LINEAR.add("reference", "headrace.kernels.moe.reference:grouped_linear", doc="a product per expert; waits for the row counts")
 
+RUN_EXPERTS.add("reference", "headrace.kernels.moe.reference:run_experts", doc="plain torch, an expert at a time; waits for the choices")
+
+_on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
+_launches_dependently = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0))
 _on_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
+_MOST_EXPERTS = 1024
+
+
+def _reason_against_route(query: KernelQuery) -> str | None:
+    if query.device != "cuda":
+        return "needs a cuda device"
+    if query.shape.get("num_groups", 1) > 1 or query.shape.get("num_experts", 0) > _MOST_EXPERTS:
+        return f"chooses among up to {_MOST_EXPERTS} experts, in one group"
+    return None
+
+
+ROUTE.add("triton", "headrace.kernels.moe.routing:route", supports=_reason_against_route, priority=10, doc="one kernel")
+ROUTE.add(
+    "triton_pdl", "headrace.kernels.moe.routing:route_pdl", supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
+    priority=15, doc="with dependent launch",
+)
+RUN_EXPERTS.add("triton", "headrace.kernels.moe.experts:run_experts", supports=_on_gpu, priority=10, doc="three kernels, four for more than 16 tokens")
+RUN_EXPERTS.add("triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_launches_dependently, priority=15, doc="with dependent launch")
 
 
 def _reason_against_widths(query: KernelQuery) -> str | None:

@@ -7,7 +7,8 @@ from typing import Unpack
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.moe import RouteShape
+from headrace.kernels.activation import reference as activations
+from headrace.kernels.moe import Gate, RouteShape, Stacked
 
 NOBODY = -1
 """Instead of an expert's number."""
@@ -78,3 +79,23 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
             out[start:end] = F.linear(x[start:end], weight[expert], None if bias is None else bias[expert])
         start = end
     return out
+
+
+def gate_halves(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """[N, 2F] to [N, F]."""
+    if gate.kind == "clamped":
+        return activations.clamped_swiglu(x, limit=gate.limit, alpha=gate.alpha, up_offset=gate.up_offset)
+    return {"silu": activations.silu_mul, "gelu_tanh": activations.gelu_tanh_mul}[gate.kind](x)
+
+
+def run_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, gate: Gate) -> torch.Tensor:
+    """See `RUN_EXPERTS`. Sums in float32."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in ids[ids >= 0].unique():
+        rows, choice = torch.where(ids == expert)
+        hidden = x[rows]
+        for i, (weight, bias) in enumerate((gate_up, down)):
+            hidden = F.linear(hidden, weight[expert], None if bias is None else bias[expert])
+            hidden = hidden if i else gate_halves(hidden, gate)
+        out.index_add_(0, rows, hidden.float() * weights[rows, choice, None])
+    return out.to(x.dtype)

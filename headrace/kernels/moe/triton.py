@@ -8,23 +8,10 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2
+from headrace.kernels.moe.grouping import find_tile
 
 LEAST_ROWS, MOST_ROWS = 16, 128
 """Rows of a tile; the tensor cores take no fewer."""
-
-
-@triton.jit
-def _find_tile(ends_ptr, tile, X: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.constexpr):
-    """``(expert, first row, one past the expert's last row)`` of a tile; each expert's rows fill tiles of their own. Expert X
-    when there are fewer tiles."""
-    at = tl.arange(0, BLOCK_X)
-    end = tl.load(ends_ptr + at, mask=at < X, other=0)
-    start = tl.load(ends_ptr + at - 1, mask=(at > 0) & (at < X), other=0)
-    tiles = tl.where(at < X, (end - start + ROWS - 1) // ROWS, 0)
-    expert = tl.sum(((tl.cumsum(tiles, 0) <= tile) & (at < X)).to(tl.int32), 0)
-    tiles_before = tl.sum(tl.where(at < expert, tiles, 0), 0)
-    first = tl.sum(tl.where(at == expert, start, 0), 0) + (tile - tiles_before) * ROWS
-    return expert, first, tl.sum(tl.where(at == expert, end, 0), 0)
 
 
 @triton.jit
@@ -32,7 +19,7 @@ def _grouped_kernel(
     x_ptr, weight_ptr, bias_ptr, ends_ptr, out_ptr, x_stride, num_outputs, num_inputs,
     X: tl.constexpr, BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    expert, first, last = _find_tile(ends_ptr, tl.program_id(0), X, BLOCK_X, ROWS)
+    expert, first, last = find_tile(ends_ptr, tl.program_id(0), X, BLOCK_X, ROWS)
     if expert < X:
         row, column, inner = first + tl.arange(0, ROWS), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
         x_at = x_ptr + row[:, None].to(tl.int64) * x_stride + inner[None, :]

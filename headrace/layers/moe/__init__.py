@@ -16,6 +16,10 @@ EXPERTS.add(
     doc="all experts in one product",
 )
 EXPERTS.add(
+    "joined", "headrace.layers.moe.joined:JoinedExperts", supports=support.reason_against_joined, priority=20,
+    doc="on a GPU: few kernels from choices to sums for few tokens, as grouped for many",
+)
+EXPERTS.add(
     "mxfp4", "headrace.layers.moe.packed:PackedExperts", speaks=GROUPED, supports=support.reason_against_plain,
     doc="experts kept in MXFP4, dequantised a few at a time",
 )

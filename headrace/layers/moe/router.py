@@ -22,7 +22,7 @@ class Router(nn.Module):
         self.logits = Linear(build, width, spec.num_experts, bias=spec.bias, is_storable=False)
         self.choice_bias = build.in_float32().parameter(spec.num_experts) if spec.choice_bias else None
         self._route = partial(
-            ROUTE.choose(build.query(num_experts=spec.num_experts, top_k=spec.top_k)), top_k=spec.top_k, score=spec.score,
+            ROUTE.choose(build.query(num_experts=spec.num_experts, top_k=spec.top_k, num_groups=spec.num_groups)), top_k=spec.top_k, score=spec.score,
             renormalise=spec.renormalise, scale=spec.scale, num_groups=spec.num_groups, top_groups=spec.top_groups, group_best=spec.group_best,
         )
 

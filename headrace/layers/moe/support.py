@@ -20,3 +20,10 @@ def reason_against_packed(query: KernelQuery) -> str | None:
 def reason_against_plain(query: KernelQuery) -> str | None:
     """For what takes experts in MXFP4 alone."""
     return None if query.shape.get("mxfp4") else "takes experts that are kept in MXFP4"
+
+
+def reason_against_joined(query: KernelQuery) -> str | None:
+    """For own kernels: half precision on a GPU."""
+    if query.device != "cuda" or query.dtype not in ("float16", "bfloat16"):
+        return "takes float16 and bfloat16 on a cuda device"
+    return reason_against_packed(query)

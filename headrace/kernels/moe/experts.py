@@ -1,0 +1,193 @@
+"""A mixture's experts for decode steps and short chunks: gate and up with their activation, down with its weights, then the
+sum over a token's choices. Bound by reading the chosen experts' matrices once.
+
+T tokens, k choices a token, N = T * k pairs of the two, X experts, D model width, F expert width. Each program takes some
+outputs of one expert for up to ROWS of its pairs. Up to `FEW_TOKENS` tokens nothing is sorted: the rows are the tokens
+themselves, and of the pairs with one expert the first stands for all. The weight is the left operand: it has more rows.
+"""
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.moe import Gate, Stacked
+from headrace.kernels.moe.grouping import Groups, find_tile, group_pairs
+
+FEW_TOKENS = 16
+MOST_ROWS = 64
+"""Of a tile. Experts with more pairs each are better served by products that are bound by arithmetic."""
+ENOUGH_PROGRAMS = 264
+BLOCK_SUM = 512
+GATES = {"gelu_tanh": 0, "silu": 1, "clamped": 2}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``rows`` pairs by ``outputs``; ``inputs`` read at a time."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def choose_tile(num_tokens: int, top_k: int, num_experts: int, outputs: int, *, is_half: bool, matrices: int) -> Tile:
+    """Blocks of 64 outputs, fewer where they would leave processors without work."""
+    pairs = num_tokens * top_k
+    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS else min(MOST_ROWS, max(16, next_power_of_2(ceil_div(pairs, num_experts))))
+    block = 64
+    while block > 16 and min(pairs, num_experts) * ceil_div(outputs, block) < ENOUGH_PROGRAMS:
+        block //= 2
+    if not is_half:
+        return Tile(rows, min(block, 32), 32, 4, 2)
+    return Tile(rows, block, 64, 4, 5 if matrices == 2 else 6)
+
+
+@triton.jit
+def _find_rows(ids_ptr, order_ptr, ends_ptr, tile, num_tokens, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr):
+    """``(expert, pair [ROWS], whether there is one [ROWS])`` of a tile; expert X or -1 where it has no work."""
+    row = tl.arange(0, ROWS)
+    if FEW:
+        expert = tl.load(ids_ptr + tile).to(tl.int32)
+        choice = tl.arange(0, BLOCK_K)
+        known = (row < num_tokens)[:, None] & (choice < TOP_K)[None, :]
+        pairs = row[:, None] * TOP_K + choice[None, :]
+        is_mine = known & (tl.load(ids_ptr + pairs, mask=known, other=-1).to(tl.int32) == expert)
+        pair = tl.max(tl.where(is_mine, pairs, -1), 1)
+        first = tl.min(tl.min(tl.where(is_mine, pairs, 1 << 30), 1), 0)
+        return tl.where(first == tile, expert, -1), tl.maximum(pair, 0), pair >= 0
+    else:
+        expert, first, last = find_tile(ends_ptr, tile, X, BLOCK_X, ROWS)
+        pair = tl.load(order_ptr + first + row, mask=first + row < last, other=0)
+        return tl.where(expert < X, expert, -1), pair, first + row < last
+
+
+@triton.jit
+def _load_rows(x_ptr, at, x_stride, inner, is_there, is_inside):
+    """[inner, ROWS]: transposed."""
+    return tl.load(x_ptr + at[None, :].to(tl.int64) * x_stride + inner[:, None], mask=is_there[None, :] & is_inside[:, None], other=0.0)
+
+
+@triton.jit
+def _activate(gate, up, limit, alpha, up_offset, GATE: tl.constexpr):
+    if GATE == 0:
+        # tanh(u) = 1 - 2 / (exp(2u) + 1), with u the tanh approximation's argument
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0)) * up
+    elif GATE == 1:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate = tl.minimum(gate, limit)
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + up_offset)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gate_up_kernel(
+    x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, out_ptr, x_stride, num_tokens, limit, alpha, up_offset,
+    F: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    expert, pair, is_there = _find_rows(ids_ptr, order_ptr, ends_ptr, tl.program_id(1), num_tokens, TOP_K, BLOCK_K, X, BLOCK_X, ROWS, FEW)
+    if expert >= 0:
+        token = pair // TOP_K
+        column, inner = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+        gate_at = weight_ptr + (expert.to(tl.int64) * (2 * F) + column[:, None]) * D + inner[None, :]
+        gate = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        for done in range(0, D, INPUTS):
+            is_inside = inner < D - done
+            mask = (column < F)[:, None] & is_inside[None, :]
+            x = _load_rows(x_ptr + done, token, x_stride, inner, is_there, is_inside)
+            gate = tl.dot(tl.load(gate_at + done, mask=mask, other=0.0), x, gate, input_precision="ieee")
+            up = tl.dot(tl.load(gate_at + F * D + done, mask=mask, other=0.0), x, up, input_precision="ieee")
+        if HAS_BIAS:
+            bias_at = bias_ptr + expert * (2 * F) + column
+            gate += tl.load(bias_at, mask=column < F, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias_at + F, mask=column < F, other=0.0).to(tl.float32)[:, None]
+        out = _activate(gate, up, limit, alpha, up_offset, GATE)
+        tl.store(
+            out_ptr + pair[None, :].to(tl.int64) * F + column[:, None], out.to(out_ptr.dtype.element_ty), mask=is_there[None, :] & (column < F)[:, None]
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _down_kernel(
+    x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, factors_ptr, out_ptr, num_tokens,
+    D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    expert, pair, is_there = _find_rows(ids_ptr, order_ptr, ends_ptr, tl.program_id(1), num_tokens, TOP_K, BLOCK_K, X, BLOCK_X, ROWS, FEW)
+    if expert >= 0:
+        column, inner = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+        weight_at = weight_ptr + (expert.to(tl.int64) * D + column[:, None]) * F + inner[None, :]
+        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        for done in range(0, F, INPUTS):
+            is_inside = inner < F - done
+            x = _load_rows(x_ptr + done, pair, F, inner, is_there, is_inside)
+            weight = tl.load(weight_at + done, mask=(column < D)[:, None] & is_inside[None, :], other=0.0)
+            total = tl.dot(weight, x, total, input_precision="ieee")
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + expert * D + column, mask=column < D, other=0.0).to(tl.float32)[:, None]
+        total *= tl.load(factors_ptr + pair, mask=is_there, other=0.0)[None, :]
+        tl.store(out_ptr + pair[None, :].to(tl.int64) * D + column[:, None], total, mask=is_there[None, :] & (column < D)[:, None])
+
+
+@triton.jit
+def _sum_kernel(x_ptr, ids_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    choice, column = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    pair = token * TOP_K + choice
+    is_there = tl.load(ids_ptr + pair, mask=choice < TOP_K, other=-1) >= 0
+    x = tl.load(x_ptr + pair[:, None] * D + column[None, :], mask=is_there[:, None] & (column < D)[None, :], other=0.0)
+    tl.store(out_ptr + token * D + column, tl.sum(x, 0).to(out_ptr.dtype.element_ty), mask=column < D)
+
+
+def run_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, gate: Gate, *, pdl: bool = False,
+) -> torch.Tensor:
+    """See `RUN_EXPERTS`."""
+    (num_tokens, top_k), (num_experts, width, inner) = ids.shape, down[0].shape
+    out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+    if not num_tokens:
+        return out
+    few, pairs = num_tokens <= FEW_TOKENS, num_tokens * top_k
+    groups = Groups(ids, ids, ids) if few else group_pairs(ids, num_experts, pdl=pdl)
+    gated = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    parts = torch.empty((pairs, width), dtype=torch.float32, device=x.device)
+    tile_of = partial(choose_tile, num_tokens, top_k, num_experts, is_half=x.element_size() == 2)
+    shape = dict(
+        TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner, D=width, FEW=few, PDL=pdl, launch_pdl=pdl,
+    )
+
+    def launch(tile: Tile, outputs: int) -> tuple[tuple[int, int], dict[str, object]]:
+        tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
+        blocks = dict(ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        return (ceil_div(outputs, tile.outputs), tiles), blocks
+
+    weight, bias = gate_up
+    grid, blocks = launch(tile_of(inner, matrices=2), inner)
+    _gate_up_kernel[grid](
+        x, weight, x if bias is None else bias, ids, groups.order, groups.ends, gated, x.stride(0), num_tokens, *gate[1:], HAS_BIAS=bias is not None,
+        GATE=GATES[gate.kind], **blocks, **shape,
+    )
+    weight, bias = down
+    grid, blocks = launch(tile_of(width, matrices=1), width)
+    _down_kernel[grid](
+        gated, weight, x if bias is None else bias, ids, groups.order, groups.ends, weights, parts, num_tokens, HAS_BIAS=bias is not None, **blocks, **shape,
+    )
+    _sum_kernel[(num_tokens, ceil_div(width, BLOCK_SUM))](
+        parts, ids, out, D=width, TOP_K=top_k, BLOCK_K=shape["BLOCK_K"], BLOCK=BLOCK_SUM, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    return out
+
+
+run_experts_pdl = partial(run_experts, pdl=True)

@@ -1,0 +1,36 @@
+"""`JoinedExperts`: from choices to weighted sums in a few kernels, while reading the matrices is what takes time; else as `GroupedExperts`."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.moe import RUN_EXPERTS, Gate, is_few
+from headrace.layers.build import Build
+from headrace.layers.decoder.spec import MlpSpec
+from headrace.layers.moe.adapters import group_choices
+from headrace.layers.moe.contract import ChosenTokens
+from headrace.layers.moe.grouped import GroupedExperts
+from headrace.layers.moe.weights import ExpertWeights
+
+
+def describe_gate(spec: MlpSpec) -> Gate:
+    """The activation of an expert."""
+    clamp = spec.clamp
+    return Gate(spec.activation) if clamp is None else Gate("clamped", clamp.limit, clamp.alpha, clamp.up_offset)
+
+
+class JoinedExperts:
+    """See `Experts`; speaks `CHOICES`."""
+
+    def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
+        self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
+        num_experts, width, _ = weights.down.weight.shape
+        self._run = RUN_EXPERTS.choose(build.query(width=width, expert_width=spec.width, num_experts=num_experts))
+        self._grouped = GroupedExperts(weights, spec, build)
+
+    def run(self, tokens: ChosenTokens) -> torch.Tensor:
+        """`ChosenTokens` to weighted sums [T, D]."""
+        if not is_few(*tokens.ids.shape, tokens.num_experts):
+            return group_choices(tokens, self._grouped.run)
+        gate_up, down = self._gate_up, self._down
+        return self._run(tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.bias), (down.weight, down.bias), self._gate)

@@ -1,0 +1,137 @@
+"""Own kernels of mixtures against plain torch: routing, grouping, and experts from choices to sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from devices import DEVICES, relative_error
+from hypothesis import given, settings
+
+from headrace.kernels.moe import ROUTE, RUN_EXPERTS, Gate, reference
+from headrace.kernels.operation import KernelQuery
+
+pytest.importorskip("triton")
+PLACES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]
+SILU, CLAMPED = Gate("silu"), Gate("clamped", 2.0, 1.702, 1.0)
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+    num_experts = draw(st.sampled_from([1, 5, 32, 130]))
+    shape = dict(
+        top_k=draw(st.integers(1, min(8, num_experts))), score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])),
+        renormalise=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5])), num_groups=1, top_groups=1, group_best=1,
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    logits = torch.randn(draw(st.integers(1, 4)), num_experts, generator=generator) * draw(st.sampled_from([0.5, 2.0]))
+    bias = torch.randn(num_experts, generator=generator) if draw(st.booleans()) else None
+    return logits, bias, shape
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_routing(device: str):
+    from headrace.kernels.moe.routing import route
+
+    @settings(max_examples=40, deadline=None)
+    @given(routings())
+    def check(case: tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]) -> None:
+        logits, bias, shape = case
+        ids, weights = route(logits.to(device), None if bias is None else bias.to(device), **shape)
+        expected_ids, expected = reference.route(logits.double().float(), bias, **shape)
+        assert ids.dtype == torch.int64 and weights.dtype == torch.float32
+        dense, expected_dense = (torch.zeros(logits.shape).scatter_(1, i.cpu(), w.cpu()) for i, w in ((ids, weights), (expected_ids, expected)))
+        torch.testing.assert_close(dense, expected_dense, rtol=2e-4, atol=1e-6)
+        assert all(len(set(row)) == shape["top_k"] for row in ids.tolist())
+
+    check()
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_what_is_no_number_chooses_no_expert_twice(device: str):
+    from headrace.kernels.moe.routing import route
+
+    logits = torch.tensor([[float("nan")] * 6, [float("-inf")] * 6, [1.0, float("nan"), 2.0, float("-inf"), 3.0, float("inf")]], device=device)
+    for score in ("softmax", "sigmoid"):
+        ids, _ = route(logits, None, top_k=4, score=score, renormalise=True, scale=1.0, num_groups=1, top_groups=1, group_best=1)
+        assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in ids.tolist())
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "most_at_once"), [(1, 3, 4096), (40, 7, 128), (65, 4, 128), (300, 5, 4096)])
+def test_grouping(num_tokens: int, num_experts: int, most_at_once: int, device: str, monkeypatch: pytest.MonkeyPatch):
+    from headrace.kernels.moe import grouping
+
+    monkeypatch.setattr(grouping, "MOST_AT_ONCE", most_at_once)
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.randint(-1, num_experts, (num_tokens, 3), generator=generator)
+    groups = grouping.group_pairs(ids.to(device), num_experts)
+    flat = ids.flatten()
+    somebody = int((flat >= 0).sum())
+    order = torch.where(flat < 0, num_experts, flat).argsort(stable=True)[:somebody]
+    assert groups.order[:somebody].tolist() == order.tolist()
+    assert groups.place[order.to(device)].tolist() == list(range(somebody))
+    assert groups.ends.tolist() == torch.bincount(flat[flat >= 0], minlength=num_experts).cumsum(0).tolist()
+
+
+def experts_case(num_tokens: int, num_experts: int, top_k: int, width: int, inner: int, seed: int = 3) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)])
+    shapes = (num_tokens, width), (num_experts, 2 * inner, width), (num_experts, 2 * inner), (num_experts, width, inner), (num_experts, width)
+    x, gate_up, gate_up_bias, down, down_bias = (torch.randn(shape, generator=generator) for shape in shapes)
+    return x, ids, torch.rand(ids.shape, generator=generator), gate_up * width**-0.5, gate_up_bias, down * inner**-0.5, down_bias
+
+
+def compare(case: tuple[torch.Tensor, ...], gate: Gate, device: str, dtype: torch.dtype, *, has_bias: bool) -> float:
+    """The error against float64, of what inputs are in ``dtype``."""
+    from headrace.kernels.moe.experts import run_experts
+
+    x, ids, weights, gate_up, gate_up_bias, down, down_bias = case
+    x, gate_up, gate_up_bias, down, down_bias = (t.to(dtype) for t in (x, gate_up, gate_up_bias, down, down_bias))
+    matrices = ((gate_up, gate_up_bias if has_bias else None), (down, down_bias if has_bias else None))
+    double = [tuple(None if t is None else t.double() for t in pair) for pair in matrices]
+    expected = reference.run_experts(x.double(), ids, weights, *double, gate)
+    there = [tuple(None if t is None else t.to(device) for t in pair) for pair in matrices]
+    return relative_error(run_experts(x.to(device), ids.to(device), weights.to(device), *there, gate), expected)
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (5, 4, 3), (16, 3, 2), (17, 6, 4), (70, 3, 1)])
+@pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (CLAMPED, True), (Gate("gelu_tanh"), False)])
+def test_experts(num_tokens: int, num_experts: int, top_k: int, gate: Gate, has_bias: bool, device: str, dtype: torch.dtype, tolerance: float):
+    """Without sorting and with it; more pairs than a tile has rows; widths that are no multiples of the blocks."""
+    case = experts_case(num_tokens, num_experts, top_k, 72, 40)
+    assert compare(case, gate, device, dtype, has_bias=has_bias) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("num_tokens", [6, 20])
+def test_nobody_adds_nothing(num_tokens: int, device: str, dtype: torch.dtype, tolerance: float):
+    """A whole token's choices or one of them; memory that nobody fills is as it was, which may be NaN."""
+    case = list(experts_case(num_tokens, 5, 3, 40, 24))
+    case[1][2], case[1][4, 1] = -1, -1
+    assert compare(tuple(case), SILU, device, dtype, has_bias=False) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [1, 8, 16, 64, 300, 1024])
+@pytest.mark.parametrize(("num_experts", "top_k", "width", "inner"), [(128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 1024, 3584)])
+def test_experts_of_real_shapes(num_tokens: int, num_experts: int, top_k: int, width: int, inner: int):
+    """As `auto` has it, with dependent launch; twice the same."""
+    run = RUN_EXPERTS.choose(KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability()))
+    x, ids, weights, gate_up, gate_up_bias, down, down_bias = (
+        t.to("cuda", torch.bfloat16) if t.is_floating_point() and i != 2 else t.cuda()
+        for i, t in enumerate(experts_case(num_tokens, num_experts, top_k, width, inner))
+    )
+    expected = reference.run_experts(x.float(), ids, weights, (gate_up.float(), gate_up_bias.float()), (down.float(), down_bias.float()), SILU)
+    out = run(x, ids, weights, (gate_up, gate_up_bias), (down, down_bias), SILU)
+    assert relative_error(out, expected) < 1e-2
+    assert torch.equal(out, run(x, ids, weights, (gate_up, gate_up_bias), (down, down_bias), SILU))
+
+
+@pytest.mark.cuda
+def test_the_best_are_chosen():
+    query = KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(), {"num_experts": 8, "top_k": 2})
+    assert ROUTE.choose(query) is not ROUTE.load("reference") and RUN_EXPERTS.choose(query) is not RUN_EXPERTS.load("reference")
