@@ -51,11 +51,13 @@ def check_walks(grammar: Grammar, seed: int, *, count: int = 6, length: int = 12
     for _ in range(count):
         told, ours = compiled.start(), Constraint(0, compiled)
         for _ in range(length):
-            expected = mask_of(told)
+            expected, again = mask_of(told), mask_of(ours.matcher)
+            if not is_certain and (told.error or ours.matcher.error):
+                return num_known  # at its limit on work, which all matchers of a grammar share
+            assert np.array_equal(again, expected)
             if ours.mask_key is not None:
                 num_known += ours.mask_key in masks
                 assert np.array_equal(masks.setdefault(ours.mask_key, expected), expected)
-            assert np.array_equal(mask_of(ours.matcher), expected)
             one, other = sorted([ours.read_forced(), told.read_forced()], key=len)
             assert other.startswith(one) and (not is_certain or one == other)  # at its limits the library sees less of it
             ids = np.flatnonzero(np.unpackbits(expected.view(np.uint8), bitorder="little")[: len(TOKENS)])
@@ -65,7 +67,7 @@ def check_walks(grammar: Grammar, seed: int, *, count: int = 6, length: int = 12
             token = int(draw.choice(ids[ids < 128] if (ids < 128).any() and draw.random() < share_ascii else ids))
             told.accept([token])
             ours.accept(token, is_end=False)
-            assert told.error is None and ours.error is None
+            assert not is_certain or (told.error is None and ours.error is None)
     return num_known
 
 
