@@ -51,6 +51,14 @@ def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer | None, *, add_s
     return require_tokenizer(tokenizer).encode(prompt, add_special_tokens=add_special_tokens)
 
 
+def read_truncation(truncate: int, max_len: int, num_out: int = 0) -> int:
+    """How many tokens of a prompt ``truncate_prompt_tokens`` keeps at most: -1 is what ``max_len`` leaves beside ``num_out``
+    of output. Raises `RequestError`."""
+    if truncate == 0 or truncate < -1 or truncate > max_len:
+        raise RequestError(f"truncate_prompt_tokens must be -1, or from 1 to {max_len}; got {truncate}", param="truncate_prompt_tokens")
+    return truncate if truncate != -1 else max(max_len - num_out, 1)
+
+
 def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     """The tokenizer, or a `RequestError` that says that only ids can be served."""
     if tokenizer is None:

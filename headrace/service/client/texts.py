@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import Activation, PoolingSpec, unpack_floats
-from headrace.service.client.prompts import require_tokenizer
+from headrace.service.client.prompts import read_truncation, require_tokenizer
 from headrace.service.tokenization import Tokenizer
 
 JUDGE = 'Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer can only be "yes" or "no".'
@@ -41,11 +41,7 @@ class Reader:
     @classmethod
     def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, truncate: int | None) -> Reader:
         """``truncate``: tokens to keep at most, -1 for as many as the model takes, None to refuse longer texts."""
-        if truncate is None:
-            return cls(facts, tokenizer)
-        if truncate == 0 or truncate < -1 or truncate > facts.max_model_len:
-            raise RequestError(f"truncate_prompt_tokens must be -1, or from 1 to {facts.max_model_len}; got {truncate}", param="truncate_prompt_tokens")
-        return cls(facts, tokenizer, facts.max_model_len if truncate == -1 else truncate)
+        return cls(facts, tokenizer, None if truncate is None else read_truncation(truncate, facts.max_model_len))
 
     def read(self, text: str | Sequence[int], *, add_special_tokens: bool = True) -> Reading:
         """A single text, or its token ids as they are."""

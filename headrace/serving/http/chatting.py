@@ -80,6 +80,7 @@ async def prepare_chat(request: Request, context: AppContext, body: ChatRequest,
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
         add_special_tokens=has_special,
+        truncate=body.truncate_prompt_tokens,
         grammar_field=lambda: grammar_field(body) or "tools",
     )
     return Chat(ask, plan, is_capped)

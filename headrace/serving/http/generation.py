@@ -19,6 +19,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.collect import Collector, first_error
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
+from headrace.service.client.prompts import read_truncation
 from headrace.serving.http.context import AppContext, context_of
 from headrace.serving.http.errors import conceal
 from headrace.serving.http.metrics import RequestTimer
@@ -38,7 +39,8 @@ Prompt = str | list[int]
 class Ask:
     """What a route wants generated or read: prompts, with one `SamplingParams` or `PoolingSpec` each. ``stream_ids`` name the engine requests
     of the prompts; by default they follow from ``request_id``. ``discards_output``: only the prompts are of interest, outputs are
-    told as empty (``max_tokens`` is 1 then, since the engine computes one). ``grammar_field`` tells the field that asked for a grammar."""
+    told as empty (``max_tokens`` is 1 then, since the engine computes one). ``truncate``: tokens of a prompt to keep at most,
+    the last ones, -1 for as many as leave room for the output. ``grammar_field`` tells the field that asked for a grammar."""
 
     request_id: str
     prompts: list[Prompt]
@@ -49,6 +51,7 @@ class Ask:
     add_special_tokens: bool = True
     stream_ids: list[str] | None = None
     discards_output: bool = False
+    truncate: int | None = None
     grammar_field: Callable[[], str] | None = None
 
     def ids(self) -> list[str]:
@@ -214,7 +217,7 @@ async def open_generation(request: Request, ask: Ask) -> Generation:
     num_choices, limit = sum(p.n for p in ask.params), context.server.max_batch_prompts
     if num_choices > limit:
         raise RequestError(f"prompts times n must be at most {limit}, got {num_choices}", param="n")
-    prompts = await _encode_long(context, ask)
+    prompts = await _encode_prompts(context, ask)
     context.check_available()
     streams: list[RequestStream] = []
     with contextlib.ExitStack() as undo:
@@ -229,16 +232,32 @@ async def open_generation(request: Request, ask: Ask) -> Generation:
     return Generation(context, ask, streams, request)
 
 
-async def _encode_long(context: AppContext, ask: Ask) -> list[Prompt]:
-    """The prompts; token ids instead of text when there is much of it."""
-    if sum(len(p) for p in ask.prompts if isinstance(p, str)) <= LONG_TEXT:
+async def _encode_prompts(context: AppContext, ask: Ask) -> list[Prompt]:
+    """The prompts; token ids instead of text when there is much of it, or when some of it is to be left out."""
+    is_long = sum(len(p) for p in ask.prompts if isinstance(p, str)) > LONG_TEXT
+    if ask.truncate is None and not is_long:
         return ask.prompts
-    tokenizer = context.tokenizer()
 
-    def encode() -> list[Prompt]:
-        return [tokenizer.encode(p, add_special_tokens=ask.add_special_tokens) if isinstance(p, str) else p for p in ask.prompts]
+    def encode(prompt: Prompt) -> list[int]:
+        return context.tokenizer().encode(prompt, add_special_tokens=ask.add_special_tokens) if isinstance(prompt, str) else prompt
 
-    return await asyncio.to_thread(encode)
+    def encode_all() -> list[Prompt]:
+        return [_keep_end(context, encode(p), params, ask.truncate) for p, params in zip(ask.prompts, ask.params, strict=True)]
+
+    return await asyncio.to_thread(encode_all) if is_long else encode_all()
+
+
+def _keep_end(context: AppContext, ids: list[int], params: SamplingParams | PoolingSpec, truncate: int | None) -> list[int]:
+    """The last ``truncate`` tokens, after the one that begins every text of the model, if this one begins so."""
+    if truncate is None:
+        return ids
+    num_out = (params.max_tokens or 1) if isinstance(params, SamplingParams) else 0
+    kept = read_truncation(truncate, context.facts().max_model_len, num_out)
+    if len(ids) <= kept:
+        return ids
+    tokenizer = context.client.tokenizer
+    begin = ids[:1] if kept > 1 and tokenizer is not None and ids[0] == tokenizer.bos_id else []
+    return begin + ids[len(ids) - kept + len(begin) :]
 
 
 async def collect_generation(request: Request, ask: Ask) -> tuple[Generation, list[GenerationOutput]]:

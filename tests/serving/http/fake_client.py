@@ -75,9 +75,9 @@ def draw_token(prompt_ids: list[int], seed: int, index: int) -> int:
     return b"abcdefghij klmnopqrs tuvwxyz"[zlib.crc32(repr((prompt_ids, seed, index)).encode()) % 28]
 
 
-def expected_text(prompt: str, num_tokens: int, *, seed: int = 0, bos: bool = True) -> str:
+def expected_text(prompt: str | list[int], num_tokens: int, *, seed: int = 0, bos: bool = True) -> str:
     """What the fake model answers."""
-    ids = ByteTokenizer().encode(prompt, add_special_tokens=bos)
+    ids = prompt if isinstance(prompt, list) else ByteTokenizer().encode(prompt, add_special_tokens=bos)
     return bytes(draw_token(ids, seed, i) for i in range(num_tokens)).decode()
 
 

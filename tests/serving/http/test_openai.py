@@ -7,7 +7,7 @@ import asyncio
 import openai
 import pytest
 from fake_apps import live_server
-from fake_client import FakeClient, expected_text
+from fake_client import BOS, FakeClient, expected_text
 
 from headrace.base.config import ServerConfig
 from headrace.serving.http.app import create_app
@@ -97,6 +97,24 @@ async def test_prompt_forms_give_the_same(api):
     ids = [256, *b"once"]
     answers = [await api.completions.create(model="fake-model", prompt=p, max_tokens=8) for p in ("once", ["once"], ids, [ids])]
     assert {a.choices[0].text for a in answers} == {expected_text("once", 8)}
+
+
+async def test_the_end_of_long_prompts_is_read_where_that_was_asked_for(api, client):
+    client.shrink(16)
+    for prompt, truncate, num_out, read in [
+        ("abcdefgh", 4, 2, [BOS, *b"fgh"]), ("abcdefgh", 1, 2, [*b"h"]), ("abc", 9, 2, [BOS, *b"abc"]), ([1, 2, 3, 4], 2, 2, [3, 4]),
+        ("a" * 20, -1, 2, [BOS, *b"a" * 13]), ("b" * 30_000, -1, 6, [BOS, *b"b" * 9]),
+    ]:
+        answer = await api.completions.create(model="fake-model", prompt=prompt, max_tokens=num_out, extra_body={"truncate_prompt_tokens": truncate})
+        assert answer.usage.prompt_tokens == len(read) and answer.choices[0].text == expected_text(read, num_out)
+    messages = [{"role": "user", "content": "x" * 40}]
+    answer = await api.chat.completions.create(model="fake-model", messages=messages, max_tokens=3, extra_body={"truncate_prompt_tokens": -1})
+    assert answer.usage.prompt_tokens == 13 and answer.choices[0].message.content == expected_text([*b"xx\nassistant:"], 3)
+    for truncate in (0, 17, -2):
+        with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens"):
+            await api.completions.create(model="fake-model", prompt="a", extra_body={"truncate_prompt_tokens": truncate})
+    with pytest.raises(openai.BadRequestError, match="at most"):
+        await api.completions.create(model="fake-model", prompt="a" * 20, max_tokens=2)
 
 
 async def test_echo_with_logprobs_and_no_new_tokens(api):

@@ -54,7 +54,7 @@ async def test_bounds_name_the_field(http, field, value):
     ("functions", [{}]),
     ("guided_whitespace_pattern", "a+"), ("stop_regex", "a"), ("audio", {"voice": "x"}),
     ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("require_reasoning", True), ("lora_path", "x"), ("chat_template", "{{ x }}"), ("documents", [{}]),
-    ("use_beam_search", True), ("return_hidden_states", True), ("truncate_prompt_tokens", 5), ("web_search_options", {"a": 1}),
+    ("use_beam_search", True), ("return_hidden_states", True), ("web_search_options", {"a": 1}),
 ])
 async def test_features_of_later_are_refused_by_name(http, field, value):
     answer = await http.post(CHAT, json={"messages": [USER], "max_tokens": 1, field: value})

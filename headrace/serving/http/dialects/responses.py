@@ -7,7 +7,14 @@ from typing import TypeVar
 
 from headrace.base.errors import RequestError
 from headrace.serving.http.protocol.chat import ChatMessage, ChatRequest
-from headrace.serving.http.protocol.responses import AllowedFunctions, InputItem, InputPart, NamedFunction, ResponsesRequest, TextFormat
+from headrace.serving.http.protocol.responses import (
+    AllowedFunctions,
+    InputItem,
+    InputPart,
+    NamedFunction,
+    ResponsesRequest,
+    TextFormat,
+)
 from headrace.serving.http.protocol.structure import JsonSchemaFormat, ResponseFormat
 from headrace.serving.http.protocol.tools import (
     AllowedSet,

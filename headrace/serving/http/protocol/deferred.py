@@ -39,7 +39,6 @@ DEFERRED: dict[str, str] = {
     "documents": "retrieval templates are not served yet; put the documents into a message",
     "prediction": "predicted output is not served yet",
     "web_search_options": "the server cannot search the web",
-    "truncate_prompt_tokens": "prompts are never truncated; shorten the prompt",
     "repetition_detection": "repetition detection is not served; use repetition_penalty or stop",
     "typical_p": "typical sampling is not served; use top_p or min_p",
     "stream_interval": "chunks are sent as they come",

@@ -24,6 +24,7 @@ LogitBias = Annotated[
     Meta(max_length=MAX_BIASED_TOKENS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
 ]
 Count = Annotated[int, Meta(ge=0, le=INT32)]
+Truncation = Annotated[int, Meta(ge=-1, le=INT32)]
 Positive = Annotated[int, Meta(ge=1, le=INT32)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
@@ -107,7 +108,8 @@ class StructureFields(DrawFields, kw_only=True, forbid_unknown_fields=True):
 
 class StopFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
     """When output ends, what it must look like, and how it becomes text. ``deadline_s``: seconds from arrival after which the request fails with
-    504, however far it has come."""
+    504, however far it has come. ``truncate_prompt_tokens``: of longer prompts the last so many tokens are read, -1: as many as leave room
+    for the output."""
 
     max_tokens: Count | None = None
     min_tokens: Count | None = None
@@ -118,4 +120,5 @@ class StopFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
     deadline_s: Deadline | None = None

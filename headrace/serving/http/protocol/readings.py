@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import Positive, Priority, RequestId, Salt, TokenId
+from headrace.serving.http.protocol.fields import Positive, Priority, RequestId, Salt, TokenId, Truncation
 
 MAX_LABELS = 128
 
@@ -14,7 +14,6 @@ ModelName = Annotated[str, Meta(max_length=512)]
 Texts = Annotated[list[str], Meta(min_length=1)]
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
 Input = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 
 class ReadFields(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -75,6 +75,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
         add_special_tokens=body.add_special_tokens is not False,
+        truncate=body.truncate_prompt_tokens,
         discards_output=body.max_tokens == 0,
         grammar_field=lambda: grammar_field(body),
     )
