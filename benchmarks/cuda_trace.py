@@ -84,7 +84,7 @@ def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: in
     return {
         "model": model, "workload": workload, "most_tokens": most_tokens, "seconds": round(plain, 4), "traced_seconds": round(total / 1e6, 4),
         "idle_percent": round(100 * idle / total, 2), "kernels": count_kernels(events),
-        "windows": split_windows(events, config["num_hidden_layers"], windows),
+        "windows": split_windows(events, config["num_hidden_layers"], windows) if windows else [],
     }
 
 
