@@ -7,6 +7,7 @@ trusted, and when its parent dies.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import logging
@@ -21,6 +22,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
+
+import psutil
 
 from headrace.base import env
 from headrace.base.config import EngineConfig
@@ -156,13 +160,22 @@ def die_with_parent(pipe: int, parent: int, folder: Path) -> None:
                 break
         logger.warning("the parent process is gone; the engine ends")
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
+        leave(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def leave(code: int) -> NoReturn:
+    """End this process at once, and what it has started: compilers of kernels, which at a usual end are waited for."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    logging.shutdown()
+    os._exit(code)
+
+
 def _leave_on_sigterm(_: int, __: FrameType | None) -> None:
-    os._exit(0)  # nothing has been served yet, and a half-done import or load cannot be waited for
+    leave(0)  # nothing has been served yet, and a half-done import or load cannot be waited for
 
 
 def _give_memory_back() -> None:
@@ -199,7 +212,7 @@ def _read_launch() -> Launch:
         return Launch.read(sys.stdin.buffer)
     except ConfigError as error:  # started by hand, or the parent ended before it had a configuration
         logger.error("%s", error)
-        os._exit(1)  # at once: the import is still running
+        leave(1)  # at once: the import is still running
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -231,4 +244,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -175,7 +175,8 @@ class Supervisor:
         """The supervisor itself failed, say because no process can be spawned here; nobody would be told otherwise."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            logger.error("the engine cannot be supervised", exc_info=error)
+            if not isinstance(error, HeadraceError):  # what we raise tells all that is to be said, and the listener tells it
+                logger.error("the engine cannot be supervised", exc_info=error)
             told = error if isinstance(error, HeadraceError) else EngineUnavailable(f"the engine cannot be started: {error}")
             self._listener.on_exit(told, is_final=True)
 

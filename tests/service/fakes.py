@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
@@ -157,6 +159,14 @@ def build_fake_engine(config: EngineConfig, progress: Progress) -> Engine:
 def build_slowly(config: EngineConfig, progress: Progress) -> Engine:
     """Loads longer than a test's engine may be silent."""
     time.sleep(2.2)
+    return build_fake_engine(config, progress)
+
+
+def build_beside_compilers(config: EngineConfig, progress: Progress) -> Engine:
+    """As where kernels are compiled meanwhile, two on threads and one that waits for its turn."""
+    pool = ThreadPoolExecutor(2)
+    for _ in range(3):
+        pool.submit(subprocess.run, ["sleep", "37.25"], check=False)
     return build_fake_engine(config, progress)
 
 

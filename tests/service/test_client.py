@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
+import psutil
 import pytest
 from fakes import FakeExecutor, continuation
 
@@ -23,6 +24,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.stream import RequestStream
+from headrace.service.supervisor import TERMINATE_S
 
 SLOW = {"seed": 20}
 """A fake engine whose steps take 20 ms."""
@@ -215,6 +217,16 @@ async def test_long_steps_and_loading_are_not_taken_for_hanging(start_client: Ca
     assert not hung.done()
     await forever.close()
     assert (await hung)[-1].error.kind == "engine_unavailable"
+
+
+async def test_an_engine_that_ends_takes_its_compilers_with_it(start_client: Callable):
+    client = await start_client(builder="fakes:build_beside_compilers")
+    compilers = psutil.Process(client.engine_pid).children(recursive=True)
+    assert [c.cmdline() for c in compilers] == [["sleep", "37.25"]] * 2
+    began = time.monotonic()
+    await client.close()
+    assert time.monotonic() - began < TERMINATE_S
+    await until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in compilers))
 
 
 async def test_restarts_are_counted_and_end(start_client: Callable):
