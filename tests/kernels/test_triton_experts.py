@@ -67,13 +67,23 @@ def test_grouping(num_tokens: int, num_experts: int, most_at_once: int, device: 
     monkeypatch.setattr(grouping, "MOST_AT_ONCE", most_at_once)
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(-1, num_experts, (num_tokens, 3), generator=generator)
-    groups = grouping.group_pairs(ids.to(device), num_experts)
-    flat = ids.flatten()
-    somebody = int((flat >= 0).sum())
-    order = torch.where(flat < 0, num_experts, flat).argsort(stable=True)[:somebody]
-    assert groups.order[:somebody].tolist() == order.tolist()
-    assert groups.place[order.to(device)].tolist() == list(range(somebody))
-    assert groups.ends.tolist() == torch.bincount(flat[flat >= 0], minlength=num_experts).cumsum(0).tolist()
+    expected = reference.group_pairs(ids, num_experts)
+    assert [t.tolist() for t in grouping.group_pairs(ids.to(device), num_experts)] == [t.tolist() for t in expected]
+    flat, (order, place, ends) = ids.flatten(), expected
+    assert order[place].tolist() == list(range(ids.numel()))
+    assert [-1 if i >= ends[-1] else int((i >= ends).sum()) for i in place.tolist()] == flat.tolist()
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+def test_sums_of_pairs(device: str, dtype: torch.dtype, tolerance: float):
+    from headrace.kernels.moe.grouping import sum_pairs
+
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(21, 2100, generator=generator).to(dtype), torch.rand(7, 3, generator=generator)
+    place = torch.randperm(21, generator=generator).int()
+    expected = (rows.double()[place.long()].view(7, 3, -1) * weights.double()[..., None]).sum(1)
+    assert relative_error(sum_pairs(rows.to(device), place.to(device), weights.to(device)), expected) < tolerance
+    assert relative_error(reference.sum_pairs(rows, place, weights), expected) < tolerance
 
 
 def experts_case(num_tokens: int, num_experts: int, top_k: int, width: int, inner: int, seed: int = 3) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,7 @@ from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MlpSpec, MoeSpec, RoutingSpec, SwigluClamp
-from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS, packed
+from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS, joined, packed
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joining import choose_pair, find_adapter, joinable_pairs
 from headrace.layers.moe.layer import MoeMlp
@@ -96,6 +96,21 @@ def test_nobody_adds_nothing(experts: str):
     alone = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_nobody=True))
     torch.testing.assert_close(alone[1], layer._run_experts(ChosenTokens(x[1:2], ids[1:2, 1:], weights[1:2, 1:], NUM_EXPERTS))[0])
     torch.testing.assert_close(alone[2:], padded[2:])
+
+
+@pytest.mark.parametrize("is_few", [True, False])
+@pytest.mark.parametrize("has_nobody", [False, True])
+def test_joined_experts_with_few_tokens_and_many(is_few: bool, has_nobody: bool, monkeypatch: pytest.MonkeyPatch):
+    """Which choose them only on a GPU; here their kernels' references do."""
+    monkeypatch.setattr(joined, "is_few", lambda *_: is_few)
+    layer = build_layer("reference")
+    x = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(5))
+    ids, weights = layer.router(x)
+    if has_nobody:
+        ids[3], ids[5, 1] = -1, -1
+    tokens = ChosenTokens(x, ids, weights, NUM_EXPERTS, has_nobody=has_nobody)
+    out = joined.JoinedExperts(layer.experts, MlpSpec(24), Build(CPU, torch.float32)).run(tokens)
+    torch.testing.assert_close(out, layer._run_experts(tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_a_token_does_not_depend_on_the_others():

@@ -72,6 +72,17 @@ The weighted sum over each token's experts of ``down(gate(gate_up(x)))``; ``gate
 ``expert_width``, ``num_experts`` and ``top_k``. The reference alone is meant for any T; others for as many as `is_few` says.
 """
 
+GROUP_PAIRS = Operation("pair grouping kernel")
+"""``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the pairs of token and expert sorted by
+expert and else as they come; where each pair is in that order; one past each expert's last. Pairs of nobody, -1, come after
+all others, in ``order`` as any pair and with any place.
+"""
+
+SUM_PAIRS = Operation("pair sum kernel")
+"""``sum_pairs(rows [N, D], place [N] int32, weights [T, k] float32) -> [T, D]``: each token's rows, times their weights, added up in
+float32 and in the order of choice.
+"""
+
 MOST_PAIRS_EACH = 64
 
 
@@ -85,6 +96,8 @@ MASK_CHOICES.add("reference", "headrace.kernels.moe.reference:mask_choices", doc
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
 GROUPED_LINEAR.add("reference", "headrace.kernels.moe.reference:grouped_linear", doc="a product per expert; waits for the row counts")
 
+GROUP_PAIRS.add("reference", "headrace.kernels.moe.reference:group_pairs", doc="plain torch: a sort")
+SUM_PAIRS.add("reference", "headrace.kernels.moe.reference:sum_pairs", doc="plain torch")
 RUN_EXPERTS.add("reference", "headrace.kernels.moe.reference:run_experts", doc="plain torch, an expert at a time; waits for the choices")
 
 _on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
@@ -124,3 +137,5 @@ GROUPED_LINEAR.add(
     "cutlass", "headrace.kernels.moe.grouped_mm:grouped_linear", supports=lambda q: _on_hopper(q) or _reason_against_widths(q), priority=10,
     doc="torch's grouped GEMM; row counts stay on the device",
 )
+GROUP_PAIRS.add("triton", "headrace.kernels.moe.grouping:group_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel, a program an expert")
+SUM_PAIRS.add("triton", "headrace.kernels.moe.grouping:sum_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel")

@@ -8,6 +8,7 @@ themselves, and of the pairs with one expert the first stands for all. The weigh
 
 from dataclasses import dataclass
 from functools import cache, partial
+from math import ceil
 
 import torch
 import triton
@@ -15,12 +16,10 @@ import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import Gate, Stacked
-from headrace.kernels.moe.grouping import Groups, find_tile, group_pairs
+from headrace.kernels.moe.grouping import find_tile, group_pairs
 
 FEW_TOKENS = 16
-MOST_ROWS = 64
-"""Of a tile. Experts with more pairs each are better served by products that are bound by arithmetic."""
-ENOUGH_PROGRAMS = 264
+MOST_ROWS = 128
 BLOCK_SUM = 512
 GATES = {"gelu_tanh": 0, "silu": 1, "clamped": 2}
 
@@ -37,16 +36,16 @@ class Tile:
 
 
 @cache
-def choose_tile(num_tokens: int, top_k: int, num_experts: int, outputs: int, *, is_half: bool, matrices: int) -> Tile:
-    """Blocks of 64 outputs, fewer where they would leave processors without work."""
-    pairs = num_tokens * top_k
-    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS else min(MOST_ROWS, max(16, next_power_of_2(ceil_div(pairs, num_experts))))
-    block = 64
-    while block > 16 and min(pairs, num_experts) * ceil_div(outputs, block) < ENOUGH_PROGRAMS:
-        block //= 2
+def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool) -> Tile:
+    """Rows for all pairs of nearly every expert, so that few matrices are read twice. Measured on an H200: blocks of fewer than 64
+    outputs are slower even where they alone would give every processor some."""
+    each = num_tokens * top_k / num_experts
+    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS else min(MOST_ROWS, max(16, next_power_of_2(ceil(each + 2 * each**0.5))))
     if not is_half:
-        return Tile(rows, min(block, 32), 32, 4, 2)
-    return Tile(rows, block, 64, 4, 5 if matrices == 2 else 6)
+        return Tile(min(rows, 64), 32, 32, 4, 2)
+    if rows <= 16:
+        return Tile(rows, 64, 64, 4, 8 if num_tokens <= FEW_TOKENS else 5)
+    return Tile(rows, 128, 64, 8, 4)
 
 
 @triton.jit
@@ -160,29 +159,23 @@ def run_experts(
     if not num_tokens:
         return out
     few, pairs = num_tokens <= FEW_TOKENS, num_tokens * top_k
-    groups = Groups(ids, ids, ids) if few else group_pairs(ids, num_experts, pdl=pdl)
+    order, _, ends = (ids, ids, ids) if few else group_pairs(ids, num_experts, pdl=pdl)
     gated = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((pairs, width), dtype=torch.float32, device=x.device)
-    tile_of = partial(choose_tile, num_tokens, top_k, num_experts, is_half=x.element_size() == 2)
+    tile = choose_tile(num_tokens, top_k, num_experts, is_half=x.element_size() == 2)
+    tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
     shape = dict(
-        TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner, D=width, FEW=few, PDL=pdl, launch_pdl=pdl,
+        TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner, D=width, FEW=few, ROWS=tile.rows,
+        OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
     )
-
-    def launch(tile: Tile, outputs: int) -> tuple[tuple[int, int], dict[str, object]]:
-        tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
-        blocks = dict(ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages)
-        return (ceil_div(outputs, tile.outputs), tiles), blocks
-
     weight, bias = gate_up
-    grid, blocks = launch(tile_of(inner, matrices=2), inner)
-    _gate_up_kernel[grid](
-        x, weight, x if bias is None else bias, ids, groups.order, groups.ends, gated, x.stride(0), num_tokens, *gate[1:], HAS_BIAS=bias is not None,
-        GATE=GATES[gate.kind], **blocks, **shape,
+    _gate_up_kernel[(ceil_div(inner, tile.outputs), tiles)](
+        x, weight, x if bias is None else bias, ids, order, ends, gated, x.stride(0), num_tokens, *gate[1:], HAS_BIAS=bias is not None,
+        GATE=GATES[gate.kind], **shape,
     )
     weight, bias = down
-    grid, blocks = launch(tile_of(width, matrices=1), width)
-    _down_kernel[grid](
-        gated, weight, x if bias is None else bias, ids, groups.order, groups.ends, weights, parts, num_tokens, HAS_BIAS=bias is not None, **blocks, **shape,
+    _down_kernel[(ceil_div(width, tile.outputs), tiles)](
+        gated, weight, x if bias is None else bias, ids, order, ends, weights, parts, num_tokens, HAS_BIAS=bias is not None, **shape,
     )
     _sum_kernel[(num_tokens, ceil_div(width, BLOCK_SUM))](
         parts, ids, out, D=width, TOP_K=top_k, BLOCK_K=shape["BLOCK_K"], BLOCK=BLOCK_SUM, PDL=pdl, num_warps=4, launch_pdl=pdl

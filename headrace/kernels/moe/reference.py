@@ -70,6 +70,21 @@ def _keep_best_groups(choice: torch.Tensor, shape: RouteShape) -> torch.Tensor:
     return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(1)
 
 
+def group_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `GROUP_PAIRS`."""
+    flat = ids.flatten()
+    experts, order = torch.where(flat < 0, num_experts, flat).sort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=experts.device), right=True, out_int32=True)
+    return order.int(), place.int(), ends
+
+
+def sum_pairs(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """See `SUM_PAIRS`."""
+    by_choice = rows.index_select(0, place).view(*weights.shape, -1).float()
+    return (by_choice * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """See `GROUPED_LINEAR`. Reads the weights of experts that have rows and no others; on a GPU it waits for ``ends``."""
     out = x.new_empty(x.shape[0], weight.shape[1])
