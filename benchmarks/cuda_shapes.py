@@ -1,8 +1,8 @@
 """Other models' shapes on one GPU: ``python -m benchmarks.cuda_shapes [MODEL ...] [--cells ...] [--options JSON]``.
 
 A model is a folder under ``benchmarks/models`` or any other that has a config.json; weights are random. Each runs in a process
-of its own. A cell's row has seconds, and the percent of them that bytes and operations alone would take
-(`benchmarks/roofline.py`); cells that do not fit into a model's context are left out. Start-up is seconds to the first token;
+of its own. A cell's row has seconds of its first run and of a second, and the percent of these that bytes and operations alone
+would take (`benchmarks/roofline.py`); cells that do not fit into a model's context are left out. Start-up is seconds to the first token;
 "late" are kernels compiled after it.
 """
 
@@ -62,11 +62,9 @@ def measure(model: str, cells: list[str], options: dict[str, Any]) -> None:
             prompts, output_lens = CELLS[cell](vocab)
             if len(prompts[0]) + output_lens[0] > llm.facts.max_model_len:
                 continue
-            run_workload(llm, prompts[:2], [min(4, n) for n in output_lens[:2]])
-            seconds = run_workload(llm, prompts, output_lens)
-            seconds = min(seconds, run_workload(llm, prompts, output_lens)) if seconds < 1 else seconds
+            first, seconds = (run_workload(llm, prompts, output_lens) for _ in range(2))
             floor = floor_of(shape, prompts, output_lens).seconds
-            print(f"{model:14s} {cell:12s} {seconds:8.3f} {floor:8.3f} {100 * floor / seconds:4.0f} %", flush=True)
+            print(f"{model:14s} {cell:12s} {first:8.3f} {seconds:8.3f} {floor:8.3f} {100 * floor / seconds:4.0f} %", flush=True)
         print(f"{model:14s} {'late':12s} {len(late):4d} {' '.join(sorted(set(late)))[:300]}", flush=True)
 
 

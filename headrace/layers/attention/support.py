@@ -57,11 +57,12 @@ def _reason_against_library(geometry: AttentionGeometry, module: str, missing: s
 
 
 def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
-    """Half-precision on Hopper and later, head dims up to 256 in steps of 8, without soft-cap and sinks."""
+    """Half-precision on Hopper and later, head dims up to 128 in steps of 8, without soft-cap and sinks. It has graphs for 256
+    too, but takes a second to build each, while requests wait, and they were no faster than the Triton kernels."""
     if reason := _reason_against_library(geometry, "cudnn", "nvidia-cudnn-frontend is not installed", (9, 0)):
         return reason
-    if max(geometry.head_dim, geometry.value_dim) > 256 or geometry.head_dim % 8 or geometry.value_dim % 8:
-        return "takes head dims up to 256 that are multiples of 8"
+    if max(geometry.head_dim, geometry.value_dim) > 128 or geometry.head_dim % 8 or geometry.value_dim % 8:
+        return "takes head dims up to 128 that are multiples of 8"
     if geometry.page_size < 16:
         return "takes pages of at least 16 tokens"
     return None
