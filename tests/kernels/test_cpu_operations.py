@@ -62,9 +62,9 @@ def test_activations_of_extreme_values():
 
 
 @pytest.mark.parametrize("dtype,tolerance", TYPES)
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("head_dim,rotary_dim,is_interleaved", [(24, 24, False), (24, 24, True), (80, 22, False), (64, 16, True), (256, 256, False), (33, 0, False)])
-def test_rope_write(head_dim, rotary_dim, is_interleaved, has_norm, dtype, tolerance):
+def test_rope_write(head_dim, rotary_dim, is_interleaved, norm, dtype, tolerance):
     heads, kv_heads, page_size, num_pages = 5, 2, 4, 5
     qkv = _draw(dtype, 4, (heads + 2 * kv_heads) * head_dim)
     positions, slots = torch.tensor([3, 1, 9, 0]), torch.tensor([5, 0, 17, 9])
@@ -72,11 +72,12 @@ def test_rope_write(head_dim, rotary_dim, is_interleaved, has_norm, dtype, toler
     shape = dict(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, interleaved=is_interleaved, norm_eps=1e-6, norm_offset=0.5
     )
-    norms = {name: _draw(dtype, head_dim, seed=i) if has_norm else None for i, name in enumerate(("q_norm", "k_norm"))}
+    widths = {"none": (), "head": (head_dim, head_dim), "full": (heads * head_dim, kv_heads * head_dim)}[norm]
+    norms = {name: _draw(dtype, width, seed=i) for i, (name, width) in enumerate(zip(("q_norm", "k_norm"), widths, strict=False))}
 
     def run(function, kind):
         k, v = (torch.zeros(num_pages, page_size, kv_heads, head_dim, dtype=kind) for _ in range(2))
-        weights = {name: None if w is None else w.to(kind) for name, w in norms.items()}
+        weights = {name: w.to(kind) for name, w in norms.items()}
         return function(qkv.to(kind, copy=True), positions, cos_sin, slots, k, v, **weights, **shape), k, v
 
     for out, expected in zip(run(rope.rope_write, dtype), run(rope_reference.rope_write, torch.float64), strict=True):

@@ -49,9 +49,9 @@ def test_gated_activations(rows, width, device, dtype, tolerance):
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("rotary_dim,is_interleaved", [(24, False), (24, True), (16, False), (16, True), (0, False)])
-def test_rope_write(rotary_dim, is_interleaved, has_norm, device, dtype, tolerance):
+def test_rope_write(rotary_dim, is_interleaved, norm, device, dtype, tolerance):
     heads, kv_heads, dim, page_size, num_pages = 5, 2, 24, 4, 5
     qkv = _draw(device, dtype, 4, (heads + 2 * kv_heads) * dim)
     positions, slots = torch.tensor([3, 1, 9, 0], device=device), torch.tensor([5, 0, 17, 9], device=device)
@@ -59,11 +59,12 @@ def test_rope_write(rotary_dim, is_interleaved, has_norm, device, dtype, toleran
     shape = dict(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotary_dim=rotary_dim, interleaved=is_interleaved, norm_eps=1e-6, norm_offset=0.5
     )
-    norms = {name: _draw(device, dtype, dim, seed=i) if has_norm else None for i, name in enumerate(("q_norm", "k_norm"))}
+    widths = {"none": (), "head": (dim, dim), "full": (heads * dim, kv_heads * dim)}[norm]
+    norms = {name: _draw(device, dtype, width, seed=i) for i, (name, width) in enumerate(zip(("q_norm", "k_norm"), widths, strict=False))}
 
     def run(function, kind):
         k, v = (torch.zeros(num_pages, page_size, kv_heads, dim, dtype=kind, device=device) for _ in range(2))
-        weights = {name: None if w is None else w.to(kind) for name, w in norms.items()}
+        weights = {name: w.to(kind) for name, w in norms.items()}
         return function(qkv.to(kind, copy=True), positions, cos_sin, slots, k, v, **weights, **shape), k, v
 
     for out, expected in zip(run(rope.rope_write, dtype), run(rope_reference.rope_write, torch.float64), strict=True):

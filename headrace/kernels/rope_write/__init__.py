@@ -24,7 +24,7 @@ ROPE_WRITE = Operation("rope_write kernel")
 """``rope_write(qkv, positions, cos_sin, slots, k_pages, v_pages, *, q_norm=None, k_norm=None, **HeadShape) -> q``.
 
 ``qkv`` [T, (H + 2K) * E] is split in that order. With ``q_norm`` and ``k_norm`` ([E] each) every head of q and k is
-RMS-normalised and multiplied by ``weight + norm_offset``. The first ``rotary_dim`` dims of q and k are rotated by
+RMS-normalised and multiplied by ``weight + norm_offset``; with [H * E] and [K * E], all heads of q together, and all of k. The first ``rotary_dim`` dims of q and k are rotated by
 ``cos_sin[positions]`` ([L, rotary_dim] float32: the first half cosines, the second sines; None: no rotation).
 k and v are written at ``slots`` [T] int64 (page * page_size + offset) of the pages [P, page_size, K, E]; several rows may
 carry the same slot only in the null page. Returns q [T, H, E], contiguous, in qkv's dtype; qkv may be overwritten.

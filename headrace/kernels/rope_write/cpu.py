@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 
 from headrace.kernels.native import NATIVE
+from headrace.kernels.rms_norm.cpu import rms_norm
 from headrace.kernels.rope_write import HeadShape, reference
 
 
@@ -18,6 +19,10 @@ def rope_write(
     ops = NATIVE.find()
     if ops is None:
         return reference.rope_write(qkv, positions, cos_sin, slots, k_pages, v_pages, q_norm=q_norm, k_norm=k_norm, **shape)
+    if q_norm is not None and k_norm is not None and len(q_norm) > shape["head_dim"]:
+        q, k, v = qkv.split((len(q_norm), len(k_norm), len(k_norm)), dim=-1)
+        q, k = (rms_norm(x, weight, shape["norm_eps"], shape["norm_offset"]) for x, weight in ((q, q_norm), (k, k_norm)))
+        qkv, q_norm, k_norm = torch.cat((q, k, v), dim=-1), None, None
     return ops.rope_write(
         qkv, positions, cos_sin, slots, k_pages, v_pages, q_norm, k_norm, shape["num_heads"], shape["num_kv_heads"], shape["head_dim"],
         shape["rotary_dim"], shape["interleaved"], shape["norm_eps"], shape["norm_offset"],

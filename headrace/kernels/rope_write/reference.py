@@ -31,8 +31,9 @@ def rope_write(
 
 
 def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """RMS norm over the last dim of [T, heads, E], in float32."""
-    return F.rms_norm(x.float(), weight.shape, weight.float() + offset, eps)
+    """RMS norm of [T, heads, E], in float32: over the last dim, or the last two where ``weight`` is as long."""
+    shape = x.shape[2:] if len(weight) == x.shape[2] else x.shape[1:]
+    return F.rms_norm(x.float(), shape, weight.float().view(shape) + offset, eps)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, interleaved: bool) -> torch.Tensor:

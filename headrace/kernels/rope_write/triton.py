@@ -30,6 +30,21 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, dim, count, is_q, offset):
 
 
 @triton.jit
+def _full_norm_weight(q_norm_ptr, k_norm_ptr, head, dim, inside, is_q, is_k, offset, H: tl.constexpr, E: tl.constexpr):
+    """[HEADS, dims]: each head's own part of the weight."""
+    q_weight = tl.load(q_norm_ptr + head * E + dim[None, :], mask=inside & is_q, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_norm_ptr + (head - H) * E + dim[None, :], mask=inside & is_k, other=0.0).to(tl.float32)
+    return tl.where(is_q, q_weight, k_weight) + offset
+
+
+@triton.jit
+def _mean_square(source, COUNT: tl.constexpr):
+    at = tl.arange(0, triton.next_power_of_2(COUNT))
+    x = tl.load(source + at, mask=at < COUNT, other=0.0).to(tl.float32)
+    return tl.sum(x * x, axis=0) / COUNT
+
+
+@triton.jit
 def _store_tile(x, dim, inside, q_row, k_row, v_row, is_q, is_k, is_v):
     tl.store(q_row + dim[None, :], x.to(q_row.dtype.element_ty), mask=inside & is_q)
     tl.store(k_row + dim[None, :], x.to(k_row.dtype.element_ty), mask=inside & is_k)
@@ -41,7 +56,7 @@ def _rope_write_kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr,
     qkv_stride, page_stride_k, page_stride_v, norm_eps, norm_offset,
     PAGE: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, FULL: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
@@ -52,7 +67,11 @@ def _rope_write_kernel(
     rest = ROTARY + tl.arange(0, BLOCK_REST)
     in_half = (head < H + 2 * K) & (pair < HALF)[None, :]
     in_rest = (head < H + 2 * K) & (rest < E)[None, :]
-    if NORM:
+    if FULL:
+        first_weight = _full_norm_weight(q_norm_ptr, k_norm_ptr, head, first, in_half, is_q, is_k, norm_offset, H, E)
+        second_weight = _full_norm_weight(q_norm_ptr, k_norm_ptr, head, second, in_half, is_q, is_k, norm_offset, H, E)
+        rest_weight = _full_norm_weight(q_norm_ptr, k_norm_ptr, head, rest, in_rest, is_q, is_k, norm_offset, H, E)
+    elif NORM:
         first_weight = _norm_weight(q_norm_ptr, k_norm_ptr, first, E, is_q, norm_offset)
         second_weight = _norm_weight(q_norm_ptr, k_norm_ptr, second, E, is_q, norm_offset)
         rest_weight = _norm_weight(q_norm_ptr, k_norm_ptr, rest, E, is_q, norm_offset)
@@ -71,7 +90,10 @@ def _rope_write_kernel(
     if ROTARY < E:
         x3 = _load_tile(source, rest, in_rest)
         square += tl.sum(x3 * x3, axis=1)
-    if NORM:
+    if FULL:  # every program goes through all heads: what others have of them is in the cache
+        row = qkv_ptr + token * qkv_stride
+        rstd = tl.rsqrt(tl.where(is_q, _mean_square(row, H * E), _mean_square(row + H * E, K * E)) + norm_eps)
+    elif NORM:
         rstd = tl.rsqrt(square / E + norm_eps)[:, None]
     if ROTARY > 0:
         table = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY + pair
@@ -104,7 +126,7 @@ def _launch(
             q_norm if has_norm else qkv, k_norm if has_norm else qkv,
             qkv.stride(0), k_pages.stride(0), v_pages.stride(0), shape["norm_eps"], shape["norm_offset"],
             PAGE=k_pages.shape[1], H=num_heads, K=num_kv_heads, E=head_dim, ROTARY=rotary_dim, INTERLEAVED=shape["interleaved"],
-            NORM=has_norm, HEADS=HEADS_AT_ONCE, BLOCK_HALF=next_power_of_2(max(1, rotary_dim // 2)),
+            NORM=has_norm, FULL=has_norm and q_norm.shape[0] > head_dim, HEADS=HEADS_AT_ONCE, BLOCK_HALF=next_power_of_2(max(1, rotary_dim // 2)),
             BLOCK_REST=next_power_of_2(max(1, head_dim - rotary_dim)), PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
     return q

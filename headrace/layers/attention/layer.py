@@ -48,7 +48,6 @@ class Attention(AttentionLayer):
         super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window, spec.softcap, sinks))
         self.spec, self.rope, self.sinks = spec, layer.rope, sinks
         heads_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.widths = (heads_width, kv_width, kv_width)
         self.qkv = Linear(build, width, {"q": heads_width, "k": kv_width, "v": kv_width}, bias=spec.qkv_bias)
         self.output = Linear(build, heads_width, width, bias=spec.output_bias)
         self.q_norm = self.k_norm = None
@@ -65,7 +64,7 @@ class Attention(AttentionLayer):
     def _choose_rope_write(self, norm: NormSpec, layer: LayerSpec, build: Build) -> partial[torch.Tensor]:
         spec, rope = self.spec, layer.rope
         weights = {}
-        if spec.qk_norm == "head":
+        if spec.qk_norm != "none":
             weights = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
         shape = dict(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, rotary_dim=rope.rotary_dim if rope else 0)
         return partial(
@@ -89,9 +88,6 @@ class Attention(AttentionLayer):
 
     def _attend(self, qkv: torch.Tensor, batch: ForwardBatch, residual: torch.Tensor | None = None) -> torch.Tensor | None:
         pages, step = self.pages, batch.groups[self.group]
-        if self.spec.qk_norm == "full":
-            q, k, v = qkv.split(self.widths, dim=-1)
-            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         cos_sin = self.rotary.cos_sin if self.rotary else None
         q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v)
         if batch.queries is not None:
