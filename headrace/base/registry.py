@@ -122,8 +122,9 @@ class Registry(Generic[T]):
             return self._loaded[name]
         entry = self._entries.get(name)
         if entry is None:
-            near = get_close_matches(name, self._entries, n=3) or self.names()
-            raise PluginError(f"unknown {self.noun} {name!r}; known: {', '.join(near)}")
+            near = get_close_matches(name, self._entries, n=3)
+            hint = f"nearest: {', '.join(near)}; all" if near else "known"
+            raise PluginError(f"unknown {self.noun} {name!r}; {hint}: {', '.join(self.names())}")
         if name in env.disabled_plugins():
             raise PluginError(f"{self.noun} {name!r} is disabled by HEADRACE_DISABLE_PLUGINS")
         try:

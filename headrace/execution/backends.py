@@ -44,8 +44,6 @@ def choose_backends(model: Any, groups: list[CacheGroup], build: Build, cache: C
     group's backend prefers (its class attribute ``preferred_page_size``), else 16."""
     wanted = None if name == "auto" else name
     page_size = cache.page_size or DEFAULT_PAGE_SIZE
-    if page_size & (page_size - 1):
-        raise ConfigError(f"page_size must be a power of two; got {page_size}", param="page_size")
     try:
         choices = _choose(model, groups, build, page_size, wanted)
         preferred = getattr(choices[0].cls, "preferred_page_size", page_size) if choices else page_size

@@ -101,9 +101,10 @@ def _longest_context(demand: CacheDemand, groups: list[CacheGroup]) -> int:
         return demand.max_model_len
     fits = (min(g.num_pages for g in short) - 1) * demand.page_size
     if demand.is_len_fixed or fits < SHORTEST_CONTEXT:
+        shorter = f"set max_model_len to {fits} or less, or " if fits >= SHORTEST_CONTEXT else ""
         raise ConfigError(
             f"max_model_len {demand.max_model_len} does not fit the KV cache, which holds {fits} tokens: "
-            f"set max_model_len to {fits} or less, or give the cache more memory (kv_pages, memory_fraction, kv_dtype)", param="max_model_len",
+            f"{shorter}give the cache more memory (kv_pages, memory_fraction, kv_dtype)", param="max_model_len",
         )
     logger.warning("max_model_len lowered from %d to %d: the KV cache holds no more", demand.max_model_len, fits)
     return fits

@@ -57,7 +57,7 @@ def test_no_choice_lists_every_reason(registry: Registry):
 
 def test_unknown_name_suggests_the_nearest(registry: Registry):
     registry.add("good", "plugin_good:VALUE")
-    with pytest.raises(PluginError, match="known: good"):
+    with pytest.raises(PluginError, match="nearest: good; all: good"):
         registry.load("god")
 
 

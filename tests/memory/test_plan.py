@@ -24,8 +24,8 @@ FULL = CacheSpec("full", 2, 64, 64, "float32")
 WINDOW = CacheSpec("sliding_window", 2, 64, 64, "float32", window=512)
 
 
-def demand(groups: list[CacheGroup], *, length: int = 2048, fixed: bool = False, step: int = 256, rows: int = 8) -> CacheDemand:
-    return CacheDemand(groups, 16, length, is_len_fixed=fixed, max_step_tokens=step, max_rows=rows)
+def demand(groups: list[CacheGroup], *, length: int = 2048, fixed: bool = False, step: int = 256, rows: int = 8, page_size: int = 16) -> CacheDemand:
+    return CacheDemand(groups, page_size, length, is_len_fixed=fixed, max_step_tokens=step, max_rows=rows)
 
 
 def test_kv_pages_are_taken_exactly():
@@ -47,6 +47,8 @@ def test_context_is_lowered_to_what_fits_unless_the_user_set_it():
     with pytest.raises(ConfigError, match="set max_model_len to 160 or less") as caught:
         plan_cache(demand(groups, fixed=True), CacheConfig(kv_pages=11), 0)
     assert caught.value.param == "max_model_len"
+    with pytest.raises(ConfigError, match="holds 4 tokens: give the cache more memory"):  # no context is that short
+        plan_cache(demand(groups, page_size=1), CacheConfig(kv_pages=5), 0)
     assert plan_cache(demand(groups, length=160, fixed=True), CacheConfig(kv_pages=11), 0).max_model_len == 160
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ class OptionInfo:
             value = float(value)
         if not isinstance(value, self.type) or (self.type is not bool and isinstance(value, bool)):
             raise ConfigError(f"{self.name} takes a {self.type.__name__}, got {value!r}", param=self.name)
+        if isinstance(value, float) and not math.isfinite(value):  # which no bound would refuse
+            raise ConfigError(f"{self.name} takes a finite number, got {value!r}", param=self.name)
         if self.choices is not None and value not in self.choices:
             raise ConfigError(f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}", param=self.name)
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):

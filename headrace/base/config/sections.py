@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace.base.config.operations import OperationsConfig
 from headrace.base.config.option import check_section, option
+from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,11 @@ class CacheConfig(_Section):
     memory_fraction: float = option(0.9, "share of the device's memory Headrace may use (on a CPU: of the free memory, at most 4 GiB of it for KV)", low=0.01, high=0.99)
     prefix_cache: bool = option(True, "reuse the KV of shared prompt prefixes")
     window_share: float | None = option(None, "pages of a sliding-window group, as a share of the full group's; default: from window and chunk size", low=0.01, high=1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.page_size is not None and self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size must be a power of two; got {self.page_size}", param="page_size")
 
 
 @dataclass(frozen=True, kw_only=True)
