@@ -57,7 +57,7 @@ def set_log_level(level: str) -> None:
 
 def api_key() -> str | None:
     """The key clients must send, when it is not given as a flag."""
-    return os.environ.get("HEADRACE_API_KEY") or None
+    return os.environ.get("HEADRACE_API_KEY")  # an empty one is not the same as none: it is refused
 
 
 def hub_offline() -> bool:

@@ -31,11 +31,17 @@ def test_overview_lists_the_commands(argv: list[str]):
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("argv", [["serve", "--help"], ["show-config"], ["bench", "serve", "-h"], ["generate", "--help"], ["chat", "--help"]])
+@pytest.mark.parametrize("argv", [["serve", "--help"], ["help", "bench", "serve"], ["show-config"], ["bench", "serve", "-h"], ["generate", "--help"], ["chat", "--help"]])
 def test_quick_commands_need_no_torch(argv: list[str]):
     code = "import sys; from headrace.serving.cli.main import main\ntry: main()\nfinally: print([m for m in ('torch', 'numpy', 'tokenizers', 'starlette', 'zmq') if m in sys.modules], file=sys.stderr)"
     done = run_headrace(*argv, code=code)
     assert done.stdout and done.stderr.strip() == "[]", done.stderr
+
+
+def test_an_empty_key_in_the_environment_does_not_open_the_server():
+    """As of a variable that a script meant to set."""
+    done = run_headrace("serve", "--port", "0", HEADRACE_API_KEY="")
+    assert done.returncode == 2 and "api_key must not be empty" in done.stderr
 
 
 def test_version():

@@ -129,7 +129,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:  # ConfigError is one too: it passes as it is
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}", param="config") from error
+        kind = "JSON" if path.suffix == ".json" else "TOML, as files of options are unless they end in .json"
+        raise ConfigError(f"{path} is not valid {kind}: {error}", param="config") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold an object of options", param="config")
     return content

@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _find_command(argv: list[str]) -> tuple[str | None, list[str]]:
     """The command's name, of one or two words, and what follows; None when help is wanted."""
+    if argv[1:] and argv[0] == "help":
+        argv = [*argv[1:], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
         return None, []
     if argv[0] in ("-V", "--version"):

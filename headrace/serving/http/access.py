@@ -42,7 +42,7 @@ class Prefix:
 def check_key(key: str, name: str = "api_key") -> str:
     """The key, when it is one; raises `ConfigError` for a blank one, which anybody could send."""
     if not key.strip():
-        raise ConfigError(f"{name} must not be empty; leave the option out to serve without a key", param=name)
+        raise ConfigError(f"{name} must not be empty; leave the option (and its variable in the environment) out to serve without a key", param=name)
     return key
 
 
