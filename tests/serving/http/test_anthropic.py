@@ -210,3 +210,13 @@ async def test_keys_come_in_either_header(client):
         with pytest.raises(anthropic.AuthenticationError) as caught:
             await ask(anthropic.AsyncAnthropic(base_url="http://server", api_key="wrong", http_client=http, max_retries=0), stream=False)
         assert caught.value.body["error"]["type"] == "authentication_error"
+
+
+async def test_conversations_are_not_kept_and_clients_are_told_so(server, api):
+    """As clients expect it: they leave out ``thread`` and go on."""
+    body = {"model": "fake-model", "max_tokens": 5, "messages": [USER], "thread": {"type": "create"}}
+    answer = await server.post("/v1/messages", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["details"]["error_code"]) == (400, "invalid_request_error", "thread_unsupported_request")
+    assert (await server.post("/v1/messages", json={**body, "thread": None})).status_code == 200
+    assert "details" not in (await server.post("/v1/messages", json={**body, "thread": None, "max_tokens": 0})).json()["error"]

@@ -135,3 +135,14 @@ async def test_errors(server, client):
     assert (answer.status_code, list(answer.json())) == (404, ["error"])
     answer = await server.post("/api/generate", json={"model": "fake-model", "prompt": "BREAK3"})
     assert json.loads(answer.text.splitlines()[-1]) == {"error": "the step failed"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs(server, client, stream):
+    client.script = b"It rains."
+    for path, asked in (("chat", {"messages": [USER]}), ("generate", {"prompt": "Rain?"})):
+        answer = await server.post(f"/api/{path}", json={"model": "fake-model", "stream": stream, "logprobs": True, "top_logprobs": 2, **asked})
+        told = [entry for line in answer.text.splitlines() for entry in json.loads(line).get("logprobs", ())]
+        assert "".join(entry["token"] for entry in told) == "It rains." and {len(entry["top_logprobs"]) for entry in told} == {2}
+    answer = await server.post("/api/generate", json={"model": "fake-model", "prompt": "Rain?", "stream": stream})
+    assert answer.status_code == 200 and "logprobs" not in answer.text

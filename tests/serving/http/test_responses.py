@@ -139,3 +139,33 @@ async def test_errors(api):
         await ask(api, stream=True, input="FULL")
     events = [e async for e in await api.responses.create(model="fake-model", input="BREAK3", stream=True)]
     assert (events[-1].type, events[-1].response.status, events[-1].response.error.message) == ("response.failed", "failed", "the step failed")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_those_of_the_text(api, client, stream):
+    client.script = (THOUGHT + "So.\n" + CALL).encode()
+    response = await ask(api, stream=stream, tools=[TOOL], top_logprobs=2, include=["message.output_text.logprobs"])
+    (_, message, _) = response.output
+    shown = [(p.token, p.logprob, [t.logprob for t in p.top_logprobs]) for p in message.content[0].logprobs]
+    assert shown == [(c, -0.5, [-0.5, -9999.0]) for c in "So."] and response.top_logprobs == 2
+    assert client.submitted[-1][1].logprobs == 2
+    client.script = b"It rains."
+    response = await ask(api, stream=stream, include=["message.output_text.logprobs"])
+    assert "".join(p.token for p in response.output[0].content[0].logprobs) == "It rains." and client.submitted[-1][1].logprobs == 0
+    response = await ask(api, stream=stream, include=["reasoning.encrypted_content"], top_logprobs=0)
+    assert response.output[0].content[0].logprobs == [] and client.submitted[-1][1].logprobs is None
+
+
+async def test_logprobs_come_with_the_pieces_of_text(api, client):
+    client.script = b"It rains."
+    events = [e async for e in await api.responses.create(model="fake-model", input="?", top_logprobs=1, stream=True)]
+    pieces = [(e.delta, "".join(p.token for p in e.logprobs)) for e in events if e.type == "response.output_text.delta"]
+    assert "".join(text for text, _ in pieces) == "It rains." and all(text == told for text, told in pieces)
+
+
+async def test_the_prompt_is_counted(api, client):
+    count = await api.responses.input_tokens.count(model="fake-model", input="Weather?", instructions="Be brief.", tools=[TOOL])
+    response = await ask(api, stream=False, instructions="Be brief.", tools=[TOOL])
+    assert count.input_tokens == response.usage.input_tokens > len("Weather?") and len(client.submitted) == 1
+    with pytest.raises(openai.NotFoundError):
+        await api.responses.input_tokens.count(model="another", input="Weather?")

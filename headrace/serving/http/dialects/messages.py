@@ -16,6 +16,7 @@ from headrace.serving.http.protocol.messages import (
     TextBlock,
     Thinking,
     ThinkingBlock,
+    ThreadsNotServed,
     ToolResultBlock,
     ToolUseBlock,
     Turn,
@@ -133,6 +134,8 @@ def read_prompt(body: CountRequest) -> ChatRequest:
 
 def read_messages(body: MessagesRequest) -> ChatRequest:
     """The chat request of ``body``."""
+    if body.thread is not None:
+        raise ThreadsNotServed("thread is not supported: conversations are not kept; send the whole of them", param="thread")
     chat = read_prompt(body)
     chat.stream, chat.max_completion_tokens = body.stream, body.max_tokens
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k

@@ -50,6 +50,7 @@ def _finish(chat: ChatRequest, body: OllamaRequest, max_model_len: int) -> ChatR
     chat.model, chat.stream = plain_name(body.model), body.stream is not False
     if body.options is not None:
         _read_options(chat, body.options, max_model_len)
+    chat.logprobs, chat.top_logprobs = body.logprobs, body.top_logprobs
     if body.format == "json":
         chat.response_format = ResponseFormat(type="json_object")
     elif isinstance(body.format, dict):

@@ -12,6 +12,8 @@ from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, T
 from headrace.serving.http.answering import AnswerPlan
 from headrace.serving.http.dialects.reading import AnswerReader
 from headrace.serving.http.generation import Generation
+from headrace.serving.http.logprobs import TokenNames, chat_logprobs
+from headrace.serving.http.protocol.chat import ContentLogprob
 from headrace.serving.http.protocol.ollama import (
     AskedCall,
     AskedFunction,
@@ -34,8 +36,9 @@ def tell_time(seconds: float | None = None) -> str:
 class OllamaWriter:
     """Words what comes of one answer. Calls are told when they are whole; one that is cut short is left out."""
 
-    def __init__(self, model: str, plan: AnswerPlan | None, *, is_chat: bool):
-        self._model = model
+    def __init__(self, model: str, plan: AnswerPlan | None, names: TokenNames, *, is_chat: bool):
+        self._model, self._names = model, names
+        self._logprobs: list[ContentLogprob] = []
         self._reader = AnswerReader(plan) if plan is not None else None
         self._is_chat = is_chat
         self._call = AskedCall("", AskedFunction(0, "", msgspec.Raw(b"{}")))
@@ -62,6 +65,8 @@ class OllamaWriter:
     def _read(self, news: ChoiceDelta | CompletionOutput) -> tuple[str, str, list[AskedCall]]:
         """``(content, thinking, calls)`` of the news."""
         texts: dict[bool, str] = {False: "", True: ""}
+        if news.logprobs is not None:
+            self._logprobs += chat_logprobs(news.logprobs, self._names).content
         calls = []
         for event in self._reader.read(news) if self._reader is not None else ():
             match event:
@@ -77,11 +82,12 @@ class OllamaWriter:
         return texts[False], texts[True], calls
 
     def _answer(self, content: str, thinking: str, calls: list[AskedCall]) -> OllamaAnswer:
-        shown = thinking or msgspec.UNSET
+        shown, logprobs = thinking or msgspec.UNSET, self._logprobs or msgspec.UNSET
+        self._logprobs = []
         if not self._is_chat:
-            return OllamaGenerateAnswer(model=self._model, created_at=tell_time(), done=False, response=content, thinking=shown)
+            return OllamaGenerateAnswer(model=self._model, created_at=tell_time(), done=False, response=content, thinking=shown, logprobs=logprobs)
         message = OllamaAnswerMessage(content, thinking=shown, tool_calls=calls or msgspec.UNSET)
-        return OllamaChatAnswer(model=self._model, created_at=tell_time(), done=False, message=message)
+        return OllamaChatAnswer(model=self._model, created_at=tell_time(), done=False, message=message, logprobs=logprobs)
 
 
 def _line(answer: object) -> bytes:

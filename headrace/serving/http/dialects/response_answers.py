@@ -13,6 +13,8 @@ from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, E
 from headrace.serving.http.answering import AnswerPlan
 from headrace.serving.http.dialects.reading import AnswerReader
 from headrace.serving.http.generation import Generation
+from headrace.serving.http.logprobs import TokenNames, chat_logprobs
+from headrace.serving.http.protocol.chat import ContentLogprob
 from headrace.serving.http.protocol.responses import (
     CachedDetails,
     IncompleteDetails,
@@ -32,17 +34,18 @@ from headrace.serving.http.protocol.responses import (
 from headrace.serving.http.stream import Events, named_frame
 
 ASKED = (
-    "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "metadata",
+    "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "metadata",
     "previous_response_id",
 )
 
 
 class ItemWriter:
     """Events of a model's output as items that are added, grow and are done, one at a time. ``items`` are those so far;
-    their texts are whole once they are done."""
+    their texts are whole once they are done. ``logprobs`` are those of tokens whose text is not told yet."""
 
     def __init__(self, request_id: str):
         self.items: list[OutputItem] = []
+        self.logprobs: list[ContentLogprob] = []
         self._suffix = request_id.rpartition("_")[2]
         self._texts: list[str] = []
         self._is_open = False
@@ -75,7 +78,7 @@ class ItemWriter:
             part = item.content[0]
             part.text = text
             if isinstance(part, OutputText):
-                yield self._event("response.output_text.done", content_index=0, text=text, logprobs=[])
+                yield self._event("response.output_text.done", content_index=0, text=text, logprobs=part.logprobs)
             else:
                 yield self._event("response.reasoning_text.done", content_index=0, text=text)
             yield self._event("response.content_part.done", content_index=0, part=part)
@@ -106,9 +109,28 @@ class ItemWriter:
         event = self._event(kind, delta=text)
         if not isinstance(self.items[-1], OutputCall):
             event.content_index = 0
-        if isinstance(self.items[-1], OutputMessage):
-            event.logprobs = []
+        item, logprobs = self.items[-1], self._take_logprobs(text)
+        if isinstance(item, OutputMessage):
+            event.logprobs = logprobs
+            item.content[0].logprobs += logprobs
         return event
+
+    def _take_logprobs(self, text: str) -> list[ContentLogprob]:
+        """Those of the tokens that hold the next text; those before it, of marks around items, are dropped. None where the
+        text is not what tokens spelled, as in arguments that were put in order."""
+        if not self.logprobs:
+            return []
+        spelled = [bytes(entry.bytes or ()) for entry in self.logprobs]
+        begin, wanted, place = b"".join(spelled).find(text.encode()), len(text.encode()), 0
+        if begin < 0:
+            return []
+        taken, kept = [], []
+        for entry, spelling in zip(self.logprobs, spelled, strict=True):
+            place += len(spelling)
+            if place > begin:
+                (taken if place - len(spelling) < begin + wanted else kept).append(entry)
+        self.logprobs = kept
+        return taken
 
     def _event(self, kind: str, **fields: object) -> ResponseEvent:
         return ResponseEvent(type=kind, output_index=len(self.items) - 1, item_id=self.items[-1].id, **fields)  # type: ignore[arg-type]
@@ -118,8 +140,10 @@ class ResponseWriter:
     """Makes the answer of one request, as far as it has come. ``is_running`` until the whole answer was made; ``is_kept``
     is what it says of itself."""
 
-    def __init__(self, body: ResponsesRequest, plan: AnswerPlan, request_id: str, model: str, *, owner: bytes = b"", is_kept: bool = False):
-        self.owner = owner
+    def __init__(
+        self, body: ResponsesRequest, plan: AnswerPlan, request_id: str, model: str, names: TokenNames, *, owner: bytes = b"", is_kept: bool = False,
+    ):
+        self.owner, self._names = owner, names
         self._reader = AnswerReader(plan)
         self._items = ItemWriter(request_id)
         self._base = Response(id=request_id, created_at=int(time.time()), status="in_progress", output=[], model=model, store=is_kept, **{
@@ -130,6 +154,8 @@ class ResponseWriter:
 
     def write(self, news: ChoiceDelta | CompletionOutput) -> Iterator[ResponseEvent]:
         """The events of a delta, or of a whole output."""
+        if news.logprobs is not None:
+            self._items.logprobs += chat_logprobs(news.logprobs, self._names).content
         for event in self._reader.read(news):
             yield from self._items.write(event)
         if news.finish_reason is not None:

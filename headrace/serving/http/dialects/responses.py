@@ -30,6 +30,8 @@ from headrace.serving.http.protocol.tools import (
 
 T = TypeVar("T")
 
+LOGPROBS = "message.output_text.logprobs"
+
 
 def _needed(value: T | None, param: str) -> T:
     if value is None:
@@ -127,6 +129,8 @@ def read_response(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> 
             name=t.name, description=t.description, parameters=t.parameters, strict=t.strict,
         )) for t in body.tools]
     chat.tool_choice = _read_choice(body.tool_choice)
+    if body.top_logprobs or LOGPROBS in (body.include or ()):
+        chat.logprobs, chat.top_logprobs = True, body.top_logprobs
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
     if body.text is not None and body.text.format is not None:

@@ -60,13 +60,15 @@ class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
     """A conversation to continue. ``max_completion_tokens`` and ``max_tokens`` are the same limit; without one, output
-    may fill the context. The last message is continued, not answered, with ``continue_final_message``."""
+    may fill the context. The last message is continued, not answered, with ``continue_final_message``. There is one
+    ``verbosity``."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ DEFERRED: dict[str, str] = {
         "audio", "modalities", "image_data", "video_data", "audio_data", "mm_processor_kwargs", "media_io_kwargs", "mm_hashes",
         "video_config", "use_audio_in_video",
     ), MEDIA),
-    **dict.fromkeys(("reasoning", "require_reasoning", "verbosity"), REASONING),
+    **dict.fromkeys(("reasoning", "require_reasoning"), REASONING),
     **dict.fromkeys(("lora_path", "lora_id", "lora_request"), ADAPTERS),
     **dict.fromkeys((
         "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_entropy", "return_meta_info", "return_sampling_mask",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, UnsupportedFeature
 from headrace.base.sampling import MAX_STOPS
 from headrace.serving.http.protocol.fields import Positive, StopText, TopK, TopP
 from headrace.serving.http.protocol.structure import Schema
@@ -159,7 +159,8 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     """A conversation to answer. An assistant's message at the end is continued. More ``max_tokens`` than the context has room
-    for are as many as it has. ``metadata`` and ``service_tier`` are taken and change nothing."""
+    for are as many as it has. ``metadata`` and ``service_tier`` are taken and change nothing; ``thread`` is refused as clients
+    expect of servers that keep no conversations, and they send the whole of it."""
 
     max_tokens: Positive
     stream: bool | None = None
@@ -169,6 +170,7 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     top_k: TopK | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    thread: dict[str, Any] | None = None
 
 
 JsonObject = Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
@@ -290,6 +292,7 @@ class MessagesErrorDetail(Struct):
 
     type: str
     message: str
+    details: dict[str, Any] | UnsetType = UNSET
 
 
 class MessagesError(Struct, tag_field="type", tag="error"):
@@ -306,7 +309,14 @@ ERROR_TYPES = {
 }
 
 
+class ThreadsNotServed(UnsupportedFeature):
+    """A client asks that the server keep the conversation. Told by its ``details``, it goes on without."""
+
+    details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 def describe_messages_error(error: HeadraceError) -> MessagesError:
     """The error as Anthropic's clients know it."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
-    return MessagesError(MessagesErrorDetail(ERROR_TYPES.get(error.status, default), error.message))
+    details = error.details if isinstance(error, ThreadsNotServed) else UNSET
+    return MessagesError(MessagesErrorDetail(ERROR_TYPES.get(error.status, default), error.message, details))

@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.base.errors import HeadraceError
+from headrace.serving.http.protocol.chat import ContentLogprob
 from headrace.serving.http.protocol.fields import (
     INT32,
     MinP,
+    NumTop,
     Penalty,
     Positive,
     Repetition,
@@ -94,6 +96,8 @@ class OllamaRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
@@ -184,6 +188,7 @@ class OllamaAnswer(Struct, kw_only=True):
     model: str
     created_at: str
     done: bool
+    logprobs: list[ContentLogprob] | UnsetType = UNSET
     done_reason: str | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import Positive, TopP
+from headrace.serving.http.protocol.fields import NumTop, Positive, TopP
 from headrace.serving.http.protocol.structure import Schema
 from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, CallId, ToolChoice, ToolName
 
@@ -96,7 +96,8 @@ class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TakenFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Accepted without effect. ``include`` may ask for encrypted reasoning: reasoning is not encrypted here."""
+    """Accepted without effect, but for the logprobs that ``include`` may ask for. It may ask for encrypted reasoning, too: none is
+    encrypted here."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -106,7 +107,7 @@ class TakenFields(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
     truncation: Literal["disabled"] | None = None
 
 
@@ -125,7 +126,15 @@ class ResponsesRequest(TakenFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    top_logprobs: NumTop | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+
+
+class InputCount(Struct):
+    """How long the prompt is."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
@@ -237,6 +246,7 @@ class Response(AskedFields, kw_only=True):
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
     output: list[OutputItem]
+    top_logprobs: int = 0
     usage: ResponseUsage | None = None
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None

@@ -18,6 +18,7 @@ from headrace.serving.http.dialects.ollama_answers import OllamaEvents, OllamaWr
 from headrace.serving.http.endpoint import Endpoint
 from headrace.serving.http.errors import JsonResponse
 from headrace.serving.http.generation import collect_generation
+from headrace.serving.http.logprobs import TokenNames
 from headrace.serving.http.protocol.chat import ChatRequest
 from headrace.serving.http.protocol.ollama import (
     OllamaCard,
@@ -44,12 +45,13 @@ FAR_FUTURE = "2318-01-01T00:00:00Z"
 
 async def _answer(request: Request, model: str, chat_body: ChatRequest | None, *, is_chat: bool) -> JsonResponse | EventStream:
     context = context_of(request)
+    names = TokenNames(context.client.tokenizer)
     if chat_body is None:
         context.check_available()
         context.check_model(plain_name(model))
-        return JsonResponse(OllamaWriter(model, None, is_chat=is_chat).end(None, "load", None))
+        return JsonResponse(OllamaWriter(model, None, names, is_chat=is_chat).end(None, "load", None))
     chat = await prepare_chat(request, context, chat_body, id_prefix="ollama-", fits=True)
-    writer = OllamaWriter(model, chat.plan, is_chat=is_chat)
+    writer = OllamaWriter(model, chat.plan, names, is_chat=is_chat)
     if chat_body.stream:
         return await start_stream(request, chat.ask, lambda g: OllamaEvents(writer, g))
     generation, (output,) = await collect_generation(request, chat.ask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from typing import NoReturn
 
@@ -13,14 +14,17 @@ from headrace.serving.http.access import owner_of
 from headrace.serving.http.body import JsonBody
 from headrace.serving.http.chatting import prepare_chat
 from headrace.serving.http.context import AppContext, context_of
+from headrace.serving.http.conversation import render_conversation
 from headrace.serving.http.dialects.response_answers import ResponseEvents, ResponseWriter
 from headrace.serving.http.dialects.responses import read_response
 from headrace.serving.http.dialects.stored_responses import MAX_PAGE, Keeper, list_input, read_history
 from headrace.serving.http.endpoint import Endpoint
 from headrace.serving.http.errors import EncodedResponse, JsonResponse
 from headrace.serving.http.generation import collect_generation
+from headrace.serving.http.logprobs import TokenNames
 from headrace.serving.http.protocol.responses import (
     DeletedResponse,
+    InputCount,
     ItemList,
     Response,
     ResponseEvent,
@@ -47,7 +51,8 @@ async def create_response(request: Request) -> JsonResponse | EventStream:
     previous = _find_previous(context, owner, body.previous_response_id)
     chat = await prepare_chat(request, context, read_response(body, read_history(previous)), id_prefix="resp_")
     keeper = Keeper(store, owner, body, previous) if store.is_open and body.store is not False else None
-    writer = ResponseWriter(body, chat.plan, chat.ask.request_id, context.model_name, owner=owner, is_kept=keeper is not None)
+    names = TokenNames(context.client.tokenizer)
+    writer = ResponseWriter(body, chat.plan, chat.ask.request_id, context.model_name, names, owner=owner, is_kept=keeper is not None)
     store.note_running(chat.ask.request_id, writer)
     if body.stream:
         return await start_stream(request, chat.ask, lambda g: ResponseEvents(writer, g, keeper.keep if keeper else None))
@@ -57,6 +62,16 @@ async def create_response(request: Request) -> JsonResponse | EventStream:
     if keeper is not None:
         keeper.keep(response)
     return JsonResponse(response)
+
+
+async def count_input(request: Request) -> JsonResponse:
+    """The length of a conversation's prompt."""
+    context = context_of(request)
+    body = await BODY.read(request, context.server.max_body_bytes)
+    context.check_model(body.model)
+    previous = _find_previous(context, owner_of(request.headers), body.previous_response_id)
+    text = await render_conversation(context, read_response(body, read_history(previous)))
+    return JsonResponse(InputCount(len(await asyncio.to_thread(context.tokenizer().encode, text, add_special_tokens=False))))
 
 
 def _find_previous(context: AppContext, owner: bytes, response_id: str | None) -> Turn | None:
@@ -141,6 +156,10 @@ ENDPOINTS = (
     Endpoint(
         path="/v1/responses", methods=("POST",), handler=create_response, tag="openai", doc="Answer a conversation, as items.",
         body=BODY, answer=Response, event=ResponseEvent, errors=(404, 429, 503, 504),
+    ),
+    Endpoint(
+        path="/v1/responses/input_tokens", methods=("POST",), handler=count_input, tag="openai", doc="Count the tokens of a conversation.",
+        body=BODY, answer=InputCount, errors=(404, 503),
     ),
     Endpoint(path=BY_ID, handler=show_response, tag="openai", doc="A stored answer.", answer=Response, errors=(400, 404)),
     Endpoint(path=BY_ID, methods=("DELETE",), handler=delete_response, tag="openai", doc="Forget an answer.", answer=DeletedResponse, errors=(404,)),
