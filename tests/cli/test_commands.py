@@ -44,6 +44,19 @@ def test_an_empty_key_in_the_environment_does_not_open_the_server():
     assert done.returncode == 2 and "api_key must not be empty" in done.stderr
 
 
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+def test_closed_standard_streams_are_filled(closed: tuple[int, ...], tmp_path: Path):
+    code = f"""
+import os, sys
+from headrace.serving.cli import main as cli
+assert [os.close(n) for n in {closed}] and cli.main(["--help"]) == 0
+used = [os.open({str(tmp_path)!r}, os.O_RDONLY), *os.pipe()]
+open({str(tmp_path / "told")!r}, "w").write(repr([n > 2 for n in used] + [os.get_inheritable(n) for n in (0, 1, 2)]))
+"""
+    run_headrace(code=code)
+    assert (tmp_path / "told").read_text() == repr([True] * 6)
+
+
 def test_version():
     assert run_headrace("--version").stdout.strip() == f"headrace {headrace.__version__}"
 

@@ -17,11 +17,13 @@ from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import parse_command, print_error
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+LAST_STREAM = 2
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 when something the command was to do failed, 2 for errors."""
     argv = sys.argv[1:] if argv is None else argv
+    _fill_standard_streams()
     is_debugging = False
     try:
         name, rest = _find_command(argv)
@@ -45,6 +47,16 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output has gone; what is buffered must not be written again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def _fill_standard_streams() -> None:
+    """Where the caller has closed one of the three, its number would go to the next socket, which what prints would then write
+    to, and which libraries refuse to close."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= LAST_STREAM:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _find_command(argv: list[str]) -> tuple[str | None, list[str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,9 @@ from headrace.base.messages import MemoryLine, ModelFacts
 
 if TYPE_CHECKING:
     from headrace.service.tokenization import Tokenizer
+
+
+logger = logging.getLogger(__name__)
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -62,12 +67,20 @@ def _first_task(facts: ModelFacts, tokenizer: Tokenizer | None) -> str:
 def announce_ready(
     console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool, tokenizer: Tokenizer | None,
 ) -> None:
-    """Print the memory plan, the address and a first command."""
-    console.print(memory_table(memory, facts.device))
+    """Print the memory plan, the address and a first command. Where nobody can read them the server goes on without."""
     about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}"
     if facts.num_kv_tokens:
         about += f", room for {facts.num_kv_tokens:,} tokens"
     task = _first_task(facts, tokenizer)
-    console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
-    console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json", highlight=False, soft_wrap=True)
-    console.print(curl_line(address, name, has_key=has_key, task=task), highlight=False, markup=False, soft_wrap=True)
+    with console.capture() as captured:
+        console.print(memory_table(memory, facts.device))
+        console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json", highlight=False, soft_wrap=True)
+        console.print(curl_line(address, name, has_key=has_key, task=task), highlight=False, markup=False, soft_wrap=True)
+    try:
+        console.file.write(captured.get().encode(console.encoding, "replace").decode(console.encoding))
+        console.file.flush()
+    except OSError as error:  # a pipe without a reader, a full disk
+        logger.warning("ready on %s; the standard output cannot be written to: %s", address, error)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), console.file.fileno())  # what is buffered must not fail again at exit

@@ -46,10 +46,11 @@ def serve(config: ServeConfig, *, engine: subprocess.Popen[bytes] | None = None)
 
 
 def open_listener(server: ServerConfig) -> socket.socket:
-    """The listening socket; raises `ConfigError` when the address cannot be had."""
+    """The listening socket; raises `ConfigError` when the address cannot be had. ``::`` takes IPv4, too, where the system can."""
     try:
         family, _, _, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address, family=family, backlog=2048)
+        is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=is_dual)
     except OSError as error:
         is_plain = isinstance(error, socket.gaierror) or not error.errno
         reason = error.strerror or str(error) if is_plain else os.strerror(error.errno).lower()

@@ -5,14 +5,15 @@ Refuses: keys; no header is written. Texts of users are: the folder and its file
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -61,7 +62,7 @@ class DumpFolder:
     def __init__(self, folder: str, limit: int):
         self._folder, self._limit = Path(folder), limit
         self._writer = ThreadPoolExecutor(1, "request-dump")
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._lock = threading.Lock()
         self._num_pending = self._num_left_out = 0
         try:
@@ -91,13 +92,19 @@ class DumpFolder:
         try:
             if self._file is None or self._file.tell() >= self._limit // NUM_FILES:
                 self._open()
-            assert self._file is not None
-            self._file.write(msgspec.json.encode(_record(exchange)) + b"\n")
-            self._file.flush()
+            self._append(msgspec.json.encode(_record(exchange)) + b"\n")
         except OSError as error:
             logger.error("a request cannot be written to the dump: %s", error)
         finally:
             self._count(-exchange.num_bytes)
+
+    def _append(self, line: bytes) -> None:
+        """All of a line or, on a full disk, nothing of it."""
+        assert self._file is not None
+        begin = os.fstat(self._file.fileno()).st_size
+        if self._file.write(line) < len(line):
+            self._file.truncate(begin)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -115,7 +122,7 @@ class DumpFolder:
             del sizes[oldest]
         seconds, rest = divmod(time.time_ns(), 10**9)
         name = f"requests-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(seconds))}-{rest:09d}-{os.getpid()}.jsonl"  # sorts by time
-        self._file = os.fdopen(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+        self._file = os.fdopen(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0)
 
 
 def _record(exchange: Exchange) -> Record:

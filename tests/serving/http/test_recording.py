@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import stat
 import threading
 from pathlib import Path
@@ -139,6 +140,21 @@ def test_what_a_slow_disk_cannot_take_is_left_out(tmp_path: Path, monkeypatch, c
     go_on.set()
     dump.close()
     assert [int(r.at) for r in read_records(str(tmp_path))] == [0, 1, 2] and caplog.text.count("left out") == 1
+
+
+def test_a_full_disk_costs_the_lines_that_do_not_fit(tmp_path: Path, caplog):
+    dump = DumpFolder(str(tmp_path), 10**6)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
+    try:
+        for number in range(6):
+            dump.take(exchange(number, 400))
+        dump.take(exchange(6, 1))
+        dump.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [int(r.at) for r in read_records(str(tmp_path))] == [0, 1, 6] and caplog.text.count("cannot be written to the dump") == 4
+    assert all(path.read_bytes().endswith(b"}\n") for path in tmp_path.glob("*.jsonl"))
 
 
 def test_what_cannot_be_read_is_left_out(tmp_path: Path):

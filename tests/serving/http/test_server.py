@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
 import socket
@@ -158,6 +159,10 @@ def test_addresses():
         assert address_of(listener) == f"http://127.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"cannot listen on 0.0.0.0 port {port}: address already in use; choose"):
             open_listener(ServerConfig(port=port, host="0.0.0.0"))
+    if socket.has_dualstack_ipv6():
+        with open_listener(ServerConfig(port=0, host="::")) as listener:
+            for host in ("127.0.0.1", "::1"):
+                socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
     with pytest.raises(ConfigError, match="no-such-host"):
         open_listener(ServerConfig(host="no-such-host.invalid"))
 
@@ -169,15 +174,20 @@ def test_chat_template_file(tmp_path):
         serve(ServeConfig(server=ServerConfig(chat_template=str(tmp_path / "none"))))
 
 
-def test_announcement():
-    console = Console(record=True, width=60, file=io.StringIO())
+def test_announcement(caplog: pytest.LogCaptureFixture):
+    console = Console(width=60, file=(printed := io.StringIO()))
     client = FakeClient()
     announce_ready(console, address="http://h:1", name="[red]m'", facts=client.facts, memory=client.memory, has_key=True, tokenizer=client.tokenizer)
-    text = console.export_text()
+    text = printed.getvalue()
     assert "curl http://h:1/v1/chat/completions -H 'Content-Type: application/json' -H 'Authorization: Bearer KEY'" in text
     assert "[red]m' is ready" in text
     for tokenizer, asked in ((SimpleNamespace(has_chat_template=False), '"prompt": "The capital'), (None, '"prompt": [1, 2, 3]')):
         announce_ready(console, address="http://h:1", name="m", facts=client.facts, memory=[], has_key=False, tokenizer=tokenizer)
-        text = console.export_text()
+        text = printed.getvalue()
         assert "curl http://h:1/v1/completions " in text and asked in text
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", encoding="ascii") as unread, caplog.at_level("WARNING"):
+        announce_ready(Console(file=unread), address="http://h:1", name="ü", facts=client.facts, memory=[], has_key=False, tokenizer=None)
+    assert "ready on http://h:1; the standard output cannot be written to: [Errno 32] Broken pipe" in caplog.text
     assert [format_bytes(n) for n in (5, 2048, 3 * 2**30)] == ["5 B", "2.00 KiB", "3.00 GiB"]
