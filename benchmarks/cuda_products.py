@@ -1,16 +1,19 @@
-"""A layer's products in a chain: ``python -m benchmarks.cuda_products [--rows 8 64 256] [--tiles REGEX]``.
+"""A layer's products in a chain: ``python -m benchmarks.cuda_products [--rows 8 64 256] [--tiles REGEX] [--seconds 1]``.
 
 What a kernel costs beside its neighbours, launch and all, shows only in a captured chain of whole layers with weights of their
-own; attention is stood in for by a norm. Compared are torch's GEMM with separate kernels (`apart`) and the kernels of
-`headrace.kernels.linear.hopper` (`joined`). ``--tiles`` instead times every tile for the products whose names match, each
+own; attention is stood in for by a norm. Compared are torch's GEMM with separate kernels (`apart`) and the operations that a
+layer chooses on Hopper (`joined`). With ``--seconds`` each runs so long, in turns, thrice: many rows reach the power limit, where
+what counts is energy, which is told too. ``--tiles`` instead times every tile for the products whose names match, each
 between the kernels that stand before and after it, and checks its values.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import re
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -18,7 +21,7 @@ import torch.nn.functional as F
 
 from benchmarks.cuda_kernels import BF16, MODELS, Model, draw, products, time_calls
 from headrace.kernels.activation.triton import silu_mul_pdl
-from headrace.kernels.linear import hopper
+from headrace.kernels.linear import gated_product, hopper
 from headrace.kernels.linear.hopper import Tile
 from headrace.kernels.linear.triton import linear_pdl
 from headrace.kernels.rms_norm.triton import add_rms_norm_pdl, rms_norm_pdl
@@ -39,32 +42,58 @@ def draw_layers(model: Model) -> list[dict[str, torch.Tensor]]:
     return [{name: draw(*shape, scale=0.02) for name, shape in shapes.items()} for _ in range(min(model.layers, max(4, WEIGHT_BYTES // bytes_each)))]
 
 
-def run_apart(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+def run_apart(w: dict[str, torch.Tensor], name: str, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     out = linear_pdl(x, w[name], None)
     return silu_mul_pdl(out) if name == "gate_up" else out
 
 
-def run_joined(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+def run_joined(w: dict[str, torch.Tensor], name: str, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor | None:
     if name == "gate_up":
-        gated = hopper.gated_linear(x, w[name], None, "silu")
+        gated = gated_product.gated_linear(x, w[name], None, "silu")
         return run_apart(w, name, x) if gated is None else gated
-    return (hopper.linear if name == "qkv" else hopper.linear_sums)(x, w[name], None)
+    return hopper.linear(x, w[name], None) if name == "qkv" else hopper.linear_sums(x, w[name], None, residual)
 
 
-def time_chain(model: Model, layers: list[dict[str, torch.Tensor]], rows: int, multiply: Callable[..., torch.Tensor]) -> float:
-    """Microseconds a layer."""
+def make_chain(model: Model, layers: list[dict[str, torch.Tensor]], rows: int, multiply: Callable[..., torch.Tensor | None]) -> Callable[[], None]:
     x, residual, norm, heads_norm = draw(rows, model.width), draw(rows, model.width), draw(model.width), draw(model.heads * model.dim)
 
+    def add_norm(branch: torch.Tensor | None) -> torch.Tensor:
+        return rms_norm_pdl(residual, norm, EPS) if branch is None else add_rms_norm_pdl(branch, residual, norm, EPS)[0]
+
     def run() -> None:
-        branch = x
+        branch: torch.Tensor | None = x
         for w in layers:
-            normed, _ = add_rms_norm_pdl(branch, residual, norm, EPS)
-            mixed = rms_norm_pdl(multiply(w, "qkv", normed)[:, : model.heads * model.dim], heads_norm, EPS)
-            normed, _ = add_rms_norm_pdl(multiply(w, "out", mixed), residual, norm, EPS)
-            branch = multiply(w, "down", multiply(w, "gate_up", normed))
+            mixed = rms_norm_pdl(multiply(w, "qkv", add_norm(branch))[:, : model.heads * model.dim], heads_norm, EPS)
+            normed = add_norm(multiply(w, "out", mixed, residual))
+            branch = multiply(w, "down", multiply(w, "gate_up", normed), residual)
 
     run()  # compiles
-    return time_calls([run]) / len(layers) * 1e6
+    return run
+
+
+def read_joules() -> float:
+    """What the first device has used since its driver was loaded."""
+    nvml, device, used = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_ulonglong()
+    nvml.nvmlInit_v2()
+    nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+    nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(used))
+    return used.value / 1e3
+
+
+def time_long(run: Callable[[], None], seconds: float) -> tuple[float, float]:
+    """Seconds and joules of a call, once the clocks have settled."""
+    began, count, joules = time.perf_counter(), 0, 0.0
+    settled = began
+    while time.perf_counter() < settled + seconds or joules == 0.0:
+        run()
+        count += 1
+        if count % 4 == 0:
+            torch.cuda.synchronize()
+        if joules == 0.0 and time.perf_counter() > began + 0.3:
+            torch.cuda.synchronize()
+            settled, count, joules = time.perf_counter(), 0, read_joules()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - settled) / count, (read_joules() - joules) / count
 
 
 def find_tiles(rows: int, name: str) -> Iterator[Tile]:
@@ -116,6 +145,7 @@ def sweep(model: Model, layers: list[dict[str, torch.Tensor]], rows: int, names:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16, 32, 64, 96, 128, 192, 256])
+    parser.add_argument("--seconds", type=float, default=0.0, help="for each chain and turn, instead of a burst")
     parser.add_argument("--tiles", help="regular expression on the products' names: qkv, out, gate_up, down")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {BF16}: microseconds a layer")
@@ -125,7 +155,13 @@ def main() -> None:
             if args.tiles is not None:
                 sweep(model, layers, rows, args.tiles)
                 continue
-            apart, joined = (time_chain(model, layers, rows, multiply) for multiply in (run_apart, run_joined))
+            chains = {name: make_chain(model, layers, rows, multiply) for name, multiply in (("apart", run_apart), ("joined", run_joined))}
+            if args.seconds:
+                for name, run in [*chains.items()] * 3:
+                    each = [value / len(layers) for value in time_long(run, args.seconds)]
+                    print(f"{model.name} M{rows:<5d} {name:7s} {1e6 * each[0]:8.1f} us  {1e3 * each[1]:7.1f} mJ", flush=True)
+                continue
+            apart, joined = (time_calls([run]) / len(layers) * 1e6 for run in chains.values())
             print(f"{model.name} M{rows:<4d} apart {apart:8.2f}  joined {joined:8.2f}  {apart / joined:.3f}", flush=True)
 
 

@@ -55,15 +55,15 @@ def test_linear_takes_any_number_of_rows(rows, device, dtype, tolerance):
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 def test_many_rows_are_added_to_the_residual(device, dtype, tolerance):
-    rows = linear.LEAST_ADDED_ROWS
-    x, weight, bias = _problem(device, dtype, rows, 256, 264)
-    residual = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    rows, inputs = linear.LEAST_ADDED_ROWS, linear.LEAST_ADDED_INPUTS
+    x, weight, bias = _problem(device, dtype, rows, 64, inputs)
+    residual = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     total = residual.clone()
     assert linear.linear_sums(x, weight, None, total) is None
     assert relative_error(total, residual.double() + _expected(x, weight, None)) < tolerance
-    for few, b in ((rows - 1, None), (rows, bias)):
-        out = linear.linear_sums(x[:few], weight, b, total[:few])
-        assert relative_error(out, _expected(x[:few], weight, b)) < tolerance
+    for few, width, b in ((rows - 1, inputs, None), (rows, inputs - 8, None), (rows, inputs, bias)):
+        out = linear.linear_sums(x[:few, :width], weight[:, :width], b, total[:few])
+        assert relative_error(out, _expected(x[:few, :width], weight[:, :width], b)) < tolerance
 
 
 def test_chosen_by_shape():

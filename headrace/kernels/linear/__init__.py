@@ -57,6 +57,10 @@ GATED_LINEAR.add(
     "gluon_pdl", "headrace.kernels.linear.hopper:gated_linear", supports=_reason_against_tiles, priority=20,
     doc="tiles on tensor cores for up to 256 rows",
 )
+GATED_LINEAR.add(
+    "cuda", "headrace.kernels.linear.gated_product:gated_linear", supports=_reason_against_tiles, priority=25,
+    doc="the same, and own CUDA C++ for many rows",
+)
 
 LINEAR_FLOAT = Operation("linear kernel with float32 output")
 """``linear_float(x [T, I], weight [O, I]) -> [T, O]`` float32, from the float32 sums where the device's GEMM gives them."""

@@ -217,7 +217,7 @@ def choose_gated_tile(rows: int, num_weights: int) -> Tile | None:
     return Tile(64, 64, 128, 4) if rows <= 128 else Tile(64, 64, 64, 4)
 
 
-def _is_describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether rows begin where the hardware's copies of tiles want them to: at multiples of 16 bytes."""
     return weight.is_contiguous() and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
 
@@ -225,7 +225,7 @@ def _is_describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See `LINEAR`."""
     rows, num_weights = x.shape[0], weight.numel()
-    tile = choose_tile(rows, num_weights) if rows > gemv_rows(num_weights) and _is_describable(x, weight) else None
+    tile = choose_tile(rows, num_weights) if rows > gemv_rows(num_weights) and is_describable(x, weight) else None
     return linear_pdl(x, weight, bias) if tile is None else multiply(x, weight, bias, tile)
 
 
@@ -234,7 +234,7 @@ def linear_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     rows, num_weights = x.shape[0], weight.numel()
     if rows > MOST_ROWS:
         return linear_sums_pdl(x, weight, bias, residual)
-    takes_sums = bias is None and rows > gemv_rows(num_weights) and _is_describable(x, weight)
+    takes_sums = bias is None and rows > gemv_rows(num_weights) and is_describable(x, weight)
     tile = choose_sums_tile(rows, *weight.shape) if takes_sums else None
     return linear(x, weight, bias) if tile is None else multiply(x, weight, None, tile)
 
@@ -242,5 +242,5 @@ def linear_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
     """See `GATED_LINEAR`."""
     rows, num_weights = x.shape[0], weight.numel()
-    tile = choose_gated_tile(rows, num_weights) if rows > gemv_rows(num_weights) and _is_describable(x, weight) else None
+    tile = choose_gated_tile(rows, num_weights) if rows > gemv_rows(num_weights) and is_describable(x, weight) else None
     return None if tile is None or weight.shape[0] % 16 else multiply(x, weight, bias, tile, activation)

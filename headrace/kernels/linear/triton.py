@@ -19,8 +19,9 @@ MOST_GEMV_WEIGHTS = 2**24
 MOST_SKINNY_WEIGHTS = 2**26
 """Of a larger weight torch's own GEMM reads at the speed of memory already when there is more than one row."""
 
-LEAST_ADDED_ROWS = 1024
-"""From so many rows on a product is added to the residual as it is stored."""
+LEAST_ADDED_ROWS, LEAST_ADDED_INPUTS = 1024, 4096
+"""From so many rows and inputs on a product is added to the residual as it is stored: with fewer inputs reading it there takes
+longer than what the norm saves."""
 
 
 def gemv_rows(num_weights: int) -> int:
@@ -178,7 +179,7 @@ def linear_sums(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None, *, pdl: bool = False
 ) -> torch.Tensor | None:
     """See `LINEAR_SUMS`."""
-    if residual is None or bias is not None or x.shape[0] < LEAST_ADDED_ROWS:
+    if residual is None or bias is not None or x.shape[0] < LEAST_ADDED_ROWS or x.shape[1] < LEAST_ADDED_INPUTS:
         return linear(x, weight, bias, pdl=pdl)
     residual.addmm_(x, weight.t())
     return None

@@ -1,0 +1,122 @@
+"""Own CUDA C++: compiled once by NVRTC, which torch brings along, kept in the cache folder, loaded and launched.
+
+Needs neither a CUDA toolkit nor torch's headers. Refuses: knowing any kernel; anything but Linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import time
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.base import env
+from headrace.base.errors import HeadraceError
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
+MOST_SHARED_BYTES = 8
+"""``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``"""
+TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+SWIZZLE_128, PROMOTE_128 = 3, 2
+MAP_BYTES = 128
+
+
+class CudaSourceError(HeadraceError):
+    """NVRTC or the driver refused something; the message is theirs."""
+
+
+def _open_nvrtc() -> ctypes.CDLL:
+    """The one that torch brought along in a package beside it, or the system's. Raises `OSError` where there is none."""
+    name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
+    spec = find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
+    for path in (path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))):
+        for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):  # NVRTC asks for it by its name alone
+            ctypes.CDLL(str(builtins))
+        return ctypes.CDLL(str(path))
+    return ctypes.CDLL(name)
+
+
+def compile_source(name: str, options: tuple[str, ...]) -> bytes:
+    """The machine code of ``csrc/cuda/<name>.cu``, from the cache folder if it was compiled before: takes seconds else.
+    ``options`` as for nvcc, the architecture among them. Raises `CudaSourceError`."""
+    nvrtc, source = _open_nvrtc(), (FOLDER / f"{name}.cu").read_bytes()
+    major, minor = c_int(), c_int()
+    nvrtc.nvrtcVersion(byref(major), byref(minor))
+    digest = hashlib.sha256(repr((source, options, major.value, minor.value)).encode()).hexdigest()[:20]
+    path = env.cache_dir() / "cuda" / f"{name}-{digest}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    began = time.perf_counter()
+    code = _compile(nvrtc, source, name, options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_bytes(code)
+    partial.replace(path)
+    logger.info("compiled %s.cu in %.1f s", name, time.perf_counter() - began)
+    return code
+
+
+def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, ...]) -> bytes:
+    program = c_void_p()
+    nvrtc.nvrtcCreateProgram(byref(program), c_char_p(source), f"{name}.cu".encode(), 0, None, None)
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*(option.encode() for option in options)))
+    told = _read(nvrtc, program, "ProgramLog" if failed else "CUBIN")
+    nvrtc.nvrtcDestroyProgram(byref(program))
+    if failed:
+        raise CudaSourceError(f"{name}.cu: {told.decode(errors='replace').strip()[:2000]}")
+    return told
+
+
+def _read(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
+    size = c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, data)
+    return data.raw
+
+
+class CudaKernel:
+    """A kernel of a compiled source, loaded into torch's current context, and what it takes of shared memory."""
+
+    def __init__(self, code: bytes, entry: str, shared_bytes: int):
+        self._driver, self.shared_bytes = ctypes.CDLL("libcuda.so.1"), shared_bytes
+        torch.cuda.current_stream()  # makes the context
+        self._module, self._function = c_void_p(), c_void_p()
+        self._call("cuModuleLoadData", byref(self._module), c_char_p(code))
+        self._call("cuModuleGetFunction", byref(self._function), self._module, entry.encode())
+        self._call("cuFuncSetAttribute", self._function, MOST_SHARED_BYTES, shared_bytes)
+
+    def launch(self, programs: int, threads: int, *arguments: Any) -> None:
+        """On torch's current stream. Arguments are ctypes objects, copied at once."""
+        places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._call("cuLaunchKernel", self._function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream, places, None)
+
+    def describe(self, matrix: torch.Tensor, rows: int, columns: int) -> ctypes.Array[ctypes.c_char]:
+        """A tensor map by which the hardware copies boxes of ``rows`` by ``columns``, 128 bytes wide, with their 16-byte pieces
+        in swizzled order; what lies outside of the matrix is read as zero and not written. Rows begin at multiples of 16 bytes."""
+        room = ctypes.create_string_buffer(MAP_BYTES + 64)
+        aligned = (ctypes.c_char * MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
+        self._call(
+            "cuTensorMapEncodeTiled", aligned, TENSOR_TYPES[matrix.dtype], 2, c_void_p(matrix.data_ptr()),
+            (c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), (c_uint64 * 1)(matrix.stride(0) * matrix.element_size()),
+            (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1), 0, SWIZZLE_128, PROMOTE_128, 0,
+        )
+        return aligned
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = getattr(self._driver, name)(*arguments)
+        if error:
+            text = c_char_p()
+            self._driver.cuGetErrorString(error, byref(text))
+            raise CudaSourceError(f"{name}: {(text.value or b'unknown').decode()}")

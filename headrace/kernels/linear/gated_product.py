@@ -1,0 +1,72 @@
+"""Products of many rows with their gated activation on Hopper, by own CUDA C++: gate and up are never stored.
+
+M rows of x, F gated outputs, K inputs. Refuses: few rows and biases, which `hopper` and torch's own GEMM are for.
+"""
+
+from __future__ import annotations
+
+import logging
+from ctypes import c_int
+from functools import cache
+
+import torch
+
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, compile_source
+from headrace.kernels.linear import hopper
+
+logger = logging.getLogger(__name__)
+
+ROWS, OUTPUTS, DEPTH, STAGES, THREADS = 128, 128, 64, 4, 384
+"""As in ``gated_product.cu``: a tile, the inputs of a stage."""
+CLUSTER = 2
+SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * DEPTH * 2 + ROWS * OUTPUTS * 2 + 16 * STAGES
+OPTIONS = {"silu": (), "gelu_tanh": ("-DGELU",)}
+LEAST_ROWS = 1024
+LEAST_SHARE = 0.85
+"""Of what is computed, rows and outputs that are there: tiles are large, and the last round of them may be nearly empty."""
+BAND = 8
+
+
+@cache
+def find_kernel(dtype: torch.dtype, activation: str, device: torch.device) -> CudaKernel | None:
+    """Compiled, if it never was on this machine, in two seconds; None where that is not possible."""
+    options = ("-arch=sm_90a", "-std=c++17", *OPTIONS[activation], *(("-DFP16",) if dtype == torch.float16 else ()))
+    try:
+        with torch.cuda.device(device):
+            return CudaKernel(compile_source("gated_product", options), "gated_product", SHARED_BYTES)
+    except (CudaSourceError, OSError, AttributeError) as error:
+        logger.warning("gated products of many rows are left to separate kernels: %s", error)
+        return None
+
+
+@cache
+def count_clusters(device: torch.device) -> int:
+    """Programs come in pairs, one on a processor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count // CLUSTER
+
+
+def wins(rows: int, outputs: int, clusters: int) -> bool:
+    """Whether this is faster than torch's GEMM and an activation: for many rows, unless the last tiles are too empty."""
+    pairs, columns = -(-rows // (CLUSTER * ROWS)), -(-outputs // OUTPUTS)
+    rounds = -(-pairs * columns // clusters)
+    return rows >= LEAST_ROWS and rows * outputs >= LEAST_SHARE * rounds * clusters * CLUSTER * ROWS * OUTPUTS
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *, band: int = BAND) -> torch.Tensor:
+    """``activation(gate) * up`` [M, F], of x [M, K] and a weight [2F, K] whose rows begin at multiples of 16 bytes."""
+    (rows, inputs), outputs = x.shape, weight.shape[0] // 2
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    tiles = -(-rows // (CLUSTER * ROWS)) * -(-outputs // OUTPUTS)
+    maps = kernel.describe(x, ROWS, DEPTH), kernel.describe(weight, OUTPUTS, DEPTH), kernel.describe(out, 64, 64)
+    programs = CLUSTER * min(tiles, count_clusters(x.device))
+    kernel.launch(programs, THREADS, *maps, c_int(rows), c_int(outputs), c_int(inputs), c_int(band))
+    return out
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+    """See `GATED_LINEAR`."""
+    rows, outputs = x.shape[0], weight.shape[0] // 2
+    if rows < LEAST_ROWS or bias is not None or outputs % 8 or not wins(rows, outputs, count_clusters(x.device)) or not hopper.is_describable(x, weight):
+        return hopper.gated_linear(x, weight, bias, activation)
+    kernel = find_kernel(x.dtype, activation, x.device)
+    return None if kernel is None else multiply(x, weight, kernel)
