@@ -72,12 +72,12 @@ def announce_ready(
     if facts.num_kv_tokens:
         about += f", room for {facts.num_kv_tokens:,} tokens"
     task = _first_task(facts, tokenizer)
-    with console.capture() as captured:
-        console.print(memory_table(memory, facts.device))
-        console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
-        console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json", highlight=False, soft_wrap=True)
-        console.print(curl_line(address, name, has_key=has_key, task=task), highlight=False, markup=False, soft_wrap=True)
     try:
+        with console.capture() as captured:
+            console.print(memory_table(memory, facts.device))
+            console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
+            console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json", highlight=False, soft_wrap=True)
+            console.print(curl_line(address, name, has_key=has_key, task=task), highlight=False, markup=False, soft_wrap=True)
         console.file.write(captured.get().encode(console.encoding, "replace").decode(console.encoding))
         console.file.flush()
     except OSError as error:  # a pipe without a reader, a full disk
