@@ -7,7 +7,6 @@ output is in such a place: names and choices, of which a grammar has a limited n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +21,9 @@ from headrace.execution.structured.structural_tag import modernise
 MIN_TOKENS = 4096
 """Of which none begins another: more than there are names of properties, values of an enumeration, or tags, in a grammar."""
 
-_PLAIN = re.compile(rb'[^"\\\x00-\x1f\x7f]+')
+ENOUGH_TOKENS = 4 * MIN_TOKENS
+"""Among which so many are sought first."""
+
 _FIRST = {"integer": "number", **{name: name for name in ("string", "object", "array", "number", "boolean", "null")}}
 
 
@@ -44,13 +45,23 @@ class PlainTokens:
 
 def find_plain(vocabulary: Vocabulary, vocab_size: int, breaks: bytes) -> PlainTokens | None:
     """The tokens of whole characters, none of them special in JSON or among ``breaks``; None if there are few."""
+    tokens = vocabulary.tokens[:vocab_size]
+    text = np.frombuffer(b"".join(tokens), dtype=np.uint8)
+    ends = np.cumsum(np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens)))
+
+    def count(kind: np.ndarray) -> np.ndarray:
+        """Bytes of a kind [256] bool in each token."""
+        return np.diff(np.concatenate(([0], np.cumsum(kind[text])))[ends], prepend=0)
+
+    is_special = np.zeros(256, dtype=np.bool_)
+    is_special[[*range(0x20), *b'"\\\x7f', *breaks]] = True
     is_plain = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
-    broken = re.compile(b"[" + re.escape(breaks) + b"]") if breaks else None
-    for token_id, token in enumerate(vocabulary.tokens[:vocab_size]):
-        if token_id not in vocabulary.special_ids and _PLAIN.fullmatch(token) and not (broken and broken.search(token)):
-            is_plain[token_id] = token.isascii() or _is_whole(token)
-    chosen = sorted(vocabulary.tokens[i] for i in np.flatnonzero(is_plain))
-    if sum(not after.startswith(before) for before, after in pairwise(chosen)) < MIN_TOKENS:
+    is_plain[: len(tokens)] = (count(is_special) == 0) & (np.diff(ends, prepend=0) > 0)
+    is_plain[[i for i in vocabulary.special_ids if i < vocab_size]] = False
+    beyond_ascii = np.flatnonzero(is_plain[: len(tokens)] & (count(np.arange(256) > 127) > 0))
+    is_plain[beyond_ascii[_find_broken([tokens[i] for i in beyond_ascii])]] = False
+    chosen = [tokens[i] for i in np.flatnonzero(is_plain)]
+    if not _has_many(chosen[:ENOUGH_TOKENS]) and not _has_many(chosen):
         return None
     words = np.packbits(is_plain, bitorder="little").view("<i4").astype(np.int32)
     return PlainTokens(is_plain[:vocab_size], words, bool(breaks), int(np.argmax(words != 0)))
@@ -70,12 +81,15 @@ def read_breaks(grammar: Grammar) -> bytes | None:
     return None
 
 
-def _is_whole(token: bytes) -> bool:
-    try:
-        token.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+def _find_broken(tokens: list[bytes]) -> np.ndarray:
+    """Places of the tokens that are not whole characters; all are without line breaks."""
+    decoded = b"\n".join(tokens).decode("utf-8", "surrogateescape").encode("utf-32-le", "surrogatepass")
+    characters = np.frombuffer(decoded, dtype="<u4")
+    return np.unique(np.cumsum(characters == ord("\n"))[(characters >= 0xD800) & (characters < 0xE000)])
+
+
+def _has_many(tokens: list[bytes]) -> bool:
+    return sum(not after.startswith(before) for before, after in pairwise(sorted(tokens))) >= MIN_TOKENS
 
 
 def _tells_by_first(schema: Any) -> bool:

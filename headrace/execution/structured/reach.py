@@ -15,7 +15,7 @@ class Reach:
     no comma beside them). ``longest``: bytes of the longest token."""
 
     def __init__(self, tokens: Iterable[bytes]):
-        self._tokens = sorted(set(tokens), key=len, reverse=True)
+        self._tokens = sorted(tokens, key=len, reverse=True)
         self.items = max((len(_ITEM.findall(token)) for token in self._tokens if b"," in token), default=0) + 2
         self.longest = len(self._tokens[0]) if self._tokens else 0
 
