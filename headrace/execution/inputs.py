@@ -177,11 +177,13 @@ class InputBuilder:
 
     def _prepare_group(self, group: int, shape: StepShape) -> GroupStep:
         static, num_requests = self.static, len(shape.rows)
+        last_pages = -(-int(shape.ends[-1]) // self._layout.page_size)
         inputs = AttentionInputs(
             num_tokens=shape.num_tokens, num_decodes=shape.num_decodes, query_lens_cpu=list(map(int, shape.lengths)),
             kv_lens_cpu=list(map(int, shape.ends)), max_query_len=int(shape.lengths.max()), max_kv_len=int(shape.ends.max()),
             query_start=static.query_start[: num_requests + 1], kv_lens=static.kv_lens[:num_requests],
             page_table=static.page_tables[group, :num_requests, : self._num_entries(shape)], slots=static.slots[group, : shape.num_tokens],
+            last_run=self._tables.find_run(group, int(shape.rows[-1]), last_pages),
         )
         self._backends[group].prepare(inputs)
         return GroupStep(inputs, self._backends[group])

@@ -22,6 +22,7 @@ class PageTables:
         self.num_entries = -(-layout.max_model_len // layout.page_size) + 1
         self.tensor = torch.full((len(layout.groups), layout.max_rows + 1, self.num_entries), NULL_PAGE, dtype=torch.int32, device=device)
         self._num_pages = [group.num_pages for group in layout.groups]
+        self._runs = np.zeros((len(layout.groups), layout.max_rows, 2), dtype=np.int64)  # first page, how many follow each other
 
     def flatten(self, appends: list[PageAppend]) -> tuple[np.ndarray, np.ndarray]:
         """Host arrays ``(flat index into the tensor, page)``, int64, of a plan's appends; checks their bounds."""
@@ -33,7 +34,24 @@ class PageTables:
             first = (append.group * (self.null_row + 1) + append.row) * self.num_entries
             index.extend(range(first + append.start, first + stop))
             pages.extend(append.pages)
+            self._note_run(append)
         return np.array(index, dtype=np.int64), np.array(pages, dtype=np.int64)
+
+    def _note_run(self, append: PageAppend) -> None:
+        run, start = self._runs[append.group, append.row], append.start
+        if start == 0 and append.pages:
+            run[:] = append.pages[0], 0
+        if start < run[1]:
+            run[1] = start
+        if start == run[1]:
+            expected = np.arange(run[0] + start, run[0] + start + len(append.pages))
+            differs = np.flatnonzero(expected != append.pages)
+            run[1] += differs[0] if len(differs) else len(append.pages)
+
+    def find_run(self, group: int, row: int, count: int) -> int | None:
+        """The first page of a row if its first ``count`` pages follow each other, as far as appends were flattened."""
+        first, length = map(int, self._runs[group, row])
+        return first if 0 < count <= length else None
 
     def clear(self, rows: torch.Tensor) -> None:
         """Fill rows [n] int64 with the null page in every group."""

@@ -92,6 +92,25 @@ def test_a_round_chunk_by_itself_takes_the_exact_graph(backend_class):
 
 
 @pytest.mark.interpreted
+def test_pages_in_a_row_are_read_where_they_lie(backend_class):
+    problem = lay_last_in_a_row(make_problem(Case(((1, 9), (32, 96)), **SHAPE), "cpu", torch.float16))
+    backend = backend_class(problem.geometry, torch.device("cpu"))
+    assert problem.error(problem.run(backend)) < 2e-3
+    assert backend._exact.pages == slice(problem.inputs.last_run, problem.inputs.last_run + 96 // problem.geometry.page_size)
+
+
+def lay_last_in_a_row(problem):
+    """The problem with the pages of its last request copied behind all others, in their order."""
+    inputs, pages = problem.inputs, problem.pages
+    count, first = inputs.kv_lens_cpu[-1] // problem.geometry.page_size, pages.k.shape[0]
+    ids = inputs.page_table[-1, :count].long()
+    pages.k, pages.v = (torch.cat((t, t[ids])) for t in (pages.k, pages.v))
+    inputs.page_table[-1, :count] = torch.arange(first, first + count)
+    inputs.last_run = first
+    return problem
+
+
+@pytest.mark.interpreted
 def test_refused_graphs_fall_back(backend_class, monkeypatch):
     kernel = import_module("headrace.kernels.attention.cudnn")
 
@@ -131,6 +150,16 @@ def test_values_on_a_gpu(name, dtype, tolerance):
     assert problem.error(problem.run(backend)) < tolerance
     refused = [bounds for bounds, graph in backend._graphs._graphs.items() if graph is None]
     assert not refused, "cuDNN refused what the backend claims"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not find_spec("cudnn"), reason="needs nvidia-cudnn-frontend")
+def test_pages_in_a_row_give_the_same_on_a_gpu():
+    from headrace.layers.attention.cudnn import CudnnAttention
+
+    problem = make_problem(GPU_CASES["exact-chunk"], "cuda", torch.bfloat16)
+    gathered = problem.run(CudnnAttention(problem.geometry, torch.device("cuda")))
+    assert torch.equal(lay_last_in_a_row(problem).run(CudnnAttention(problem.geometry, torch.device("cuda"))), gathered)
 
 
 @pytest.mark.cuda

@@ -84,6 +84,20 @@ def test_appends_land_in_their_row_and_group(tables: PageTables):
     assert torch.equal(tables.tensor, expected)
 
 
+def test_pages_that_follow_each_other(tables: PageTables):
+    def find(*appends: PageAppend) -> list[int | None]:
+        tables.flatten(list(appends))
+        return [tables.find_run(0, 1, count) for count in range(1, 6)]
+
+    assert find() == [None] * 5
+    assert find(PageAppend(0, 1, 0, [4, 5]), PageAppend(0, 1, 2, [6]), PageAppend(1, 1, 0, [9]), PageAppend(0, 2, 3, [7])) == [4, 4, 4, None, None]
+    assert find(PageAppend(0, 1, 3, [8]), PageAppend(0, 1, 4, [8])) == [4, 4, 4, None, None], "one is missing between"
+    assert find(PageAppend(0, 1, 1, [30, 31])) == [4, None, None, None, None], "replaced"
+    assert find(PageAppend(0, 1, 0, [30])) == [30, None, None, None, None]
+    assert find(PageAppend(0, 1, 1, [31, 32, 12])) == [30, 30, 30, None, None]
+    assert find(PageAppend(0, 1, 3, [33])) == [30, 30, 30, 30, None]
+
+
 @pytest.mark.parametrize("append", [PageAppend(0, 3, 0, [1]), PageAppend(0, 0, 5, [1, 2]), PageAppend(1, 0, 0, [20]), PageAppend(0, 0, -1, [1]), PageAppend(0, 0, 0, [-1])])
 def test_appends_outside_are_refused(tables: PageTables, append: PageAppend):
     with pytest.raises(AssertionError):

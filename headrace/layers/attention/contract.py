@@ -56,6 +56,8 @@ class AttentionInputs:
     ``is_open``: the step is captured with room for T tokens and R requests, and what fills it is known on the device
     alone. A request of one token is a decode wherever it stands, one of none is padding; ``num_decodes`` and the host's
     lists say nothing. Only backends that say ``takes_open_steps`` are given such.
+
+    ``last_run``: the first page of the last request, if the host knows that its others follow.
     """
 
     num_tokens: int
@@ -69,6 +71,7 @@ class AttentionInputs:
     page_table: torch.Tensor
     slots: torch.Tensor
     is_open: bool = False
+    last_run: int | None = None
 
     @property
     def num_requests(self) -> int:

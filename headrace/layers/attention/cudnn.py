@@ -41,11 +41,12 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    """The one chunk of a step, after the decodes: round numbers of queries and keys, and the ``pages`` [n] of the keys."""
+    """The one chunk of a step, after the decodes: round numbers of queries and keys, and the ``pages`` [n] of the keys, or where
+    they lie if they follow each other."""
 
     queries: int
     keys: int
-    pages: torch.Tensor
+    pages: torch.Tensor | slice
 
 
 class CudnnAttention:
@@ -84,12 +85,12 @@ class CudnnAttention:
         return self._fallback.attend(q, pages, params)
 
     def _run_exact(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, out: torch.Tensor) -> bool:
-        """Write the chunk's rows of ``out`` if there is an exact graph; its pages are put in a row first."""
+        """Write the chunk's rows of ``out`` if there is an exact graph; pages elsewhere than in a row are put into one first."""
         exact = self._exact
         graph = self._find_graph(params, q.dtype, 1, exact.queries, exact.keys) if exact is not None else None
         if graph is None:
             return False
-        k, v = (t.index_select(0, exact.pages).flatten(0, 1) for t in (pages.k, pages.v))
+        k, v = ((t[exact.pages] if isinstance(exact.pages, slice) else t.index_select(0, exact.pages)).flatten(0, 1) for t in (pages.k, pages.v))
         first = self._inputs.num_decodes
         graph.run({sdpa.Q: q[first:], sdpa.K: k, sdpa.V: v, sdpa.OUT: out[first:]})
         return True
@@ -123,7 +124,8 @@ class CudnnAttention:
         is_round = queries % EXACT_STEP == 0 and keys % EXACT_STEP == 0 and keys % self._geometry.page_size == 0
         if inputs.num_requests - inputs.num_decodes != 1 or not is_round:
             return None
-        return _Exact(queries, keys, inputs.page_table[-1, : keys // self._geometry.page_size])
+        count, first = keys // self._geometry.page_size, inputs.last_run
+        return _Exact(queries, keys, inputs.page_table[-1, :count] if first is None else slice(first, first + count))
 
     def _pad_chunks(self, inputs: AttentionInputs) -> _Chunks:
         first, page_size = inputs.num_decodes, self._geometry.page_size
