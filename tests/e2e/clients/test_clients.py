@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 ENVIRONMENTS = os.environ.get("HEADRACE_CLIENT_ENVIRONMENTS")
 MODULES = {
     "openai": "openai", "anthropic": "anthropic", "litellm": "litellm", "langchain": "langchain_openai", "instructor": "instructor",
-    "outlines": "outlines", "lm_eval": "lm_eval", "guidellm": "guidellm",
+    "outlines": "outlines", "lm_eval": "lm_eval", "guidellm": "guidellm", "openai_agents": "agents", "pydantic_ai": "pydantic_ai", "ollama": "ollama",
+    "llama_index": "llama_index.llms", "smolagents": "smolagents",
 }
 
 

@@ -1,4 +1,5 @@
-"""langchain-openai: invoke, stream, bound tools, structured output by tool and by schema, batches."""
+"""langchain-openai: invoke, stream, bound tools, structured output by tool, by schema and by any JSON, batches; over chat and
+over responses."""
 
 import json
 import sys
@@ -18,15 +19,22 @@ class Pick(BaseModel):
 def main(url: str) -> None:
     with urllib.request.urlopen(url + "/v1/models") as answer:
         name = json.load(answer)["data"][0]["id"]
-    model = ChatOpenAI(model=name, base_url=url + "/v1", api_key="none", temperature=0, max_tokens=60, max_retries=0)
+    model = ChatOpenAI(model=name, base_url=url + "/v1", api_key="none", temperature=0, max_tokens=200, max_retries=0)
     whole = model.invoke("Say hello.", max_tokens=8)
     assert whole.usage_metadata["output_tokens"] <= 8
     pieces = list(model.stream("Say hello.", max_tokens=8))
     assert "".join(p.content for p in pieces) == whole.content
     called = model.bind_tools([Pick], tool_choice="any").invoke("Pick one.")
     assert called.tool_calls[0]["name"] == "Pick" and 1 <= called.tool_calls[0]["args"]["n"] <= 9
-    for method in ("function_calling", "json_schema"):
-        assert 1 <= model.with_structured_output(Pick, method=method).invoke("Pick one.").n <= 9
+    for each in (model, ChatOpenAI(model=name, base_url=url + "/v1", api_key="none", temperature=0, max_tokens=200, max_retries=0, use_responses_api=True)):
+        for method in ("function_calling", "json_schema"):
+            assert 1 <= each.with_structured_output(Pick, method=method).invoke("Pick one.").n <= 9
+        told = each.with_structured_output(None, method="json_mode").invoke('Answer in JSON with the field n, such as {"n": 3}. Pick a number.')
+        assert isinstance(told, dict)
+        tool = None
+        for piece in each.bind_tools([Pick], tool_choice="required", parallel_tool_calls=False).stream("Pick one."):
+            tool = piece if tool is None else tool + piece
+        assert 1 <= tool.tool_calls[0]["args"]["n"] <= 9
     assert len(model.batch(["One.", "Two."], config={"max_concurrency": 2})) == 2
 
 

@@ -1,13 +1,50 @@
-"""OpenAI's client: chat, streams, tools, structured output, logprobs, responses by id, embeddings refused by name."""
+"""OpenAI's client: chat, streams, tools, structured output, logprobs, responses by id; what it parses by itself, whole and
+streamed, in both dialects."""
 
 import json
 import sys
 
 import openai
+from pydantic import BaseModel, ConfigDict
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "pick", "description": "Pick a number", "parameters": SCHEMA, "strict": True}}
 HELLO = [{"role": "user", "content": "Say hello."}]
+
+
+class Answer(BaseModel):
+    """An answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    yes: bool
+
+
+def try_parsing(client: openai.OpenAI, model: str) -> None:
+    """Types by schema and by tool; streams put together by the client."""
+    answer_tool = openai.pydantic_function_tool(Answer)
+    called = {"tools": [answer_tool], "tool_choice": "required", "parallel_tool_calls": False}
+    options = {"model": model, "messages": HELLO, "max_tokens": 60}
+    assert isinstance(client.chat.completions.parse(response_format=Answer, **options).choices[0].message.parsed, Answer)
+    assert isinstance(client.chat.completions.parse(**called, **options).choices[0].message.tool_calls[0].function.parsed_arguments, Answer)
+    for asked in ({"response_format": Answer}, called):
+        with client.chat.completions.stream(**asked, **options) as stream:
+            kinds = {event.type for event in stream}
+            message = stream.get_final_completion().choices[0].message
+        assert isinstance(message.parsed if asked is not called else message.tool_calls[0].function.parsed_arguments, Answer)
+        assert ("tool_calls.function.arguments.done" in kinds) == (asked is called)
+    options = {"model": model, "input": "Say hello.", "max_output_tokens": 60}
+    called = {"tools": [{"type": "function", **answer_tool["function"]}], "tool_choice": "required", "parallel_tool_calls": False}
+    assert isinstance(client.responses.parse(text_format=Answer, **options).output_parsed, Answer)
+    assert Answer.model_validate_json(client.responses.parse(**called, **options).output[-1].arguments)
+    for asked in ({"text_format": Answer}, called):
+        with client.responses.stream(**asked, **options) as stream:
+            kinds = {event.type for event in stream}
+            response = stream.get_final_response()
+        assert isinstance(response.output_parsed, Answer) if asked is not called else Answer.model_validate_json(response.output[-1].arguments)
+        assert ("response.function_call_arguments.done" in kinds) == (asked is called)
+    told = client.responses.create(include=["message.output_text.logprobs"], top_logprobs=2, **options)
+    assert "".join(entry.token for entry in told.output[-1].content[0].logprobs) == told.output_text
+    assert client.responses.input_tokens.count(model=model, input="Say hello.").input_tokens == told.usage.input_tokens
 
 
 def main(url: str) -> None:
@@ -29,6 +66,7 @@ def main(url: str) -> None:
     second = client.responses.create(model=model, input="Again.", max_output_tokens=8, previous_response_id=first.id)
     assert second.usage.input_tokens > first.usage.input_tokens and client.responses.retrieve(second.id).output_text == second.output_text
     client.responses.delete(first.id)
+    try_parsing(client, model)
 
 
 if __name__ == "__main__":
