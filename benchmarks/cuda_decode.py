@@ -1,8 +1,8 @@
-"""Attention of decodes as a model runs it: ``python -m benchmarks.cuda_decode [--requests 8 32 256] [--lengths even long]``.
+"""Attention of decodes as a model runs it: ``python -m benchmarks.cuda_decode [--requests 8 32 256] [--lengths even long] [--model heads kv_heads dim]``.
 
 A captured chain of layers: rotation and page write, then attention, launched dependently; each layer has pages of its own.
-Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), or 8,192 (long). Microseconds a layer, and the
-least that the keys and values take at the memory's bandwidth.
+Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), 8,192 (long), 32,768 (longer), or 60,000 once and
+else 500 (one). Microseconds a layer, and the least that the keys and values take at the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.cuda_kernels import MODELS, PAGE, Model, Pool, draw, time_calls
 from benchmarks.roofline import BANDWIDTH
-from headrace.kernels.attention.triton import DecodeLaunch, DecodeStep, DecodeWorkspace, Head, decode
+from headrace.kernels.attention.triton import DecodeStep, DecodeWorkspace, Head, decode
 from headrace.kernels.rope_write.triton import rope_write_pdl
 
 POOL_TOKENS = 1_024_000
@@ -30,21 +30,20 @@ def draw_lengths(kind: str, requests: int) -> list[int]:
     random = Random(5)
     if kind == "uneven":
         return [random.randint(100, 1024) + random.randint(0, 600) for _ in range(requests)]
-    return [{"even": 600, "long": 8192}[kind]] * requests
+    if kind == "one":
+        return [60_000] + [500] * (requests - 1)
+    return [{"even": 600, "long": 8192, "longer": 32768}[kind]] * requests
 
 
 def solutions(model: Model) -> dict[str, Attend]:
     """By name; a variant to compare goes here."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    found: dict[str, Attend] = {}
-    for name, programs in {"triton": 4, "twice the splits": 8}.items():
-        workspace = DecodeWorkspace.allocate(processors * programs, model.heads // model.kv_heads, model.dim, torch.device("cuda"))
-        found[name] = partial(_attend, workspace)
-    return found
+    workspace = DecodeWorkspace.allocate(processors, model.heads // model.kv_heads, model.dim, torch.device("cuda"))
+    return {"triton": partial(_attend, workspace)}
 
 
 def _attend(workspace: DecodeWorkspace, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, head: Head, step: DecodeStep) -> None:
-    decode(q, pages, out, workspace, head, step, DecodeLaunch(fused=True, pdl=True))
+    decode(q, pages, out, workspace, head, step, pdl=True)
 
 
 def time_chain(model: Model, pool: Pool, lens: list[int], attend: Attend) -> float:
@@ -72,16 +71,18 @@ def time_chain(model: Model, pool: Pool, lens: list[int], attend: Attend) -> flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
-    parser.add_argument("--lengths", nargs="+", choices=["even", "uneven", "long"], default=["even", "uneven", "long"])
+    parser.add_argument("--lengths", nargs="+", choices=["even", "uneven", "long", "longer", "one"], default=["even", "uneven", "long"])
+    parser.add_argument("--model", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "DIM"), help="another than Qwen3-0.6B and Llama-3.1-8B")
     args = parser.parse_args()
-    pool = Pool(POOL_TOKENS)
-    for model in MODELS:
+    models = [Model("given", args.model[0], args.model[1], 1024, 1024, 1024, 1, False, args.model[2])] if args.model else MODELS
+    for model in models:
+        pool = Pool(POOL_TOKENS * 1024 // max(1024, model.kv_heads * model.dim) // PAGE * PAGE, model.kv_heads, model.dim)
         attends = solutions(model)
         print(f"{model.name:10s} requests lengths   floor  " + "  ".join(attends), flush=True)
         for kind in args.lengths:
             for requests in args.requests:
                 lens = draw_lengths(kind, requests)
-                if sum(lens) > POOL_TOKENS:
+                if sum(lens) > pool.tokens:
                     continue
                 floor = 4e6 * sum(lens) * model.kv_heads * model.dim / BANDWIDTH
                 times = [time_chain(model, pool, lens, attend) for attend in attends.values()]

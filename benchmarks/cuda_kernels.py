@@ -226,15 +226,14 @@ def triton_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n: int
     from headrace.kernels.attention import triton as attention
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    programs = options.pop("programs", processors * 4)
-    workspace = attention.DecodeWorkspace.allocate(programs, model.heads // model.kv_heads, model.dim, q.device)
+    workspace = attention.DecodeWorkspace.allocate(processors, model.heads // model.kv_heads, model.dim, q.device)
     lens = torch.full((q.shape[0],), length, dtype=torch.int32, device="cuda")
     out, head = torch.empty_like(q), attention.Head(model.dim**-0.5)
     bound = options.pop("bound", length)
 
     def call(table: torch.Tensor) -> torch.Tensor | None:
         step = attention.DecodeStep(lens, table, q.shape[0], bound)
-        attention.decode(q, pool.pages(page_size), out, workspace, head, step, attention.DecodeLaunch(**options))
+        attention.decode(q, pool.pages(page_size), out, workspace, head, step, **options)
         return out[:4] if page_size == PAGE else None  # another page size means another table: not the one checked against
 
     return [partial(call, table) for table in pool.tables(n, q.shape[0], length, page_size)]
@@ -260,8 +259,7 @@ def decode_items(pool: Pool) -> Iterator[Item]:
                 given = (model, pool, q, length)
                 long = {"bound": 32768}
                 solutions = {
-                    "triton": partial(triton_decode, *given), "two-kernel": partial(triton_decode, *given, fused=False),
-                    "page16": partial(triton_decode, *given, page_size=16),
+                    "triton": partial(triton_decode, *given), "page16": partial(triton_decode, *given, page_size=16),
                 }
                 if moved >= ROTATED_BYTES:
                     solutions |= {"flashinfer": partial(flashinfer_decode, *given)}
@@ -414,7 +412,7 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
     )
     device = torch.device("cuda")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    workspace = attention.DecodeWorkspace.allocate(processors * 4, model.heads // model.kv_heads, model.dim, device)
+    workspace = attention.DecodeWorkspace.allocate(processors, model.heads // model.kv_heads, model.dim, device)
     lens = torch.full((1,), 1024, dtype=torch.int32, device="cuda")
     position, table_of_angles = torch.full((1,), 1023, device="cuda"), torch.randn(2048, model.dim, device="cuda")
     x, residual, norm_weight = draw(1, model.width), draw(1, model.width), draw(model.width)
@@ -427,7 +425,7 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
             qkv = multiply(add_norm(x, residual, norm_weight, 1e-6)[0], w["qkv"], None)
         q = write(qkv, position, table_of_angles, position, *pages)
         out = torch.empty_like(q)
-        attention.decode(q, pages, out, workspace, head, attention.DecodeStep(lens, table, 1, 1024), attention.DecodeLaunch(pdl=pdl))
+        attention.decode(q, pages, out, workspace, head, attention.DecodeStep(lens, table, 1, 1024), pdl=pdl)
         projected = multiply(out.flatten(1), w["out"], None)
         if joined:
             gated, _ = norm_linear.norm_linear(projected, residual, Norm(norm_weight, 1e-6), w["gate_up"], None, "silu", pdl=pdl)
@@ -442,17 +440,9 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
 
 def tile_sweeps(pool: Pool) -> Iterator[Item]:
     """Other tile sizes, to choose the tables in the kernels by."""
-    from headrace.kernels.attention.triton import Tile as DecodeTile
     from headrace.kernels.linear import triton as linear
 
     for model in MODELS:
-        for requests, length in ((1, 1024), (64, 2048)):
-            q = draw(requests, model.heads, model.dim)
-            tiles = [DecodeTile(16, keys, warps, stages) for keys, warps, stages in ((64, 4, 3), (64, 2, 5), (128, 4, 5), (32, 2, 5), (64, 8, 5))]
-            solutions = {f"k{t.keys}w{t.num_warps}s{t.num_stages}": partial(triton_decode, model, pool, q, length, tile=t) for t in tiles}
-            solutions |= {f"x{p}": partial(triton_decode, model, pool, q, length, programs=132 * p) for p in (1, 2, 8)}
-            moved = 4.0 * requests * length * model.kv_heads * model.dim
-            yield Item(f"sweep decode {model.name} R{requests} L{length}", moved / BANDWIDTH, solutions, moved)
         for name, (outputs, inputs) in products(model).items():
             if name == "head":
                 continue

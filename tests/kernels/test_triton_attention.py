@@ -12,7 +12,7 @@ from devices import DEVICES, ON_GPU
 
 pytest.importorskip("triton")
 
-from headrace.kernels.attention.triton import DecodeWorkspace, split_count
+from headrace.kernels.attention.triton import MOST_PROGRAMS, DecodeWorkspace, Tile, decode_tile, plan_splits
 from headrace.layers.attention.triton import TritonAttention
 
 MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
@@ -71,26 +71,39 @@ def test_half_precision(device, dtype, tolerance):
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
-@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("processors", [1, 5, 24])
 @pytest.mark.parametrize("window,has_sinks", [(0, False), (0, True), (200, False)])
-def test_decode_split_over_keys(window, has_sinks, is_fused, device, dtype, tolerance):
+def test_decode_split_over_keys(window, has_sinks, processors, device, dtype, tolerance):
+    """Shares as large as the longest request, some that are cut and some that are not, and a block each."""
     problem = make_problem(Case(((1, 1), (1, 400), (1, 129)), page_size=16, window=window, has_sinks=has_sinks), device, dtype)
     backend = TritonAttention(problem.geometry, torch.device(device))
-    backend.fused = is_fused
-    backend._workspace = DecodeWorkspace.allocate(32, 2, 64, torch.device(device))
+    backend._workspace = DecodeWorkspace.allocate(processors, 2, 64, torch.device(device))
     first, second = problem.run(backend), problem.run(backend)
     assert problem.error(first) < tolerance
     assert torch.equal(first, second)
     assert not backend._workspace.counters.any()
 
 
-def test_split_count_fills_the_device_and_stays_within_the_workspace():
-    assert split_count(1, 8, 8192, programs=528) == 64
-    assert split_count(1, 8, 100, programs=528) == 1
-    assert split_count(256, 8, 8192, programs=528) == 1
-    for requests in (1, 3, 8, 64, 65, 66, 67, 200):
-        splits = split_count(requests, 8, 131072, programs=528)
-        assert splits == 1 or splits * requests * 8 <= 528
+@pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
+@pytest.mark.parametrize("num_requests", [1, 2, 7, 9])
+def test_one_long_request_among_short_ones(num_requests, device, dtype, tolerance):
+    spans = tuple((1, 500 if i == num_requests // 2 else 1 + 3 * i) for i in range(num_requests))
+    problem = make_problem(Case(spans, num_heads=2, num_kv_heads=1, head_dim=16, max_kv_len=2048), device, dtype)
+    backend = TritonAttention(problem.geometry, torch.device(device))
+    backend._workspace = DecodeWorkspace.allocate(9, 2, 16, torch.device(device))
+    assert problem.error(problem.run(backend)) < tolerance
+
+
+def test_splits_fill_the_device_and_stay_within_the_workspace():
+    tile = decode_tile(4, 128, 2)
+    assert plan_splits(1, 8, 8192, head_dim=128, tile=tile, processors=132) == (16, Tile(16, 64, 4, 9))
+    assert plan_splits(1, 8, 100, head_dim=128, tile=tile, processors=132)[0] == 2
+    assert plan_splits(256, 8, 8192, head_dim=128, tile=tile, processors=132) == (256, tile)
+    for head_dim in (64, 96, 128, 256):
+        for requests in (1, 3, 8, 16, 17, 33, 34, 200):
+            for kv_heads in (1, 2, 8, 32):
+                slots, _ = plan_splits(requests, kv_heads, 131072, head_dim=head_dim, tile=decode_tile(4, head_dim, 2), processors=132)
+                assert slots >= requests and (slots == requests or slots * kv_heads <= 132 * MOST_PROGRAMS)
 
 
 LONG = {

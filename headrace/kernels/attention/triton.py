@@ -1,11 +1,12 @@
 """Paged causal attention: prefill of ragged chunks, and decode split over the keys.
 
-T tokens, R requests, H heads, K kv heads, G = H / K, E head dim, S splits. All G query heads of a kv head share a tile,
-so keys and values are read once a kv head. Softmax runs in base 2 with a running maximum (Milakov & Gimelshein,
-arXiv:1805.02867; Dao, arXiv:2307.08691); the split of decode over keys follows Flash-Decoding.
+T tokens, R requests, H heads, K kv heads, G = H / K, E head dim. All G query heads of a kv head share a tile, so keys and
+values are read once a kv head. Softmax runs in base 2 with a running maximum (Milakov & Gimelshein, arXiv:1805.02867; Dao,
+arXiv:2307.08691); the split of decode over keys follows Flash-Decoding, in shares that are equal over all requests: each
+program works out its own from their lengths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 LOG2_E = 1.4426950408889634
-JOINED_VALUES = 4096
+JOINED_VALUES = 16384
 """How many partial values a program that joins splits holds in registers."""
 MASKED = tl.constexpr(-1.0e38)  # finite: a row whose first blocks are all masked must not turn into NaN
 
@@ -51,11 +52,32 @@ def decode_tile(group: int, width: int, element_size: int) -> Tile:
     return Tile(rows, 64 if width <= 128 else 32, 4, 5)
 
 
-def split_count(num_requests: int, num_kv_heads: int, max_kv_len: int, *, programs: int, min_keys: int = 128) -> int:
-    """How many programs share a request's keys: enough that ``programs`` run in all, none with fewer than ``min_keys``
-    keys at the longest length. Depends on constants of a captured graph alone."""
-    wanted = max(1, programs // max(1, num_requests * num_kv_heads))
-    return min(wanted, ceil_div(max_kv_len, min_keys))
+@dataclass(frozen=True)
+class Deal:
+    """``programs`` a processor, each of so many ``stages``, for up to ``most_tiles`` requests and heads a processor."""
+
+    most_tiles: float
+    programs: int
+    stages: int
+
+
+DEALS = {128: (Deal(0.25, 1, 9), Deal(1, 2, 7), Deal(2, 4, 5)), 256: (Deal(1, 2, 7),)}
+"""By the width of a head's tile. The fewer programs, the more each must have under way; the more requests, the more programs it
+takes to deal a long one out. Measured on an H200; none was slower than one program for each request and head."""
+OTHER_DEALS = (Deal(1.5, 3, 5),)
+MOST_PROGRAMS = 4
+
+
+def plan_splits(num_requests: int, num_kv_heads: int, max_kv_len: int, *, head_dim: int, tile: Tile, processors: int) -> tuple[int, Tile]:
+    """How many programs of each kv head share all requests' keys, and their tile; one a request where there are many requests.
+    Depends on constants of a captured graph alone."""
+    for deal in DEALS.get(head_dim, OTHER_DEALS):
+        if num_requests * num_kv_heads <= deal.most_tiles * processors:
+            if tile.num_stages > 1:
+                tile = replace(tile, keys=64, num_stages=deal.stages)
+            slots = min(deal.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, tile.keys))
+            return max(num_requests, slots), tile
+    return num_requests, tile
 
 
 @triton.jit
@@ -197,11 +219,11 @@ def _prefill_kernel(
 
 @triton.jit
 def _combine(
-    partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits,
+    partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, num_used,
     K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_EV: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Join the partial results of one request and kv head, CHUNK splits at a time in their order, and write the output
-    rows. Loads of a chunk wait for nothing but each other: one at a time they would take a microsecond a split."""
+    """Join the partial results of one request and kv head, from slot ``base`` on, CHUNK at a time in their order, and write the
+    output rows. Loads of a chunk wait for nothing but each other: one at a time they would take a microsecond a split."""
     row, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_EV)
     valid = row < G
     inside = valid[:, None] & (dim < EV)[None, :]
@@ -214,7 +236,7 @@ def _combine(
     for first in range(0, num_used, CHUNK):
         split = first + tl.arange(0, CHUNK)
         known = (split < num_used)[:, None] & valid[None, :]
-        at = (tile * splits + split).to(tl.int64)[:, None] * G + row[None, :]
+        at = (base + split).to(tl.int64)[:, None] * G + row[None, :]
         # .cg: other programs wrote these lines; the first-level cache may hold what was there before
         part_top = tl.load(stats_ptr + at * 2, mask=known, other=MASKED, cache_modifier=".cg")
         part_total = tl.load(stats_ptr + at * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
@@ -232,38 +254,57 @@ def _combine(
 
 
 @triton.jit
-def _key_range(kv_len, split, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Begin and end of a split's keys, how many splits have any (at least one), and where the keys begin at all."""
+def _share_out(kv_lens_ptr, num_requests, slot, slots, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Which part of which request's keys a slot has: ``(request, its length, split, blocks each, number of splits)``, request
+    BLOCK_R where there is none. All splits are equal, up to the last of each request, and as short as ``slots`` allow."""
+    other = tl.arange(0, BLOCK_R)
+    is_there = other < num_requests
+    lens = tl.load(kv_lens_ptr + other, mask=is_there, other=0)
+    blocks = (lens + BLOCK_N - 1) // BLOCK_N
+    if WINDOW > 0:
+        blocks -= tl.maximum(lens - WINDOW, 0) // BLOCK_N
+    blocks = tl.where(is_there, tl.maximum(blocks, 1), 0)
+    each = (tl.sum(blocks, 0) + slots - 1) // slots
+    while tl.sum((blocks + each - 1) // each, 0) > slots:
+        each += (each + 7) // 8
+    counts = (blocks + each - 1) // each
+    ends = tl.cumsum(counts, 0)
+    request = tl.sum((ends <= slot).to(tl.int32), 0)
+    count = tl.sum(tl.where(other == request, counts, 0), 0)
+    split = slot - (tl.sum(tl.where(other == request, ends, 0), 0) - count)
+    return tl.where(slot < tl.sum(counts, 0), request, BLOCK_R), tl.sum(tl.where(other == request, lens, 0), 0), split, each, count
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
+    table_stride, page_stride_k, page_stride_v, scale, softcap, num_requests,
+    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_SPLIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OPEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # heads fastest: the programs that run together then read whole pages, not stripes of them
+    head, slot = tl.program_id(0), tl.program_id(1)
+    # lengths are older than the previous kernel: these loads need not wait for it
+    if IS_SPLIT:
+        request, kv_len, split, each, count = _share_out(kv_lens_ptr, num_requests, slot, tl.num_programs(1), WINDOW, BLOCK_N, BLOCK_R)
+        is_used = request < BLOCK_R
+    else:
+        request, kv_len, split, each, count = slot, tl.load(kv_lens_ptr + slot), 0, 1 << 24, 1
+        is_used = request >= 0
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(kv_len - WINDOW, 0)
-    first_block = begin // BLOCK_N
-    num_blocks = tl.maximum((kv_len + BLOCK_N - 1) // BLOCK_N - first_block, 1)
-    blocks_each = (num_blocks + splits - 1) // splits
-    num_used = (num_blocks + blocks_each - 1) // blocks_each
-    start = (first_block + split * blocks_each) * BLOCK_N
-    end = tl.minimum(start + blocks_each * BLOCK_N, kv_len)
-    return start, end, num_used, begin
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
-    table_stride, page_stride_k, page_stride_v, scale, softcap, splits,
-    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_SPLIT: tl.constexpr, FUSED: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OPEN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_previous(PDL)
-    # heads fastest: the programs that run together then read whole pages, not stripes of them
-    head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_len = tl.load(kv_lens_ptr + request)
-    start, end, num_used, begin = _key_range(kv_len, split, splits, WINDOW, BLOCK_N)
-    token, is_used = request, split < num_used
+    start = (begin // BLOCK_N + split * each) * BLOCK_N
+    end = kv_len
+    if IS_SPLIT:
+        end = tl.minimum(start + each * BLOCK_N, kv_len)
+    token = request
     if OPEN:
         token = tl.load(query_start_ptr + request)
         is_used = tl.load(query_start_ptr + request + 1) - token == 1
+    wait_for_previous(PDL)
     if is_used:
         table = table_ptr + request.to(tl.int64) * table_stride
         row = tl.arange(0, BLOCK_M)
@@ -273,9 +314,10 @@ def _decode_kernel(
         q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
         top = tl.full([BLOCK_M], MASKED, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if SINKS and not IS_SPLIT:
-            top = tl.load(sinks_ptr + head * G + row, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
-            total += 1.0
+        if SINKS:
+            sink = tl.load(sinks_ptr + head * G + row, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.where(count == 1, sink, top)
+            total += tl.where(count == 1, 1.0, 0.0)
         acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
         for at in tl.range(start, end, BLOCK_N):
             k = _load_block(k_ptr, table, at, begin, end, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, True)
@@ -284,40 +326,23 @@ def _decode_kernel(
             logits = tl.where((key < end) & (key >= begin), logits, MASKED)
             v = _load_block(v_ptr, table, at, begin, end, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
             acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
-        if not IS_SPLIT:
+        if count == 1:
             out = acc / tl.where(total > 0, total, 1.0)[:, None]
             inside = valid[:, None] & (dim_v < EV)[None, :]
             tl.store(out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
         else:
-            tile = request * K + head
-            at = (tile * splits + split).to(tl.int64) * G + row
-            tl.store(partial_ptr + at[:, None] * EV + dim_v[None, :], acc, mask=valid[:, None] & (dim_v < EV)[None, :])
-            tl.store(stats_ptr + at * 2, top, mask=valid)
-            tl.store(stats_ptr + at * 2 + 1, total, mask=valid)
-            if FUSED:
-                # The last program to arrive joins the parts; the barrier orders all threads' stores before its arrival.
+            base, tile = head * tl.num_programs(1) + slot - split, request * K + head
+            part = (base + split).to(tl.int64) * G + row
+            tl.store(partial_ptr + part[:, None] * EV + dim_v[None, :], acc, mask=valid[:, None] & (dim_v < EV)[None, :])
+            tl.store(stats_ptr + part * 2, top, mask=valid)
+            tl.store(stats_ptr + part * 2 + 1, total, mask=valid)
+            # The last program to arrive joins the parts; the barrier orders all threads' stores before its arrival.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+            if arrived == count - 1:
                 tl.debug_barrier()
-                arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
-                if arrived == num_used - 1:
-                    tl.debug_barrier()
-                    _combine(
-                        partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits,
-                        K, G, EV, SINKS, BLOCK_G, BLOCK_EV, CHUNK,
-                    )
-                    tl.store(counters_ptr + tile, 0)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    partial_ptr, stats_ptr, out_ptr, kv_lens_ptr, sinks_ptr, splits, K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_previous(PDL)
-    request, head = tl.program_id(0), tl.program_id(1)
-    _, _, num_used, _ = _key_range(tl.load(kv_lens_ptr + request), 0, splits, WINDOW, BLOCK_N)
-    tile = request * K + head
-    _combine(partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, tile, num_used, splits, K, G, EV, SINKS, BLOCK_G, BLOCK_EV, CHUNK)
+                _combine(partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, count, K, G, EV, SINKS, BLOCK_G, BLOCK_EV, CHUNK)
+                tl.store(counters_ptr + tile, 0)
 
 
 @dataclass(frozen=True)
@@ -411,20 +436,21 @@ def prefill(
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Where splits leave partial results: one slot for each of ``programs`` programs. Kept for the backend's life, since
-    captured graphs hold its addresses. ``counters`` are zero between launches."""
+    """Where splits leave partial results: one slot for each program that may take part on so many ``processors``. Kept for the
+    backend's life, since captured graphs hold its addresses. ``counters`` are zero between launches."""
 
     partial: torch.Tensor
     stats: torch.Tensor
     counters: torch.Tensor
-    programs: int
+    processors: int
 
     @classmethod
-    def allocate(cls, programs: int, group: int, value_dim: int, device: torch.device) -> "DecodeWorkspace":
-        """Room for ``programs`` programs of ``group`` rows each."""
+    def allocate(cls, processors: int, group: int, value_dim: int, device: torch.device) -> "DecodeWorkspace":
+        """Room for programs of ``group`` rows each."""
+        programs = processors * MOST_PROGRAMS
         partial = torch.empty(programs * group * value_dim, dtype=torch.float32, device=device)
         stats = torch.empty(programs * group * 2, dtype=torch.float32, device=device)
-        return cls(partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), programs)
+        return cls(partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), processors)
 
 
 @dataclass(frozen=True)
@@ -439,18 +465,9 @@ class DecodeStep:
     query_start: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class DecodeLaunch:
-    """How to launch. ``fused``: the last split joins the parts, else a second kernel does."""
-
-    fused: bool = True
-    pdl: bool = False
-    tile: Tile | None = None
-
-
 def decode(
     q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, workspace: DecodeWorkspace, head: Head, step: DecodeStep,
-    launch: DecodeLaunch,
+    *, pdl: bool = False,
 ) -> None:
     """Attention of the step's decodes: rows of q [T, H, E] to rows of ``out`` [T, H, EV], ``pages`` being k's and v's.
 
@@ -458,22 +475,19 @@ def decode(
     """
     k_pages, v_pages = pages
     geometry, constants = _geometry(q, k_pages, v_pages), head.constants()
-    tile = launch.tile or decode_tile(geometry["G"], geometry["BLOCK_E"], q.element_size())
+    tile = decode_tile(geometry["G"], geometry["BLOCK_E"], q.element_size())
     reach = min(step.max_kv_len, head.window) if head.window else step.max_kv_len
     is_open = step.query_start is not None  # nobody knows how many decodes there will be: not split
-    splits = 1 if is_open else split_count(step.num_requests, k_pages.shape[2], reach, programs=workspace.programs)
-    sinks = head.sinks if head.sinks is not None else q
-    dependent = dict(PDL=launch.pdl, launch_pdl=launch.pdl)
+    count = step.num_requests
+    slots = count
+    if not is_open:
+        slots, tile = plan_splits(count, k_pages.shape[2], reach, head_dim=k_pages.shape[3], tile=tile, processors=workspace.processors)
     rows = next_power_of_2(geometry["G"])
     joining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, JOINED_VALUES // (rows * geometry["BLOCK_EV"]))))
-    _decode_kernel[(k_pages.shape[2], splits, step.num_requests)](
+    _decode_kernel[(k_pages.shape[2], slots)](
         q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, step.query_start if is_open else step.kv_lens,
-        step.kv_lens, step.page_table, sinks, step.page_table.stride(0), splits=splits, **geometry, **constants, BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys, IS_SPLIT=splits > 1, OPEN=is_open, FUSED=launch.fused, **joining, num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent,
+        step.kv_lens, step.page_table, head.sinks if head.sinks is not None else q, step.page_table.stride(0), num_requests=count, **geometry,
+        **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=slots > count,
+        BLOCK_R=1 if count == 1 or slots == count else max(16, next_power_of_2(count)),
+        OPEN=is_open, **joining, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
     )
-    if splits > 1 and not launch.fused:
-        _combine_kernel[(step.num_requests, k_pages.shape[2])](
-            workspace.partial, workspace.stats, out, step.kv_lens, sinks, splits, K=geometry["K"], G=geometry["G"], EV=geometry["EV"],
-            WINDOW=constants["WINDOW"], SINKS=constants["SINKS"], **joining, BLOCK_EV=geometry["BLOCK_EV"], BLOCK_N=tile.keys,
-            num_warps=4, **dependent,
-        )

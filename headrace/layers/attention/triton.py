@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from headrace.kernels.attention.triton import (
-    DecodeLaunch,
     DecodeStep,
     DecodeWorkspace,
     Head,
@@ -18,23 +17,19 @@ from headrace.kernels.attention.triton import (
 )
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
 
-PROGRAMS_PER_PROCESSOR = 4
-
 
 class TritonAttention:
-    """See `AttentionBackend`. ``pdl`` launches with programmatic dependent launch; ``fused`` joins decode's splits in
-    the decode kernel itself."""
+    """See `AttentionBackend`. ``pdl`` launches with programmatic dependent launch."""
 
     preferred_page_size = 64
     takes_open_steps = True
     pdl = False
-    fused = True
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         self._geometry = geometry
         self._group = geometry.num_heads // geometry.num_kv_heads
-        self._workspace = DecodeWorkspace.allocate(processors * PROGRAMS_PER_PROCESSOR, self._group, geometry.value_dim, device)
+        self._workspace = DecodeWorkspace.allocate(processors, self._group, geometry.value_dim, device)
         self.inputs: AttentionInputs | None = None
         self._plan: PrefillPlan | None = None
 
@@ -62,7 +57,7 @@ class TritonAttention:
         count = inputs.num_requests if inputs.is_open else inputs.num_decodes
         if count:
             step = DecodeStep(inputs.kv_lens, inputs.page_table, count, inputs.max_kv_len, inputs.query_start if inputs.is_open else None)
-            decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, DecodeLaunch(self.fused, self.pdl))
+            decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, pdl=self.pdl)
 
 
 def _head(params: AttentionParams) -> Head:
