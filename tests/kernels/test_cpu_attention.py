@@ -45,10 +45,10 @@ CASES = {
     "shared-pages": Case((*SHARING, (40, 400)), num_heads=9, num_kv_heads=3, shared_pages=8),
     "shared-pages-odd-dims": Case(SHARING, num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, shared_pages=5, softcap=2.0),
     "shared-pages-and-sinks": Case(SHARING, num_heads=8, num_kv_heads=1, head_dim=128, has_sinks=True, page_size=64, shared_pages=2),
-    "shared-pages-prompts": Case(((1, 400), (1, 300), (2, 300), (8, 290), (5, 310), (32, 330), (40, 600)), num_heads=9, num_kv_heads=3, shared_pages=8),
+    "shared-pages-prompts": Case(((1, 400), (1, 300), (2, 300), (8, 290), (5, 310), (16, 330), (40, 600)), num_heads=9, num_kv_heads=3, shared_pages=8),
     "shared-pages-prompts-all": Case(((4, 200), (6, 140), (3, 131)), num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, has_sinks=True, softcap=2.0, shared_pages=8),
     "shared-pages-prompts-many-rows": Case(tuple((4 + i % 5, 140 + 7 * i) for i in range(14)), num_heads=9, num_kv_heads=3, shared_pages=8),
-    "shared-pages-prompts-many-tiles": Case(tuple((60 + i, 370 + 7 * i) for i in range(9)), num_heads=6, num_kv_heads=1, head_dim=32, shared_pages=16),
+    "shared-pages-prompts-many-tiles": Case(tuple((8, 270 + 7 * i) for i in range(36)), num_heads=6, num_kv_heads=1, head_dim=32, shared_pages=16),
     "long": Case(((1, 1000), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2),
 }
 

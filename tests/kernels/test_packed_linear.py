@@ -112,6 +112,17 @@ def test_several_threads_and_row_blocks_give_what_one_gives(form: str, isa: str)
         assert torch.equal(one, three)
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+def test_threads_share_the_parts_of_a_vocabulary(rows: int, isa: str):
+    weight, x = draw(16_400, 64), torch.randn(rows, 64)
+    packed = FORMS["float32"](weight)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    out = PACKED_LINEAR.load("native")(x, packed, None)
+    torch.set_num_threads(before)
+    torch.testing.assert_close(out, x @ weight.T, atol=1e-5, rtol=1e-5)
+
+
 def test_strided_rows_and_no_rows(isa: str):
     packed = FORMS["bfloat16"](draw(20, 64))
     wide = torch.randn(3, 200)

@@ -89,7 +89,10 @@ HEADRACE_INLINE int64_t row_of_pair(int64_t pair) { return pair % 8 / 2 * 4 + pa
 static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile, int64_t at, int64_t n) {
   const int32_t* table = a.table + tile.request * a.table_stride;
   const int64_t padded_n = padded(n, 32);
+  constexpr int64_t kAhead = 48;  // keys
+  fetch_rows(a, table, at, kAhead, at + n, tile.kv_head);
   for (int64_t j = 0; j < padded_n; j += 16) {
+    fetch_rows(a, table, at + j + kAhead, 16, at + n, tile.kv_head);
     const bf16* rows[16];
     for (int64_t i = 0; i < 16; ++i) rows[i] = j + i < n ? key_at(a, table, at + j + i, tile.kv_head) : nullptr;
     for (int64_t e = 0; e < t.dim; e += 32) {
@@ -111,9 +114,9 @@ static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile
   }
 }
 
-// 32 rows by keys [at, at + n) of the packed block at `begin`; n is a step, or less where no row sees more.
+// 32 rows, or the last 16, by keys [at, at + n) of the packed block at `begin`; n is a step, or less where no row sees more.
 struct Unit {
-  int64_t row, begin, at, n;
+  int64_t row, rows, begin, at, n;
   bool is_plain;          // all rows see all n keys, n is a whole step, and there is no soft-cap
   bool is_faded = false;  // fades are not all 1
 };
@@ -135,6 +138,15 @@ HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shif
   return _mm512_maskz_add_epi16(is_seen, _mm512_mulhrs_epi16(mantissa, _mm512_set1_epi16(2048)), _mm512_set1_epi16(14784));
 }
 
+// Weights of 64 logits, and the sums of each lane.
+HEADRACE_INLINE __m512 weigh_half(const float* logits, bf16* weights, __m512 scale, __m512 shift) {
+  const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
+  const __m512i low = weigh(_mm512_load_ps(logits), _mm512_load_ps(logits + 16), scale, shift), high = weigh(_mm512_load_ps(logits + 32), _mm512_load_ps(logits + 48), scale, shift);
+  _mm512_store_si512(weights, low);
+  _mm512_store_si512(weights + 32 * kAmxRows, high);
+  return _mm512_dpbf16_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)low, one), (__m512bh)high, one);
+}
+
 // Weights of one row of n logits, a multiple of 32; the sums of each lane, as rounded: they must add up to 1.
 HEADRACE_INLINE __m512 weigh_row(const float* logits, bf16* weights, int64_t n, __m512 scale, __m512 shift) {
   const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
@@ -153,100 +165,149 @@ HEADRACE_INLINE __m512 weigh_row(const float* logits, bf16* weights, int64_t n, 
   return _mm512_add_ps(even, odd);
 }
 
-// The softmax of a unit, a few rows at a time.
+// The softmax of a unit, a piece at a time: `pace` rows go with each step of four products.
 struct Softening {
   const float *logits, *shift;
   bf16* weights;
   float* added;
   __m512 scale;
-  int64_t n, row = 0, rows = 0;
-  __m512 most = _mm512_setzero_ps();
+  int64_t n, pace, row = 0, rows = 0;
+  __m512 most = _mm512_setzero_ps(), first = most;
 
-  HEADRACE_INLINE void advance(int64_t count) {
+  // After the i-th product of a step.
+  template <int i>
+  HEADRACE_INLINE void advance() {
+    if (pace == 2) return advance_half<i % 2>();
+    if constexpr (i % 2 == 1)
+      if (pace == 1) return advance_half<i / 2>();
+    if constexpr (i == 3)
+      if (pace > 2) finish(pace);
+  }
+  // The next rows, at most `count`; no row is half done.
+  HEADRACE_INLINE void finish(int64_t count) {
     for (const int64_t last = row + count < rows ? row + count : rows; row < last; ++row) {
       const __m512 sum = weigh_row(logits + row * kAmxStep, weights + row * 32, n, scale, _mm512_set1_ps(shift[row]));
       _mm512_store_ps(added + row * 16, sum);
       most = _mm512_max_ps(most, sum);
     }
   }
+
+ private:
+  template <int kHalf>
+  HEADRACE_INLINE void advance_half() {
+    if (row >= rows) return;
+    if (n != kAmxStep) {
+      if constexpr (kHalf == 1) finish(1);
+      return;
+    }
+    const __m512 half = weigh_half(logits + row * kAmxStep + kHalf * 64, weights + row * 32 + kHalf * 64 * kAmxRows, scale, _mm512_set1_ps(shift[row]));
+    if constexpr (kHalf == 0) {
+      first = half;
+    } else {
+      const __m512 sum = _mm512_add_ps(first, half);
+      _mm512_store_ps(added + row++ * 16, sum);
+      most = _mm512_max_ps(most, sum);
+    }
+  }
 };
 
 // Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b. Tiles of a and b: of the second 16 rows or columns
-// `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. `rows` of softmax go with each. Loads
-// come first and products after them: where two threads share a core, each change from products to loads waits.
-template <bool kAccumulates>
+// `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. b passes the first-level cache by, which
+// holds what the softmax beside works on. Without `kIsTall` there are no second 16 rows.
+template <bool kAccumulates, bool kIsTall>
 HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step, const bf16* b, int64_t b_next, int64_t b_step, float* c, int64_t c_row,
-                                    int64_t lots, Softening& softening, int64_t rows) {
+                                    int64_t lots, Softening& softening) {
   const int64_t a_bytes = a_row * 2, c_bytes = c_row * 4;
   if (kAccumulates) {
     _tile_loadd(0, c, c_bytes);
     _tile_loadd(1, c + 16, c_bytes);
-    _tile_loadd(2, c + 16 * c_row, c_bytes);
-    _tile_loadd(3, c + 16 * c_row + 16, c_bytes);
+    if constexpr (kIsTall) {
+      _tile_loadd(2, c + 16 * c_row, c_bytes);
+      _tile_loadd(3, c + 16 * c_row + 16, c_bytes);
+    }
   } else {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if constexpr (kIsTall) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
   }
-  for (int64_t i = 0; i < lots; ++i) {
-    _tile_loadd(4, a + i * a_step, a_bytes);
-    _tile_loadd(5, a + a_next + i * a_step, a_bytes);
-    _tile_loadd(6, b + i * b_step, 64);
-    _tile_loadd(7, b + b_next + i * b_step, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    softening.advance(rows);
+  if constexpr (kIsTall) {
+    const auto load = [&]<int o>(int64_t i) __attribute__((always_inline)) {
+      if constexpr (o == 0) _tile_stream_loadd(7, b + b_next + i * b_step, 64);
+      if constexpr (o == 1) _tile_loadd(5, a + a_next + i * a_step, a_bytes);
+      if constexpr (o == 2) _tile_stream_loadd(6, b + i * b_step, 64);
+      if constexpr (o == 3) _tile_loadd(4, a + i * a_step, a_bytes);
+    };
+    weave(lots, HEADRACE_WOVEN_PRODUCTS(_tile_dpbf16ps), load, [&]<int i>() __attribute__((always_inline)) { softening.advance<i>(); });
+  } else {
+    for (int64_t i = 0; i < lots; ++i) {
+      _tile_loadd(4, a + i * a_step, a_bytes);
+      _tile_stream_loadd(6, b + i * b_step, 64);
+      _tile_stream_loadd(7, b + b_next + i * b_step, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      softening.advance<0>(), softening.advance<1>();
+      _tile_dpbf16ps(1, 4, 7);
+      softening.advance<2>(), softening.advance<3>();
+    }
   }
   _tile_stored(0, c, c_bytes);
   _tile_stored(1, c + 16, c_bytes);
-  _tile_stored(2, c + 16 * c_row, c_bytes);
-  _tile_stored(3, c + 16 * c_row + 16, c_bytes);
+  if constexpr (kIsTall) {
+    _tile_stored(2, c + 16 * c_row, c_bytes);
+    _tile_stored(3, c + 16 * c_row + 16, c_bytes);
+  }
 }
 
 // Logits where all of 32 queries fits half of the tiles, and stays there: half the loads.
-HEADRACE_INLINE void multiply_short_logits(const bf16* q, const bf16* keys, float* logits, int64_t n, Softening& softening, int64_t rows) {
+template <bool kIsTall>
+HEADRACE_INLINE void multiply_short_logits(const bf16* q, const bf16* keys, float* logits, int64_t n, Softening& softening) {
   _tile_loadd(4, q, 128);
   _tile_loadd(5, q + 32, 128);
-  _tile_loadd(6, q + 16 * 64, 128);
-  _tile_loadd(7, q + 16 * 64 + 32, 128);
+  if constexpr (kIsTall) {
+    _tile_loadd(6, q + 16 * 64, 128);
+    _tile_loadd(7, q + 16 * 64 + 32, 128);
+  }
   for (int64_t j = 0; j < n; j += 16, keys += 2 * kTileValues) {
-    _tile_loadd(2, keys, 64);
-    _tile_loadd(3, keys + kTileValues, 64);
+    _tile_stream_loadd(2, keys, 64);
+    _tile_stream_loadd(3, keys + kTileValues, 64);
     _tile_zero(0);
-    _tile_zero(1);
+    if constexpr (kIsTall) _tile_zero(1);
     _tile_dpbf16ps(0, 4, 2);
-    _tile_dpbf16ps(1, 6, 2);
+    softening.advance<0>();
+    if constexpr (kIsTall) _tile_dpbf16ps(1, 6, 2);
+    softening.advance<1>();
     _tile_dpbf16ps(0, 5, 3);
-    _tile_dpbf16ps(1, 7, 3);
-    softening.advance(rows);
+    softening.advance<2>();
+    if constexpr (kIsTall) _tile_dpbf16ps(1, 7, 3);
+    softening.advance<3>();
     _tile_stored(0, logits + j, kAmxStep * 4);
-    _tile_stored(1, logits + 16 * kAmxStep + j, kAmxStep * 4);
+    if constexpr (kIsTall) _tile_stored(1, logits + 16 * kAmxStep + j, kAmxStep * 4);
   }
 }
 
-HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* logits, Softening& softening, int64_t rows) {
+template <bool kIsTall>
+HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* logits, Softening& softening) {
   const int64_t lots = t.dim / 32;
-  if (lots == 2)
-    return multiply_short_logits(t.q + u.row * t.dim, t.keys + (u.at - u.begin) / 16 * lots * kTileValues, logits, padded(u.n, 32), softening, rows);
+  if (lots == 2) return multiply_short_logits<kIsTall>(t.q + u.row * t.dim, t.keys + (u.at - u.begin) / 16 * lots * kTileValues, logits, padded(u.n, 32), softening);
   for (int64_t j = 0; j < u.n; j += 32) {
     const bf16* keys = t.keys + (u.at - u.begin + j) / 16 * lots * kTileValues;
-    multiply_tiles<false>(t.q + u.row * t.dim, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, softening, rows);
+    multiply_tiles<false, kIsTall>(t.q + u.row * t.dim, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, softening);
   }
 }
 
-HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const bf16* weights, const float* fades, Softening& softening, int64_t rows) {
+template <bool kIsTall>
+HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const bf16* weights, const float* fades, Softening& softening) {
   float* sums = t.sums + u.row * t.width;
   if (u.is_faded) {
-    for (int64_t r = 0; r < kAmxRows; ++r)
+    for (int64_t r = 0; r < u.rows; ++r)
       for (int64_t e = 0; e < t.width; e += 16) _mm512_store_ps(sums + r * t.width + e, _mm512_mul_ps(_mm512_load_ps(sums + r * t.width + e), _mm512_set1_ps(fades[r])));
     settle();
   }
   for (int64_t e = 0; e < t.width; e += 32) {
     const bf16* values = t.values + (u.at - u.begin) * t.width + e * 32;
-    multiply_tiles<true>(weights, 32, kTileValues, 2 * kTileValues, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, softening, rows);
+    multiply_tiles<true, kIsTall>(weights, 32, kTileValues, 2 * kTileValues, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, softening);
   }
 }
 
@@ -267,15 +328,15 @@ static void raise_top(const AmxBuffers& t, int64_t row, const float* logits, int
   if (top > t.top[row]) t.top[row] = top, t.shift[row] = kFixedTop - top * kFixedOne;
 }
 
-HEADRACE_INLINE bool has_tops(const AmxBuffers& t, int64_t row) {
-  const __m512 least = _mm512_min_ps(_mm512_load_ps(t.top + row), _mm512_load_ps(t.top + row + 16));
+HEADRACE_INLINE bool has_tops(const AmxBuffers& t, const Unit& u) {
+  const __m512 least = _mm512_min_ps(_mm512_load_ps(t.top + u.row), _mm512_load_ps(t.top + u.row + u.rows - 16));
   return _mm512_cmp_ps_mask(least, _mm512_set1_ps(kMasked), _CMP_LE_OQ) == 0;
 }
 
 // What is done to the logits of a unit before their softmax.
 static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits, float factor) {
   const int64_t padded_n = padded(u.n, 32);
-  for (int64_t r = 0; r < kAmxRows && !u.is_plain; ++r) {
+  for (int64_t r = 0; r < u.rows && !u.is_plain; ++r) {
     if (a.softcap > 0.0f) {
       float* row = logits + r * kAmxStep;
       for (int64_t i = 0; i < padded_n; i += kLanes) store(row + i, Vec(a.softcap) * tanh(load(row + i) * Vec(product_scale(a))));
@@ -284,8 +345,8 @@ static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& ti
     if (a.window > 0) hide(logits + r * kAmxStep, 0, clamp(position - a.window + 1 - u.at, 0, end));
     hide(logits + r * kAmxStep, end, padded_n);
   }
-  if (has_tops(t, u.row)) return;
-  for (int64_t r = 0; r < kAmxRows; ++r)
+  if (has_tops(t, u)) return;
+  for (int64_t r = 0; r < u.rows; ++r)
     if (t.top[u.row + r] == kMasked) raise_top(t, u.row + r, logits + r * kAmxStep, padded_n, factor);
 }
 
@@ -293,7 +354,7 @@ static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& ti
 static void add_rows(const AmxBuffers& t, Unit& u, const Softening& done, float* fades, float factor) {
   const __m512 most = _mm512_set1_ps(kMostAdded);
   u.is_faded = _mm512_cmp_ps_mask(done.most, most, _CMP_NLT_UQ) != 0;
-  for (int64_t r = 0; r < kAmxRows; ++r) {
+  for (int64_t r = 0; r < u.rows; ++r) {
     float* total = t.total + (u.row + r) * 16;
     __m512 added = _mm512_load_ps(t.added + r * 16), before = _mm512_load_ps(total);
     if (u.is_faded) {
@@ -321,7 +382,7 @@ class Units {
       const int64_t seen = span_.position(last) + 1 < end_ ? span_.position(last) + 1 : end_, low = span_.position(row_) - a_.window + 1;
       while (a_.window > 0 && at_ + kAmxStep <= low) at_ += kAmxStep;
       if (at_ >= seen) continue;
-      u = {row_, begin_, at_, seen - at_ < kAmxStep ? seen - at_ : kAmxStep};
+      u = {row_, tile_.num_rows - row_ > 16 ? kAmxRows : 16, begin_, at_, seen - at_ < kAmxStep ? seen - at_ : kAmxStep};
       u.is_plain = u.n == kAmxStep && a_.softcap == 0.0f && at_ + kAmxStep <= span_.position(row_) + 1 && (a_.window == 0 || at_ > span_.position(last) - a_.window);
       at_ += kAmxStep;
       return true;
@@ -339,22 +400,24 @@ class Units {
 // All units of a packed block. Turn by turn: logits of unit i + 1 and weighted values of unit i - 1, and softmax of unit i.
 static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
   Unit before, now, next;
-  const int64_t lots = kAmxStep / 32 * (t.dim / 32 + t.width / 32), rows = (kAmxRows + lots - 1) / lots;
+  const int64_t lots = kAmxStep / 32 * (t.dim / 32 + t.width / 32), pace = (kAmxRows + lots - 1) / lots;
   bool has_before = false, has_now = units.take(now);
   Softening softening{};
-  if (has_now) multiply_logits(t, now, t.logits[0], softening, 0);
+  if (has_now) multiply_logits<true>(t, now, t.logits[0], softening);
   settle();
   for (int64_t turn = 0; has_now || has_before; ++turn) {
     const int64_t here = turn % 2, other = 1 - here;
     const bool has_next = has_now && units.take(next);
-    softening = {t.logits[here], t.shift + now.row, t.weights[here], t.added, _mm512_set1_ps(factor * kFixedOne), padded(now.n, 32)};
+    softening = {t.logits[here], t.shift + now.row, t.weights[here], t.added, _mm512_set1_ps(factor * kFixedOne), padded(now.n, 32), pace};
     if (has_now) {
       prepare_rows(t, a, tile, span, now, t.logits[here], factor);
-      softening.rows = kAmxRows;
+      softening.rows = now.rows;
     }
-    if (has_next) multiply_logits(t, next, t.logits[other], softening, rows);
-    if (has_before) multiply_values(t, before, t.weights[other], t.fades[other], softening, rows);
-    softening.advance(kAmxRows);
+    if (has_next) next.rows > 16 ? multiply_logits<true>(t, next, t.logits[other], softening) : multiply_logits<false>(t, next, t.logits[other], softening);
+    if (has_before)
+      before.rows > 16 ? multiply_values<true>(t, before, t.weights[other], t.fades[other], softening)
+                       : multiply_values<false>(t, before, t.weights[other], t.fades[other], softening);
+    softening.finish(kAmxRows);
     if (has_now) add_rows(t, now, softening, t.fades[here], factor);
     settle();
     before = now, has_before = has_now;

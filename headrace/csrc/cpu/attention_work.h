@@ -103,7 +103,7 @@ class AttentionWork {
   static constexpr int64_t kLeastCommonKeys = 64, kLeastCommonRows = 8;  // from which one tile is faster than a range for each request
   static constexpr int64_t kLeastChunk = 256;                            // keys
   static constexpr int64_t kLeastHeight = 384;                           // rows, for which it pays to lay out the same keys once more
-  static constexpr int64_t kFewRows = 4;                                 // requests with more than a tile's rows by this read all keys alone
+  static constexpr int64_t kFewRows = 48;                                // of a kv head: requests with more read all keys alone
 
   enum class Kind { kTile, kOwn, kCommon, kRanges };
   struct Item {
@@ -198,7 +198,7 @@ class AttentionWork {
     for (size_t e = 0; e < decodes.size(); ++e) all.push_back({decodes[e], static_cast<int64_t>(e), (a.kv_lens[decodes[e]] - 1) / page, a.group()});
     for (const int64_t r : others) {
       const int64_t rows = query_rows(a, r);
-      if (kFewRows * rows <= kernels_.tile_rows(a)) all.push_back({r, -1, (a.kv_lens[r] - rows / a.group()) / page, rows});
+      if (rows <= kFewRows) all.push_back({r, -1, (a.kv_lens[r] - rows / a.group()) / page, rows});
     }
     std::stable_sort(all.begin(), all.end(), [&](const Member& x, const Member& y) {
       const int64_t shorter = std::min(x.pages, y.pages), equal = count_equal(a, x.request, y.request, shorter);

@@ -96,9 +96,11 @@ struct Crew {
   Team& team;
   int64_t member, rows;
 
-  // f(begin, end) over the rows, in pieces.
+  // f(begin, end) over the rows, in pieces; each member begins with the same ones in every phase.
   template <class F>
-  void share_rows(const F& f) const { team.share(rows, 1 + rows / (kPieces * team.size()), f); }
+  void share_rows(const F& f) const { share_parts(rows, 1 + rows / (kPieces * team.size()), f); }
+  template <class F>
+  void share_parts(int64_t count, int64_t piece, const F& f) const { team.share_parts(count, piece, piece, member, f); }
 
   static constexpr int64_t kPieces = 8;  // for each member, so that a slow one holds up the others little
 };
@@ -191,7 +193,7 @@ class Step {
     if (is_gated_at_once(crew.rows, layer)) {
       const packed::Output to{hidden_, weight.outputs / 2, in_.type == kBFloat16, at(layer.gate_up.bias), layer.gate_up.bias_type == kBFloat16};
       const GatedProduct product(weight, rows_of(weight, crew.rows, normed_), to, in_.type, activation);
-      crew.team.share(product.num_blocks(), 1, [&](int64_t begin, int64_t end) {
+      crew.share_parts(product.num_blocks(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) product.run(i);
       });
       return prepare(crew, layer.down, hidden_);
@@ -285,13 +287,13 @@ class Step {
     const packed::Rows rows = rows_of(weight, crew.rows, x);
     const packed::Output to{out, weight.outputs, in_.type == kBFloat16, at(product.bias), product.bias_type == kBFloat16};
     const int64_t pairs = (weight.panels() + 1) / 2, pair_bytes = 2 * weight.num_words() * packed::kPanel * 4;
-    const int64_t height = is_expanded(weight, rows.form) ? crew.rows : block_rows(weight, rows.form), blocks = (crew.rows + height - 1) / height;
+    const int64_t height = is_expanded(weight, rows.form) ? crew.rows : block_rows(weight, rows.form, crew.rows), blocks = (crew.rows + height - 1) / height;
     const int64_t least = std::min(pairs, kPieceBytes / (pair_bytes * (1 + std::min(crew.rows, height) / 16))) + 1;
     if (blocks == 1) {
-      return crew.team.share_parts(pairs, least, crew.member, [&](int64_t begin, int64_t end) { multiply_block(weight, rows, to, 0, crew.rows, begin, end); });
+      return crew.team.share_parts(pairs, least, pairs, crew.member, [&](int64_t begin, int64_t end) { multiply_block(weight, rows, to, 0, crew.rows, begin, end); });
     }
     const int64_t piece = std::max(pairs * blocks / (Crew::kPieces * crew.team.size()), least), pieces = (pairs + piece - 1) / piece;
-    crew.team.share(blocks * pieces, 1, [&](int64_t begin, int64_t end) {
+    crew.share_parts(blocks * pieces, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / pieces * height, pair = i % pieces * piece;
         multiply_block(weight, rows, to, row, std::min(row + height, crew.rows), pair, std::min(pair + piece, pairs));

@@ -7,6 +7,7 @@
 #include "bind_rows.h"
 #include "operators.h"
 #include "packed_linear.h"
+#include "team.h"
 
 HEADRACE_TABLE_AMX(PackedKernels, packed_kernels)
 HEADRACE_TABLE(PackedGather, packed_gather)
@@ -14,6 +15,7 @@ HEADRACE_TABLE(PackedGather, packed_gather)
 namespace headrace {
 
 constexpr int64_t kLeastBytes = 96 * 1024;  // of weight to be read by a thread, so that waking it pays
+constexpr int64_t kSharedBytes = 1 << 22;  // of weight, where a thread that is slower than another holds it up for long
 constexpr int64_t kRowBlock = 256;          // rows that share what the second-level cache holds of the weight
 constexpr int64_t kGatedValues = 1 << 18;   // of both halves, that a thread multiplies before it gates them
 
@@ -68,12 +70,15 @@ inline bool is_expanded(const packed::Weight& weight, packed::RowForm form) {
   return form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;
 }
 
-// Rows that share what the second-level cache holds of the weight. Of tiles, which go through memory faster, as many as that
-// cache holds beside it: every piece of the weight goes through all of them.
-inline int64_t block_rows(const packed::Weight& weight, packed::RowForm form) {
+// Of `count` rows, those that share what the second-level cache holds of the weight: of tiles, which go through memory faster,
+// as many as that cache holds beside it, as every piece of the weight goes through all of them. Where there are many rows,
+// they are halved evenly, so that a thread finds its own in its cache phase after phase.
+inline int64_t block_rows(const packed::Weight& weight, packed::RowForm form, int64_t count) {
   if (!packed::is_tiled(form)) return kRowBlock;
-  const int64_t row_bytes = packed::row_form_bytes(form, weight, 16) / 16;
-  return std::clamp(kRowBlockBytes / row_bytes / 32 * 32, kRowBlock, 4 * kRowBlock);
+  const int64_t row_bytes = packed::row_form_bytes(form, weight, 16) / 16, most = std::clamp(kRowBlockBytes / row_bytes / 32 * 32, kRowBlock, 2 * kRowBlock);
+  if (count <= most) return most;
+  const int64_t blocks = ((count + most - 1) / most + 1) / 2 * 2;
+  return ((count + blocks - 1) / blocks + 31) / 32 * 32;
 }
 
 // The product, over torch's own threads.
@@ -82,13 +87,16 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
   const int64_t count = input.rows, panels = weight.panels();
   const packed::Rows rows = prepare_rows(weight, input);
   const int64_t panel_bytes = weight.num_words() * packed::kPanel * 4;
+  const auto multiply = [&](int64_t begin, int64_t end) { kernels.multiply(weight, rows, out, 0, count, 2 * begin, 2 * end < panels ? 2 * end : panels); };
+  if (count <= kRowBlock && panels * panel_bytes >= kSharedBytes) {
+    const int64_t pairs = (panels + 1) / 2, least = kLeastBytes / panel_bytes + 1;
+    return Team::run(torch::stable::get_num_threads(), [&](Team& team, int64_t member) { team.share_parts(pairs, least, pairs, member, multiply); });
+  }
   if (count <= kRowBlock || is_expanded(weight, rows.form)) {
     const int64_t grain = kLeastBytes / (panel_bytes * (1 + count / 16)) / 2 * 2 + 2;
-    return in_parallel((panels + 1) / 2, grain / 2, [&](int64_t begin, int64_t end) {
-      kernels.multiply(weight, rows, out, 0, count, 2 * begin, 2 * end < panels ? 2 * end : panels);
-    });
+    return in_parallel((panels + 1) / 2, grain / 2, multiply);
   }
-  const int64_t height = block_rows(weight, rows.form), blocks = (count + height - 1) / height, least = (panels + 31) / 32;
+  const int64_t height = block_rows(weight, rows.form, count), blocks = (count + height - 1) / height, least = (panels + 31) / 32;
   const int64_t chunk = ((panels + least - 1) / least + 1) / 2 * 2, chunks = (panels + chunk - 1) / chunk;
   in_parallel(blocks * chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -105,7 +113,7 @@ class GatedProduct {
  public:
   GatedProduct(const packed::Weight& weight, const packed::Rows& rows, const packed::Output& out, int type, Activation activation)
       : weight_(weight), rows_(rows), out_(out), type_(type), activation_(activation), panels_(weight.outputs / 2 / packed::kPanel),
-        height_(is_expanded(weight, rows.form) ? rows.count : block_rows(weight, rows.form)) {
+        height_(is_expanded(weight, rows.form) ? rows.count : block_rows(weight, rows.form, rows.count)) {
     const int64_t most = packed::is_tiled(rows.form) ? kGatedPanels : kGatedValues / (height_ * 2 * packed::kPanel);
     chunk_ = std::min(panels_, most), chunks_ = (panels_ + chunk_ - 1) / chunk_;
   }

@@ -159,9 +159,48 @@ struct Draining {
       _tile_dpbssd(c, a, b);            \
   } while (false)
 
-// A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs. Loads come first and
-// products after them: where two threads share a core, each change from products to loads waits. The first-level cache has
-// room for the rows or for the panels: those that are used again in the next block; the others pass it by.
+#define HEADRACE_LOAD_TILE(keeps, tile, from) \
+  do {                                        \
+    if constexpr (keeps)                      \
+      _tile_loadd(tile, from, 64);            \
+    else                                      \
+      _tile_stream_loadd(tile, from, 64);     \
+  } while (false)
+
+// Adds to tiles 0 to 3 the products of two by two tiles.
+template <bool kIsHalf, bool kKeepsRows>
+HEADRACE_INLINE void multiply_square(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, Draining<kIsHalf>& draining) {
+  const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
+  const auto load = [&]<int o>(int64_t t) __attribute__((always_inline)) {
+    if constexpr (o == 0) HEADRACE_LOAD_TILE(!kKeepsRows, 7, b[1] + t * kTileWords);
+    if constexpr (o == 1) HEADRACE_LOAD_TILE(kKeepsRows, 5, a[1] + t * 1024);
+    if constexpr (o == 2) HEADRACE_LOAD_TILE(!kKeepsRows, 6, b[0] + t * kTileWords);
+    if constexpr (o == 3) HEADRACE_LOAD_TILE(kKeepsRows, 4, a[0] + t * 1024);
+  };
+  const auto between = [&]<int i>() __attribute__((always_inline)) {
+    if constexpr (i == 3) draining.advance(rows);
+  };
+  weave(num_tiles, HEADRACE_WOVEN_PRODUCTS(HEADRACE_MULTIPLY_TILE), load, between);
+}
+
+// The same for fewer: R tiles of rows by N of outputs. Loads come first and products after them.
+template <bool kIsHalf, bool kKeepsRows, int R, int N>
+HEADRACE_INLINE void multiply_edge(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, Draining<kIsHalf>& draining) {
+  const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
+  for (int64_t t = 0; t < num_tiles; ++t) {
+    HEADRACE_LOAD_TILE(kKeepsRows, 4, a[0] + t * 1024);
+    if constexpr (R == 2) HEADRACE_LOAD_TILE(kKeepsRows, 5, a[1] + t * 1024);
+    HEADRACE_LOAD_TILE(!kKeepsRows, 6, b[0] + t * kTileWords);
+    if constexpr (N == 2) HEADRACE_LOAD_TILE(!kKeepsRows, 7, b[1] + t * kTileWords);
+    HEADRACE_MULTIPLY_TILE(0, 4, 6);
+    if constexpr (N == 2) HEADRACE_MULTIPLY_TILE(1, 4, 7);
+    if constexpr (R == 2) HEADRACE_MULTIPLY_TILE(2, 5, 6);
+    draining.advance(rows);
+  }
+}
+
+// A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs. The first-level cache
+// has room for the rows or for the panels: those stay that are used again in the next block; the others pass it by.
 template <bool kIsHalf, bool kKeepsRows, int R, int N>
 void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, bool is_first, uint32_t (*sums)[2][kTileWords], Draining<kIsHalf>& draining) {
   if (is_first) {
@@ -175,25 +214,11 @@ void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t 
     if constexpr (R == 2) _tile_loadd(2, sums[1][0], 64);
     if constexpr (R == 2 && N == 2) _tile_loadd(3, sums[1][1], 64);
   }
-  const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
-  for (int64_t t = 0; t < num_tiles; ++t) {
-    if constexpr (kKeepsRows) {
-      _tile_loadd(4, a[0] + t * 1024, 64);
-      if constexpr (R == 2) _tile_loadd(5, a[1] + t * 1024, 64);
-      _tile_stream_loadd(6, b[0] + t * kTileWords, 64);
-      if constexpr (N == 2) _tile_stream_loadd(7, b[1] + t * kTileWords, 64);
-    } else {
-      _tile_stream_loadd(4, a[0] + t * 1024, 64);
-      if constexpr (R == 2) _tile_stream_loadd(5, a[1] + t * 1024, 64);
-      _tile_loadd(6, b[0] + t * kTileWords, 64);
-      if constexpr (N == 2) _tile_loadd(7, b[1] + t * kTileWords, 64);
-    }
-    HEADRACE_MULTIPLY_TILE(0, 4, 6);
-    if constexpr (N == 2) HEADRACE_MULTIPLY_TILE(1, 4, 7);
-    if constexpr (R == 2) HEADRACE_MULTIPLY_TILE(2, 5, 6);
-    if constexpr (R == 2 && N == 2) HEADRACE_MULTIPLY_TILE(3, 5, 7);
-    draining.advance(rows);
-  }
+  if constexpr (R == 2 && N == 2)
+    multiply_square<kIsHalf, kKeepsRows>(a, b, num_tiles, draining);
+  else
+    multiply_edge<kIsHalf, kKeepsRows, R, N>(a, b, num_tiles, draining);
+  draining.advance(draining.count);
   _tile_stored(0, sums[0][0], 64);
   if constexpr (N == 2) _tile_stored(1, sums[0][1], 64);
   if constexpr (R == 2) _tile_stored(2, sums[1][0], 64);

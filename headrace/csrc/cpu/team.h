@@ -44,16 +44,17 @@ class Team {
   int64_t part_begin(int64_t count, int64_t member) const { return count * member / size(); }
 
   // The same, but each member goes through a part of its own from the front, in pieces that become smaller down to `least`, and
-  // then helps the others with theirs: memory is read in order, and where a member will begin is known before.
+  // then helps the others with theirs: memory is read in order, and where a member will begin is known before. No piece is
+  // larger than `most`.
   template <class F>
-  void share_parts(int64_t count, int64_t least, int64_t member, const F& f) {
+  void share_parts(int64_t count, int64_t least, int64_t most, int64_t member, const F& f) {
     const int64_t members = size();
     if (members == 1) return count > 0 ? f(int64_t{0}, count) : void();
     for (int64_t i = 0; i < members; ++i) {
       const int64_t owner = (member + i) % members, first = part_begin(count, owner), end = part_begin(count, owner + 1);
       std::atomic<int64_t>& taken = tickets()[owner].taken;
       for (int64_t left; (left = end - first - taken.load(std::memory_order_relaxed)) > 0;) {
-        const int64_t piece = std::max(least, left / (i == 0 ? 2 : 4)), begin = first + taken.fetch_add(piece, std::memory_order_relaxed);
+        const int64_t piece = std::max(least, std::min(most, left / (i == 0 ? 2 : 4))), begin = first + taken.fetch_add(piece, std::memory_order_relaxed);
         if (begin < end) f(begin, std::min(begin + piece, end));
       }
     }
