@@ -22,6 +22,9 @@ LEAST_QUERIES = 512
 EXACT_STEP = 1024
 """Exact graphs are built for lengths in these steps alone: each takes tens of milliseconds to build."""
 
+READY_HEAD_DIM = 128
+"""For which cuDNN has its kernels compiled."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
@@ -62,6 +65,16 @@ class CudnnAttention:
         self._inputs: AttentionInputs | None = None
         self._chunks: _Chunks | None = None
         self._exact: _Exact | None = None
+        if geometry.head_dim != READY_HEAD_DIM and not geometry.window:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Build a graph of each kind: cuDNN compiles its kernel with the first, in a second, which no request should wait for."""
+        geometry = self._geometry
+        params, dtype = AttentionParams(geometry.head_dim**-0.5), getattr(torch, geometry.dtype)
+        self._find_graph(params, dtype, 1, EXACT_STEP, EXACT_STEP)
+        columns = ceil_div(LEAST_KEYS, geometry.page_size)
+        self._find_graph(params, dtype, 1, LEAST_QUERIES, LEAST_KEYS, num_pages=columns + 1, table_stride=columns)
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Pad the chunks' lengths and tables to the bounds of a graph that may be there already."""
