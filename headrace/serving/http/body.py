@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import RequestError, UnsupportedFeature
@@ -85,7 +86,7 @@ class JsonBody(Generic[T]):
             return self._decode(body)
         except msgspec.ValidationError as error:
             if "unknown field" not in str(error):
-                raise _explain(error) from None
+                raise _explain(error, self.record) from None
         except msgspec.DecodeError as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except UnicodeDecodeError:
@@ -105,7 +106,7 @@ class JsonBody(Generic[T]):
                     _refuse_fields(item, self._nested_fields, within=NESTED + ".")
             return msgspec.convert(document, self.record, str_keys=True)
         except msgspec.ValidationError as error:
-            raise _explain(error) from None
+            raise _explain(error, self.record) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except RecursionError:
@@ -132,7 +133,7 @@ def _unknown_field(name: str, known: frozenset[str], within: str = "") -> Reques
     return RequestError(f"unknown field {within + name[:64]!r}{hint}", param=within + name[:64])
 
 
-def _explain(error: msgspec.ValidationError) -> RequestError:
+def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct]) -> RequestError:
     """msgspec's complaint as ours: the field first, in words of JSON."""
     text = str(error)
     part = _PART.match(text)
@@ -152,5 +153,22 @@ def _explain(error: msgspec.ValidationError) -> RequestError:
     if unknown is not None:
         path = f"{path}.{unknown['name']}" if path else unknown["name"]
         return RequestError(f"unknown field {path!r}", param=path)
+    if reason.startswith("Invalid enum value"):
+        choices = _choices_at(record, path)
+        reason = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}; got{reason.removeprefix('Invalid enum value')}" if choices else reason
     reason = reason.replace("`", "").replace("Expected", "expected")
     return RequestError(f"{path}: {reason}" if path else f"the body: {reason}", param=path or None)
+
+
+def _choices_at(record: type[msgspec.Struct], path: str) -> list[str]:
+    """The words that may stand at a path of a record, as msgspec tells paths; none where it is not known."""
+    found: list[inspect.Type] = [inspect.type_info(record)]
+    for name in re.findall(r"[^.\[\]]+", path):
+        parts = _alternatives(found)
+        found = [field.type for part in parts if isinstance(part, inspect.StructType) for field in part.fields if field.encode_name == name]
+        found += [part.item_type for part in parts if isinstance(part, inspect.ListType)]
+    return [str(value) for part in _alternatives(found) if isinstance(part, inspect.LiteralType) for value in part.values]
+
+
+def _alternatives(types: list[inspect.Type]) -> list[inspect.Type]:
+    return [part for found in types for part in (found.types if isinstance(found, inspect.UnionType) else (found,))]
