@@ -35,7 +35,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[s
 def test_routing(device: str):
     from headrace.kernels.moe.routing import route
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=15, deadline=None)
     @given(routings())
     def check(case: tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]) -> None:
         logits, bias, shape = case
@@ -49,6 +49,7 @@ def test_routing(device: str):
     check()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("device", PLACES)
 def test_what_is_no_number_chooses_no_expert_twice(device: str):
     from headrace.kernels.moe.routing import route
@@ -108,11 +109,15 @@ def compare(case: tuple[torch.Tensor, ...], gate: Gate, device: str, dtype: torc
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (5, 4, 3), (16, 3, 2), (17, 6, 4), (70, 3, 1)])
-@pytest.mark.parametrize(("gate", "has_bias"), [(SILU, False), (CLAMPED, True), (Gate("gelu_tanh"), False)])
-def test_experts(num_tokens: int, num_experts: int, top_k: int, gate: Gate, has_bias: bool, device: str, dtype: torch.dtype, tolerance: float):
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "gate", "has_bias"),
+    [(1, 8, 2, SILU, False), (5, 4, 3, CLAMPED, True), (16, 3, 1, Gate("gelu_tanh"), False), (17, 6, 2, SILU, True), (70, 3, 1, CLAMPED, False)],
+)
+def test_experts(
+    num_tokens: int, num_experts: int, top_k: int, gate: Gate, has_bias: bool, device: str, dtype: torch.dtype, tolerance: float
+):
     """Without sorting and with it; more pairs than a tile has rows; widths that are no multiples of the blocks."""
-    case = experts_case(num_tokens, num_experts, top_k, 72, 40)
+    case = experts_case(num_tokens, num_experts, top_k, 40, 36)
     assert compare(case, gate, device, dtype, has_bias=has_bias) < tolerance
 
 
