@@ -129,6 +129,15 @@ def test_counts_of_what_may_be_nothing_are_told_apart():
         check_walks(Grammar.regex("(?:[ab]{30}[é]|a{40})c"), seed, count=3, length=50)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.binary(max_size=6) | st.text("ab,\"\\ é", max_size=9).map(str.encode), max_size=30), st.sets(st.sampled_from(b'ab,"\\ ')))
+def test_how_far_tokens_go_within_an_alphabet(tokens: list[bytes], alphabet: set[int]):
+    reach, known = Reach(tokens), {*alphabet, *range(128, 256)}
+    lengths = [next((i for i, byte in enumerate(token) if byte not in known), len(token)) for token in tokens]
+    assert reach.find_longest(bytes(alphabet)) == max(lengths, default=0)
+    assert reach.find_longest(bytes(alphabet)) <= reach.find_longest(bytes(alphabet), is_quoted=True) <= reach.longest == max(map(len, tokens), default=0)
+
+
 def test_what_is_seen_again_is_known():
     assert check_walks(Grammar.regex("([A-Z][a-z]+ ?)+"), 1) > 30
     assert check_walks(Grammar.regex(r"\d{3,5}(-\d{2})*"), 2) > 20

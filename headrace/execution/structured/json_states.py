@@ -49,7 +49,7 @@ class JsonAutomaton:
 
     def __init__(self, place: Place, reach: Reach, count: Callable[[bytes, int], bytes]):
         self.start: Inside = (None, "value", (place, b""))
-        self._reach, self._count_blanks = reach, count
+        self._num_items, self._longest, self._count_blanks = reach.items, reach.longest, count
         self._phases: dict[str, Callable[[Within, Any, int], Inside | None]] = {
             "value": self._begin_value, "first": self._go_first, "next": self._go_next, "name?": self._begin_name, "name": self._write_name,
             "colon": self._go_colon, "text": self._write_text, "number": self._write_number, "word": self._write_word,
@@ -73,7 +73,7 @@ class JsonAutomaton:
         least, most = text.limits or (0, 0)
         if text.pattern is not None:
             return (inside, length) if least or most else (text.pattern.summarise(inside), length)
-        furthest = length + self._reach.longest
+        furthest = length + self._longest
         if furthest < least:
             return inside, "before"
         return inside, "past" if length >= least and (not most or furthest < most) else length
@@ -86,7 +86,7 @@ class JsonAutomaton:
         if within is None:
             return None
         outer, what, done = within
-        if isinstance(what, Listing) and not any(done < bound <= done + self._reach.items for bound in what.bounds):
+        if isinstance(what, Listing) and not any(done < bound <= done + self._num_items for bound in what.bounds):
             done = "about", sum(bound <= done for bound in what.bounds)
         return self._round(outer), what, done
 
