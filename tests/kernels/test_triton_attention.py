@@ -71,11 +71,11 @@ def test_half_precision(device, dtype, tolerance):
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
-@pytest.mark.parametrize("processors", [1, 5, 24])
-@pytest.mark.parametrize("window,has_sinks", [(0, False), (0, True), (200, False)])
+@pytest.mark.parametrize("processors", [4, 9])
+@pytest.mark.parametrize("window,has_sinks", [(0, False), (0, True), (90, False)])
 def test_decode_split_over_keys(window, has_sinks, processors, device, dtype, tolerance):
-    """Shares as large as the longest request, some that are cut and some that are not, and a block each."""
-    problem = make_problem(Case(((1, 1), (1, 400), (1, 129)), page_size=16, window=window, has_sinks=has_sinks), device, dtype)
+    """Some requests that are cut and some that are not; more slots than blocks."""
+    problem = make_problem(Case(((1, 1), (1, 200), (1, 70)), page_size=16, window=window, has_sinks=has_sinks), device, dtype)
     backend = TritonAttention(problem.geometry, torch.device(device))
     backend._workspace = DecodeWorkspace.allocate(processors, 2, 64, torch.device(device))
     first, second = problem.run(backend), problem.run(backend)
@@ -85,9 +85,9 @@ def test_decode_split_over_keys(window, has_sinks, processors, device, dtype, to
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
-@pytest.mark.parametrize("num_requests", [1, 2, 7, 9])
+@pytest.mark.parametrize("num_requests", [1, 5])
 def test_one_long_request_among_short_ones(num_requests, device, dtype, tolerance):
-    spans = tuple((1, 500 if i == num_requests // 2 else 1 + 3 * i) for i in range(num_requests))
+    spans = tuple((1, 300 if i == num_requests // 2 else 1 + 3 * i) for i in range(num_requests))
     problem = make_problem(Case(spans, num_heads=2, num_kv_heads=1, head_dim=16, max_kv_len=2048), device, dtype)
     backend = TritonAttention(problem.geometry, torch.device(device))
     backend._workspace = DecodeWorkspace.allocate(9, 2, 16, torch.device(device))
