@@ -47,6 +47,8 @@ class OptionInfo:
             raise ConfigError(f"{self.name} takes a {self.type.__name__}, got {value!r}", param=self.name)
         if isinstance(value, float) and not math.isfinite(value):  # which no bound would refuse
             raise ConfigError(f"{self.name} takes a finite number, got {value!r}", param=self.name)
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):  # bytes that the locale cannot read
+            raise ConfigError(f"{self.name} must be UTF-8, got {value!r}; rename it, or choose a locale in which it can be read", param=self.name)
         if self.choices is not None and value not in self.choices:
             raise ConfigError(f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}", param=self.name)
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
