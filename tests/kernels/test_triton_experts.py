@@ -61,11 +61,11 @@ def test_what_is_no_number_chooses_no_expert_twice(device: str):
 
 
 @pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize(("num_tokens", "num_experts", "most_at_once"), [(1, 3, 4096), (40, 7, 128), (65, 4, 128), (300, 5, 4096)])
-def test_grouping(num_tokens: int, num_experts: int, most_at_once: int, device: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("num_tokens", "num_experts", "at_once"), [(1, 3, (1024, 4096)), (40, 7, (64, 128)), (65, 4, (64, 128)), (300, 5, (1024, 4096))])
+def test_grouping(num_tokens: int, num_experts: int, at_once: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch):
     from headrace.kernels.moe import grouping
 
-    monkeypatch.setattr(grouping, "MOST_AT_ONCE", most_at_once)
+    monkeypatch.setattr(grouping, "AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(num_tokens)
     ids = torch.randint(-1, num_experts, (num_tokens, 3), generator=generator)
     expected = reference.group_pairs(ids, num_experts)

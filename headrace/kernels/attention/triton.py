@@ -73,10 +73,10 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_kv_len: int, *, head_d
     Depends on constants of a captured graph alone."""
     for deal in DEALS.get(head_dim, OTHER_DEALS):
         if num_requests * num_kv_heads <= deal.most_tiles * processors:
-            if tile.num_stages > 1:
-                tile = replace(tile, keys=64, num_stages=deal.stages)
-            slots = min(deal.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, tile.keys))
-            return max(num_requests, slots), tile
+            split = replace(tile, keys=64, num_stages=deal.stages) if tile.num_stages > 1 else tile
+            slots = min(deal.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, split.keys))
+            if slots > num_requests:
+                return slots, split
     return num_requests, tile
 
 

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
-MOST_AT_ONCE = 4096
+AT_ONCE = (1024, 4096)
+"""Pairs at a time, of few and of many: two sizes are two kernels to compile."""
 
 
 @triton.jit
@@ -60,11 +61,11 @@ def _group_kernel(ids_ptr, order_ptr, place_ptr, ends_ptr, num_pairs, X: tl.cons
 def group_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `GROUP_PAIRS`; ``ids`` contiguous."""
     pairs = ids.numel()
-    order, place = torch.empty((2, pairs), dtype=torch.int32, device=ids.device)
+    order, place = (torch.empty(pairs, dtype=torch.int32, device=ids.device) for _ in range(2))
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    block = min(MOST_AT_ONCE, max(128, next_power_of_2(pairs)))
+    block = AT_ONCE[pairs > AT_ONCE[-1]]
     _group_kernel[(num_experts + 1,)](
-        ids, order, place, ends, pairs, X=num_experts, BLOCK=block, PDL=pdl, num_warps=max(1, min(8, block // 512)), launch_pdl=pdl
+        ids, order, place, ends, pairs, X=num_experts, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512), launch_pdl=pdl
     )
     return order, place, ends
 
