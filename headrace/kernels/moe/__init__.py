@@ -83,7 +83,7 @@ SUM_PAIRS = Operation("pair sum kernel")
 float32 and in the order of choice.
 """
 
-MOST_PAIRS_EACH = 128
+MOST_PAIRS_EACH = 96
 
 
 def is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:

@@ -8,7 +8,6 @@ themselves, and of the pairs with one expert the first stands for all. The weigh
 
 from dataclasses import dataclass
 from functools import cache, partial
-from math import ceil
 
 import torch
 import triton
@@ -19,7 +18,7 @@ from headrace.kernels.moe import Gate, Stacked
 from headrace.kernels.moe.grouping import find_tile, group_pairs
 
 FEW_TOKENS = 16
-MOST_ROWS = 128
+MANY_ROWS = 64
 BLOCK_SUM = 512
 GATES = {"gelu_tanh": 0, "silu": 1, "clamped": 2}
 
@@ -38,12 +37,13 @@ class Tile:
 @cache
 def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool) -> Tile:
     """Rows for all pairs of nearly every expert, so that few matrices are read twice. Measured on an H200: blocks of fewer than 64
-    outputs are slower even where they alone would give every processor some."""
+    outputs are slower even where they alone would give every processor some. No more than three tiles, all of which steps of up to
+    512 decodes take: other steps launch what was compiled for those."""
     each = num_tokens * top_k / num_experts
-    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS else min(MOST_ROWS, max(16, next_power_of_2(ceil(each + 2 * each**0.5))))
+    rows = FEW_TOKENS if num_tokens <= FEW_TOKENS or each + 2 * each**0.5 <= FEW_TOKENS else MANY_ROWS
     if not is_half:
-        return Tile(min(rows, 64), 32, 32, 4, 2)
-    if rows <= 16:
+        return Tile(rows, 32, 32, 4, 2)
+    if rows == FEW_TOKENS:
         return Tile(rows, 64, 64, 4, 8 if num_tokens <= FEW_TOKENS else 5)
     return Tile(rows, 128, 64, 8, 4)
 
