@@ -66,14 +66,16 @@ DEALS = {128: (Deal(0.25, 1, 9), Deal(1, 2, 7), Deal(2, 4, 5)), 256: (Deal(1, 2,
 takes to deal a long one out. Measured on an H200; none was slower than one program for each request and head."""
 OTHER_DEALS = (Deal(1.5, 3, 5),)
 MOST_PROGRAMS = 4
+ROOMY_CAPABILITIES = (9, 10)
+"""Where a program may have 227 KiB of shared memory, so that tiles may be deeper than `decode_tile`."""
 
 
-def plan_splits(num_requests: int, num_kv_heads: int, max_kv_len: int, *, head_dim: int, tile: Tile, processors: int) -> tuple[int, Tile]:
+def plan_splits(num_requests: int, num_kv_heads: int, max_kv_len: int, *, head_dim: int, tile: Tile, processors: int, is_roomy: bool = True) -> tuple[int, Tile]:
     """How many programs of each kv head share all requests' keys, and their tile; one a request where there are many requests.
     Depends on constants of a captured graph alone."""
-    for deal in DEALS.get(head_dim, OTHER_DEALS):
+    for deal in DEALS.get(head_dim, OTHER_DEALS) if is_roomy else OTHER_DEALS:
         if num_requests * num_kv_heads <= deal.most_tiles * processors:
-            split = replace(tile, keys=64, num_stages=deal.stages) if tile.num_stages > 1 else tile
+            split = replace(tile, keys=64, num_stages=deal.stages) if tile.num_stages > 1 and is_roomy else tile
             slots = min(deal.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, split.keys))
             if slots > num_requests:
                 return slots, split
@@ -434,6 +436,10 @@ def prefill(
     )
 
 
+def _is_roomy(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in ROOMY_CAPABILITIES
+
+
 @dataclass(frozen=True)
 class DecodeWorkspace:
     """Where splits leave partial results: one slot for each program that may take part on so many ``processors``. Kept for the
@@ -443,6 +449,7 @@ class DecodeWorkspace:
     stats: torch.Tensor
     counters: torch.Tensor
     processors: int
+    is_roomy: bool
 
     @classmethod
     def allocate(cls, processors: int, group: int, value_dim: int, device: torch.device) -> "DecodeWorkspace":
@@ -450,7 +457,7 @@ class DecodeWorkspace:
         programs = processors * MOST_PROGRAMS
         partial = torch.empty(programs * group * value_dim, dtype=torch.float32, device=device)
         stats = torch.empty(programs * group * 2, dtype=torch.float32, device=device)
-        return cls(partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), processors)
+        return cls(partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), processors, _is_roomy(device))
 
 
 @dataclass(frozen=True)
@@ -481,7 +488,7 @@ def decode(
     count = step.num_requests
     slots = count
     if not is_open:
-        slots, tile = plan_splits(count, k_pages.shape[2], reach, head_dim=k_pages.shape[3], tile=tile, processors=workspace.processors)
+        slots, tile = plan_splits(count, k_pages.shape[2], reach, head_dim=k_pages.shape[3], tile=tile, processors=workspace.processors, is_roomy=workspace.is_roomy)
     rows = next_power_of_2(geometry["G"])
     joining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, JOINED_VALUES // (rows * geometry["BLOCK_EV"]))))
     _decode_kernel[(k_pages.shape[2], slots)](

@@ -100,10 +100,14 @@ GROUP_PAIRS.add("reference", "headrace.kernels.moe.reference:group_pairs", doc="
 SUM_PAIRS.add("reference", "headrace.kernels.moe.reference:sum_pairs", doc="plain torch")
 RUN_EXPERTS.add("reference", "headrace.kernels.moe.reference:run_experts", doc="plain torch, an expert at a time; waits for the choices")
 
-_on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
-_launches_dependently = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0))
 _on_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
 _MOST_EXPERTS = 1024
+
+
+def _reason_against_large_tiles(query: KernelQuery) -> str | None:
+    if query.device == "cuda" and query.capability[0] not in (9, 10):
+        return "needs the shared memory of Hopper or Blackwell, 160 KiB a program"
+    return requires(device="cuda", dtypes=("float16", "bfloat16"))(query)
 
 
 def _reason_against_route(query: KernelQuery) -> str | None:
@@ -119,8 +123,10 @@ ROUTE.add(
     "triton_pdl", "headrace.kernels.moe.routing:route_pdl", supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
     priority=15, doc="with dependent launch",
 )
-RUN_EXPERTS.add("triton", "headrace.kernels.moe.experts:run_experts", supports=_on_gpu, priority=10, doc="three kernels, four for more than 16 tokens")
-RUN_EXPERTS.add("triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_launches_dependently, priority=15, doc="with dependent launch")
+RUN_EXPERTS.add(
+    "triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_reason_against_large_tiles, priority=15,
+    doc="three kernels, four for more than 16 tokens, with dependent launch",
+)
 
 
 def _reason_against_widths(query: KernelQuery) -> str | None:

@@ -3,6 +3,7 @@ gives them."""
 
 from __future__ import annotations
 
+from headrace.kernels.moe import RUN_EXPERTS
 from headrace.kernels.operation import KernelQuery
 
 
@@ -23,7 +24,7 @@ def reason_against_plain(query: KernelQuery) -> str | None:
 
 
 def reason_against_joined(query: KernelQuery) -> str | None:
-    """For own kernels: half precision on a GPU."""
-    if query.device != "cuda" or query.dtype not in ("float16", "bfloat16"):
-        return "takes float16 and bfloat16 on a cuda device"
+    """For own kernels: half precision on a GPU that has a solution for all of it."""
+    if query.device != "cuda" or RUN_EXPERTS.reason_against("triton_pdl", query):
+        return "has no kernels for this device and dtype"
     return reason_against_packed(query)
