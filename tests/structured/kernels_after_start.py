@@ -41,9 +41,9 @@ def kinds() -> Iterator[tuple[list[int], dict[str, Any]]]:
 def main(model: str) -> None:
     compiled: list[str] = []
 
-    def note(*, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+    def note(*, metadata: dict[str, Any], cache_hit: bool, src: Any = None, **_: Any) -> None:
         if not cache_hit:
-            compiled.append(metadata["name"])
+            compiled.append(f"{metadata['name']} {getattr(src, 'constants', '')} {getattr(src, 'attrs', '')}")
 
     knobs.compilation.listener = note
     rng = random.Random(0)

@@ -277,7 +277,7 @@ def _share_out(kv_lens_ptr, num_requests, slot, slots, WINDOW: tl.constexpr, BLO
     return tl.where(slot < tl.sum(counts, 0), request, BLOCK_R), tl.sum(tl.where(other == request, lens, 0), 0), split, each, count
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "table_stride"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
     table_stride, page_stride_k, page_stride_v, scale, softcap, num_requests,
