@@ -97,5 +97,6 @@ def test_leaving_at_the_prompt(leaving: type[BaseException]):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests themselves run in the background of a shell
     interrupted = talk(["interrupt me", "next"])
     print(json.dumps([interrupted.text, interrupted.llm.prompts]))
