@@ -66,7 +66,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *, band:
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
     """See `GATED_LINEAR`."""
     rows, outputs = x.shape[0], weight.shape[0] // 2
-    if rows < LEAST_ROWS or bias is not None or outputs % 8 or not wins(rows, outputs, count_clusters(x.device)) or not hopper.is_describable(x, weight):
+    if bias is not None or outputs % 8 or not wins(rows, outputs, count_clusters(x.device)) or not hopper.is_describable(x, weight):
         return hopper.gated_linear(x, weight, bias, activation)
     kernel = find_kernel(x.dtype, activation, x.device)
     return None if kernel is None else multiply(x, weight, kernel)

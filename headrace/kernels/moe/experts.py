@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.activation.triton import GATES, apply_gate
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import Gate, Stacked
 from headrace.kernels.moe.grouping import find_tile, group_pairs
@@ -20,7 +21,6 @@ from headrace.kernels.moe.grouping import find_tile, group_pairs
 FEW_TOKENS = 16
 MANY_ROWS = 64
 BLOCK_SUM = 512
-GATES = {"gelu_tanh": 0, "silu": 1, "clamped": 2}
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,6 @@ def _load_rows(x_ptr, at, x_stride, inner, is_there, is_inside):
     return tl.load(x_ptr + at[None, :].to(tl.int64) * x_stride + inner[:, None], mask=is_there[None, :] & is_inside[:, None], other=0.0)
 
 
-@triton.jit
-def _activate(gate, up, limit, alpha, up_offset, GATE: tl.constexpr):
-    if GATE == 0:
-        # tanh(u) = 1 - 2 / (exp(2u) + 1), with u the tanh approximation's argument
-        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0)) * up
-    elif GATE == 1:
-        return gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        gate = tl.minimum(gate, limit)
-        return gate / (1.0 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + up_offset)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, out_ptr, x_stride, num_tokens, limit, alpha, up_offset,
@@ -110,7 +97,7 @@ def _gate_up_kernel(
             bias_at = bias_ptr + expert * (2 * F) + column
             gate += tl.load(bias_at, mask=column < F, other=0.0).to(tl.float32)[:, None]
             up += tl.load(bias_at + F, mask=column < F, other=0.0).to(tl.float32)[:, None]
-        out = _activate(gate, up, limit, alpha, up_offset, GATE)
+        out = apply_gate(gate, up, limit, alpha, up_offset, GATE)
         tl.store(
             out_ptr + pair[None, :].to(tl.int64) * F + column[:, None], out.to(out_ptr.dtype.element_ty), mask=is_there[None, :] & (column < F)[:, None]
         )

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.activation.triton import GATES, apply_gate
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.norm_linear import Norm
 
 PROGRAMS_PER_PROCESSOR = 4
-GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,12 @@ def _product(weight, scaled, rstd, bias_ptr, n, last, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate, up, GATED: tl.constexpr):
-    if GATED == 2:
-        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0)) * up
-    else:
-        return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
 def _store_block(weight, up_weight, scaled, rstds, bias_ptr, out_ptr, n, N, M: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr):
     for m in tl.static_range(M):
         value = _product(weight, scaled[m], rstds[m], bias_ptr, n, N, HAS_BIAS)
         if GATED > 0:
-            value = _gate(value, _product(up_weight, scaled[m], rstds[m], bias_ptr, N + n, 2 * N, HAS_BIAS), GATED)
+            up = _product(up_weight, scaled[m], rstds[m], bias_ptr, N + n, 2 * N, HAS_BIAS)
+            value = apply_gate(value, up, 0.0, 0.0, 0.0, GATED)
         tl.store(out_ptr + m * N + n, value.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -123,7 +115,7 @@ def norm_linear(
     block = next_power_of_2(width)
     _norm_linear_kernel[(min(programs, ceil_div(outputs, tile.outputs)),)](
         x, residual, norm.weight, weight, x if bias is None else bias, out, total, x.stride(0), residual.stride(0), norm.eps, norm.offset,
-        N=outputs, D=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=block, GATED=GATES[activation], HAS_BIAS=bias is not None,
+        N=outputs, D=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=block, GATED=GATES[activation] if activation else 0, HAS_BIAS=bias is not None,
         EVEN=width == block and outputs % tile.outputs == 0, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )
     return out, total

@@ -99,3 +99,9 @@ async def render_conversation(context: AppContext, request: ChatRequest | Tokeni
     if sum(len(m["content"]) for m in messages) > LONG_TEXT:
         return await asyncio.to_thread(render)
     return render()
+
+
+async def count_prompt(context: AppContext, request: ChatRequest) -> int:
+    """Tokens of the prompt that a conversation makes."""
+    text = await render_conversation(context, request)
+    return len(await asyncio.to_thread(context.tokenizer().encode, text, add_special_tokens=False))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 
 from headrace.serving.http.body import JsonBody
 from headrace.serving.http.chatting import prepare_chat
 from headrace.serving.http.context import context_of
-from headrace.serving.http.conversation import render_conversation
+from headrace.serving.http.conversation import count_prompt
 from headrace.serving.http.dialects.message_answers import MessageEvents, whole_message
 from headrace.serving.http.dialects.messages import read_messages, read_prompt
 from headrace.serving.http.endpoint import Endpoint
@@ -38,9 +36,7 @@ async def count_tokens(request: Request) -> JsonResponse:
     context = context_of(request)
     body = await COUNT_BODY.read(request, context.server.max_body_bytes)
     context.check_model(body.model)
-    text = await render_conversation(context, read_prompt(body))
-    ids = await asyncio.to_thread(context.tokenizer().encode, text, add_special_tokens=False)
-    return JsonResponse(TokenCount(len(ids)))
+    return JsonResponse(TokenCount(await count_prompt(context, read_prompt(body))))
 
 
 ENDPOINTS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from typing import NoReturn
 
@@ -14,7 +13,7 @@ from headrace.serving.http.access import owner_of
 from headrace.serving.http.body import JsonBody
 from headrace.serving.http.chatting import prepare_chat
 from headrace.serving.http.context import AppContext, context_of
-from headrace.serving.http.conversation import render_conversation
+from headrace.serving.http.conversation import count_prompt
 from headrace.serving.http.dialects.response_answers import ResponseEvents, ResponseWriter
 from headrace.serving.http.dialects.responses import read_response
 from headrace.serving.http.dialects.stored_responses import MAX_PAGE, Keeper, list_input, read_history
@@ -70,8 +69,7 @@ async def count_input(request: Request) -> JsonResponse:
     body = await BODY.read(request, context.server.max_body_bytes)
     context.check_model(body.model)
     previous = _find_previous(context, owner_of(request.headers), body.previous_response_id)
-    text = await render_conversation(context, read_response(body, read_history(previous)))
-    return JsonResponse(InputCount(len(await asyncio.to_thread(context.tokenizer().encode, text, add_special_tokens=False))))
+    return JsonResponse(InputCount(await count_prompt(context, read_response(body, read_history(previous)))))
 
 
 def _find_previous(context: AppContext, owner: bytes, response_id: str | None) -> Turn | None:
