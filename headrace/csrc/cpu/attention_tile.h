@@ -1,62 +1,60 @@
-// Many query rows of one request and kv head, in float32 by vectors: products are made of blocks of some rows by two
-// vectors that stay in registers. Logits are kept transposed, keys by query rows, so that softmax runs down the lanes.
+// Many query rows of one request and kv head, in float32 by vectors. Rows lie side by side in the lanes, a panel of two vectors
+// of them at a time: logits are keys by rows, sums are values by rows, and softmax runs down the lanes. What a panel needs
+// beside keys and values stays in the first-level cache.
 #pragma once
 
 #include "attention_rows.h"
 
 namespace headrace::HEADRACE_ISA {
 
-constexpr int64_t kTileKeys = 96;  // whole blocks of rows whatever the lanes
-constexpr int kBlockRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+constexpr int64_t kTileKeys = 96;  // whole blocks whatever the lanes
+constexpr int64_t kWide = 2 * kLanes;  // rows of a panel
+constexpr int kBlock = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // keys, or dimensions of values, whose sums fill the registers
 constexpr float kMasked = -1.0e38f;  // finite: a row whose first keys are all masked must not become NaN
 
-// c [rows, 2 vectors] = fades * c + a b. Element (r, d) of a is at r * a_row + d * a_depth; fades null: c is not read.
-template <int kRows>
-HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_depth, float* c, int64_t c_row, int64_t depth, const float* fades) {
-  Vec acc[kRows][2];
-  for (int r = 0; r < kRows; ++r)
-    for (int u = 0; u < 2; ++u) acc[r][u] = fades ? load(c + r * c_row + u * kLanes) * Vec(fades[r]) : Vec(0.0f);
+HEADRACE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+// c [kCount, W] = fades * c + a b, W a panel's rows: a [kCount, depth] at any strides, b [depth, W]; fades [W], or null: c is not read.
+template <int kCount>
+HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t depth, const float* fades) {
+  Vec acc[kCount][2];
+  for (int r = 0; r < kCount; ++r)
+    for (int u = 0; u < 2; ++u) acc[r][u] = fades ? load(c + r * kWide + u * kLanes) * load(fades + u * kLanes) : Vec(0.0f);
+#pragma GCC unroll 2
   for (int64_t d = 0; d < depth; ++d) {
-    const Vec first = load(b + d * b_depth), second = load(b + d * b_depth + kLanes);
-    for (int r = 0; r < kRows; ++r) {
+    const Vec first = load(b + d * kWide), second = load(b + d * kWide + kLanes);
+    for (int r = 0; r < kCount; ++r) {
       const Vec factor(a[r * a_row + d * a_depth]);
       acc[r][0] = fma(factor, first, acc[r][0]);
       acc[r][1] = fma(factor, second, acc[r][1]);
     }
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int u = 0; u < 2; ++u) store(c + r * c_row + u * kLanes, acc[r][u]);
+  for (int r = 0; r < kCount; ++r)
+    for (int u = 0; u < 2; ++u) store(c + r * kWide + u * kLanes, acc[r][u]);
 }
 
-// The same for any number of columns in steps of two vectors, and rows in steps of kRows; returns the first row left over.
-template <int kRows>
-HEADRACE_INLINE int64_t multiply_rows(int64_t r, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_depth, float* c, int64_t c_row, int64_t rows, int64_t columns, int64_t depth, const float* fades) {
-  for (; r + kRows <= rows; r += kRows)
-    for (int64_t n = 0; n < columns; n += 2 * kLanes)
-      multiply_block<kRows>(a + r * a_row, a_row, a_depth, b + n, b_depth, c + r * c_row + n, c_row, depth, fades ? fades + r : nullptr);
-  return r;
+static void multiply(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t count, int64_t depth, const float* fades) {
+  int64_t r = 0;
+  for (; r + kBlock <= count; r += kBlock) multiply_block<kBlock>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
+  for (; r + 4 <= count; r += 4) multiply_block<4>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
+  for (; r < count; ++r) multiply_block<1>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
 }
 
-static void multiply(const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t b_depth, float* c, int64_t c_row, int64_t rows, int64_t columns, int64_t depth, const float* fades) {
-  int64_t r = multiply_rows<kBlockRows>(0, a, a_row, a_depth, b, b_depth, c, c_row, rows, columns, depth, fades);
-  r = multiply_rows<4>(r, a, a_row, a_depth, b, b_depth, c, c_row, rows, columns, depth, fades);
-  multiply_rows<1>(r, a, a_row, a_depth, b, b_depth, c, c_row, rows, columns, depth, fades);
-}
-
-// Buffers of a tile in its scratch. M rows, padded; N keys of a block.
+// Buffers of a tile in its scratch. M rows, padded to whole panels of W; N keys of a block.
 struct TileBuffers {
-  int64_t rows, width;                            // M and V, padded
-  float *q, *keys, *values, *logits, *sums;       // [E, M], [N, padded E], [N, V], [N, M], [M, V]
-  float *top, *total, *fades;                     // [M] each
+  int64_t rows, dim, width;                  // M, E padded, V padded
+  float *q, *keys, *values, *logits, *sums;  // [M / W, E, W], [N, E], [N, V], [N, W], [M / W, V, W]
+  float *top, *total, *fades;                // [M], [M], [W]
 
+  // Rows that go through keys and values that were laid out once: as many as the second-level cache holds.
+  static int64_t most_rows(const Attention& a) { return clamp(49152 / (a.head_dim + a.value_dim) / 32 * 32, 96, 384); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
-    const int64_t m = padded(num_rows, 2 * kLanes), v = padded(a.value_dim, 2 * kMostLanes);
-    return padded(a.head_dim) * (m + kTileKeys) + (kTileKeys + m) * v + kTileKeys * m + 3 * m;
+    const int64_t m = padded(num_rows, kWide), e = padded(a.head_dim), v = padded(a.value_dim);
+    return (e + v) * (m + kTileKeys) + kTileKeys * kWide + 2 * m + kWide;
   }
-  TileBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, 2 * kLanes)), width(padded(a.value_dim, 2 * kMostLanes)) {
-    const int64_t dim = padded(a.head_dim);
+  TileBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kWide)), dim(padded(a.head_dim)), width(padded(a.value_dim)) {
     q = scratch, keys = q + dim * rows, values = keys + kTileKeys * dim, logits = values + kTileKeys * width;
-    sums = logits + kTileKeys * rows, top = sums + rows * width, total = top + rows, fades = total + rows;
+    sums = logits + kTileKeys * kWide, top = sums + rows * width, total = top + rows, fades = total + rows;
   }
 };
 
@@ -96,60 +94,74 @@ struct Span {
   int64_t row_at(int64_t position) const { return (position - begin) * group - first_row; }
 };
 
-HEADRACE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-
-// One step of the running softmax down the keys: logits [n, M] become weights.
-static void soften_columns(const TileBuffers& t, int64_t n) {
-  for (int64_t m = 0; m < t.rows; m += kLanes) {
-    const Vec old = load(t.top + m);
+// One step of the running softmax down the keys of a panel: logits [n, W] become weights.
+static void soften_columns(float* logits, int64_t n, float* tops, float* totals, float* fades) {
+  for (int64_t m = 0; m < kWide; m += kLanes) {
+    const Vec old = load(tops + m);
     Vec top = old, added(0.0f);
-    for (int64_t j = 0; j < n; ++j) top = maximum(load(t.logits + j * t.rows + m), top);
+    for (int64_t j = 0; j < n; ++j) top = maximum(load(logits + j * kWide + m), top);
     for (int64_t j = 0; j < n; ++j) {
-      const Vec weight = exp(load(t.logits + j * t.rows + m) - top);
-      store(t.logits + j * t.rows + m, weight);
+      const Vec weight = exp(load(logits + j * kWide + m) - top);
+      store(logits + j * kWide + m, weight);
       added = added + weight;
     }
     const Vec fade = exp(old - top);
-    store(t.top + m, top);
-    store(t.fades + m, fade);
-    store(t.total + m, fma(load(t.total + m), fade, added));
+    store(tops + m, top);
+    store(fades + m, fade);
+    store(totals + m, fma(load(totals + m), fade, added));
   }
+}
+
+// Hides what rows from m on must not see of keys [at, at + n).
+static void mask(const Attention& a, float* logits, const Span& span, int64_t m, int64_t at, int64_t n) {
+  for (int64_t j = 0; j < n; ++j) {
+    float* row = logits + j * kWide;
+    const int64_t first = clamp(span.row_at(at + j) - m, 0, kWide);
+    for (int64_t r = 0; r < first; ++r) row[r] = kMasked;
+    if (a.window > 0)
+      for (int64_t r = clamp(span.row_at(at + j + a.window) - m, 0, kWide); r < kWide; ++r) row[r] = kMasked;
+  }
+}
+
+// Keys [at, at + n) times the rows of the panel that begins with row m.
+static void run_panel(const Attention& a, const TileBuffers& t, const Span& span, int64_t m, int64_t at, int64_t n) {
+  multiply(t.keys, t.dim, 1, t.q + m * t.dim, t.logits, n, a.head_dim, nullptr);
+  if (a.softcap > 0.0f) cap_logits(t.logits, n * kWide, a.softcap);
+  if (at + n - 1 > span.position(m) || a.window > 0) mask(a, t.logits, span, m, at, n);
+  soften_columns(t.logits, n, t.top + m, t.total + m, t.fades);
+  multiply(t.values, 1, t.width, t.logits, t.sums + m * t.width, a.value_dim, n, t.fades);
 }
 
 static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch) {
   const TileBuffers t(a, tile.num_rows, scratch);
   const Span span(a, tile);
-  const int64_t dim = padded(a.head_dim);
-  memset(t.q, 0, dim * t.rows * sizeof(float));
+  memset(t.q, 0, t.dim * t.rows * sizeof(float));
   memset(t.sums, 0, t.rows * t.width * sizeof(float));
   for (int64_t r = 0; r < t.rows; ++r) t.top[r] = kMasked, t.total[r] = 0.0f;
   for (int64_t r = 0; r < tile.num_rows; ++r) {
     widen_values(a.q_type, query_row(a, tile, r), t.keys, a.head_dim, product_scale(a));
-    for (int64_t e = 0; e < a.head_dim; ++e) t.q[e * t.rows + r] = t.keys[e];
+    float* column = t.q + r / kWide * kWide * t.dim + r % kWide;
+    for (int64_t e = 0; e < a.head_dim; ++e) column[e * kWide] = t.keys[e];
   }
   const int32_t* table = a.table + tile.request * a.table_stride;
   for (int64_t at = span.low; at < span.end; at += kTileKeys) {
     const int64_t n = span.end - at < kTileKeys ? span.end - at : kTileKeys;
     for (int64_t j = 0; j < n; ++j) {
-      widen_values(a.kv_type, row_at(a.k, a.k_strides, a, table, at + j, tile.kv_head), t.keys + j * dim, a.head_dim);
-      float* value = t.values + j * t.width;
-      memset(value + a.value_dim / kLanes * kLanes, 0, (t.width - a.value_dim / kLanes * kLanes) * sizeof(float));
-      widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), value, a.value_dim);
+      widen_values(a.kv_type, row_at(a.k, a.k_strides, a, table, at + j, tile.kv_head), t.keys + j * t.dim, a.head_dim);
+      widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), t.values + j * t.width, a.value_dim);
     }
-    fetch_rows(a, table, at + kTileKeys, kTileKeys, span.end, tile.kv_head);
-    multiply(t.keys, dim, 1, t.q, t.rows, t.logits, t.rows, n, t.rows, a.head_dim, nullptr);
-    if (a.softcap > 0.0f) cap_logits(t.logits, n * t.rows, a.softcap);
-    for (int64_t j = 0; j < n; ++j) {
-      float* row = t.logits + j * t.rows;
-      const int64_t first = clamp(span.row_at(at + j), 0, t.rows);
-      for (int64_t r = 0; r < first; ++r) row[r] = kMasked;
-      if (a.window > 0)
-        for (int64_t r = clamp(span.row_at(at + j + a.window), 0, t.rows); r < t.rows; ++r) row[r] = kMasked;
+    for (int64_t m = 0; m < tile.num_rows; m += kWide) {  // of the next block, some keys for each panel: memory takes its time
+      const int64_t next = kTileKeys * m / t.rows, last_next = kTileKeys * (m + kWide) / t.rows;
+      fetch_rows(a, table, at + kTileKeys + next, last_next - next, span.end, tile.kv_head);
+      const int64_t last = span.position(m + kWide <= tile.num_rows ? m + kWide - 1 : tile.num_rows - 1), seen = last + 1 - at;
+      if (seen > 0) run_panel(a, t, span, m, at, seen < n ? seen : n);
     }
-    soften_columns(t, n);
-    multiply(t.logits, 1, t.rows, t.values, t.width, t.sums, t.width, tile.num_rows, t.width, n, t.fades);
   }
-  for (int64_t r = 0; r < tile.num_rows; ++r) write_row(a, tile, r, t.sums + r * t.width, t.top[r], t.total[r]);
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    const float* column = t.sums + r / kWide * kWide * t.width + r % kWide;
+    for (int64_t e = 0; e < t.width; ++e) t.keys[e] = column[e * kWide];
+    write_row(a, tile, r, t.keys, t.top[r], t.total[r]);
+  }
 }
 
 }  // namespace headrace::HEADRACE_ISA
