@@ -8,8 +8,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # the first example compiles, imports and maps files
+hypothesis.settings.load_profile("untimed")
 
 HAS_GPU = torch.cuda.is_available()
 

@@ -19,7 +19,7 @@ from torch import nn
 from headrace.kernels import native
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear import WEIGHT_FORMS
-from headrace.kernels.packed_linear.choice import FormChoice
+from headrace.kernels.packed_linear.choice import NATIVE_FORM, FormChoice
 from headrace.kernels.packed_linear.forms import StoredWeight
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,20 @@ CPU_TYPES = (torch.float32, torch.bfloat16)
 @dataclass(frozen=True)
 class StorableWeight:
     """A weight and the layers that share it. ``has_rows``: one of them is an embedding; ``is_vocabulary``: an embedding or
-    a head."""
+    a head. It does not keep the weight alive once that is stored."""
 
     name: str
-    weight: nn.Parameter
     layers: tuple[Any, ...]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The plain parameter, [O, I]; matrices that are stacked in one, [X, O, I], follow one another, [X * O, I]."""
+        weight = self.layers[0].weight
+        return weight.flatten(0, -2) if self.is_stack else weight
+
+    @property
+    def is_stack(self) -> bool:
+        return self.layers[0].weight.dim() > 2
 
     @property
     def has_rows(self) -> bool:
@@ -62,7 +71,7 @@ def find_storable(model: nn.Module) -> list[StorableWeight]:
     for name, layer in model.named_modules():
         if getattr(layer, "is_storable", False) and layer.stored is None:
             sharing.setdefault(id(layer.weight), []).append((name, layer))
-    return [StorableWeight(layers[0][0], layers[0][1].weight, tuple(layer for _, layer in layers)) for layers in sharing.values()]
+    return [StorableWeight(layers[0][0], tuple(layer for _, layer in layers)) for layers in sharing.values()]
 
 
 def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = False) -> bool:
@@ -102,12 +111,18 @@ def _store_later(model: weakref.ref[nn.Module]) -> None:
 def _store_plain(model: nn.Module, choice: FormChoice) -> None:
     """Each weight is let go of before the next is taken."""
     for weight in find_storable(model):
-        if weight.weight.device.type == "cpu" and weight.weight.dtype in CPU_TYPES:
-            out_width, in_width = weight.weight.shape
-            shape = {"in_width": in_width, "out_width": out_width, "has_rows": int(weight.has_rows)}
-            form = choice.choose(KernelQuery("cpu", str(weight.weight.dtype).removeprefix("torch."), shape=shape))
-            weight.store(WEIGHT_FORMS.load(form)(weight.weight.data))
+        if weight.weight.device.type == "cpu" and weight.weight.dtype in CPU_TYPES and (form := _choose_form(weight, choice)):
+            weight.store(WEIGHT_FORMS.load(form)(weight.weight.detach()))
     choice.save()
+
+
+def _choose_form(weight: StorableWeight, choice: FormChoice) -> str | None:
+    """None: better left as it is. Of a stack only panels can be told apart."""
+    if weight.is_stack:
+        return NATIVE_FORM if native.NATIVE.find() is not None else None
+    out_width, in_width = weight.weight.shape
+    shape = {"in_width": in_width, "out_width": out_width, "has_rows": int(weight.has_rows)}
+    return choice.choose(KernelQuery("cpu", str(weight.weight.dtype).removeprefix("torch."), shape=shape))
 
 
 def find_stored(model: nn.Module) -> list[StoredWeight]:
@@ -122,7 +137,9 @@ def restore_plain(model: nn.Module, dtype: torch.dtype) -> None:
         stored = getattr(layer, "stored", None)
         if stored is not None:
             if id(stored) not in plain:
-                plain[id(stored)] = nn.Parameter(stored.unpack(dtype), requires_grad=False)
+                weight = stored.unpack(dtype)
+                stacked = getattr(layer, "num_stacked", 0)
+                plain[id(stored)] = nn.Parameter(weight.unflatten(0, (stacked, -1)) if stacked else weight, requires_grad=False)
             layer.stored, layer.weight = None, plain[id(stored)]
 
 

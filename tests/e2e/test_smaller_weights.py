@@ -29,10 +29,13 @@ def _native_library():
         pytest.skip("no native library")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+@pytest.fixture(scope="module", params=[{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, EXPERTS], ids=["tied", "untied", "experts"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    (path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": request.param}))
+    (path / "config.json").write_text(json.dumps({**CONFIG, **request.param}))
     return path
 
 

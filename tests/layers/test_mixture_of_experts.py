@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from headrace.base.errors import ConfigError
+from headrace.kernels import native
 from headrace.kernels.moe import MASK_CHOICES
 from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.packed_linear.forms import keep_in_panels
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MlpSpec, MoeSpec, RoutingSpec, SwigluClamp
 from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS, joined, packed
@@ -20,6 +22,7 @@ from headrace.layers.moe.joining import choose_pair, find_adapter, joinable_pair
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.moe.packed import PackedExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.storing import find_storable, restore_plain
 
 CPU = torch.device("cpu")
 QUERY = KernelQuery("cpu", "float32", shape={"ranks": 1})
@@ -51,7 +54,7 @@ def compute_densely(layer: MoeMlp, x: torch.Tensor, clamp: SwigluClamp | None) -
     return (out * weights[..., None]).sum(1) + (F.silu(gate) * up) @ w["shared.down.weight"].T
 
 
-@pytest.mark.parametrize("experts", ["reference", "grouped", "auto"])
+@pytest.mark.parametrize("experts", ["reference", "grouped", "stored", "auto"])
 @pytest.mark.parametrize("clamp", [None, SwigluClamp(0.7, 1.702, 1.0)])
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 def test_layer_equals_all_experts_on_all_tokens(experts: str, clamp: SwigluClamp | None, num_tokens: int):
@@ -80,7 +83,7 @@ def test_experts_in_four_bits_are_their_matrices_dequantised(num_tokens: int, at
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("experts", ["reference", "grouped"])
+@pytest.mark.parametrize("experts", ["reference", "grouped", "stored"])
 def test_nobody_adds_nothing(experts: str):
     """Choices masked, all of a token's or one of them; what others get is what they got. Rows of nobody may come out as NaN."""
     layer = build_layer(experts)
@@ -96,6 +99,31 @@ def test_nobody_adds_nothing(experts: str):
     alone = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_nobody=True))
     torch.testing.assert_close(alone[1], layer._run_experts(ChosenTokens(x[1:2], ids[1:2, 1:], weights[1:2, 1:], NUM_EXPERTS))[0])
     torch.testing.assert_close(alone[2:], padded[2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_matrices_one_after_the_other(dtype: torch.dtype):
+    """As they are stored while requests run, and plain again."""
+    if native.build().status != "ready":
+        pytest.skip("no native library")
+    layer = build_layer("stored", dtype, bias=True)
+    x = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
+    before, expected = {name: p.clone() for name, p in layer.named_parameters()}, layer(x)
+    stacks = [weight for weight in find_storable(layer) if weight.is_stack]
+    assert [tuple(weight.weight.shape) for weight in stacks] == [(NUM_EXPERTS * 48, WIDTH), (NUM_EXPERTS * WIDTH, 24)]
+    for weight in stacks:
+        weight.store(keep_in_panels(weight.weight.detach()))
+        torch.testing.assert_close(layer(x), expected, atol=1e-5 if dtype is torch.float32 else 0.05, rtol=1e-5 if dtype is torch.float32 else 0.02)
+    assert layer.experts.gate_up.stored is not None and "experts.gate_up.weight" not in dict(layer.named_parameters())
+    restore_plain(layer, dtype)
+    assert all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
+
+
+def test_widths_that_are_no_whole_panels_stay_plain():
+    layer = MoeMlp(MoeSpec(RoutingSpec(NUM_EXPERTS, TOP_K), MlpSpec(20), None), WIDTH, Build(CPU, torch.float32))
+    assert not layer.experts.gate_up.is_storable and layer.experts.down.is_storable
+    query = KernelQuery("cpu", "float32", shape={"ranks": 1, "width": WIDTH, "expert_width": 20})
+    assert choose_pair(query) == ("none", "grouped")
 
 
 @pytest.mark.parametrize("is_few", [True, False])

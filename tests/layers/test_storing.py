@@ -22,10 +22,13 @@ from headrace.kernels.packed_linear.choice import FormChoice
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.layout import Format
 from headrace.layers.build import Build
+from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.moe.checkpoint import MATRICES_APART, unstack_experts
+from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization import SchemeQuery, chain_schemes
 from headrace.layers.quantization.blocks import BlockTensor
 from headrace.layers.quantization.kept import W8A8, Int4, Int8
@@ -214,6 +217,32 @@ def test_a_plain_part_makes_the_others_plain():
     assert torch.equal(toy.linear.weight, torch.cat((plain["first.weight"], plain["second.weight"])))
 
 
+@pytest.mark.parametrize("plain_part", [None, "up"])
+def test_blocks_of_stacked_experts(plain_part: str | None):
+    """Kept where all come so; else every one is plain, and the file's tensor is expanded once."""
+    model = torch.nn.Module()
+    model.experts = ExpertWeights(3, MlpSpec(24), 64, Build(CPU, torch.float32))
+    expanded, whole = [], {}
+    def stack(name: str, rows: int, width: int) -> torch.Tensor:
+        flat = make_blocks(torch.randn(3 * rows, width))
+        whole[name] = flat.make_plain().unflatten(0, (3, rows))
+        if name == plain_part:
+            return whole[name]
+        return BlockTensor(flat.blocks, torch.float32, lambda: (expanded.append(name), whole[name])[1], num_stacked=3)
+    tensors = [(f"mlp.experts.{name}_proj.weight", stack(name, *shape)) for name, shape in {"gate": (24, 64), "up": (24, 64), "down": (64, 32)}.items()]
+    model.experts.down = ExpertWeights(3, MlpSpec(32), 64, Build(CPU, torch.float32)).down
+    names = {f"mlp.experts.{{x}}.{theirs}_proj": f"experts.{ours}" for theirs, ours in {"gate": "gate_up#{x}/gate", "up": "gate_up#{x}/up", "down": "down#{x}/down"}.items()}
+    fill_targets(find_targets(model, names, 0), unstack_experts(tensors, MATRICES_APART))
+    gate_up, down = model.experts.gate_up, model.experts.down
+    assert down.stored.matrix.format is Format.INT8_GROUP
+    assert torch.equal(down.stored.unpack(torch.float32), whole["down"].flatten(0, 1))
+    expected = torch.cat((whole["gate"], whole["up"]), dim=1)
+    if plain_part:
+        assert gate_up.stored is None and torch.equal(gate_up.weight, expected) and expanded == ["gate"]
+    else:
+        assert torch.equal(gate_up.stored.unpack(torch.float32), expected.flatten(0, 1)) and not expanded
+
+
 def test_a_choice_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     query, path = KernelQuery("cpu", "float32", shape={"in_width": 64, "out_width": 96, "has_rows": 0}), tmp_path / "deep" / "forms.json"
     first = FormChoice(path)
@@ -243,9 +272,9 @@ def test_weights_are_stored_when_the_library_has_been_compiled(monkeypatch: pyte
     assert toy.linear.stored is not None and toy.embedding.stored is toy.head.stored
 
 
-def test_experts_stay_plain_and_that_is_said(caplog: pytest.LogCaptureFixture):
+def test_what_has_no_layout_stays_plain_and_that_is_said(caplog: pytest.LogCaptureFixture):
     toy = Toy()
-    toy.experts = torch.nn.Parameter(torch.zeros(8, 64, 64), requires_grad=False)
+    toy.unknown = torch.nn.Parameter(torch.zeros(8, 64, 64), requires_grad=False)
     with caplog.at_level(logging.WARNING):
         Int8(SchemeQuery()).finish(toy)
     assert toy.linear.stored is not None and "stay plain" in caplog.text

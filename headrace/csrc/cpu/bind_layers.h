@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 
+#include "arena.h"
 #include "attention_work.h"
 #include "bind_packed.h"
 #include "bind_rope.h"
@@ -49,29 +50,6 @@ inline packed::Weight weight_of(const Product& p) {
   else weight.group_scales = at<uint16_t>(p.scales), weight.group_mins = at<uint16_t>(p.mins);
   return weight;
 }
-
-// Memory of the calling thread, cut anew for every step.
-class Arena {
- public:
-  void reserve(size_t bytes) {
-    if (size_ < bytes + 64) {
-      memory_.reset();
-      memory_.reset(new char[size_ = bytes + 64]);
-    }
-    at_ = memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64);
-  }
-  char* take(size_t bytes) {
-    char* start = at_;
-    at_ += rounded(bytes);
-    return start;
-  }
-  static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
- private:
-  std::unique_ptr<char[]> memory_;
-  size_t size_ = 0;
-  char* at_ = nullptr;
-};
 
 // The requests of a step, or those of whom one token each is wanted.
 struct Requests {

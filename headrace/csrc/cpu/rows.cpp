@@ -49,7 +49,7 @@ static void gate_rows(const GatedRows& a, int64_t begin, int64_t end, const F& a
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
     T* out = static_cast<T*>(a.out) + row * out_stride;
-    over_lanes(a.width, [&](int64_t i, auto part) { part.store(out + i, activate(part.load(x + i)) * part.load(x + a.width + i)); });
+    over_lanes(a.width, [&](int64_t i, auto part) { part.store(out + i, activate(part.load(x + i), part.load(x + a.width + i))); });
   }
 }
 
@@ -59,15 +59,39 @@ template <> HEADRACE_INLINE Vec sigmoid_of_type<float>(Vec x) { return sigmoid(x
 
 template <class T>
 static void gate_of_type(const GatedRows& a, int64_t begin, int64_t end) {
-  if (a.activation == kSilu) return gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid_of_type<T>(x); });
-  gate_rows<T>(a, begin, end, [](Vec x) { return x * sigmoid_of_type<T>(gelu_argument(x)); });
+  if (a.activation == kSilu) return gate_rows<T>(a, begin, end, [](Vec x, Vec up) { return x * sigmoid_of_type<T>(x) * up; });
+  if (a.activation == kGeluTanh) return gate_rows<T>(a, begin, end, [](Vec x, Vec up) { return x * sigmoid_of_type<T>(gelu_argument(x)) * up; });
+  const Vec most(a.clamp.limit), least(-a.clamp.limit), alpha(a.clamp.alpha), offset(a.clamp.up_offset);
+  gate_rows<T>(a, begin, end, [&](Vec x, Vec up) {
+    x = minimum(most, x);
+    return x * sigmoid(x * alpha) * (maximum(least, minimum(most, up)) + offset);
+  });
 }
 
 static void gate(int type, const GatedRows& a, int64_t begin, int64_t end) {
   type == kFloat32 ? gate_of_type<float>(a, begin, end) : type == kBFloat16 ? gate_of_type<bf16>(a, begin, end) : gate_of_type<fp16>(a, begin, end);
 }
 
+template <class T>
+static void weigh_rows(const WeighedRows& a, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const int32_t* places = a.places + row * a.count;
+    const float* weights = a.weights + row * a.count;
+    T* out = static_cast<T*>(a.out) + row * a.width;
+    over_lanes(a.width, [&](int64_t i, auto part) {
+      Vec total(0.0f);
+      for (int64_t c = 0; c < a.count; ++c)
+        if (places[c] >= 0) total = fma(Vec(weights[c]), part.load(a.x + places[c] * a.width + i), total);
+      part.store(out + i, total);
+    });
+  }
+}
+
+static void weigh(int type, const WeighedRows& a, int64_t begin, int64_t end) {
+  type == kFloat32 ? weigh_rows<float>(a, begin, end) : type == kBFloat16 ? weigh_rows<bf16>(a, begin, end) : weigh_rows<fp16>(a, begin, end);
+}
+
 extern const RowKernels row_kernels;
-const RowKernels row_kernels = {norm, gate};
+const RowKernels row_kernels = {norm, gate, weigh};
 
 }  // namespace headrace::HEADRACE_ISA

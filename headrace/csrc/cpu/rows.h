@@ -18,7 +18,12 @@ struct NormRows {
   float eps, offset;
 };
 
-enum Activation : int { kSilu = 0, kGeluTanh = 1 };
+enum Activation : int { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+
+// The numbers of a clamped SwiGLU: see CLAMPED_SWIGLU in kernels/activation.
+struct Clamp {
+  float limit = 0.0f, alpha = 1.0f, up_offset = 0.0f;
+};
 
 struct GatedRows {
   const void* x;  // rows of 2 * width: the gate, then what it is multiplied with
@@ -27,11 +32,23 @@ struct GatedRows {
   int64_t width;
   Activation activation;
   int64_t out_stride = 0;  // 0: width
+  Clamp clamp = {};
+};
+
+// Row r of `out` is the sum of `count` rows of x times a weight each: those at places[r * count] and so on; below 0 is none.
+struct WeighedRows {
+  const float* x;
+  int64_t width;
+  const int32_t* places;
+  const float* weights;
+  int64_t count;
+  void* out;  // of `type`
 };
 
 struct RowKernels {
   void (*norm)(int type, const NormRows&, int64_t begin, int64_t end);
   void (*gate)(int type, const GatedRows&, int64_t begin, int64_t end);
+  void (*weigh)(int type, const WeighedRows&, int64_t begin, int64_t end);
 };
 
 }  // namespace headrace

@@ -7,7 +7,7 @@ import torch
 from headrace.kernels.activation import reference
 from headrace.kernels.native import NATIVE
 
-SILU, GELU_TANH = 0, 1
+SILU, GELU_TANH, CLAMPED = 0, 1, 2
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
@@ -23,4 +23,5 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 GATED = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
-NUMBERS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+NUMBERS = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped": CLAMPED}
+"""Of the kernels. The clamped one takes numbers of its own, which mixtures of experts alone pass on."""

@@ -9,6 +9,8 @@ from headrace.kernels.operation import KernelQuery, Operation, requires
 if TYPE_CHECKING:
     import torch
 
+    from headrace.kernels.packed_linear.layout import PackedMatrix
+
 
 class RouteShape(TypedDict):
     """The constants of a router, passed as keyword arguments; what they mean is said at `ROUTE`."""
@@ -44,6 +46,9 @@ class Gate(NamedTuple):
 Stacked = tuple["torch.Tensor", "torch.Tensor | None"]
 """A matrix for each expert [X, O, I], and perhaps a bias [X, O]."""
 
+PackedStack = tuple["PackedMatrix", "torch.Tensor | None"]
+"""The same one after the other, [X * O, I], and perhaps a bias [X, O]."""
+
 HASH_ROUTE = Operation("hash route kernel")
 """``hash_route(logits [T, X], table [V, k], token_ids [T], *, score, renormalise, scale) -> (ids [T, k], weights [T, k])``.
 
@@ -70,6 +75,13 @@ RUN_EXPERTS = Operation("experts kernel")
 The weighted sum over each token's experts of ``down(gate(gate_up(x)))``; ``gate_up`` [X, 2F, D] has the gate's rows first,
 ``down`` is [X, D, F]. An id of -1 is nobody and adds nothing; no token chooses an expert twice. Asked for with ``width``,
 ``expert_width``, ``num_experts`` and ``top_k``. The reference alone is meant for any T; others for as many as `is_few` says.
+"""
+
+PACKED_EXPERTS = Operation("packed experts kernel")
+"""``packed_experts(x [T, D], ids [T, k] int64, weights [T, k] float32, gate_up: PackedStack, down: PackedStack, gate: Gate) -> [T, D]``.
+
+The same for any T with matrices in packed layout: `PACKED_LINEAR` says how each product rounds its inputs. O of both is a
+multiple of 16. x is float32 or bfloat16.
 """
 
 GROUP_PAIRS = Operation("pair grouping kernel")
@@ -99,6 +111,11 @@ GROUPED_LINEAR.add("reference", "headrace.kernels.moe.reference:grouped_linear",
 GROUP_PAIRS.add("reference", "headrace.kernels.moe.reference:group_pairs", doc="plain torch: a sort")
 SUM_PAIRS.add("reference", "headrace.kernels.moe.reference:sum_pairs", doc="plain torch")
 RUN_EXPERTS.add("reference", "headrace.kernels.moe.reference:run_experts", doc="plain torch, an expert at a time; waits for the choices")
+PACKED_EXPERTS.add("reference", "headrace.kernels.moe.reference:packed_experts", doc="unpacks the matrices at every call")
+PACKED_EXPERTS.add(
+    "native", "headrace.kernels.moe.cpu:packed_experts", supports=requires(device="cpu", dtypes=("float32", "bfloat16")), priority=10,
+    doc="own C++: one call from choices to sums",
+)
 
 _on_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
 _MOST_EXPERTS = 1024

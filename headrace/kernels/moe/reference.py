@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.activation import reference as activations
-from headrace.kernels.moe import Gate, RouteShape, Stacked
+from headrace.kernels.moe import Gate, PackedStack, RouteShape, Stacked
+from headrace.kernels.packed_linear.layout import unpack
 
 NOBODY = -1
 """Instead of an expert's number."""
@@ -114,3 +115,10 @@ def run_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_
             hidden = hidden if i else gate_halves(hidden, gate)
         out.index_add_(0, rows, hidden.float() * weights[rows, choice, None])
     return out.to(x.dtype)
+
+
+def packed_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: PackedStack, down: PackedStack, gate: Gate) -> torch.Tensor:
+    """See `PACKED_EXPERTS`. Inputs are not rounded."""
+    num_experts = down[0].out_width // x.shape[1]
+    first, second = ((unpack(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down))
+    return run_experts(x, ids, weights, first, second, gate)

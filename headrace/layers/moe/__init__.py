@@ -16,6 +16,10 @@ EXPERTS.add(
     doc="all experts in one product",
 )
 EXPERTS.add(
+    "stored", "headrace.layers.moe.stored:StoredExperts", supports=support.reason_against_stored, priority=15,
+    doc="on a CPU: one native call, matrices plain or in 8 or 4 bits",
+)
+EXPERTS.add(
     "joined", "headrace.layers.moe.joined:JoinedExperts", supports=support.reason_against_joined, priority=20,
     doc="on a GPU: few kernels from choices to sums for few tokens, as grouped for many",
 )

@@ -7,6 +7,7 @@ only a layer that can keep blocks looks inside.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,17 +19,26 @@ from headrace.layers.storing import StorableWeight
 
 
 class BlockTensor(torch.Tensor):
-    """A matrix [O, I] on a CPU that says it has ``dtype``; ``expand()`` makes it."""
+    """A matrix [O, I] on a CPU that says it has ``dtype``, or ``num_stacked`` of them, [X, O, I]; ``make_plain`` makes it."""
 
     blocks: WeightBlocks
     make_plain: Callable[[], torch.Tensor]
 
     @staticmethod
-    def __new__(cls, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor]) -> BlockTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, (blocks.out_width, blocks.in_width), dtype=dtype)
+    def __new__(cls, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor], num_stacked: int = 0) -> BlockTensor:
+        stacks = (num_stacked,) if num_stacked else ()
+        return torch.Tensor._make_wrapper_subclass(cls, (*stacks, blocks.out_width // (num_stacked or 1), blocks.in_width), dtype=dtype)
 
-    def __init__(self, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor]):
+    def __init__(self, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor], num_stacked: int = 0):
         self.blocks, self.make_plain = blocks, make_plain
+
+    def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Those of a stack, each in its own blocks; what is plain is made for all at once."""
+        if self.dim() != 3 or dim != 0:
+            return super().unbind(dim)
+        make_all = cache(self.make_plain)
+        rows = self.blocks.raw.view(self.shape[0], self.shape[1], -1)
+        return tuple(BlockTensor(WeightBlocks(self.blocks.kind, raw), self.dtype, lambda i=i: make_all()[i]) for i, raw in enumerate(rows.unbind()))
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -81,5 +81,5 @@ def quantise_weights(model: nn.Module, quantise: Callable[[StorableWeight], Pack
             weight.weight.copy_(unpack(packed, weight.weight.dtype))
     plain = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1) if is_native else 0
     if plain > before:
-        logger.warning("%.0f MB of weights stay plain: experts of mixtures are not quantised at load", plain / 1e6)
+        logger.warning("%.0f MB of weights stay plain: packed layout has no place for matrices of their kind", plain / 1e6)
     logger.info("weights quantised in %.1f s: %.0f MB are now %.0f MB", time.monotonic() - began, before / 1e6, after / 1e6)
