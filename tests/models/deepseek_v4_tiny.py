@@ -82,12 +82,12 @@ class V4Harness(Harness):
 
 def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 128, max_len: int = 768, num_sequences: int = 4,
-    kv_dtype: str = "float32", dtype: torch.dtype = torch.float32, device: torch.device = CPU,
+    kv_dtype: str = "float32", dtype: torch.dtype = torch.float32, device: torch.device = CPU, moe_experts: str = "auto",
 ) -> V4Harness:
     """Build the model, load ``tensors`` in shuffled order, and give it pools of shuffled pages."""
     family = find_family("DeepseekV4ForCausalLM")
     spec = family.read_config(config)
-    build = Build(device, dtype, max_len)
+    build = Build(device, dtype, max_len, moe_experts)
     model = DeepseekV4Model(spec, build)
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)

@@ -113,14 +113,14 @@ def make_pages(spec: CacheSpec, num_pages: int, page_size: int, *, values_in_key
 
 def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64, num_sequences: int = 4,
-    max_model_len: int = 0, dtype: torch.dtype = torch.float32, device: torch.device = CPU,
+    max_model_len: int = 0, dtype: torch.dtype = torch.float32, device: torch.device = CPU, moe_experts: str = "auto",
 ) -> Harness:
     """Build the family's model for a config.json dict and load ``tensors`` in shuffled order. Pages start out as NaN, so
     that reading what was never written shows."""
     family = find_family(config["architectures"][0])
     spec = family.read_config(config)
     module, _, name = family.model.partition(":")
-    model = getattr(importlib.import_module(module), name)(spec, Build(device, dtype, max_model_len))
+    model = getattr(importlib.import_module(module), name)(spec, Build(device, dtype, max_model_len, moe_experts))
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)
     model.load_weights(pairs)

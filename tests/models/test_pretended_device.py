@@ -21,6 +21,10 @@ MAY_WAIT = {"tolist kernels/moe/reference.py grouped_linear", "where layers/atte
 many."""
 
 
+ON_A_GPU = "grouped"
+"""Experts that a GPU has, too."""
+
+
 def check(device: PretendedDevice, may_wait: set[str]) -> None:
     assert not device.mixed
     assert set(device.waits) <= may_wait
@@ -41,7 +45,7 @@ def test_what_it_notices():
 def test_families(name: str):
     model = make_oracle(*CASES[name])
     with PretendedDevice() as device:
-        harness = build_harness(config_json(model), model.state_dict(), page_size=16, device=DEVICE)
+        harness = build_harness(config_json(model), model.state_dict(), page_size=16, device=DEVICE, moe_experts=ON_A_GPU)
         adopt(device, harness)
         first, second = harness.start(), harness.start()
         harness.step((first, prompt(0)), (second, prompt(1, 7)))
@@ -58,6 +62,7 @@ def test_deepseek_v4(kv_dtype: str, expert_dtype: str | None, monkeypatch: pytes
     with PretendedDevice() as device:
         harness = deepseek_v4_tiny.build_harness(
             deepseek_v4_tiny.published_config(**options), {}, page_size=256, max_len=512, num_sequences=2, kv_dtype=kv_dtype, device=DEVICE,
+            moe_experts="auto" if expert_dtype else ON_A_GPU,
         )
         adopt(device, harness)
         for place in (place for layer in harness.model.layers for place in layer.attention.places()):
