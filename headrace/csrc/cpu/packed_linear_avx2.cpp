@@ -3,6 +3,8 @@
 // so that their sums stay in registers.
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "packed_rows.h"
 
 namespace headrace::HEADRACE_ISA {
@@ -72,10 +74,47 @@ inline __m256i broadcast(const int8_t* x) {
   return _mm256_set1_epi32(word);
 }
 
-// Sums of four products of signed bytes each. maddubs takes one side unsigned: the weight's sign is moved to x. Codes
-// are within +-127, so that its sums of two stay below 2^15.
-inline __m256i dot(__m256i magnitude, __m256i weight, __m256i x) {
-  return _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x, weight)), _mm256_set1_epi16(1));
+// Ends a step: compilers would begin with what follows, for other rows, and then have no registers for sums.
+inline void settle(__m256i& low, __m256i& high) { asm volatile("" : "+x"(low), "+x"(high)); }
+
+// Sixteen outputs' codes of four inputs each, signed: maddubs takes one side unsigned, so the weight's sign is moved to x.
+// Codes are within +-127, so that its sums of two stay below 2^15.
+struct SignedCodes {
+  __m256i low, high, low_size, high_size;
+
+  explicit SignedCodes(const uint32_t* at) : low(load(at)), high(load(at + 8)), low_size(_mm256_abs_epi8(low)), high_size(_mm256_abs_epi8(high)) {}
+  void add(__m256i acc[2], __m256i x) const {
+    const __m256i ones = _mm256_set1_epi16(1);
+    acc[0] = _mm256_add_epi32(acc[0], _mm256_madd_epi16(_mm256_maddubs_epi16(low_size, _mm256_sign_epi8(x, low)), ones));
+    acc[1] = _mm256_add_epi32(acc[1], _mm256_madd_epi16(_mm256_maddubs_epi16(high_size, _mm256_sign_epi8(x, high)), ones));
+  }
+  static void finish(__m256i[2]) {}
+};
+
+// The same of nibbles, which are unsigned: eight sums of two products are at most 8 * 2 * 15 * 127 < 2^15, and stay 16 bits
+// until a group is over.
+struct Nibbles {
+  __m256i low, high;
+
+  explicit Nibbles(const uint32_t* at) : low(load(at)), high(load(at + 8)) {}
+  Nibbles(__m256i low_words, __m256i high_words) : low(_mm256_and_si256(low_words, _mm256_set1_epi8(15))), high(_mm256_and_si256(high_words, _mm256_set1_epi8(15))) {}
+  void add(__m256i acc[2], __m256i x) const {
+    acc[0] = _mm256_add_epi16(acc[0], _mm256_maddubs_epi16(low, x));
+    acc[1] = _mm256_add_epi16(acc[1], _mm256_maddubs_epi16(high, x));
+  }
+  static void finish(__m256i acc[2]) {
+    for (int i = 0; i < 2; ++i) acc[i] = _mm256_madd_epi16(acc[i], _mm256_set1_epi16(1));
+  }
+};
+
+// Adds the products of some codes with R rows, `padded` bytes apart.
+template <int R, class Codes>
+inline void add_products(const Codes& codes, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    codes.add(acc[r], broadcast(x + r * padded));
+    if constexpr (R > 2) settle(acc[r][0], acc[r][1]);
+  }
 }
 
 template <int R>
@@ -87,14 +126,9 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p,
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
   for (int64_t k = 0; k < padded; k += 4, at += kPanel) {
     fetch_ahead(at);
-    const __m256i low = load(at), high = load(at + 8);
-    const __m256i low_size = _mm256_abs_epi8(low), high_size = _mm256_abs_epi8(high);
+    const SignedCodes codes(at);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const __m256i value = broadcast(x + r * padded + k);
-      acc[r][0] = _mm256_add_epi32(acc[r][0], dot(low_size, low, value));
-      acc[r][1] = _mm256_add_epi32(acc[r][1], dot(high_size, high, value));
-    }
+    for (int r = 0; r < R; ++r) codes.add(acc[r], broadcast(x + r * padded + k));
   }
   for (int r = 0; r < R; ++r) {
     const __m256 scale = _mm256_set1_ps(rows.scales[m + r]);
@@ -107,73 +141,88 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p,
 
 inline __m256 load_float16(const uint16_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))); }
 
-// Products of one group with bytes: sums of 32 products as integers.
-template <int R>
-inline const uint32_t* dot_group_int8(const uint32_t* at, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
+// A panel of a group format. Made ready for many rows, nibbles become bytes and scales floats.
+struct GroupPanel {
+  const uint32_t* codes;
+  const uint16_t *scales, *mins;               // float16 [groups, 16]; mins may be null
+  const float *open_scales, *open_mins;        // the same as floats
+
+  GroupPanel(const Weight& weight, int64_t p) : codes(weight.panel(p)) {
+    const int64_t first = p * weight.groups() * kPanel;
+    scales = weight.group_scales + first, mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + first;
+    open_scales = open_mins = nullptr;
+  }
+
+  void open(const Weight& weight, std::vector<uint32_t>& words, std::vector<float>& floats) {
+    const int64_t num_words = weight.num_words() * kPanel, count = weight.groups() * kPanel;
+    if (static_cast<int64_t>(floats.size()) < 2 * count) floats.resize(2 * count);
+    float *const to_scales = floats.data(), *const to_mins = to_scales + count;
+    for (int64_t i = 0; i < count; i += 8) {
+      _mm256_storeu_ps(to_scales + i, load_float16(scales + i));
+      if (mins != nullptr) _mm256_storeu_ps(to_mins + i, load_float16(mins + i));
+    }
+    open_scales = to_scales, open_mins = mins == nullptr ? nullptr : to_mins;
+    if (weight.format != Format::kInt4Group) return;
+    if (static_cast<int64_t>(words.size()) < 2 * num_words) words.resize(2 * num_words);
+    for (int64_t i = 0; i < num_words; i += kPanel) {
+      fetch_ahead(codes + i);
+      const __m256i low = load(codes + i), high = load(codes + i + 8);
+      __m256i* const to = reinterpret_cast<__m256i*>(words.data() + 2 * i);
+      const Nibbles even(low, high), odd(_mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4));
+      _mm256_storeu_si256(to, even.low), _mm256_storeu_si256(to + 1, even.high);
+      _mm256_storeu_si256(to + 2, odd.low), _mm256_storeu_si256(to + 3, odd.high);
+    }
+    codes = words.data();
+  }
+};
+
+// Sums of the products of one group of 32 inputs, as integers; returns the words after it.
+template <int R, class Codes>
+inline const uint32_t* dot_bytes(const uint32_t* at, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
 #pragma GCC unroll 8
   for (int word = 0; word < 8; ++word, at += kPanel) {
-    fetch_ahead(at);
-    const __m256i low = load(at), high = load(at + 8);
-    const __m256i low_size = _mm256_abs_epi8(low), high_size = _mm256_abs_epi8(high);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const __m256i value = broadcast(x + r * padded + 4 * word);
-      acc[r][0] = _mm256_add_epi32(acc[r][0], dot(low_size, low, value));
-      acc[r][1] = _mm256_add_epi32(acc[r][1], dot(high_size, high, value));
-    }
+    if constexpr (R < 4) fetch_ahead(at);
+    add_products<R>(Codes(at), x + 4 * word, padded, acc);
   }
   return at;
 }
 
-// The same with nibbles, which are unsigned: eight sums of two products are at most 8 * 2 * 15 * 127 < 2^15.
 template <int R>
-inline const uint32_t* dot_group_int4(const uint32_t* at, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
-  const __m256i nibbles = _mm256_set1_epi8(15);
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
+inline const uint32_t* dot_nibbles(const uint32_t* at, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
 #pragma GCC unroll 4
   for (int word = 0; word < 4; ++word, at += kPanel) {
     fetch_ahead(at);
     const __m256i low = load(at), high = load(at + 8);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m256i low_codes = _mm256_and_si256(half ? _mm256_srli_epi16(low, 4) : low, nibbles);
-      const __m256i high_codes = _mm256_and_si256(half ? _mm256_srli_epi16(high, 4) : high, nibbles);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const __m256i value = broadcast(x + r * padded + 8 * word + 4 * half);
-        acc[r][0] = _mm256_add_epi16(acc[r][0], _mm256_maddubs_epi16(low_codes, value));
-        acc[r][1] = _mm256_add_epi16(acc[r][1], _mm256_maddubs_epi16(high_codes, value));
-      }
-    }
+    add_products<R>(Nibbles(low, high), x + 8 * word, padded, acc);
+    add_products<R>(Nibbles(_mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4)), x + 8 * word + 4, padded, acc);
   }
-  const __m256i ones = _mm256_set1_epi16(1);
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < 2; ++i) acc[r][i] = _mm256_madd_epi16(acc[r][i], ones);
   return at;
 }
 
-template <bool kIsInt4, int R>
-void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
+template <bool kIsInt4, bool kIsOpen, int R>
+void multiply_groups(const Weight& weight, const GroupPanel& panel, const Rows& rows, int64_t m, float sums[][kPanel]) {
   const int64_t padded = weight.padded(), groups = weight.groups();
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
-  const uint32_t* at = weight.panel(p);
-  const uint16_t* scales = weight.group_scales + p * groups * kPanel;
-  const uint16_t* mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + p * groups * kPanel;
+  const uint32_t* at = panel.codes;
+  const bool has_mins = panel.mins != nullptr;
   __m256 total[R][2];
   for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g, x += kGroup, scales += kPanel) {
+  for (int64_t g = 0; g < groups; ++g, x += kGroup) {
     __m256i acc[R][2];
-    at = kIsInt4 ? dot_group_int4<R>(at, x, padded, acc) : dot_group_int8<R>(at, x, padded, acc);
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
+    if constexpr (kIsInt4 && !kIsOpen) at = dot_nibbles<R>(at, x, padded, acc);
+    else at = dot_bytes<R, std::conditional_t<kIsInt4, Nibbles, SignedCodes>>(at, x, padded, acc);
+    for (int r = 0; r < R; ++r) std::conditional_t<kIsInt4, Nibbles, SignedCodes>::finish(acc[r]);
     for (int i = 0; i < 2; ++i) {
-      const __m256 scale = load_float16(scales + 8 * i);
+      const int64_t place = g * kPanel + 8 * i;
+      const __m256 scale = kIsOpen ? _mm256_loadu_ps(panel.open_scales + place) : load_float16(panel.scales + place);
       for (int r = 0; r < R; ++r) {
         const __m256 by = _mm256_mul_ps(scale, _mm256_broadcast_ss(x_scales + r * groups + g));
         total[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][i]), by, total[r][i]);
       }
-      if (mins == nullptr) continue;
-      const __m256 least = load_float16(mins + g * kPanel + 8 * i);
+      if (!has_mins) continue;
+      const __m256 least = kIsOpen ? _mm256_loadu_ps(panel.open_mins + place) : load_float16(panel.mins + place);
       for (int r = 0; r < R; ++r) total[r][i] = _mm256_fmadd_ps(least, _mm256_broadcast_ss(x_sums + r * groups + g), total[r][i]);
     }
   }
@@ -181,23 +230,13 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
     for (int i = 0; i < 2; ++i) _mm256_storeu_ps(sums[r] + 8 * i, total[r][i]);
 }
 
-template <bool kIsHalf>
-void multiply_float_rows(const Weight& weight, const float* x, int64_t count, int64_t p, float sums[][kPanel]) {
-  switch (count) {
-    case 1: return multiply_floats<kIsHalf, 1, 4>(weight, x, p, sums);
-    case 2: return multiply_floats<kIsHalf, 2, 2>(weight, x, p, sums);
-    case 3: return multiply_floats<kIsHalf, 3, 1>(weight, x, p, sums);
-    case 4: return multiply_floats<kIsHalf, 4, 1>(weight, x, p, sums);
-    case 5: return multiply_floats<kIsHalf, 5, 1>(weight, x, p, sums);
-    default: return multiply_floats<kIsHalf, 6, 1>(weight, x, p, sums);
+// f.template operator()<R>() for `count` rows, at most kMost.
+template <int kMost, class F>
+inline void with_rows(int64_t count, const F& f) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return with_rows<kMost - 1>(count, f);
   }
-}
-
-template <int R>
-void multiply_code_rows(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  if (weight.format == Format::kInt8) return multiply_int8<R>(weight, rows, m, p, sums);
-  if (weight.format == Format::kInt8Group) return multiply_groups<false, R>(weight, rows, m, p, sums);
-  return multiply_groups<true, R>(weight, rows, m, p, sums);
+  f.template operator()<kMost>();
 }
 
 // As many rows at a time as there are registers for, evenly.
@@ -206,26 +245,48 @@ inline int64_t rows_at_once(int64_t left, int64_t most) {
   return (left + times - 1) / times;
 }
 
-void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
-  const bool is_float = rows.form == RowForm::kFloat32;
-  float sums[6][kPanel];
-  for (int64_t p = first; p < last; ++p) {
-    for (int64_t m = first_row, count; m < last_row; m += count) {
-      count = rows_at_once(last_row - m, is_float ? 6 : 4);
-      if (is_float) {
-        const float* x = static_cast<const float*>(rows.values) + m * weight.padded();
-        weight.format == Format::kFloat32 ? multiply_float_rows<false>(weight, x, count, p, sums) : multiply_float_rows<true>(weight, x, count, p, sums);
-      } else {
-        switch (count) {
-          case 1: multiply_code_rows<1>(weight, rows, m, p, sums); break;
-          case 2: multiply_code_rows<2>(weight, rows, m, p, sums); break;
-          case 3: multiply_code_rows<3>(weight, rows, m, p, sums); break;
-          default: multiply_code_rows<4>(weight, rows, m, p, sums);
-        }
-      }
-      for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
-    }
+constexpr int64_t kOpenRows = 8;  // from which it pays to make a panel ready
+
+template <bool kIsInt4>
+void multiply_group_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
+  static thread_local std::vector<uint32_t> words;
+  static thread_local std::vector<float> floats;
+  GroupPanel panel(weight, p);
+  const bool is_open = last_row - first_row >= kOpenRows;
+  if (is_open) panel.open(weight, words, floats);
+  float sums[4][kPanel];
+  for (int64_t m = first_row, count; m < last_row; m += count) {
+    count = rows_at_once(last_row - m, 4);
+    with_rows<4>(count, [&]<int R>() {
+      is_open ? multiply_groups<kIsInt4, true, R>(weight, panel, rows, m, sums) : multiply_groups<kIsInt4, false, R>(weight, panel, rows, m, sums);
+    });
+    for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
   }
+}
+
+void multiply_int8_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
+  float sums[4][kPanel];
+  for (int64_t m = first_row, count; m < last_row; m += count) {
+    count = rows_at_once(last_row - m, 4);
+    with_rows<4>(count, [&]<int R>() { multiply_int8<R>(weight, rows, m, p, sums); });
+    for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
+  }
+}
+
+template <bool kIsHalf>
+void multiply_float_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
+  float sums[6][kPanel];
+  for (int64_t m = first_row, count; m < last_row; m += count) {
+    count = rows_at_once(last_row - m, 6);
+    const float* x = static_cast<const float*>(rows.values) + m * weight.padded();
+    with_rows<6>(count, [&]<int R>() { multiply_floats<kIsHalf, R, R == 1 ? 4 : R == 2 ? 2 : 1>(weight, x, p, sums); });
+    for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
+  }
+}
+
+void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
+  constexpr decltype(&multiply_int8_panel) kPanels[] = {multiply_float_panel<false>, multiply_float_panel<true>, multiply_int8_panel, multiply_group_panel<false>, multiply_group_panel<true>};
+  for (int64_t p = first; p < last; ++p) kPanels[static_cast<int64_t>(weight.format)](weight, rows, out, first_row, last_row, p);
 }
 
 }  // namespace

@@ -155,6 +155,10 @@ inline void prepare_rows(const Weight& weight, const Input& input, const Rows& r
 // `count` sums of row m, the outputs of panel p, into the output with the bias added.
 inline void store_row(const Weight& weight, const Output& out, int64_t m, int64_t p, const float* sums) {
   const int64_t n = p * kPanel, left = weight.outputs - n, count = left < kPanel ? left : kPanel;
+  if (!out.is_half && out.bias == nullptr && count == kPanel) {
+    std::memcpy(static_cast<float*>(out.data) + m * out.stride + n, sums, kPanel * sizeof(float));
+    return;
+  }
   float values[kPanel];
   for (int64_t i = 0; i < kPanel; ++i) values[i] = sums[i];
   if (out.bias != nullptr) {
@@ -163,11 +167,7 @@ inline void store_row(const Weight& weight, const Output& out, int64_t m, int64_
   }
   if (!out.is_half) {
     float* to = static_cast<float*>(out.data) + m * out.stride + n;
-    if (count == kPanel) {
-      std::memcpy(to, values, sizeof(values));
-    } else {
-      std::memcpy(to, values, count * sizeof(float));
-    }
+    std::memcpy(to, values, count * sizeof(float));
     return;
   }
   uint16_t halves[kPanel];
