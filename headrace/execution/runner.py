@@ -25,6 +25,7 @@ from headrace.execution.sampling import Drawn, SampleBatch, Sampler
 from headrace.execution.structured.rows import Filling, GrammarRows
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import Upload
+from headrace.kernels.decoder_layers.decode_step import DecodeStep
 from headrace.layers.attention.contract import AttentionBackend, KvPages
 from headrace.memory.page_tables import PageTables
 from headrace.memory.pools import Pool, build_pool
@@ -45,6 +46,7 @@ class Runner:
         self._num_layers = num_layers
         self.layout, self._backends = layout, backends
         self._narrows = getattr(model, "narrows", False)
+        self._joins = hasattr(model, "join_decodes") and all(getattr(backend, "joins_layers", False) for backend in backends)
         self._captured: CapturedSteps | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
@@ -66,8 +68,14 @@ class Runner:
         if not plan.rows:
             self._apply_pages(plan, upload.send(self._device))
             return PendingSample(plan.step_id)
-        graph = self._captured.find_decodes(len(plan.rows)) if self._captured and plan.num_decodes == len(plan.rows) else None
-        return self._compute(plan, upload) if graph is None else self._replay(plan, upload, graph)
+        if plan.num_decodes == len(plan.rows):
+            graph = self._captured.find_decodes(len(plan.rows)) if self._captured else None
+            if graph is not None:
+                return self._replay(plan, upload, graph)
+            joined = self._model.join_decodes() if self._joins else None
+            if joined is not None:
+                return self._join(plan, upload, joined)
+        return self._compute(plan, upload)
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
@@ -124,21 +132,40 @@ class Runner:
 
     def _replay(self, plan: StepPlan, upload: Upload, graph: DecodeGraph) -> PendingSample:
         """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked."""
-        decodes = Decodes.of(plan, self._rows) if self._decodes is None else self._decodes.follow(plan, self._rows)
-        self._decodes, batch = decodes, decodes.batch
+        decodes = self._read_decodes(plan, upload)
+        batch = decodes.batch
         upload.add("decodes", graph.pack(decodes.rows, decodes.ends))
-        is_greedy = batch.is_greedy
-        if not is_greedy:
-            self._sampler.pack(batch, upload)
         sent = upload.send(self._device)
         self._apply_pages(plan, sent)
         logits, likeliest = graph.run(sent["decodes"])  # first: masks are needed only once it is done
         filling = self._grammars.begin(batch, is_launched=True) if self._grammars is not None else None
-        if is_greedy:
+        if batch.is_greedy:
             draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
         else:
             draw = self._plan_draw(logits[: len(plan.rows)], batch, sent, filling)
         return self._leave(PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling)
+
+    def _join(self, plan: StepPlan, upload: Upload, step: DecodeStep) -> PendingSample:
+        """The same for decodes alone where one call computes all of them, the likeliest tokens too."""
+        decodes = self._read_decodes(plan, upload)
+        batch = decodes.batch
+        sent = upload.send(self._device)
+        filling = self._grammars.begin(batch) if self._grammars is not None else None
+        self._apply_pages(plan, sent)
+        requests = torch.from_numpy(np.stack((decodes.rows, decodes.ends)))
+        logits, likeliest = step.run(requests, self._rows.last_token, self._tables.tensor, is_greedy=batch.is_greedy)
+        if logits is None:
+            draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
+        else:
+            draw = self._plan_draw(logits, batch, sent, filling)
+        return self._leave(PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling)
+
+    def _read_decodes(self, plan: StepPlan, upload: Upload) -> Decodes:
+        """A plan of decodes alone, whose sampling state is added to the upload if it takes any."""
+        decodes = self._decodes = Decodes.of(plan, self._rows) if self._decodes is None else self._decodes.follow(plan, self._rows)
+        if not decodes.batch.is_greedy:
+            self._sampler.pack(decodes.batch, upload)
+        return decodes
 
     def _plan_draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], filling: Filling | None) -> Callable[[], Drawn]:
         def draw() -> Drawn:

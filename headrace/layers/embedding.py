@@ -20,10 +20,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = build.parameter(vocab_size, width)
         self.stored: StoredWeight | None = None
-        self._dtype = build.dtype
+        self.dtype = build.dtype
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         weight = plain_weight(self)
-        x = self.stored.rows(token_ids, self._dtype) if weight is None else F.embedding(token_ids, weight)
+        x = self.stored.rows(token_ids, self.dtype) if weight is None else F.embedding(token_ids, weight)
         return x if self.scale == 1.0 else x.mul_(self.scale)

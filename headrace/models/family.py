@@ -50,7 +50,8 @@ class ServedModel(Protocol):
     Built as ``Class(spec, build)`` with a `headrace.layers.build.Build` under which every parameter is created empty
     on the device in the model dtype; then ``load_weights``, then ``bind_cache``, then ``forward`` any number of times.
     A model with a classifier has it as ``scores``, [S, D] to logits [S, classes] in float32. Who loads a model that reads
-    sets its ``read_out``, a `headrace.layers.pooling.ReadOut`.
+    sets its ``read_out``, a `headrace.layers.pooling.ReadOut`. A model may have ``join_decodes()``: what computes a step of
+    decodes alone in one call on a CPU, a `headrace.kernels.decoder_layers.decode_step.DecodeStep`, or None for now.
     """
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]]) -> None:

@@ -85,22 +85,25 @@ struct Crew {
 
 class Step {
  public:
-  Step(const Layer* layers, const Reals* reals, int64_t num_layers, const Inputs& in, char* residual, char* branch)
+  // `head`: the product that comes after the layers, if it is to be multiplied by the same team.
+  Step(const Layer* layers, const Reals* reals, int64_t num_layers, const Inputs& in, char* residual, char* branch, const Product* head = nullptr)
       : layers_(layers), reals_(reals), num_layers_(num_layers), in_(in), size_(in.type == kFloat32 ? 4 : 2), residual_(residual), branch_(branch) {
     int64_t qkv = 0, heads = 0, gate_bytes = 0, hidden = 0, bytes = 0, weight_bytes = 0, groups = 1;
+    const auto count = [&](const Product& product) {
+      const packed::Weight weight = weight_of(product);
+      groups = std::max(groups, weight.groups());
+      bytes = std::max(bytes, packed::row_form_bytes(packed::RowForm::kFloat32, weight, in.rows));
+      weight_bytes += weight.panels() * weight.num_words() * packed::kPanel * 4;
+    };
+    if (head) count(*head);
     for (int64_t i = 0; i < num_layers; ++i) {
       const Layer& layer = layers[i];
       qkv = std::max(qkv, layer.qkv.outputs), heads = std::max(heads, layer.num_heads * layer.head_dim);
       hidden = std::max(hidden, layer.down.inputs);
       gate_bytes = std::max(gate_bytes, (is_gated_at_once(in.rows, layer) ? kRowBlock : in.rows) * layer.gate_up.outputs * size_);
-      for (const Product* p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-        const packed::Weight weight = weight_of(*p);
-        groups = std::max(groups, weight.groups());
-        bytes = std::max(bytes, packed::row_form_bytes(packed::RowForm::kFloat32, weight, in.rows));
-        weight_bytes += weight.panels() * weight.num_words() * packed::kPanel * 4;
-      }
+      for (const Product* p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) count(*p);
     }
-    num_members_ = std::clamp<int64_t>(weight_bytes * (1 + in.rows / 16) / (num_layers * kMemberBytes), 1, torch::stable::get_num_threads());
+    num_members_ = std::clamp<int64_t>(weight_bytes * (1 + in.rows / 16) / ((num_layers + (head != nullptr)) * kMemberBytes), 1, torch::stable::get_num_threads());
     const auto row_bytes = [&](int64_t values) { return Arena::rounded(in_.rows * values * size_); };
     const size_t scale_bytes = Arena::rounded(in_.rows * groups * 4), attention_bytes = row_bytes(qkv) + 2 * row_bytes(heads), mlp_bytes = Arena::rounded(gate_bytes) + row_bytes(hidden);
     static thread_local Arena arena;
@@ -112,13 +115,30 @@ class Step {
     for (int64_t i = 0; i < num_layers; ++i) plan_attention(layers[i], reals[i]);
   }
 
-  // The residual then holds what was before the last branch, the branch what is still to be added to it.
-  void run() {
-    Team::run(num_members_, [&](Team& team, int64_t member) {
-      Crew crew{team, member, in_.rows};
-      for (int64_t i = 0; i < num_layers_; ++i) run_layer(crew, i);
+  int64_t num_members() const { return num_members_; }
+
+  // All layers, as one of the members. The residual then holds what was before the last branch, the branch what is still to be
+  // added to it.
+  void run(Crew& crew) {
+    for (int64_t i = 0; i < num_layers_; ++i) run_layer(crew, i);
+  }
+
+  // The branch is added to the residual and that is normed, in the form that the next product takes.
+  void enter(const Crew& crew, const Norm& norm, const Reals& reals, bool has_branch, const Product& next) {
+    NormRows rows{has_branch ? branch_ : residual_, in_.width, has_branch ? residual_ : nullptr, in_.width, at(norm.weight), static_cast<int>(norm.type),
+                  normed_, in_.width, static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
+    const packed::Weight weight = weight_of(next);
+    crew.share_rows([&](int64_t begin, int64_t end) {
+      for (int64_t last; begin < end; begin = last) {  // a few rows at a time, which stay in the first-level cache
+        last = std::min(begin + 16, end);
+        best_row_kernels().norm(in_.type, rows, begin, last);
+        prepare_rows(weight, crew.rows, normed_, begin, last);
+      }
     });
   }
+
+  // What `enter` left for the product that it was told of.
+  packed::Rows entered(const packed::Weight& weight, int64_t count) const { return rows_of(weight, count, normed_); }
 
  private:
   void plan_attention(const Layer& layer, const Reals& reals) {
@@ -209,20 +229,6 @@ class Step {
     });
   }
 
-  // The branch is added to the residual and that is normed, in the form that the next product takes.
-  void enter(const Crew& crew, const Norm& norm, const Reals& reals, bool has_branch, const Product& next) {
-    NormRows rows{has_branch ? branch_ : residual_, in_.width, has_branch ? residual_ : nullptr, in_.width, at(norm.weight), static_cast<int>(norm.type),
-                  normed_, in_.width, static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
-    const packed::Weight weight = weight_of(next);
-    crew.share_rows([&](int64_t begin, int64_t end) {
-      for (int64_t last; begin < end; begin = last) {  // a few rows at a time, which stay in the first-level cache
-        last = std::min(begin + 16, end);
-        best_row_kernels().norm(in_.type, rows, begin, last);
-        prepare_rows(weight, crew.rows, normed_, begin, last);
-      }
-    });
-  }
-
   // The norm that some architectures have after a branch.
   void leave(const Crew& crew, const Norm& norm, const Reals& reals) {
     if (norm.weight == 0) return;
@@ -297,6 +303,11 @@ class Step {
   std::vector<std::shared_ptr<AttentionWork>> works_;
 };
 
+inline void check_table(const Tensor& table, const Tensor& reals) {
+  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.is_contiguous() && table.size(1) == kFields, "the table is not of this library");
+  STD_TORCH_CHECK(reals.scalar_type() == ScalarType::Double && reals.is_contiguous() && reals.size(0) == table.size(0) && reals.size(1) == 4, "reals must be float64 [L, 4]");
+}
+
 }  // namespace layers
 
 inline layers::Requests requests_of(const Tensor& query_start, const Tensor& kv_lens) {
@@ -310,8 +321,7 @@ inline layers::Requests requests_of(const Tensor& query_start, const Tensor& kv_
 // places are given.
 inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x, Tensor positions, Tensor query_start, Tensor kv_lens, std::optional<Tensor> places,
                              std::optional<Tensor> wanted_query_start, std::optional<Tensor> wanted_kv_lens, std::optional<Tensor> wanted_table) {
-  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.is_contiguous() && table.size(1) == layers::kFields, "the table is not of this library");
-  STD_TORCH_CHECK(reals.scalar_type() == ScalarType::Double && reals.is_contiguous() && reals.size(0) == table.size(0) && reals.size(1) == 4, "reals must be float64 [L, 4]");
+  layers::check_table(table, reals);
   STD_TORCH_CHECK(groups.scalar_type() == ScalarType::Long && groups.is_contiguous() && groups.size(1) == 3, "groups must be int64 [G, 3]");
   STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && positions.numel() == x.size(0), "one position a row");
   Tensor branch = empty({x.size(0), x.size(1)}, x);
@@ -323,7 +333,11 @@ inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x
     in.places = pointer<int64_t>(*places);
     in.wanted_group = {0, reinterpret_cast<int64_t>(pointer<int32_t>(*wanted_table)), wanted_table->stride(0)};
   }
-  layers::Step(pointer<layers::Layer>(table), pointer<layers::Reals>(reals), table.size(0), in, writable<char>(x), writable<char>(branch)).run();
+  layers::Step step(pointer<layers::Layer>(table), pointer<layers::Reals>(reals), table.size(0), in, writable<char>(x), writable<char>(branch));
+  Team::run(step.num_members(), [&](Team& team, int64_t member) {
+    layers::Crew crew{team, member, in.rows};
+    step.run(crew);
+  });
   return branch;
 }
 

@@ -5,6 +5,7 @@
 
 #include "bind_attention.h"
 #include "bind_blocks.h"
+#include "bind_decodes.h"
 #include "bind_experts.h"
 #include "bind_layers.h"
 #include "bind_packed.h"
@@ -36,6 +37,7 @@ STABLE_TORCH_LIBRARY(headrace_cpu, m) {
   m.def("select_isa(int most) -> int");
   headrace::define_attention(m);
   headrace::define_blocks(m);
+  headrace::define_decodes(m);
   headrace::define_experts(m);
   headrace::define_layers(m);
   headrace::define_packed(m);
@@ -49,6 +51,7 @@ STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CompositeExplicitAutograd, m) { m.impl("
 STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
   headrace::implement_attention(m);
   headrace::implement_blocks(m);
+  headrace::implement_decodes(m);
   headrace::implement_experts(m);
   headrace::implement_layers(m);
   headrace::implement_packed(m);

@@ -87,3 +87,17 @@ class LayerParts:
     heads: Heads
     rotation: Rotation
     pages: Pages
+
+
+@dataclass(frozen=True)
+class EndParts:
+    """What is before and after the layers: rows of ``embedding`` [V, D] times ``embedding_scale`` (rounded to ``dtype``, which
+    is that of hidden states), and ``head`` [V, D] of their RMS norm by ``norm`` [D]."""
+
+    embedding: PackedMatrix
+    embedding_scale: float
+    norm: torch.Tensor
+    eps: float
+    offset: float
+    head: PackedMatrix
+    dtype: torch.dtype

@@ -44,14 +44,20 @@ class LayerTable:
         branch = ops.decoder_layers(self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or NOTHING_WANTED))
         return (branch[: len(wanted[0])], x[: len(wanted[0])]) if wanted else (branch, x)
 
+    @property
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the kernels take."""
+        return self._numbers, self._reals
+
     def _row(self, layer: LayerParts) -> list[int]:
         norms, products = layer.norms, layer.products
         row = [n for weight in (norms.attention, norms.attention_post, norms.mlp, norms.mlp_post) for n in (self._address(weight), _type(weight))]
         for product in (products.qkv, products.output, products.gate_up, products.down):
-            row += self._product(product)
+            row += self.describe(product)
         return row + self._rotation(layer.rotation) + self._pages(layer.pages) + self._heads(layer.heads) + [products.activation]
 
-    def _product(self, product: Product) -> list[int]:
+    def describe(self, product: Product) -> list[int]:
+        """A product as the kernels read it, whose tensors are kept from now on."""
         weight = product.weight
         addresses = [self._address(weight.words), self._address(weight.scales), self._address(weight.mins)]
         return [*addresses, weight.number, weight.out_width, weight.in_width, self._address(product.bias), _type(product.bias)]

@@ -11,12 +11,13 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from headrace.kernels.decoder_layers.decode_step import DecodeStep
 from headrace.kernels.decoder_layers.table import LayerTable
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.block import DecoderBlock
-from headrace.layers.decoder.fused import fuse_layers, run_layers
+from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
 from headrace.layers.decoder.names import SCORE_NAMES, SPLIT_NAMES, add_prefix
 from headrace.layers.decoder.spec import DecoderSpec, RopeSpec
 from headrace.layers.embedding import Embedding
@@ -57,6 +58,7 @@ class Decoder(nn.Module):
         elif spec.num_classes > 0:
             self.scores = Head(build, spec.num_classes, spec.width)
         self._table: LayerTable | None = None
+        self._decodes: DecodeStep | None = None
         self._is_table_due = True
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -83,7 +85,7 @@ class Decoder(nn.Module):
         """Attach each layer's pages and cache group."""
         for layer, layer_pages, group in zip(self.layers, pages, group_of_layer, strict=True):
             layer.attention.bind(layer_pages, group)
-        self._table, self._is_table_due = None, True  # it keeps the pages alive
+        self._table, self._decodes, self._is_table_due = None, None, True  # it keeps the pages alive
 
     def notice_stored(self) -> None:
         """Weights are in another form than at the latest step; another thread may tell so."""
@@ -97,10 +99,21 @@ class Decoder(nn.Module):
 
     def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """All layers by one kernel, where there is one that can, for the step and for the layers."""
+        table = self._find_table()
+        return None if table is None else run_layers(table, x, batch)
+
+    def join_decodes(self) -> DecodeStep | None:
+        """What computes a step of decodes alone in one call, as of now; None where there is nothing that can. Attention backends
+        have to agree."""
+        self._find_table()
+        return self._decodes
+
+    def _find_table(self) -> LayerTable | None:
         if self._is_table_due:
             self._is_table_due = False  # first: it may become due again meanwhile
             self._table = fuse_layers(self.layers)
-        return None if self._table is None else run_layers(self._table, x, batch)
+            self._decodes = None if self._table is None else fuse_step(self._table, self)
+        return self._table
 
     def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         residual = None

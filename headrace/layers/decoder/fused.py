@@ -13,12 +13,16 @@ from typing import Any
 import torch
 
 from headrace.kernels.decoder_layers import MOST_TOKENS
-from headrace.kernels.decoder_layers.parts import Heads, LayerParts, Norms, Pages, Product, Products, Rotation
+from headrace.kernels.decoder_layers.decode_step import DecodeStep
+from headrace.kernels.decoder_layers.parts import EndParts, Heads, LayerParts, Norms, Pages, Product, Products, Rotation
 from headrace.kernels.decoder_layers.table import LayerTable
+from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.layers.attention.layer import Attention
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.decoder.block import DecoderBlock
+from headrace.layers.embedding import Embedding
+from headrace.layers.head import Head
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.norm import NoNorm, RmsNorm
@@ -55,6 +59,26 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple
         alone = batch.wanted.inputs[table.last_group]
         wanted = (batch.wanted.places, alone.query_start, alone.kv_lens, alone.page_table)
     return table.run(x, batch.positions, groups, (first.query_start, first.kv_lens), wanted)
+
+
+def fuse_step(table: LayerTable, model: Any) -> DecodeStep | None:
+    """Whole steps of decodes alone of a decoder whose layers are these; None where its embedding, norm or head are of another
+    kind, or while there are no kernels."""
+    if NATIVE.find() is None:
+        return None
+    try:
+        return DecodeStep(table, _describe_ends(model))
+    except NotFusable as reason:
+        logger.debug("embedding and head are called apart from the layers: %s", reason)
+        return None
+
+
+def _describe_ends(model: Any) -> EndParts:
+    embedding, norm, head = model.embedding, model.norm, model.head
+    _require(type(embedding) is Embedding and isinstance(embedding.stored, PanelWeight), "an embedding that is not packed")
+    _require(type(norm) is RmsNorm, "no RMS norm after the layers")
+    _require(type(head) is Head and isinstance(head.stored, PanelWeight) and head.divisor == 1.0 and head.softcap == 0.0, "a head of another kind")
+    return EndParts(embedding.stored.matrix, embedding.scale, norm.weight.data, norm.eps, norm.offset, head.stored.matrix, embedding.dtype)
 
 
 def describe_layer(layer: Any) -> LayerParts:
