@@ -16,7 +16,8 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
 
     ``kind`` names the accounting policy and the pool (``full``, ``sliding_window``; later ``mla``, ``compressed``,
     ``recurrent``). ``window`` is the number of latest tokens a query sees, itself included (0: all).
-    ``dtype`` is a torch dtype name such as ``bfloat16``.
+    ``dtype`` is a torch dtype name such as ``bfloat16``; ``int8`` in kinds of keys and values means codes with a float32 scale
+    for each token and head, of keys and of values.
     """
 
     kind: str

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace.base.cache import CacheGroup, group_layers
+from headrace.base.cache import CacheGroup, CacheSpec, group_layers
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, RequestError
 from headrace.base.registry import load_target
@@ -21,6 +21,8 @@ from headrace.execution.read_out import attach_read_out
 from headrace.layers.build import Build
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
 from headrace.layers.storing import can_store_blocks, count_bytes, count_elements, store_fastest
+from headrace.memory.pools import POOLS
+from headrace.memory.pools.keys_values import CODES
 from headrace.models.catalog import find_family
 from headrace.models.family import Family
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
@@ -69,6 +71,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     dtype = resolve_dtype(config.model.dtype, source.config, device)
     kv_dtype = dtype if config.cache.kv_dtype == "auto" else getattr(torch, config.cache.kv_dtype)
     specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
+    _check_codes(specs, device)
     max_model_len = _limit_context(config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0)
     try:
         schemes = _choose_schemes(source, config, dtype, device)
@@ -105,6 +108,20 @@ def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
     if family.name != loaded.family.name or spec != loaded.spec:
         differing = "architecture" if source.architecture != loaded.source.architecture else "configuration"
         raise RequestError(f"{source.name} has another {differing} than the served model; only weights of the same shapes can be replaced", param="model_path")
+
+
+def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
+    """Refuse keys and values in 8 bits where nothing could read them."""
+    coded = [spec for spec in specs if spec is not None and spec.dtype == CODES]
+    if not coded:
+        return
+    if device.type != "cpu":
+        raise ConfigError(f"kv_dtype {CODES} is for CPUs, and this is {device}: serve with kv_dtype auto", param="kv_dtype")
+    others = sorted({spec.kind for spec in coded if not getattr(POOLS.load(spec.kind), "holds_codes", False)})
+    if others:
+        raise ConfigError(f"kv_dtype {CODES} is for plain keys and values, and this model caches {', '.join(others)}: serve with kv_dtype auto", param="kv_dtype")
+    if any(spec.head_dim % 4 for spec in coded):
+        raise ConfigError(f"kv_dtype {CODES} takes head dims that are multiples of 4: serve with kv_dtype auto", param="kv_dtype")
 
 
 def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:

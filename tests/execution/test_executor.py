@@ -6,6 +6,7 @@ import json
 import weakref
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from driver import Driver
@@ -20,8 +21,10 @@ from headrace.execution import warmup
 from headrace.execution.device import resolve_device, resolve_dtype, set_threads
 from headrace.execution.executor import build_executor
 from headrace.execution.facts import read_default_sampling
+from headrace.execution.loading import _check_codes
 from headrace.execution.result import PendingSample
 from headrace.layers.storing import restore_plain
+from headrace.memory.pools.keys_values import KeyValuePool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = {
@@ -117,6 +120,17 @@ def test_wrong_options_name_themselves(folder: Path, options: dict, param: str):
 def test_kv_dtype_and_model_dtype(folder: Path):
     executor = build_executor(config_of(folder, dtype="bfloat16", kv_dtype="float32", page_size=4))
     assert executor.facts.dtype == "bfloat16" and executor.layout.groups[0].spec.dtype == "float32"
+
+
+def test_pages_of_codes_are_half_as_large_and_refused_elsewhere(folder: Path):
+    executor = build_executor(config_of(folder, dtype="bfloat16", kv_dtype="int8"))
+    spec = executor.layout.groups[0].spec
+    assert spec.dtype == "int8"
+    assert KeyValuePool.page_bytes(spec, 16) == 16 * 2 * spec.num_kv_heads * (spec.head_dim + 4)
+    for wrong, device, said in ((spec, torch.device("cuda", 0), "for CPUs"), (msgspec.structs.replace(spec, kind="mla"), CPU, "caches mla"), (msgspec.structs.replace(spec, head_dim=6), CPU, "multiples of 4")):
+        with pytest.raises(ConfigError, match=said) as caught:
+            _check_codes([None, wrong], device)
+        assert caught.value.param == "kv_dtype" and "kv_dtype auto" in str(caught.value)
 
 
 def test_dtype_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch):

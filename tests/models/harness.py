@@ -107,6 +107,9 @@ class Harness:
 def make_pages(spec: CacheSpec, num_pages: int, page_size: int, *, values_in_keys: bool, device: torch.device = CPU) -> KvPages:
     """Pages of one layer, all NaN; on other devices only finite, which is all that pools promise."""
     shape, dtype = (num_pages, page_size, spec.num_kv_heads), getattr(torch, spec.dtype)
+    if dtype == torch.int8:
+        k, v = (torch.full((*shape, dim), 100, dtype=dtype, device=device) for dim in (spec.head_dim, spec.value_dim))
+        return KvPages(k, v, torch.full((num_pages, 2, spec.num_kv_heads, page_size), float("nan"), device=device))
     k, v = (torch.full((*shape, dim), float("nan") if device == CPU else 3.0, dtype=dtype, device=device) for dim in (spec.head_dim, spec.value_dim))
     return KvPages(k, k[..., : spec.value_dim] if values_in_keys else v)
 
@@ -114,6 +117,7 @@ def make_pages(spec: CacheSpec, num_pages: int, page_size: int, *, values_in_key
 def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64, num_sequences: int = 4,
     max_model_len: int = 0, dtype: torch.dtype = torch.float32, device: torch.device = CPU, moe_experts: str = "auto",
+    kv_dtype: str = "",
 ) -> Harness:
     """Build the family's model for a config.json dict and load ``tensors`` in shuffled order. Pages start out as NaN, so
     that reading what was never written shows."""
@@ -124,7 +128,8 @@ def build_harness(
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)
     model.load_weights(pairs)
-    kv_dtype = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
+    kv_dtype = kv_dtype or dtype_name
     specs = family.cache_specs(spec, kv_dtype)
     groups = group_layers(specs)
     num_pages = 1 + num_sequences * -(-max_len // page_size)
@@ -134,7 +139,7 @@ def build_harness(
     model.bind_cache(pages, group_of_layer)
     geometries = [
         AttentionGeometry(
-            device=device.type, dtype=kv_dtype, kv_dtype=kv_dtype, capability=Build(device, dtype).capability, num_heads=spec.attention.num_heads,
+            device=device.type, dtype=dtype_name, kv_dtype=kv_dtype, capability=Build(device, dtype).capability, num_heads=spec.attention.num_heads,
             num_kv_heads=g.spec.num_kv_heads, head_dim=g.spec.head_dim, value_dim=g.spec.value_dim, page_size=page_size,
             window=g.spec.window, has_softcap=attention.params.softcap > 0, has_sinks=attention.params.sinks is not None,
             values_in_keys=attention.values_in_keys,

@@ -35,12 +35,12 @@ def cpu_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ATTENTION_BACKENDS, "load", lambda _: CpuAttention)
 
 
-def build(case: str, dtype: torch.dtype = torch.float32, store=keep_in_panels, **config: int) -> Harness:
+def build(case: str, dtype: torch.dtype = torch.float32, store=keep_in_panels, kv_dtype: str = "", **config: int) -> Harness:
     """A model whose weights are packed; ``store`` packs one."""
     name, overrides = CASES[case]
     oracle = make_oracle(name, {**overrides, **config})
     harness = build_harness(
-        config_json(oracle), oracle.state_dict(), num_sequences=12, max_len=120, dtype=dtype, max_model_len=MAX_MODEL_LEN.get(case, 0),
+        config_json(oracle), oracle.state_dict(), num_sequences=12, max_len=120, dtype=dtype, max_model_len=MAX_MODEL_LEN.get(case, 0), kv_dtype=kv_dtype,
     )
     for weight in find_storable(harness.model):
         weight.store(store(weight.weight.data))
@@ -130,6 +130,15 @@ def test_quantised_weights_are_the_same(quantise):
         return PanelWeight(quantise(weight))
 
     torch.testing.assert_close(*both("mix", "llama", store=store), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("scene", SCENES)
+def test_pages_of_codes(scene, case):
+    together, apart = both(scene, case, kv_dtype="int8")
+    plain = play(scene, build(case), together=True)
+    assert (together - apart).abs().max() <= 0.01 * apart.abs().max()
+    assert 0.0 < (together - plain).abs().max() <= 0.1 * plain.abs().max()
 
 
 @pytest.mark.parametrize("intermediate_size", [56, 64])

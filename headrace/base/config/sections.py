@@ -38,7 +38,7 @@ class CacheConfig(_Section):
 
     page_size: int | None = option(None, "tokens per KV page, a power of two; default 16, or what the attention backend prefers", low=1, high=1024)
     kv_pages: int | None = option(None, "KV pages of the full-attention group; default: measured from free memory", low=2)
-    kv_dtype: str = option("auto", "type of cached keys and values; auto is the model's; 8 bits where the model's family has them", choices=("auto", "float32", "bfloat16", "float16", "float8_e4m3fn"))
+    kv_dtype: str = option("auto", "type of cached keys and values; auto is the model's; int8 on CPUs, half of bfloat16's memory; float8_e4m3fn where the model's family has it", choices=("auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"))
     memory_fraction: float = option(0.9, "share of the device's memory Headrace may use (on a CPU: of the free memory, at most 4 GiB of it for KV)", low=0.01, high=0.99)
     prefix_cache: bool = option(True, "reuse the KV of shared prompt prefixes")
     window_share: float | None = option(None, "pages of a sliding-window group, as a share of the full group's; default: from window and chunk size", low=0.01, high=1.0)

@@ -1,6 +1,7 @@
 // compiled for: scalar avx2 avx512 amx
 #include "attention.h"
 
+#include "attention_codes.h"
 #include "attention_decode.h"
 #include "attention_tile.h"
 
@@ -14,11 +15,14 @@
 namespace headrace::HEADRACE_ISA {
 
 static void decode(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
+  if (a.kv_type == kCodes) return decode_of_codes(a, range, partial, scratch);
 #if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
   if (is_for_pairs(a)) return decode_pairs(a, range, partial, scratch);
 #endif
   decode_of_floats(a, range, partial, scratch);
 }
+
+static int64_t decode_scratch(const Attention& a, int64_t num_kv_heads) { return a.kv_type == kCodes ? decode_scratch_of_codes(a, num_kv_heads) : decode_scratch_of_floats(a, num_kv_heads); }
 
 #ifdef HEADRACE_IS_AMX
 static bool is_for_amx(const Attention& a) { return a.kv_type == kBFloat16 && a.q_type == kBFloat16; }

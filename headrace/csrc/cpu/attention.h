@@ -12,6 +12,11 @@ struct PageStrides {
   int64_t page, token, head;
 };
 
+// Of the scales of codes: those of a page, and from a key's to its value's. Those of a head's tokens lie side by side.
+struct ScaleStrides {
+  int64_t page, values;
+};
+
 // Partial results of some rows: the largest logit of each, the sum of e^(logit - largest), and the sum of values so weighted.
 struct Partial {
   float *top = nullptr, *total = nullptr, *sums = nullptr;  // [M], [M], [M, padded V]
@@ -33,6 +38,8 @@ struct Attention {
   float scale, softcap;
   int64_t window;      // 0: all
   const float* sinks;  // [H], or null
+  const float* scales = nullptr;  // of kv_type kCodes, whose lots of tokens take the place of tokens in the strides: see codes.h
+  ScaleStrides scale_strides = {};
   Partial partial;     // where tiles leave the partial results of a request's rows instead of `out`, if there is room
 
   int64_t group() const { return num_heads / num_kv_heads; }

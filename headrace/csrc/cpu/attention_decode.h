@@ -49,7 +49,7 @@ HEADRACE_INLINE void add_values(const float* weights, int64_t weights_stride, co
   if (e < dim) add_values_at<kHeads, 1>(e, Rest{static_cast<int>(dim - e)}, weights, weights_stride, values, n, sums, width, fades);
 }
 
-inline int64_t decode_scratch(const Attention& a, int64_t num_kv_heads) { return num_kv_heads * a.group() * padded(a.head_dim) + kMostDecodeGroup * kDecodeKeys; }
+inline int64_t decode_scratch_of_floats(const Attention& a, int64_t num_kv_heads) { return num_kv_heads * a.group() * padded(a.head_dim) + kMostDecodeGroup * kDecodeKeys; }
 
 // f.template operator()<n>(first) for heads in lots of at most three.
 template <class F>

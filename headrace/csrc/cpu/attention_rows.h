@@ -14,6 +14,7 @@ HEADRACE_INLINE const void* row_at(const void* pages, const PageStrides& strides
 // Bring rows of keys and values of positions [at, end), at most n, near: they are far apart, which hardware does not foresee.
 inline void fetch_rows(const Attention& a, const int32_t* table, int64_t at, int64_t n, int64_t end, int64_t kv_head) {
   const int64_t size = size_of(a.kv_type);
+  if (a.kv_type == kCodes) return;
   for (int64_t j = 0; j < n && at + j < end; ++j) {
     const char* key = static_cast<const char*>(row_at(a.k, a.k_strides, a, table, at + j, kv_head));
     const char* value = static_cast<const char*>(row_at(a.v, a.v_strides, a, table, at + j, kv_head));

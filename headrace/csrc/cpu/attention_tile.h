@@ -3,7 +3,7 @@
 // beside keys and values stays in the first-level cache.
 #pragma once
 
-#include "attention_rows.h"
+#include "attention_codes.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -146,7 +146,8 @@ static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch)
   const int32_t* table = a.table + tile.request * a.table_stride;
   for (int64_t at = span.low; at < span.end; at += kTileKeys) {
     const int64_t n = span.end - at < kTileKeys ? span.end - at : kTileKeys;
-    for (int64_t j = 0; j < n; ++j) {
+    if (a.kv_type == kCodes) widen_lots(a, table, at, n, tile.kv_head, t.keys, t.dim, t.values, t.width);
+    for (int64_t j = 0; j < n && a.kv_type != kCodes; ++j) {
       widen_values(a.kv_type, row_at(a.k, a.k_strides, a, table, at + j, tile.kv_head), t.keys + j * t.dim, a.head_dim);
       widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), t.values + j * t.width, a.value_dim);
     }

@@ -41,6 +41,13 @@ class Scratch {
   int64_t size_ = 0;
 };
 
+// Codes instead of numbers, in pages that hold nothing else: a head's part of a lot is as long as the lot's tokens (codes.h).
+inline void lay_out_codes(Attention& a, int64_t page_size, const float* scales) {
+  const int64_t lot = page_size < 16 ? page_size : 16;
+  a.k_strides.head = lot * a.head_dim, a.v_strides.head = lot * a.value_dim;
+  a.scales = scales, a.scale_strides = {2 * a.num_kv_heads * page_size, a.num_kv_heads * page_size};
+}
+
 class AttentionWork {
  public:
   // `a` is any of the layers that are alike: same page table, lengths, heads and window.
@@ -335,6 +342,7 @@ class AttentionWork {
     tile.q = scratch, tile.query_start = query_start, tile.kv_lens = &last, tile.window = first > 0 ? last - first : 0;
     tile.k = static_cast<const char*>(a.k) + item.kv_head * a.k_strides.head * type_bytes(a.kv_type);
     tile.v = static_cast<const char*>(a.v) + item.kv_head * a.v_strides.head * type_bytes(a.kv_type);
+    if (a.scales) tile.scales = a.scales + (item.kv_head << a.page_bits);
     tile.table = a.table + common.members.front().request * a.table_stride, tile.table_stride = 0;
     tile.partial = common_part(a, common, item.chunk, item.kv_head, item.first);
     kernels_.tile(tile, {0, 0, 0, rows}, scratch + padded(rows * a.head_dim));
@@ -351,7 +359,7 @@ class AttentionWork {
     }
   }
 
-  static int64_t type_bytes(int type) { return type == kFloat32 ? 4 : 2; }
+  static int64_t type_bytes(int type) { return type == kFloat32 ? 4 : type == kCodes ? 1 : 2; }
 
   const AttentionKernels& kernels_;
   int64_t num_requests_, members_;

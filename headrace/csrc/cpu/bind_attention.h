@@ -32,7 +32,7 @@ inline void attend(const Attention& a, int64_t num_requests) {
 inline PageStrides strides_of(const Tensor& pages) { return {pages.stride(0), pages.stride(1), pages.stride(2)}; }
 
 inline Tensor paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor query_start, Tensor kv_lens, Tensor page_table, double scale, double softcap,
-                              int64_t window, std::optional<Tensor> sinks) {
+                              int64_t window, std::optional<Tensor> sinks, std::optional<Tensor> scales) {
   STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && q.stride(1) == q.size(2), "q must be [T, H, E], its heads one after the other");
   STD_TORCH_CHECK(k_pages.dim() == 4 && v_pages.dim() == 4 && k_pages.size(1) == v_pages.size(1) && k_pages.size(2) == v_pages.size(2) &&
                       k_pages.size(3) == q.size(2) && k_pages.stride(3) == 1 && v_pages.stride(3) == 1,
@@ -44,8 +44,9 @@ inline Tensor paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q
                       (page_table.size(1) <= 1 || page_table.stride(1) == 1),
                   "one length and row of the page table for each request");
   STD_TORCH_CHECK(!sinks || (sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() && sinks->numel() == q.size(1)), "sinks must be float32 [H]");
-  const int kv_type = float_type(k_pages);
-  STD_TORCH_CHECK(kv_type == float_type(v_pages), "keys and values must be of one type");
+  const int kv_type = page_type(k_pages);
+  STD_TORCH_CHECK(kv_type == page_type(v_pages) && (kv_type != kCodes || v_pages.is_contiguous()), "keys and values must be of one type");
+  check_scales(k_pages, scales);
   Tensor out = empty({q.size(0), q.size(1), v_pages.size(3)}, q);
   Attention a{pointer(q), q.stride(0), float_type(q), writable(out), pointer(k_pages), pointer(v_pages), kv_type, strides_of(k_pages), strides_of(v_pages)};
   while (int64_t{1} << a.page_bits < page_size) ++a.page_bits;
@@ -53,6 +54,7 @@ inline Tensor paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q
   a.query_start = pointer<int32_t>(query_start), a.kv_lens = pointer<int32_t>(kv_lens);
   a.num_heads = q.size(1), a.num_kv_heads = num_kv_heads, a.head_dim = q.size(2), a.value_dim = v_pages.size(3);
   a.scale = static_cast<float>(scale), a.softcap = static_cast<float>(softcap), a.window = window, a.sinks = pointer<float>(sinks);
+  if (kv_type == kCodes) lay_out_codes(a, page_size, pointer<float>(scales));
   attend(a, num_requests);
   return out;
 }
@@ -60,7 +62,7 @@ inline Tensor paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q
 inline void define_attention(Library& m) {
   m.def(
       "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor query_start, Tensor kv_lens, Tensor page_table, float scale, float softcap, int window, "
-      "Tensor? sinks) -> Tensor");
+      "Tensor? sinks, Tensor? scales=None) -> Tensor");
 }
 
 inline void implement_attention(Library& m) { m.impl("paged_attention", TORCH_BOX(&paged_attention)); }

@@ -29,7 +29,7 @@ struct Layer {
   Norm attention_norm, attention_post, mlp_norm, mlp_post;
   Product qkv, output, gate_up, down;
   int64_t cos_sin, rotary_dim, is_interleaved, q_norm, k_norm, head_norm_type;
-  int64_t k_pages, v_pages, page_type, page_size, group;
+  int64_t k_pages, v_pages, scales, page_type, page_size, group;
   int64_t num_heads, num_kv_heads, head_dim, window, sinks, activation;
 };
 constexpr int64_t kFields = sizeof(Layer) / sizeof(int64_t);
@@ -153,6 +153,7 @@ class Step {
     a.query_start = requests.query_start, a.kv_lens = requests.kv_lens;
     a.num_heads = layer.num_heads, a.num_kv_heads = layer.num_kv_heads, a.head_dim = a.value_dim = layer.head_dim;
     a.scale = static_cast<float>(reals.scale), a.softcap = static_cast<float>(reals.softcap), a.window = layer.window, a.sinks = at<float>(layer.sinks);
+    if (layer.page_type == kCodes) lay_out_codes(a, layer.page_size, at<float>(layer.scales));
     for (int64_t i = 0; !is_narrow && i < static_cast<int64_t>(works_.size()); ++i)
       if (is_alike(i, layer)) return works_.push_back(works_[i]);
     works_.push_back(std::make_shared<AttentionWork>(a, requests.count, num_members_));
@@ -245,7 +246,7 @@ class Step {
     return {qkv_, layer.qkv.outputs, in_.type, in_.positions, at<float>(layer.cos_sin), at<int64_t>(in_.groups[layer.group].slots),
             const_cast<void*>(at(layer.k_pages)), const_cast<void*>(at(layer.v_pages)), static_cast<int>(layer.page_type), q_, at(layer.q_norm), at(layer.k_norm),
             static_cast<int>(layer.head_norm_type), layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rotary_dim, layer.is_interleaved != 0,
-            static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
+            static_cast<float>(reals.eps), static_cast<float>(reals.offset), const_cast<float*>(at<float>(layer.scales)), layer.page_size};
   }
 
   packed::Rows rows_of(const packed::Weight& weight, int64_t count, const char* x) const {

@@ -5,7 +5,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
-HEADRACE_INLINE int64_t size_of(int type) { return type == kFloat32 ? 4 : 2; }
+HEADRACE_INLINE int64_t size_of(int type) { return type == kFloat32 ? 4 : type == kCodes ? 1 : 2; }
 
 // `out` has room for whole vectors; what lies beyond n in the last one becomes zero.
 template <class T>

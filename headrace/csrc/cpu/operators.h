@@ -31,6 +31,19 @@ inline int float_type(const Tensor& x) {
   }
 }
 
+// Of pages, which may hold codes with scales, too.
+inline int page_type(const Tensor& pages) { return pages.scalar_type() == ScalarType::Char ? kCodes : float_type(pages); }
+
+inline void check_scales(const Tensor& pages, const std::optional<Tensor>& scales) {
+  const bool has_codes = pages.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK(has_codes == scales.has_value(), "pages of int8, and no others, have scales");
+  if (!has_codes) return;
+  STD_TORCH_CHECK(pages.is_contiguous() && pages.size(3) % 4 == 0, "pages of int8 must be contiguous, head dims multiples of 4");
+  STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->is_contiguous() && scales->dim() == 4 && scales->size(0) == pages.size(0) && scales->size(1) == 2 &&
+                      scales->size(2) == pages.size(2) && scales->size(3) == pages.size(1),
+                  "scales must be float32 [P, 2, K, page]");
+}
+
 inline void check_rows_are_dense(const Tensor& x) { STD_TORCH_CHECK(x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) == 1, "the last dimension must be contiguous"); }
 
 // A new contiguous tensor of x's type; cheaper than torch::stable::empty, which goes through the dispatcher.

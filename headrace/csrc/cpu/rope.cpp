@@ -1,7 +1,7 @@
 // compiled for: scalar avx2 avx512
 #include "rope.h"
 
-#include "convert.h"
+#include "codes.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -36,6 +36,17 @@ static void rotate_head(float* head, const float* cos_sin, const RopeRows& a) {
   });
 }
 
+// One kv head of a row, in floats with room for whole vectors, to its place in pages of codes.
+static void write_codes(const RopeRows& a, int64_t row, int64_t kv_head, bool is_value, const float* head) {
+  alignas(64) int8_t codes[kMostHeadDim + kLanes];
+  const CodeOrder order(a.page_size);
+  const int64_t page = a.slots[row] / a.page_size, place = a.slots[row] % a.page_size, dim = a.head_dim, token = place % order.lot;
+  const int64_t lot = (page * a.page_size + place - token) * a.num_kv_heads * dim + kv_head * order.lot * dim;
+  a.scales[((2 * page + is_value) * a.num_kv_heads + kv_head) * a.page_size + place] = encode(head, dim, codes);
+  if (is_value) place_value(codes, dim, order, token, static_cast<int8_t*>(a.v_pages) + lot);
+  else place_key(codes, dim, order.lot, token, static_cast<int8_t*>(a.k_pages) + lot);
+}
+
 static void rope_write(const RopeRows& a, int64_t begin, int64_t end) {
   alignas(64) float head[kMostHeadDim + kLanes];
   const int64_t size = size_of(a.type), page_size = size_of(a.page_type), dim = a.head_dim;
@@ -57,7 +68,8 @@ static void rope_write(const RopeRows& a, int64_t begin, int64_t end) {
           narrow_values(a.type, head, rounded, dim);
           widen_values(a.type, rounded, head, dim);
         }
-        narrow_values(a.page_type, head, static_cast<char*>(a.k_pages) + place + (h - a.num_heads) * dim * page_size, dim);
+        if (a.page_type == kCodes) write_codes(a, row, h - a.num_heads, false, head);
+        else narrow_values(a.page_type, head, static_cast<char*>(a.k_pages) + place + (h - a.num_heads) * dim * page_size, dim);
       }
     }
     char* v_place = static_cast<char*>(a.v_pages) + place;
@@ -67,7 +79,8 @@ static void rope_write(const RopeRows& a, int64_t begin, int64_t end) {
     }
     for (int64_t h = 0; h < a.num_kv_heads; ++h) {
       widen_values(a.type, in + h * dim * size, head, dim);
-      narrow_values(a.page_type, head, v_place + h * dim * page_size, dim);
+      if (a.page_type == kCodes) write_codes(a, row, h, true, head);
+      else narrow_values(a.page_type, head, v_place + h * dim * page_size, dim);
     }
   }
 }

@@ -7,7 +7,8 @@ namespace headrace {
 
 constexpr int64_t kMostHeadDim = 1024;
 
-// Strides count values. All rows of pages lie one after the other: slot s is at s * num_kv_heads * head_dim.
+// Strides count values. All rows of pages lie one after the other: slot s is at s * num_kv_heads * head_dim, but those of codes,
+// which codes.h tells of.
 struct RopeRows {
   const void* qkv;
   int64_t qkv_stride;
@@ -23,6 +24,8 @@ struct RopeRows {
   int64_t num_heads, num_kv_heads, head_dim, rotary_dim;
   bool interleaved;
   float norm_eps, norm_offset;
+  float* scales = nullptr;  // of page_type kCodes
+  int64_t page_size = 0;
 };
 
 struct RopeKernels {

@@ -71,11 +71,12 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Pages:
-    """``k`` and ``v`` [P, page_size, K, E], contiguous, of cache group ``group``."""
+    """``k`` and ``v`` [P, page_size, K, E], contiguous, of cache group ``group``; of codes, ``scales`` [P, 2, K, page_size]."""
 
     k: torch.Tensor
     v: torch.Tensor
     group: int
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from headrace.kernels.decoder_layers.parts import Heads, LayerParts, Pages, Prod
 from headrace.kernels.native import NATIVE
 
 NOTHING_WANTED = (None,) * 4
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
 class LayerTable:
@@ -67,7 +67,7 @@ class LayerTable:
         return [self._address(rotation.cos_sin), rotation.rotary_dim, int(rotation.interleaved), *norms]
 
     def _pages(self, pages: Pages) -> list[int]:
-        return [self._address(pages.k), self._address(pages.v), _type(pages.k), pages.k.shape[1], pages.group]
+        return [self._address(pages.k), self._address(pages.v), self._address(pages.scales), _type(pages.k), pages.k.shape[1], pages.group]
 
     def _heads(self, heads: Heads) -> list[int]:
         return [heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.window, self._address(heads.sinks)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
+
+import torch
 
 from headrace.kernels.operation import Operation, requires
 
 
 class HeadShape(TypedDict):
     """The constants of a layer, passed as keyword arguments. ``rotary_dim`` <= ``head_dim``; ``interleaved`` rotates
-    pairs (0, 1), (2, 3)... instead of (i, i + rotary_dim / 2). ``norm_*`` matter only with ``q_norm`` and ``k_norm``."""
+    pairs (0, 1), (2, 3)... instead of (i, i + rotary_dim / 2). ``norm_*`` matter only with ``q_norm`` and ``k_norm``, ``scales``
+    only with pages of int8."""
 
     num_heads: int
     num_kv_heads: int
@@ -18,6 +21,7 @@ class HeadShape(TypedDict):
     interleaved: bool
     norm_eps: float
     norm_offset: float
+    scales: NotRequired[torch.Tensor]
 
 
 ROPE_WRITE = Operation("rope_write kernel")
@@ -27,7 +31,8 @@ ROPE_WRITE = Operation("rope_write kernel")
 RMS-normalised and multiplied by ``weight + norm_offset``; with [H * E] and [K * E], all heads of q together, and all of k. The first ``rotary_dim`` dims of q and k are rotated by
 ``cos_sin[positions]`` ([L, rotary_dim] float32: the first half cosines, the second sines; None: no rotation).
 k and v are written at ``slots`` [T] int64 (page * page_size + offset) of the pages [P, page_size, K, E]; several rows may
-carry the same slot only in the null page. Returns q [T, H, E], contiguous, in qkv's dtype; qkv may be overwritten.
+carry the same slot only in the null page. On CPUs pages of int8 take codes (`headrace.kernels.codes`), and ``scales`` what these are
+multiplied with. Returns q [T, H, E], contiguous, in qkv's dtype; qkv may be overwritten.
 """
 
 ROPE_WRITE.add("reference", "headrace.kernels.rope_write.reference:rope_write", doc="plain torch")

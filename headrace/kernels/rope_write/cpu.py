@@ -25,5 +25,5 @@ def rope_write(
         qkv, q_norm, k_norm = torch.cat((q, k, v), dim=-1), None, None
     return ops.rope_write(
         qkv, positions, cos_sin, slots, k_pages, v_pages, q_norm, k_norm, shape["num_heads"], shape["num_kv_heads"], shape["head_dim"],
-        shape["rotary_dim"], shape["interleaved"], shape["norm_eps"], shape["norm_offset"],
+        shape["rotary_dim"], shape["interleaved"], shape["norm_eps"], shape["norm_offset"], shape.get("scales"),
     )

@@ -7,6 +7,7 @@ from typing import Unpack
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.codes import write_codes
 from headrace.kernels.rope_write import HeadShape
 
 
@@ -16,6 +17,7 @@ def rope_write(
 ) -> torch.Tensor:
     """See `ROPE_WRITE`. Su et al., arXiv:2104.09864; norms and rotation are computed in float32."""
     num_heads, num_kv_heads, head_dim = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
+    scales = shape.get("scales")
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if q_norm is not None and k_norm is not None:
@@ -25,6 +27,9 @@ def rope_write(
     if cos_sin is not None:
         qk = rotate(qk, cos_sin.index_select(0, positions), shape["rotary_dim"], shape["interleaved"])
     qk = qk.to(qkv.dtype)
+    if scales is not None:
+        write_codes((k_pages, v_pages), scales, slots, qk[:, num_heads:], v)
+        return qk[:, :num_heads].contiguous()
     k_pages.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, qk[:, num_heads:].to(k_pages.dtype))
     v_pages.view(-1, num_kv_heads, v.shape[-1]).index_copy_(0, slots, v.to(v_pages.dtype))
     return qk[:, :num_heads].contiguous()

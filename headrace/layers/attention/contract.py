@@ -38,10 +38,12 @@ class AttentionGeometry:
 @dataclass(slots=True)
 class KvPages:
     """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous but for values that are
-    in the keys."""
+    in the keys. Where a cache's type is int8, both hold codes in an order of their own, and ``scales`` [P, 2, K, page_size]
+    float32 what they are multiplied with (`headrace.kernels.codes`)."""
 
     k: torch.Tensor
     v: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ class CpuAttention:
         sinks = params.sinks if params.sinks is None else params.sinks.float()
         out = paged_attention(
             q, (pages.k, pages.v), (inputs.query_start, inputs.kv_lens, inputs.page_table), scale=params.scale, softcap=params.softcap,
-            window=params.window, sinks=sinks,
+            window=params.window, sinks=sinks, scales=pages.scales,
         )
         if out is not None:
             return out

@@ -89,7 +89,8 @@ class Attention(AttentionLayer):
     def _attend(self, qkv: torch.Tensor, batch: ForwardBatch, residual: torch.Tensor | None = None) -> torch.Tensor | None:
         pages, step = self.pages, batch.groups[self.group]
         cos_sin = self.rotary.cos_sin if self.rotary else None
-        q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v)
+        codes = {} if pages.scales is None else {"scales": pages.scales}
+        q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)
         if batch.queries is not None:
             q = q.index_select(0, batch.queries)
         return self.output(step.backend.attend(q, pages, self.params).flatten(1), residual)

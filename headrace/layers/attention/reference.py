@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.attention.reference import attend_densely
+from headrace.kernels.codes import read_codes
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
 
 TILE_QUERIES = 256
@@ -81,7 +82,7 @@ class ReferenceAttention:
         for bucket in self._buckets:
             out[bucket.rows] = self._attend_bucket(q[bucket.rows], bucket, pages, params.scale)
         for span in self._spans:
-            k, v = (self._gather(t, span.page_ids)[: span.length].to(q.dtype) for t in (pages.k, pages.v))
+            k, v = (t[: span.length].to(q.dtype) for t in self._gather(pages, span.page_ids))
             if self._is_written_out:
                 out[span.queries] = attend_densely(
                     q[span.queries], k, v, scale=params.scale, window=params.window, softcap=params.softcap, sinks=params.sinks
@@ -95,9 +96,11 @@ class ReferenceAttention:
         window = self.geometry.window
         return max(0, first_query - window + 1) // self.geometry.page_size if window else 0
 
-    def _gather(self, pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
-        """[P, page_size, K, E] to [positions, K, E]."""
-        return pages.index_select(0, page_ids).flatten(0, 1)
+    def _gather(self, pages: KvPages, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [positions, K, E] of some pages."""
+        if pages.scales is not None:
+            return read_codes((pages.k, pages.v), pages.scales, page_ids)
+        return pages.k.index_select(0, page_ids).flatten(0, 1), pages.v.index_select(0, page_ids).flatten(0, 1)
 
     def _make_buckets(self, inputs: AttentionInputs, num_decodes: int) -> list[_DecodeBucket]:
         """Requests whose page counts have the same number of binary digits go together: at most half is padding."""
@@ -127,8 +130,8 @@ class ReferenceAttention:
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = self.geometry.num_kv_heads
         k, v = (
-            self._gather(t, bucket.page_ids).index_fill_(0, bucket.unseen, 0).to(q.dtype).unflatten(0, (num_rows, -1)).transpose(1, 2)
-            for t in (pages.k, pages.v)
+            t.index_fill_(0, bucket.unseen, 0).to(q.dtype).unflatten(0, (num_rows, -1)).transpose(1, 2)
+            for t in self._gather(pages, bucket.page_ids)
         )
         # The query heads that share a kv head stand in for query positions: [n, K, H / K, E] against [n, K, L, E].
         grouped = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

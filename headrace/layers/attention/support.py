@@ -11,11 +11,11 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
-    """Any shape on a CPU, queries and pages in any of three types each."""
+    """Any shape on a CPU, queries in any of three types, pages too, or in 8 bits."""
     if geometry.device != "cpu":
         return "needs a cpu device"
-    if not {geometry.dtype, geometry.kv_dtype} <= {"float32", *HALF_TYPES}:
-        return "takes float32, bfloat16 and float16"
+    if not {geometry.dtype, geometry.kv_dtype} <= {"float32", *HALF_TYPES, "int8"} or geometry.dtype == "int8":
+        return "takes float32, bfloat16 and float16, and pages of int8"
     return None
 
 

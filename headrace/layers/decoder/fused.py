@@ -138,4 +138,4 @@ def _describe_pages(attention: Attention) -> Pages:
     page_size = pages.k.shape[1]
     _require(pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape == pages.v.shape, "pages of another layout")
     _require(pages.k.device.type == "cpu" and page_size & (page_size - 1) == 0, "pages elsewhere, or of odd size")
-    return Pages(pages.k, pages.v, attention.group)
+    return Pages(pages.k, pages.v, attention.group, pages.scales)

@@ -11,7 +11,7 @@ from typing import Literal
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
 
-KV_DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 

@@ -23,7 +23,8 @@ class Pool(Protocol):
         """Bytes of one page of one layer."""
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The page tensors of a model layer of this group; plain keys and values give ``(k, v)``."""
+        """The page tensors of a model layer of this group; plain keys and values give ``(k, v)``, codes
+        their scales, too."""
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy pages in all layers; int64 on the device, targets distinct and disjoint from sources."""

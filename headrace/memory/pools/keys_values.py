@@ -1,4 +1,4 @@
-"""`KeyValuePool`: keys and values as they are. P pages, K kv heads, E head dim."""
+"""`KeyValuePool`: keys and values as they are, or in 8 bits. P pages, K kv heads, E head dim."""
 
 from __future__ import annotations
 
@@ -12,24 +12,34 @@ from headrace.base.cache import CacheGroup, CacheSpec
 ALIGNMENT = 64
 """Bytes; a cache line, and the widest CPU vector."""
 
+CODES = "int8"
+"""The dtype of a spec whose keys and values are kept in 8 bits."""
+
 
 class KeyValuePool:
-    """Per layer k [P, page_size, K, E] and v [P, page_size, K, E_value], contiguous, zero until written."""
+    """Per layer k [P, page_size, K, E] and v [P, page_size, K, E_value], contiguous, zero until written. Of a spec of int8 these are
+    codes, with scales [P, 2, K, page_size] float32, one for each token and kv head, of keys and of values."""
+
+    holds_codes = True
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec, dtype = group.spec, torch_dtype(group.spec)
         k_shape = (group.num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         v_shape = (group.num_pages, page_size, spec.num_kv_heads, spec.value_dim)
-        self._layers = {layer: (allocate_zeros(k_shape, dtype, device), allocate_zeros(v_shape, dtype, device)) for layer in group.layers}
+        shapes = [(k_shape, dtype), (v_shape, dtype)]
+        if dtype == torch.int8:
+            shapes.append(((group.num_pages, 2, spec.num_kv_heads, page_size), torch.float32))
+        self._layers = {layer: tuple(allocate_zeros(*shape, device) for shape in shapes) for layer in group.layers}
         self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
 
     @staticmethod
     def page_bytes(spec: CacheSpec, page_size: int) -> int:
         """Bytes of one page of one layer."""
-        return page_size * spec.num_kv_heads * (spec.head_dim + spec.value_dim) * torch_dtype(spec).itemsize
+        scale_bytes = 2 * torch.float32.itemsize if torch_dtype(spec) == torch.int8 else 0
+        return page_size * spec.num_kv_heads * ((spec.head_dim + spec.value_dim) * torch_dtype(spec).itemsize + scale_bytes)
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(k, v)`` of a model layer."""
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """``(k, v)`` of a model layer, or ``(k, v, scales)``."""
         return self._layers[layer]
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:

@@ -87,7 +87,7 @@ class OfflineBenchOptions(_Section):
 class QualityOptions(_Section):
     """What ``headrace bench quality`` takes besides the engine's options."""
 
-    compare: str = option("int8,int4", "comma-separated forms of weights to compare with plain ones; stored: as a GGUF file has them", metavar="NAMES")
+    compare: str = option("int8,int4", "comma-separated forms of weights to compare with plain ones; stored: as a GGUF file has them; w8a8/int8: the type of cached keys and values after a slash", metavar="NAMES")
     text: str | None = option(None, "file with the text to read; default: a few pages of public-domain English that come with Headrace", metavar="FILE")
     window: int = option(512, "tokens read at a time; each window starts anew", low=64, high=8192)
     max_tokens: int = option(4096, "tokens of the text that are read at most", low=64)

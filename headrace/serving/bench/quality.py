@@ -1,4 +1,5 @@
-"""``headrace bench quality``: what a smaller form of weights costs, measured against the plain ones on a real text.
+"""``headrace bench quality``: what a smaller form of weights costs, or of cached keys and values, measured against the plain ones
+on a real text.
 
 Each window of the text is read by both models. Perplexity is exp of the mean loss on the text's tokens. The KL divergence of
 the smaller model's next-token distribution from the plain one's is taken over the tokens that both find likeliest, all
@@ -81,7 +82,8 @@ def read_text(path: str | None) -> str:
 def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> Reading:
     from headrace import LLM
 
-    engine = {**engine_options, "quantization": weights}
+    form, _, kv_dtype = weights.partition("/")
+    engine = {**engine_options, "quantization": form, **({"kv_dtype": kv_dtype} if kv_dtype else {})}
     engine.setdefault("max_model_len", max(options.window, PROMPT_LEN + OUTPUT_LEN) + 1)
     with LLM(engine.pop("model"), **engine) as llm:
         ids = llm.tokenizer.encode(text, add_special_tokens=False)[: options.max_tokens]

@@ -89,6 +89,8 @@ def test_each_form_is_read_beside_the_plain_one(monkeypatch, tmp_path):
     assert rows[1].kl == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6), abs=1e-6)
     assert [row.same_len for row in rows] == [32, 16, 10]
     assert "int8" in console.file.getvalue() and json.loads(path.read_text())["num_tokens"] == 99 + 99 + 49
+    run_quality_bench(QualityOptions(compare="int8/int8", window=100, max_tokens=250), None, model="m")
+    assert (FakeLlm.made[-1]["quantization"], FakeLlm.made[-1]["kv_dtype"]) == ("int8", "int8") and "kv_dtype" not in FakeLlm.made[-2]
     for wrong in ({"compare": " ,"}, {"text": str(tmp_path / "short.txt")}):
         (tmp_path / "short.txt").write_text("too short")
         with pytest.raises(ConfigError):

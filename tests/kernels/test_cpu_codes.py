@@ -1,0 +1,168 @@
+"""Keys and values in 8 bits on CPUs: what is written, what attention makes of it, in C++ and in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import Case, Problem, make_problem
+from cpu_isas import isa  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from headrace.kernels import native
+from headrace.kernels.codes import encode, read_codes, write_codes
+from headrace.kernels.rope_write import cpu, reference
+from headrace.layers.attention import ATTENTION_BACKENDS
+from headrace.layers.attention.contract import KvPages
+from headrace.layers.attention.cpu import CpuAttention
+from headrace.layers.attention.reference import ReferenceAttention
+
+CPU = torch.device("cpu")
+MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
+SHARING = tuple((1, 130 + 37 * i) for i in range(7))
+CASES = {
+    "mixed": Case(MIXED),
+    "big-pages": Case(MIXED, page_size=64),
+    "pages-of-eight": Case(MIXED, page_size=8),
+    "pages-of-one": Case(MIXED, page_size=1, num_heads=7, num_kv_heads=1),
+    "pages-of-two": Case(MIXED, page_size=2, window=9),
+    "multi-head": Case(MIXED, num_heads=3, num_kv_heads=3),
+    "group-3": Case(MIXED, num_heads=9, num_kv_heads=3),
+    "group-8": Case(MIXED, num_heads=16, num_kv_heads=2, head_dim=32),
+    "group-too-large-to-decode": Case(MIXED, num_heads=36, num_kv_heads=2),
+    "dim-8": Case(MIXED, head_dim=8),
+    "dim-36": Case(MIXED, head_dim=36, num_heads=6),
+    "dim-80": Case(MIXED, head_dim=80),
+    "dim-96": Case(MIXED, head_dim=96, page_size=32),
+    "dim-128": Case(MIXED, head_dim=128, page_size=128),
+    "dim-256": Case(((1, 40), (9, 50)), head_dim=256),
+    "window": Case(MIXED, window=9),
+    "window-of-one": Case(MIXED, window=1),
+    "window-over-pages": Case(((1, 150), (33, 150)), window=50, page_size=64),
+    "window-over-tiles": Case(((1, 700), (640, 700), (300, 650)), window=70, num_heads=2, num_kv_heads=1),
+    "softcap": Case(MIXED, softcap=2.0),
+    "sinks": Case(MIXED, has_sinks=True),
+    "all": Case(MIXED, window=12, softcap=2.0, has_sinks=True, head_dim=80),
+    "shared-pages": Case((*SHARING, (40, 400)), num_heads=9, num_kv_heads=3, shared_pages=8),
+    "shared-pages-and-sinks": Case(SHARING, num_heads=8, num_kv_heads=1, head_dim=128, has_sinks=True, page_size=64, shared_pages=2),
+    "shared-pages-prompts": Case(((1, 400), (1, 300), (2, 300), (8, 290), (5, 310), (16, 330), (40, 600)), num_heads=9, num_kv_heads=3, shared_pages=8),
+    "shared-pages-prompts-all": Case(((4, 200), (6, 140), (3, 131)), num_heads=8, num_kv_heads=2, head_dim=40, has_sinks=True, softcap=2.0, shared_pages=8),
+    "long": Case(((1, 1000), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2),
+    "steep": Case(((1, 700), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2, steepness=6.0),
+}
+TOLERANCE = 1.2e-2
+"""Beside what rounding keys and values costs: queries, and weights for each 32 keys, are rounded to 8 bits, too."""
+
+
+def code_problem(case: Case, dtype: torch.dtype) -> Problem:
+    """The same with pages of codes, and the answer for what these hold. What nobody wrote holds scales that are no numbers."""
+    problem = make_problem(case, "cpu", torch.float32)
+    k, v = problem.pages.k, problem.pages.v
+    pages = empty_pages(*k.shape)
+    written = ~k.isnan().flatten(2).any(-1).flatten()
+    slots = torch.where(written)[0]
+    write_codes((pages.k, pages.v), pages.scales, slots, k.flatten(0, 1)[slots], v.flatten(0, 1)[slots])
+    exact = read_codes((pages.k, pages.v), pages.scales, torch.arange(len(k)))
+    problem.q = problem.q.to(dtype)
+    plain = KvPages(*(x.nan_to_num().unflatten(0, k.shape[:2]) for x in exact))
+    backend = ReferenceAttention(problem.geometry, CPU)
+    backend.prepare(problem.inputs)
+    problem.expected = backend.attend(problem.q.float(), plain, problem.params).double()
+    problem.pages = pages
+    problem.geometry = replace(problem.geometry, dtype=str(dtype).removeprefix("torch."), kv_dtype="int8")
+    return problem
+
+
+def empty_pages(num_pages: int, page_size: int, num_kv_heads: int, dim: int) -> KvPages:
+    k, v = (torch.randint(-127, 128, (num_pages, page_size, num_kv_heads, dim), dtype=torch.int8) for _ in "kv")
+    return KvPages(k, v, torch.full((num_pages, 2, num_kv_heads, page_size), float("nan")))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_that_over_what_codes_stand_for(name: str, dtype: torch.dtype):
+    problem = code_problem(CASES[name], dtype)
+    assert ATTENTION_BACKENDS.choose(problem.geometry) is CpuAttention
+    steep = CASES[name].steepness
+    assert problem.error(problem.run(CpuAttention(problem.geometry, CPU))) < TOLERANCE * steep
+
+
+@pytest.mark.parametrize("name", ["mixed", "pages-of-two", "sinks", "shared-pages"])
+def test_plain_torch_reads_codes(name: str, monkeypatch: pytest.MonkeyPatch):
+    problem = code_problem(CASES[name], torch.float32)
+    monkeypatch.setattr(native.NATIVE, "find", lambda: None)
+    assert problem.error(problem.run(CpuAttention(problem.geometry, CPU))) < 1e-5
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_shares_of_work_give_the_same(threads: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    problem = code_problem(Case(((1, 1), (1, 2400), (1, 129), (1, 33), (1, 32), (30, 500)), num_heads=6, window=200), torch.bfloat16)
+    backend = CpuAttention(problem.geometry, CPU)
+    first, second = problem.run(backend), problem.run(backend)
+    torch.set_num_threads(before)
+    assert problem.error(first) < TOLERANCE
+    assert torch.equal(first, second)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("page_size", "heads", "dim", "dtype"), [
+    (16, (9, 3), 64, torch.bfloat16), (32, (4, 2), 80, torch.float32), (1, (2, 1), 8, torch.float16), (2, (4, 4), 36, torch.bfloat16), (8, (3, 1), 256, torch.float32),
+])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_write_makes_the_codes_of_plain_torch(page_size: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, normed: bool):
+    rng = torch.Generator().manual_seed(1)
+    tokens, (num_heads, num_kv_heads) = 19, heads
+    qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * dim, generator=rng).to(dtype)
+    qkv[3] = 0.0
+    positions, slots = torch.randint(0, 50, (tokens,), generator=rng), torch.randperm(64, generator=rng)[:tokens]
+    cos_sin = torch.randn(50, dim, generator=rng)
+    norms = dict(q_norm=torch.rand(dim, generator=rng).to(dtype), k_norm=torch.rand(dim, generator=rng).to(dtype)) if normed else {}
+    shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, rotary_dim=dim, interleaved=False, norm_eps=1e-6, norm_offset=0.0)
+    pages = [empty_pages(64 // page_size, page_size, num_kv_heads, dim) for _ in range(2)]
+    pages[1] = KvPages(pages[0].k.clone(), pages[0].v.clone(), pages[0].scales.clone())
+    queries = [
+        solution.rope_write(qkv.clone(), positions, cos_sin, slots, own.k, own.v, scales=own.scales, **norms, **shape)
+        for solution, own in zip((reference, cpu), pages, strict=True)
+    ]
+    assert torch.allclose(queries[0].float(), queries[1].float(), rtol=2e-2, atol=1e-5)
+    for name in ("k", "v"):
+        codes = [getattr(own, name).int() for own in pages]
+        assert int((codes[0] - codes[1]).abs().max()) <= 1 + 2 * (name == "k" and dtype == torch.bfloat16)
+    scales = [own.scales.nan_to_num(-1.0) for own in pages]
+    assert torch.allclose(*scales, rtol=1e-2)
+    assert not torch.equal(scales[0], torch.full_like(scales[0], -1.0))
+
+
+@given(arrays("float32", (3, 2, 8), elements=st.floats(-1e6, 1e6, width=32)), st.sampled_from([1, 2, 4, 16, 64]))
+@settings(max_examples=40, deadline=None)
+def test_a_number_is_kept_to_half_of_its_scale(x, page_size: int):
+    numbers = torch.from_numpy(x)
+    pages = empty_pages(64 // page_size, page_size, 2, 8)
+    slots = torch.tensor([0, 5, 63])
+    write_codes((pages.k, pages.v), pages.scales, slots, numbers, -numbers)
+    k, v = (t[slots] for t in read_codes((pages.k, pages.v), pages.scales, torch.arange(64 // page_size)))
+    _, scale = encode(numbers)
+    bound = 0.5001 * scale[..., None] + 1e-30
+    assert bool(((k - numbers).abs() <= bound).all() and ((v + numbers).abs() <= bound).all())
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", [1, 2])
+def test_what_is_no_number_is_not_hidden(broken: float, side: int):
+    pages = empty_pages(1, 16, 1, 32)
+    qkv = torch.randn(5, 3 * 32)
+    qkv[2, side * 32 + 7] = broken
+    shape = dict(num_heads=1, num_kv_heads=1, head_dim=32, rotary_dim=0, interleaved=False, norm_eps=1e-6, norm_offset=0.0)
+    problem = make_problem(Case(((1, 5),), num_heads=1, num_kv_heads=1, head_dim=32), "cpu", torch.float32)
+    problem.inputs.page_table.zero_()
+    q = cpu.rope_write(qkv, torch.arange(5), None, torch.arange(5), pages.k, pages.v, scales=pages.scales, **shape)
+    problem.pages, problem.q = pages, q[4:]
+    assert not bool(problem.run(CpuAttention(replace(problem.geometry, kv_dtype="int8"), CPU)).isfinite().all())
