@@ -214,16 +214,22 @@ void multiply_groups(const Weight& weight, const GroupPanel& panel, const Rows& 
     if constexpr (kIsInt4 && !kIsOpen) at = dot_nibbles<R>(at, x, padded, acc);
     else at = dot_bytes<R, std::conditional_t<kIsInt4, Nibbles, SignedCodes>>(at, x, padded, acc);
     for (int r = 0; r < R; ++r) std::conditional_t<kIsInt4, Nibbles, SignedCodes>::finish(acc[r]);
+    __m256 scale[2], least[2];
     for (int i = 0; i < 2; ++i) {
       const int64_t place = g * kPanel + 8 * i;
-      const __m256 scale = kIsOpen ? _mm256_loadu_ps(panel.open_scales + place) : load_float16(panel.scales + place);
-      for (int r = 0; r < R; ++r) {
-        const __m256 by = _mm256_mul_ps(scale, _mm256_broadcast_ss(x_scales + r * groups + g));
-        total[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][i]), by, total[r][i]);
-      }
-      if (!has_mins) continue;
-      const __m256 least = kIsOpen ? _mm256_loadu_ps(panel.open_mins + place) : load_float16(panel.mins + place);
-      for (int r = 0; r < R; ++r) total[r][i] = _mm256_fmadd_ps(least, _mm256_broadcast_ss(x_sums + r * groups + g), total[r][i]);
+      scale[i] = kIsOpen ? _mm256_loadu_ps(panel.open_scales + place) : load_float16(panel.scales + place);
+      if (has_mins) least[i] = kIsOpen ? _mm256_loadu_ps(panel.open_mins + place) : load_float16(panel.mins + place);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 x_scale = _mm256_broadcast_ss(x_scales + r * groups + g);
+      for (int i = 0; i < 2; ++i) total[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][i]), _mm256_mul_ps(scale[i], x_scale), total[r][i]);
+    }
+    if (!has_mins) continue;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 x_sum = _mm256_broadcast_ss(x_sums + r * groups + g);
+      for (int i = 0; i < 2; ++i) total[r][i] = _mm256_fmadd_ps(least[i], x_sum, total[r][i]);
     }
   }
   for (int r = 0; r < R; ++r)
