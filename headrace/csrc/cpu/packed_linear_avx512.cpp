@@ -7,7 +7,9 @@
 namespace headrace::HEADRACE_ISA {
 namespace {
 
-constexpr int64_t kAhead = 32 * 64;  // bytes fetched ahead of the loads; the hardware stops at the end of a page
+// Bytes fetched ahead of the loads, to the first and to the second-level cache; the hardware stops at the end of a page. With
+// both, memory is read as fast as without any arithmetic; with the first alone at an eighth less.
+constexpr int64_t kAhead = 1 << 10, kFarAhead = 1 << 14;
 constexpr int64_t kMostRows = 8;
 
 RowForm choose_form(const Weight& weight, int64_t, bool is_half) {
@@ -21,6 +23,7 @@ constexpr int chains_of(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows 
 
 inline __m512i load(const uint32_t* words) {
   _mm_prefetch(reinterpret_cast<const char*>(words) + kAhead, _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(words) + kFarAhead, _MM_HINT_T1);
   return _mm512_loadu_si512(words);
 }
 
