@@ -1,4 +1,4 @@
-"""How weights lie in memory for packed products, and the ways into and out of that layout, in plain torch.
+"""How weights lie in memory for packed products, and the ways into and out of that layout.
 
 A weight [O, I] is cut into panels of 16 outputs; a panel holds 32-bit words [W, 16], word w of all its outputs side by side,
 so that a product reads memory once and in order. What a word holds is said at `Format`; inputs are padded to 64, outputs
@@ -14,6 +14,9 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.native.loading import NATIVE
+
+NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 PANEL = 16
 GROUP = 32
 PAD = 64
@@ -80,23 +83,39 @@ def pad_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def allocate(form: Format, out_width: int, in_width: int, *, has_mins: bool = True) -> PackedMatrix:
-    """A matrix of zeros."""
+def allocate(form: Format, out_width: int, in_width: int, *, has_mins: bool = True, is_blank: bool = True) -> PackedMatrix:
+    """A matrix of zeros, or of anything if it need not be blank."""
+    make = torch.zeros if is_blank else torch.empty
     panels, padded = pad_up(out_width, PANEL) // PANEL, pad_up(in_width, PAD)
-    words = torch.zeros(panels, padded // form.per_word, PANEL, dtype=torch.int32)
+    words = make(panels, padded // form.per_word, PANEL, dtype=torch.int32)
     if form.is_exact:
         return PackedMatrix(form, out_width, in_width, words)
     if form is Format.INT8:
-        return PackedMatrix(form, out_width, in_width, words, torch.zeros(panels * PANEL))
-    scales, mins = (torch.zeros(panels, padded // GROUP, PANEL, dtype=torch.float16) for _ in range(2))
+        return PackedMatrix(form, out_width, in_width, words, make(panels * PANEL))
+    scales, mins = (make(panels, padded // GROUP, PANEL, dtype=torch.float16) for _ in range(2))
     return PackedMatrix(form, out_width, in_width, words, scales, mins if has_mins else None)
 
 
 def pack_floats(weight: torch.Tensor) -> PackedMatrix:
     """A float32 or bfloat16 weight as it is."""
-    packed = allocate(Format.BFLOAT16 if weight.dtype == torch.bfloat16 else Format.FLOAT32, *weight.shape)
+    form = Format.BFLOAT16 if weight.dtype == torch.bfloat16 else Format.FLOAT32
+    native = pack_natively(form, weight)
+    if native is not None:
+        return native
+    packed = allocate(form, *weight.shape)
     for at, rows in chunks(weight):
         put_words(packed, at, F.pad(rows, (0, -rows.shape[1] % PAD)).view(torch.int32))
+    return packed
+
+
+def pack_natively(form: Format, weight: torch.Tensor) -> PackedMatrix | None:
+    """A plain weight in a format; codes of the groups of 8 bits have no mins. None while there are no kernels, or for a weight that
+    these do not take."""
+    ops = NATIVE.find()
+    if ops is None or weight.dtype not in NATIVE_TYPES or weight.stride(-1) != 1 or weight.device.type != "cpu":
+        return None
+    packed = allocate(form, *weight.shape, has_mins=form is Format.INT4_GROUP, is_blank=False)
+    ops.pack_weight(weight, form.value, packed.words, packed.scales, packed.mins)
     return packed
 
 

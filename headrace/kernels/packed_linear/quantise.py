@@ -1,5 +1,5 @@
 """Plain weights to 8 and 4 bits, in packed layout: 8 symmetric ones with a scale per output or per 32 inputs, 4 with a scale and
-a min per 32 inputs."""
+a min per 32 inputs. Own C++ makes the same of them, to the last bit, as plain torch does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from headrace.kernels.packed_linear.layout import (
     PackedMatrix,
     allocate,
     chunks,
+    pack_natively,
     put_codes,
     put_groups,
 )
@@ -24,6 +25,9 @@ SHRINKS = (1.0, 0.92, 0.84)
 
 def quantise_int8(weight: torch.Tensor) -> PackedMatrix:
     """Codes are round(value / scale), scale = the output's largest magnitude / 127."""
+    packed = pack_natively(Format.INT8, weight)
+    if packed is not None:
+        return packed
     packed = allocate(Format.INT8, *weight.shape)
     for at, rows in chunks(weight):
         values = rows.float()
@@ -35,6 +39,9 @@ def quantise_int8(weight: torch.Tensor) -> PackedMatrix:
 
 def quantise_int8_groups(weight: torch.Tensor) -> PackedMatrix:
     """The same with a scale, rounded to float16, for every 32 inputs."""
+    packed = pack_natively(Format.INT8_GROUP, weight)
+    if packed is not None:
+        return packed
     packed = allocate(Format.INT8_GROUP, *weight.shape, has_mins=False)
     for at, rows in chunks(weight):
         groups = F.pad(rows.float(), (0, -rows.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
@@ -47,6 +54,9 @@ def quantise_int8_groups(weight: torch.Tensor) -> PackedMatrix:
 
 def quantise_int4(weight: torch.Tensor) -> PackedMatrix:
     """Codes are round((value - min) / scale); of a few ranges for each group, the one of least squared error."""
+    packed = pack_natively(Format.INT4_GROUP, weight)
+    if packed is not None:
+        return packed
     packed = allocate(Format.INT4_GROUP, *weight.shape)
     for at, rows in chunks(weight):
         codes, scales, mins = choose_codes(rows.float())
@@ -64,7 +74,7 @@ def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
         cut = (high - low) * ((1.0 - shrink) / 2)
         scale, least = ((high - low) * (shrink / MOST_INT4)).half().float(), (low + cut).half().float()
         codes = ((groups - least) * _inverse(scale)).round_().clamp_(0, MOST_INT4)
-        loss = (codes * scale).add_(least).sub_(groups).square_().sum(dim=2, keepdim=True)
+        loss = _add_halves((codes * scale).add_(least).sub_(groups).square_())
         if best is None:
             best = loss, codes, scale, least
         else:
@@ -72,6 +82,13 @@ def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
             best = tuple(torch.where(is_better, new, old) for new, old in zip((loss, codes, scale, least), best, strict=True))
     _, codes, scale, least = best
     return codes.to(torch.uint8).flatten(1)[:, : values.shape[1]], scale.squeeze(2), least.squeeze(2)
+
+
+def _add_halves(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension, a power of two, in an order that is told: halves are added until one value is left."""
+    while values.shape[-1] > 1:
+        values = torch.add(*values.chunk(2, dim=-1))
+    return values
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
