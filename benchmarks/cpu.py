@@ -77,11 +77,12 @@ def candidates(args: argparse.Namespace) -> list[tuple[Server, str]]:
     """Servers to measure, and whose goals are theirs."""
     found: list[tuple[Server, str]] = []
     checkpoint, cores = args.checkpoint or args.model, sorted(os.sched_getaffinity(0))
+    flags, kind = args.flags.split(), f" {args.flags}" if args.flags else ""
     for dtype in filter(None, args.dtypes.split(",")):
         model = args.model if dtype == "auto" else checkpoint
-        found.append((headrace(model, ["--dtype", dtype, *args.flags.split()], f"headrace {dtype}"), "bf16"))
+        found.append((headrace(model, ["--dtype", dtype, *flags], f"headrace {dtype}{kind}"), "bf16"))
     for scheme in filter(None, args.quantizations.split(",")):
-        found.append((headrace(checkpoint, ["--quantization", scheme, *args.flags.split()], f"headrace {scheme}"), "int8"))
+        found.append((headrace(checkpoint, ["--quantization", scheme, *flags], f"headrace {scheme}{kind}"), "int8"))
     if args.peers:
         paths = args.llama_models.split(",") if args.llama_models else [found for found in [gguf_of(PACKAGE)] if found]
         servers = [llama_cpp(program, Path(path), len(cores)) for program in args.llama_servers.split(",") for path in paths]
