@@ -33,9 +33,14 @@ HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_dep
     for (int u = 0; u < 2; ++u) store(c + r * kWide + u * kLanes, acc[r][u]);
 }
 
-static void multiply(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t count, int64_t depth, const float* fades) {
+// `next` advances once for each block.
+template <class F>
+HEADRACE_INLINE void multiply(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t count, int64_t depth, const float* fades, F& next) {
   int64_t r = 0;
-  for (; r + kBlock <= count; r += kBlock) multiply_block<kBlock>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
+  for (; r + kBlock <= count; r += kBlock) {
+    next.advance();
+    multiply_block<kBlock>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
+  }
   for (; r + 4 <= count; r += 4) multiply_block<4>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
   for (; r < count; ++r) multiply_block<1>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
 }
@@ -47,7 +52,7 @@ struct TileBuffers {
   float *top, *total, *fades;                // [M], [M], [W]
 
   // Rows that go through keys and values that were laid out once: as many as the second-level cache holds.
-  static int64_t most_rows(const Attention& a) { return clamp(49152 / (a.head_dim + a.value_dim) / 32 * 32, 96, 384); }
+  static int64_t most_rows(const Attention& a) { return clamp(98304 / (a.head_dim + a.value_dim) / 32 * 32, 96, 768); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kWide), e = padded(a.head_dim), v = padded(a.value_dim);
     return (e + v) * (m + kTileKeys) + kTileKeys * kWide + 2 * m + kWide;
@@ -123,13 +128,25 @@ static void mask(const Attention& a, float* logits, const Span& span, int64_t m,
   }
 }
 
+// Keys and values of a block on their way, a row at a time between products: of many lines at once, processors leave most out.
+struct NextRows {
+  const Attention& a;
+  const int32_t* table;
+  int64_t kv_head, at, end, slots;  // positions; how often it advances before they are needed
+  int64_t count = end - at, credit = 0;
+
+  HEADRACE_INLINE void advance() {
+    for (credit += count; credit >= slots && at < end; credit -= slots, ++at) fetch_rows(a, table, at, 1, end, kv_head);
+  }
+};
+
 // Keys [at, at + n) times the rows of the panel that begins with row m.
-static void run_panel(const Attention& a, const TileBuffers& t, const Span& span, int64_t m, int64_t at, int64_t n) {
-  multiply(t.keys, t.dim, 1, t.q + m * t.dim, t.logits, n, a.head_dim, nullptr);
+static void run_panel(const Attention& a, const TileBuffers& t, const Span& span, int64_t m, int64_t at, int64_t n, NextRows& next) {
+  multiply(t.keys, t.dim, 1, t.q + m * t.dim, t.logits, n, a.head_dim, nullptr, next);
   if (a.softcap > 0.0f) cap_logits(t.logits, n * kWide, a.softcap);
   if (at + n - 1 > span.position(m) || a.window > 0) mask(a, t.logits, span, m, at, n);
   soften_columns(t.logits, n, t.top + m, t.total + m, t.fades);
-  multiply(t.values, 1, t.width, t.logits, t.sums + m * t.width, a.value_dim, n, t.fades);
+  multiply(t.values, 1, t.width, t.logits, t.sums + m * t.width, a.value_dim, n, t.fades, next);
 }
 
 static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch) {
@@ -151,11 +168,11 @@ static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch)
       widen_values(a.kv_type, row_at(a.k, a.k_strides, a, table, at + j, tile.kv_head), t.keys + j * t.dim, a.head_dim);
       widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), t.values + j * t.width, a.value_dim);
     }
-    for (int64_t m = 0; m < tile.num_rows; m += kWide) {  // of the next block, some keys for each panel: memory takes its time
-      const int64_t next = kTileKeys * m / t.rows, last_next = kTileKeys * (m + kWide) / t.rows;
-      fetch_rows(a, table, at + kTileKeys + next, last_next - next, span.end, tile.kv_head);
+    const int64_t after = at + kTileKeys, blocks = (n + a.value_dim) / kBlock;
+    NextRows next{a, table, tile.kv_head, after, after + kTileKeys < span.end ? after + kTileKeys : span.end, t.rows / kWide * blocks};
+    for (int64_t m = 0; m < tile.num_rows; m += kWide) {
       const int64_t last = span.position(m + kWide <= tile.num_rows ? m + kWide - 1 : tile.num_rows - 1), seen = last + 1 - at;
-      if (seen > 0) run_panel(a, t, span, m, at, seen < n ? seen : n);
+      if (seen > 0) run_panel(a, t, span, m, at, seen < n ? seen : n, next);
     }
   }
   for (int64_t r = 0; r < tile.num_rows; ++r) {
