@@ -4,7 +4,7 @@ it, one token on. R requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,16 +15,25 @@ from headrace.execution.sampling import SampleBatch
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """``plan_rows`` and ``begins`` are the plan's. Longest first are ``rows`` and ``ends`` [R], their lengths after the step: the
-    device's last programs are then short ones, and none of its processors waits long for them. ``places``: where the plan's
-    spans are in that order."""
+    """``plan_rows`` and ``begins`` are the plan's. ``requests`` [2, R] are rows and, below, their lengths after the step, longest
+    first: the device's last programs are then short ones, and none of its processors waits long for them. ``places``: where
+    the plan's spans are in that order."""
 
     plan_rows: list[int]
     begins: list[int]
-    rows: np.ndarray
-    ends: np.ndarray
+    requests: np.ndarray
     places: list[int]
     batch: SampleBatch
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[R]."""
+        return self.requests[0]
+
+    @property
+    def ends(self) -> np.ndarray:
+        """[R]."""
+        return self.requests[1]
 
     @classmethod
     def of(cls, plan: StepPlan, state: Rows) -> Decodes:
@@ -34,13 +43,14 @@ class Decodes:
         state.require(rows)
         order = np.argsort(-ends, kind="stable")
         places = np.argsort(order)
-        rows, ends = rows[order], ends[order]
-        return cls(plan.rows, plan.begins, rows, ends, list(map(int, places)), SampleBatch.of(rows, ends, state))
+        requests = np.stack((rows[order], ends[order]))
+        return cls(plan.rows, plan.begins, requests, list(map(int, places)), SampleBatch.of(*requests, state))
 
     def follow(self, plan: StepPlan, state: Rows) -> Decodes:
         """Read a plan behind this one. No row may have been started in between: it would have been computed by a step that is
         not of decodes."""
         if plan.rows != self.plan_rows or plan.begins != [begin + 1 for begin in self.begins]:
             return Decodes.of(plan, state)
-        batch = replace(self.batch, output_lens=self.batch.output_lens + 1)
-        return replace(self, begins=plan.begins, ends=self.ends + 1, batch=batch)
+        requests = self.requests.copy()
+        requests[1] += 1
+        return Decodes(plan.rows, plan.begins, requests, self.places, self.batch.advance())

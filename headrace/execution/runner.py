@@ -152,8 +152,7 @@ class Runner:
         sent = upload.send(self._device)
         filling = self._grammars.begin(batch) if self._grammars is not None else None
         self._apply_pages(plan, sent)
-        requests = torch.from_numpy(np.stack((decodes.rows, decodes.ends)))
-        logits, likeliest = step.run(requests, self._rows.last_token, self._tables.tensor, is_greedy=batch.is_greedy)
+        logits, likeliest = step.run(torch.from_numpy(decodes.requests), self._rows.last_token, self._tables.tensor, is_greedy=batch.is_greedy)
         if logits is None:
             draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
         else:

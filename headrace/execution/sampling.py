@@ -52,6 +52,12 @@ class SampleBatch:
         top_counts = [state[int(row)].sampling.num_logprobs for row in rows[logged]]
         return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, constrained, logged, top_counts)
 
+    def advance(self) -> SampleBatch:
+        """The same rows, one token on."""
+        return SampleBatch(
+            self.rows, self.output_lens + 1, self.random, self.penalised, self.ruled, self.constrained, self.logged, self.top_counts,
+        )
+
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest tokens are all that is asked."""
