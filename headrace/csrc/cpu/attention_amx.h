@@ -1,4 +1,4 @@
-// Tiles of bfloat16 by AMX: 32 query rows at a time against a step of keys that are packed once for all rows of the tile.
+// Tiles of bfloat16, or of codes, by AMX: 32 query rows at a time against a step of keys that are packed once for all rows of the tile.
 // Intel's software developer's manual, volume 1, chapter 18. TDPBF16PS multiplies a tile [16, 32] by one of 32 inputs by 16
 // outputs whose rows hold two inputs each: (input 2i, input 2i + 1) of output 0, of output 1, ...
 //
@@ -17,21 +17,26 @@ constexpr int64_t kAmxRows = 32;   // rows of a unit
 constexpr int64_t kTileValues = 512;
 constexpr int64_t kSkew = 144;     // floats between buffers, so that equal places of them do not share the low bits of an address
 
+// Of codes, keys and queries are bytes, twice as many to a tile: E counts pairs of them then, and what their products are multiplied
+// with lies beside. Values become bfloat16.
 struct AmxBuffers {
   int64_t rows, dim, width, keys_of_block;  // M, E and V, padded to 32; N
+  bool has_codes;
   bf16 *q, *keys, *values;                  // [M, E]; [N / 16, E / 32] and [N / 32, V / 16] tiles of 512
   float* logits[2];                         // [32, step]
   bf16* weights[2];                         // [step / 32, 32, 32]
   float *sums, *total, *added, *top, *shift, *fades[2];  // [M, V]; [M, 16], [32, 16]: sums of each lane; [M], [M], [32]
+  float *query_scales, *key_scales;                      // [M], [N]; of codes
 
   // The rows of a tile that are worth packing keys for, and the keys of a block: both stay in the second-level cache.
   static int64_t most_rows(const Attention& a) { return clamp(600 * 1024 / (2 * a.head_dim + 4 * a.value_dim) / kAmxRows * kAmxRows, 192, 1536); }
   static int64_t block_keys(int64_t dim, int64_t width) { return clamp((int64_t{1} << 17) / (dim + width) / kAmxStep * kAmxStep, kAmxStep, 1024); }
+  static int64_t dim_of(const Attention& a) { return a.kv_type == kCodes ? padded(a.head_dim, 64) / 2 : padded(a.head_dim, 32); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
-    const int64_t m = padded(num_rows, kAmxRows), e = padded(a.head_dim, 32), v = padded(a.value_dim, 32), n = block_keys(e, v);
-    return m * e / 2 + n * (e + v) / 2 + kAmxRows * kAmxStep * 3 + 4 * kSkew + m * v + m * 18 + kAmxRows * 18;
+    const int64_t m = padded(num_rows, kAmxRows), e = dim_of(a), v = padded(a.value_dim, 32), n = block_keys(e, v);
+    return m * e / 2 + n * (e + v) / 2 + kAmxRows * kAmxStep * 3 + 4 * kSkew + m * v + m * 19 + kAmxRows * 18 + n;
   }
-  AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(padded(a.head_dim, 32)), width(padded(a.value_dim, 32)), keys_of_block(block_keys(dim, width)) {
+  AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(dim_of(a)), width(padded(a.value_dim, 32)), keys_of_block(block_keys(dim, width)), has_codes(a.kv_type == kCodes) {
     float* at = scratch;
     const auto take = [&](int64_t size) { return (at += size) - size; };
     q = reinterpret_cast<bf16*>(take(rows * dim / 2));
@@ -42,6 +47,7 @@ struct AmxBuffers {
     }
     sums = take(rows * width), total = take(rows * 16), added = take(kAmxRows * 16), top = take(rows), shift = take(rows);
     for (int i = 0; i < 2; ++i) fades[i] = take(kAmxRows);
+    query_scales = take(rows), key_scales = take(keys_of_block);
   }
 };
 
@@ -114,11 +120,47 @@ static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile
   }
 }
 
+// The same of codes; what lies before `low` is nobody's.
+static void pack_codes(const AmxBuffers& t, const Attention& a, const Tile& tile, int64_t low, int64_t at, int64_t n, const LotRoom& room) {
+  const int32_t* table = a.table + tile.request * a.table_stride;
+  const __m512 zero = _mm512_setzero_ps();
+  for (int64_t j = 0; j < padded(n, 32); j += 16) {
+    const int64_t position = j < n ? at + j : at;
+    const uint32_t seen = j < n ? seen_of_block(low, at + n, position) & 0xffff : 0;
+    const Lot lot = page_size_of(a) < kMostLot ? room.collect(a, table, position, at + n, tile.kv_head) : lot_at(a, table, position, tile.kv_head);
+    if (j + 48 < n && page_size_of(a) >= kMostLot) {
+      const Lot later = lot_at(a, table, at + j + 48, tile.kv_head);
+      for (int64_t i = 0; i < 16 * a.head_dim; i += 64) fetch(later.keys + i);
+      for (int64_t i = 0; i < 16 * a.value_dim; i += 64) fetch(later.values + i);
+      fetch(later.key_scales), fetch(later.value_scales);
+    }
+    memcpy(t.keys + j / 16 * (t.dim / 32) * kTileValues, lot.keys, 16 * a.head_dim);
+    _mm512_store_ps(t.key_scales + j, _mm512_mask_loadu_ps(zero, static_cast<__mmask16>(seen), lot.key_scales));
+    alignas(64) float scales[16];
+    _mm512_store_ps(scales, _mm512_mask_loadu_ps(zero, static_cast<__mmask16>(seen), lot.value_scales));
+    for (int64_t i = 0; i < 16; i += 2) {
+      bf16* out = t.values + j / 32 * t.width * 32 + row_of_pair((j + i) % 32 / 2) * 32;
+      const __m512 even_scale = _mm512_set1_ps(scales[i]), odd_scale = _mm512_set1_ps(scales[i + 1]);
+      const __m512i half = _mm512_set1_epi32(0x8000);
+      for (int64_t e = 0; e < t.width; e += 16, out += kTileValues) {
+        const __mmask16 inside = first(static_cast<int>(clamp(a.value_dim - e, 0, 16)));
+        const __m512i codes = _mm512_maskz_loadu_epi32(inside, lot.values + (i / 4 * a.value_dim + e) * 4);
+        const __m512i low_bits = i % 4 ? _mm512_slli_epi32(codes, 8) : _mm512_slli_epi32(codes, 24), high_bits = i % 4 ? codes : _mm512_slli_epi32(codes, 16);
+        const __m512 even = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(low_bits, 24)), even_scale);
+        const __m512 odd = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(high_bits, 24)), odd_scale);
+        const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16), high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+        _mm512_store_si512(out, _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi32(static_cast<int>(0xffff0000)))));
+      }
+    }
+  }
+}
+
 // 32 rows, or the last 16, by keys [at, at + n) of the packed block at `begin`; n is a step, or less where no row sees more.
 struct Unit {
   int64_t row, rows, begin, at, n;
   bool is_plain;          // all rows see all n keys, n is a whole step, and there is no soft-cap
   bool is_faded = false;  // fades are not all 1
+  bool is_whole = false;  // its logits are products of codes still
 };
 
 // Weights are found in 16 bits: of a logit in units of log2 the row's top is taken away, and 11 bits are kept below the point.
@@ -138,21 +180,30 @@ HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shif
   return _mm512_maskz_add_epi16(is_seen, _mm512_mulhrs_epi16(mantissa, _mm512_set1_epi16(2048)), _mm512_set1_epi16(14784));
 }
 
-// Weights of 64 logits, and the sums of each lane.
-HEADRACE_INLINE __m512 weigh_half(const float* logits, bf16* weights, __m512 scale, __m512 shift) {
+// A row of logits, or of products of codes and what these are multiplied with.
+struct LogitRow {
+  const float *at, *key_scales;
+
+  HEADRACE_INLINE __m512 load(int64_t j) const {
+    return key_scales ? _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(at + j)), _mm512_load_ps(key_scales + j)) : _mm512_load_ps(at + j);
+  }
+};
+
+// Weights of 64 logits from the j-th, and the sums of each lane.
+HEADRACE_INLINE __m512 weigh_half(const LogitRow& row, int64_t j, bf16* weights, __m512 scale, __m512 shift) {
   const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
-  const __m512i low = weigh(_mm512_load_ps(logits), _mm512_load_ps(logits + 16), scale, shift), high = weigh(_mm512_load_ps(logits + 32), _mm512_load_ps(logits + 48), scale, shift);
+  const __m512i low = weigh(row.load(j), row.load(j + 16), scale, shift), high = weigh(row.load(j + 32), row.load(j + 48), scale, shift);
   _mm512_store_si512(weights, low);
   _mm512_store_si512(weights + 32 * kAmxRows, high);
   return _mm512_dpbf16_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)low, one), (__m512bh)high, one);
 }
 
 // Weights of one row of n logits, a multiple of 32; the sums of each lane, as rounded: they must add up to 1.
-HEADRACE_INLINE __m512 weigh_row(const float* logits, bf16* weights, int64_t n, __m512 scale, __m512 shift) {
+HEADRACE_INLINE __m512 weigh_row(const LogitRow& row, bf16* weights, int64_t n, __m512 scale, __m512 shift) {
   const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
   __m512 even = _mm512_setzero_ps(), odd = even;
   const auto weigh_at = [&](int64_t j, __m512& sum) __attribute__((always_inline)) {
-    const __m512i weight = weigh(_mm512_load_ps(logits + j), _mm512_load_ps(logits + j + 16), scale, shift);
+    const __m512i weight = weigh(row.load(j), row.load(j + 16), scale, shift);
     _mm512_store_si512(weights + j * kAmxRows, weight);
     sum = _mm512_dpbf16_ps(sum, (__m512bh)weight, one);
   };
@@ -171,7 +222,9 @@ struct Softening {
   bf16* weights;
   float* added;
   __m512 scale;
-  int64_t n, pace, row = 0, rows = 0;
+  int64_t n, pace;
+  const float *key_scales, *query_scales;  // null: logits are logits
+  int64_t row = 0, rows = 0;
   __m512 most = _mm512_setzero_ps(), first = most;
 
   // After the i-th product of a step.
@@ -186,11 +239,13 @@ struct Softening {
   // The next rows, at most `count`; no row is half done.
   HEADRACE_INLINE void finish(int64_t count) {
     for (const int64_t last = row + count < rows ? row + count : rows; row < last; ++row) {
-      const __m512 sum = weigh_row(logits + row * kAmxStep, weights + row * 32, n, scale, _mm512_set1_ps(shift[row]));
+      const __m512 sum = weigh_row({logits + row * kAmxStep, key_scales}, weights + row * 32, n, scale_of_row(), _mm512_set1_ps(shift[row]));
       _mm512_store_ps(added + row * 16, sum);
       most = _mm512_max_ps(most, sum);
     }
   }
+
+  HEADRACE_INLINE __m512 scale_of_row() const { return key_scales ? _mm512_mul_ps(scale, _mm512_set1_ps(query_scales[row])) : scale; }
 
  private:
   template <int kHalf>
@@ -200,7 +255,7 @@ struct Softening {
       if constexpr (kHalf == 1) finish(1);
       return;
     }
-    const __m512 half = weigh_half(logits + row * kAmxStep + kHalf * 64, weights + row * 32 + kHalf * 64 * kAmxRows, scale, _mm512_set1_ps(shift[row]));
+    const __m512 half = weigh_half({logits + row * kAmxStep, key_scales}, kHalf * 64, weights + row * 32 + kHalf * 64 * kAmxRows, scale_of_row(), _mm512_set1_ps(shift[row]));
     if constexpr (kHalf == 0) {
       first = half;
     } else {
@@ -211,10 +266,16 @@ struct Softening {
   }
 };
 
+#define HEADRACE_PRODUCT(c, a, b)                   \
+  do {                                              \
+    if constexpr (kIsBytes) _tile_dpbssd(c, a, b);  \
+    else _tile_dpbf16ps(c, a, b);                   \
+  } while (false)
+
 // Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b. Tiles of a and b: of the second 16 rows or columns
 // `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. b passes the first-level cache by, which
 // holds what the softmax beside works on. Without `kIsTall` there are no second 16 rows.
-template <bool kAccumulates, bool kIsTall>
+template <bool kAccumulates, bool kIsTall, bool kIsBytes = false>
 HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step, const bf16* b, int64_t b_next, int64_t b_step, float* c, int64_t c_row,
                                     int64_t lots, Softening& softening) {
   const int64_t a_bytes = a_row * 2, c_bytes = c_row * 4;
@@ -240,15 +301,17 @@ HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, int64_t a_next
       if constexpr (o == 2) _tile_stream_loadd(6, b + i * b_step, 64);
       if constexpr (o == 3) _tile_loadd(4, a + i * a_step, a_bytes);
     };
-    weave(lots, HEADRACE_WOVEN_PRODUCTS(_tile_dpbf16ps), load, [&]<int i>() __attribute__((always_inline)) { softening.advance<i>(); });
+    const auto between = [&]<int i>() __attribute__((always_inline)) { softening.advance<i>(); };
+    if constexpr (kIsBytes) weave(lots, HEADRACE_WOVEN_PRODUCTS(_tile_dpbssd), load, between);
+    else weave(lots, HEADRACE_WOVEN_PRODUCTS(_tile_dpbf16ps), load, between);
   } else {
     for (int64_t i = 0; i < lots; ++i) {
       _tile_loadd(4, a + i * a_step, a_bytes);
       _tile_stream_loadd(6, b + i * b_step, 64);
       _tile_stream_loadd(7, b + b_next + i * b_step, 64);
-      _tile_dpbf16ps(0, 4, 6);
+      HEADRACE_PRODUCT(0, 4, 6);
       softening.advance<0>(), softening.advance<1>();
-      _tile_dpbf16ps(1, 4, 7);
+      HEADRACE_PRODUCT(1, 4, 7);
       softening.advance<2>(), softening.advance<3>();
     }
   }
@@ -261,7 +324,7 @@ HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, int64_t a_next
 }
 
 // Logits where all of 32 queries fits half of the tiles, and stays there: half the loads.
-template <bool kIsTall>
+template <bool kIsTall, bool kIsBytes>
 HEADRACE_INLINE void multiply_short_logits(const bf16* q, const bf16* keys, float* logits, int64_t n, Softening& softening) {
   _tile_loadd(4, q, 128);
   _tile_loadd(5, q + 32, 128);
@@ -274,26 +337,58 @@ HEADRACE_INLINE void multiply_short_logits(const bf16* q, const bf16* keys, floa
     _tile_stream_loadd(3, keys + kTileValues, 64);
     _tile_zero(0);
     if constexpr (kIsTall) _tile_zero(1);
-    _tile_dpbf16ps(0, 4, 2);
+    HEADRACE_PRODUCT(0, 4, 2);
     softening.advance<0>();
-    if constexpr (kIsTall) _tile_dpbf16ps(1, 6, 2);
+    if constexpr (kIsTall) HEADRACE_PRODUCT(1, 6, 2);
     softening.advance<1>();
-    _tile_dpbf16ps(0, 5, 3);
+    HEADRACE_PRODUCT(0, 5, 3);
     softening.advance<2>();
-    if constexpr (kIsTall) _tile_dpbf16ps(1, 7, 3);
+    if constexpr (kIsTall) HEADRACE_PRODUCT(1, 7, 3);
     softening.advance<3>();
     _tile_stored(0, logits + j, kAmxStep * 4);
     if constexpr (kIsTall) _tile_stored(1, logits + 16 * kAmxStep + j, kAmxStep * 4);
   }
 }
 
+// The same where they fit two tiles, for 32 keys at a time: codes of up to 64 dimensions.
 template <bool kIsTall>
+HEADRACE_INLINE void multiply_shortest_logits(const bf16* q, const bf16* keys, float* logits, int64_t n, Softening& softening) {
+  _tile_loadd(4, q, 64);
+  if constexpr (kIsTall) _tile_loadd(6, q + 16 * 32, 64);
+  for (int64_t j = 0; j < n; j += 32, keys += 2 * kTileValues) {
+    _tile_stream_loadd(5, keys, 64);
+    _tile_stream_loadd(7, keys + kTileValues, 64);
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (kIsTall) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    _tile_dpbssd(0, 4, 5);
+    softening.advance<0>();
+    if constexpr (kIsTall) _tile_dpbssd(2, 6, 5);
+    softening.advance<1>();
+    _tile_dpbssd(1, 4, 7);
+    softening.advance<2>();
+    if constexpr (kIsTall) _tile_dpbssd(3, 6, 7);
+    softening.advance<3>();
+    _tile_stored(0, logits + j, kAmxStep * 4);
+    _tile_stored(1, logits + j + 16, kAmxStep * 4);
+    if constexpr (kIsTall) {
+      _tile_stored(2, logits + 16 * kAmxStep + j, kAmxStep * 4);
+      _tile_stored(3, logits + 16 * kAmxStep + j + 16, kAmxStep * 4);
+    }
+  }
+}
+
+template <bool kIsTall, bool kIsBytes>
 HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* logits, Softening& softening) {
   const int64_t lots = t.dim / 32;
-  if (lots == 2) return multiply_short_logits<kIsTall>(t.q + u.row * t.dim, t.keys + (u.at - u.begin) / 16 * lots * kTileValues, logits, padded(u.n, 32), softening);
+  if (kIsBytes && lots == 1) return multiply_shortest_logits<kIsTall>(t.q + u.row * t.dim, t.keys + (u.at - u.begin) / 16 * kTileValues, logits, padded(u.n, 32), softening);
+  if (lots == 2) return multiply_short_logits<kIsTall, kIsBytes>(t.q + u.row * t.dim, t.keys + (u.at - u.begin) / 16 * lots * kTileValues, logits, padded(u.n, 32), softening);
   for (int64_t j = 0; j < u.n; j += 32) {
     const bf16* keys = t.keys + (u.at - u.begin + j) / 16 * lots * kTileValues;
-    multiply_tiles<false, kIsTall>(t.q + u.row * t.dim, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, softening);
+    multiply_tiles<false, kIsTall, kIsBytes>(t.q + u.row * t.dim, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, softening);
   }
 }
 
@@ -333,9 +428,18 @@ HEADRACE_INLINE bool has_tops(const AmxBuffers& t, const Unit& u) {
   return _mm512_cmp_ps_mask(least, _mm512_set1_ps(kMasked), _CMP_LE_OQ) == 0;
 }
 
+// Of a row of products of codes, what these stand for.
+static void scale_row(const AmxBuffers& t, const Unit& u, int64_t r, float* row, int64_t n) {
+  const LogitRow products{row, t.key_scales + u.at - u.begin};
+  const __m512 scale = _mm512_set1_ps(t.query_scales[u.row + r]);
+  for (int64_t i = 0; i < n; i += 16) _mm512_store_ps(row + i, _mm512_mul_ps(products.load(i), scale));
+}
+
 // What is done to the logits of a unit before their softmax.
-static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits, float factor) {
+static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u, float* logits, float factor) {
   const int64_t padded_n = padded(u.n, 32);
+  u.is_whole = t.has_codes && u.is_plain && has_tops(t, u);
+  for (int64_t r = 0; r < u.rows && t.has_codes && !u.is_whole; ++r) scale_row(t, u, r, logits + r * kAmxStep, padded_n);
   for (int64_t r = 0; r < u.rows && !u.is_plain; ++r) {
     if (a.softcap > 0.0f) {
       float* row = logits + r * kAmxStep;
@@ -351,7 +455,7 @@ static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& ti
 }
 
 // After the softmax of a unit: its sums join the rest. Rows that rose too far above their top are done again.
-static void add_rows(const AmxBuffers& t, Unit& u, const Softening& done, float* fades, float factor) {
+static void add_rows(const AmxBuffers& t, Unit& u, const Softening& done, float* logits, float* fades, float factor) {
   const __m512 most = _mm512_set1_ps(kMostAdded);
   u.is_faded = _mm512_cmp_ps_mask(done.most, most, _CMP_NLT_UQ) != 0;
   for (int64_t r = 0; r < u.rows; ++r) {
@@ -361,9 +465,10 @@ static void add_rows(const AmxBuffers& t, Unit& u, const Softening& done, float*
       fades[r] = 1.0f;
       if (_mm512_cmp_ps_mask(added, most, _CMP_NLT_UQ)) {
         const float old = t.top[u.row + r];
-        raise_top(t, u.row + r, done.logits + r * kAmxStep, done.n, factor);
+        if (u.is_whole) scale_row(t, u, r, logits + r * kAmxStep, done.n);
+        raise_top(t, u.row + r, logits + r * kAmxStep, done.n, factor);
         fades[r] = exp2f(old - t.top[u.row + r]);
-        added = weigh_row(done.logits + r * kAmxStep, done.weights + r * 32, done.n, done.scale, _mm512_set1_ps(t.shift[u.row + r]));
+        added = weigh_row({logits + r * kAmxStep, nullptr}, done.weights + r * 32, done.n, done.scale, _mm512_set1_ps(t.shift[u.row + r]));
         before = _mm512_mul_ps(before, _mm512_set1_ps(fades[r]));
       }
     }
@@ -398,34 +503,36 @@ class Units {
 };
 
 // All units of a packed block. Turn by turn: logits of unit i + 1 and weighted values of unit i - 1, and softmax of unit i.
+template <bool kIsBytes>
 static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
   Unit before, now, next;
   const int64_t lots = kAmxStep / 32 * (t.dim / 32 + t.width / 32), pace = (kAmxRows + lots - 1) / lots;
   bool has_before = false, has_now = units.take(now);
   Softening softening{};
-  if (has_now) multiply_logits<true>(t, now, t.logits[0], softening);
+  if (has_now) multiply_logits<true, kIsBytes>(t, now, t.logits[0], softening);
   settle();
   for (int64_t turn = 0; has_now || has_before; ++turn) {
     const int64_t here = turn % 2, other = 1 - here;
     const bool has_next = has_now && units.take(next);
-    softening = {t.logits[here], t.shift + now.row, t.weights[here], t.added, _mm512_set1_ps(factor * kFixedOne), padded(now.n, 32), pace};
+    softening = {t.logits[here], t.shift + now.row, t.weights[here], t.added, _mm512_set1_ps(factor * kFixedOne), padded(now.n, 32), pace, nullptr, nullptr};
     if (has_now) {
       prepare_rows(t, a, tile, span, now, t.logits[here], factor);
+      if (now.is_whole) softening.key_scales = t.key_scales + now.at - now.begin, softening.query_scales = t.query_scales + now.row;
       softening.rows = now.rows;
     }
-    if (has_next) next.rows > 16 ? multiply_logits<true>(t, next, t.logits[other], softening) : multiply_logits<false>(t, next, t.logits[other], softening);
+    if (has_next) next.rows > 16 ? multiply_logits<true, kIsBytes>(t, next, t.logits[other], softening) : multiply_logits<false, kIsBytes>(t, next, t.logits[other], softening);
     if (has_before)
       before.rows > 16 ? multiply_values<true>(t, before, t.weights[other], t.fades[other], softening)
                        : multiply_values<false>(t, before, t.weights[other], t.fades[other], softening);
     softening.finish(kAmxRows);
-    if (has_now) add_rows(t, now, softening, t.fades[here], factor);
+    if (has_now) add_rows(t, now, softening, t.logits[here], t.fades[here], factor);
     settle();
     before = now, has_before = has_now;
     now = next, has_now = has_next;
   }
 }
 
-static void tile_of_bfloat16(const Attention& a, const Tile& tile, float* scratch) {
+static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
   const AmxBuffers t(a, tile.num_rows, scratch);
   const Span span(a, tile);
   constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
@@ -434,13 +541,19 @@ static void tile_of_bfloat16(const Attention& a, const Tile& tile, float* scratc
   memset(t.sums, 0, t.rows * t.width * sizeof(float));
   memset(t.total, 0, t.rows * 16 * sizeof(float));
   for (int64_t r = 0; r < t.rows; ++r) t.top[r] = kMasked, t.shift[r] = kFixedTop;
-  for (int64_t r = 0; r < tile.num_rows; ++r) memcpy(t.q + r * t.dim, query_row(a, tile, r), a.head_dim * sizeof(bf16));
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    if (!t.has_codes) memcpy(t.q + r * t.dim, query_row(a, tile, r), a.head_dim * sizeof(bf16));
+    else widen_values(a.q_type, query_row(a, tile, r), t.logits[0], a.head_dim), t.query_scales[r] = encode(t.logits[0], a.head_dim, reinterpret_cast<int8_t*>(t.q + r * t.dim));
+  }
+  for (int64_t r = tile.num_rows; r < t.rows && t.has_codes; ++r) t.query_scales[r] = 0.0f;
   _tile_loadconfig(&kTileConfig);
-  for (int64_t at = span.low; at < span.end; at += t.keys_of_block) {
+  const LotRoom room(a, scratch + AmxBuffers::floats(a, tile.num_rows));
+  for (int64_t at = t.has_codes ? span.low / kMostLot * kMostLot : span.low; at < span.end; at += t.keys_of_block) {
     const int64_t n = span.end - at < t.keys_of_block ? span.end - at : t.keys_of_block;
-    pack_block(t, a, tile, at, n);
+    t.has_codes ? pack_codes(t, a, tile, span.low, at, n, room) : pack_block(t, a, tile, at, n);
     settle();
-    pass_units(t, a, tile, span, Units(a, tile, span, at, at + n), factor);
+    const Units units(a, tile, span, at, at + n);
+    t.has_codes ? pass_units<true>(t, a, tile, span, units, factor) : pass_units<false>(t, a, tile, span, units, factor);
   }
   _tile_release();
   for (int64_t r = 0; r < tile.num_rows; ++r)
