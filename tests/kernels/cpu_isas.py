@@ -8,7 +8,7 @@ import pytest
 
 from headrace.kernels import native
 
-ISAS = ("scalar", "avx2", "avx512", "amx")
+ISAS = ("scalar", "avx2", "avxvnni", "avx512", "amx")
 
 
 @pytest.fixture(params=ISAS)

@@ -162,7 +162,7 @@ def test_kernels_know_nothing_of_torch(name: str):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "isa"), [(name, isa) for name, isa in KERNELS if isa in ("avx512", "amx")])
+@pytest.mark.parametrize(("name", "isa"), [(name, isa) for name, isa in KERNELS if isa in ("avxvnni", "avx512", "amx")])
 def test_kernels_compile_where_they_cannot_run(name: str, isa: str):
     import subprocess
 

@@ -82,7 +82,7 @@ def test_quantised_weights_and_threads(quantise, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avxvnni", "avx512", "amx"])
 def test_instruction_sets(isa):
     if native.select_isa(isa) != isa:
         pytest.skip(f"this machine has no {isa}")

@@ -152,7 +152,7 @@ def test_many_query_heads_share_a_kv_head():
     torch.testing.assert_close(*both("mix", "llama", num_attention_heads=12, num_key_value_heads=1), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avxvnni", "avx512", "amx"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("scene", SCENES)
 def test_threads_and_instruction_sets(scene, isa, threads):

@@ -9,7 +9,7 @@
 #include "packed_linear.h"
 #include "team.h"
 
-HEADRACE_TABLE_AMX(PackedKernels, packed_kernels)
+HEADRACE_TABLE_ALL(PackedKernels, packed_kernels)
 HEADRACE_TABLE(PackedGather, packed_gather)
 
 namespace headrace {

@@ -18,18 +18,23 @@ namespace headrace {
 
 // Let kernels use this instruction set at most; returns the one that they use from now on.
 static int64_t select_isa(int64_t most) {
+  bool is_compiled[] = {true, false, false, false, false};
+#ifdef HEADRACE_HAS_AVX2
+  is_compiled[kAvx2] = true;
+#endif
+#ifdef HEADRACE_HAS_AVXVNNI
+  is_compiled[kAvxVnni] = true;
+#endif
+#ifdef HEADRACE_HAS_AVX512
+  is_compiled[kAvx512] = true;
+#endif
+#ifdef HEADRACE_HAS_AMX
+  is_compiled[kAmx] = true;
+#endif
   const int64_t found = machine_isa();
-  allowed_isa() = static_cast<int>(most < found ? most : found);
-#ifndef HEADRACE_HAS_AMX
-  if (allowed_isa() == kAmx) allowed_isa() = kAvx512;
-#endif
-#ifndef HEADRACE_HAS_AVX512
-  if (allowed_isa() == kAvx512) allowed_isa() = kAvx2;
-#endif
-#ifndef HEADRACE_HAS_AVX2
-  if (allowed_isa() == kAvx2) allowed_isa() = kScalar;
-#endif
-  return allowed_isa();
+  int level = static_cast<int>(most < found ? most : found);
+  while (!is_compiled[level] || !has_isa(level)) --level;
+  return allowed_isa() = level;
 }
 
 }  // namespace headrace

@@ -22,16 +22,18 @@ class Isa:
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_HAS_AVX2 = ("avx2", "fma3", "f16c")
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni")))
 _HAS_AVX512 = tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni"))
 
 ISAS = (
     Isa("scalar"),
-    Isa("avx2", _AVX2, ("avx2", "fma3", "f16c")),
+    Isa("avx2", _AVX2, _HAS_AVX2),
+    Isa("avxvnni", (*_AVX2, "-mavxvnni"), (*_HAS_AVX2, "avx_vnni")),
     Isa("avx512", _AVX512, _HAS_AVX512),
     Isa("amx", (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (*_HAS_AVX512, "amx_tile", "amx_bf16", "amx_int8")),
 )
-"""From the plainest to the fastest; each has what those before it have. The order is that of ``Isa`` in isa.h."""
+"""From the plainest to the fastest; each has what those before it have, AVX-VNNI aside. The order is that of ``Isa`` in isa.h."""
 
 
 def machine_isas() -> tuple[Isa, ...]:
