@@ -57,13 +57,14 @@ WORKLOADS = {
 
 
 def measure(running: Running, names: list[str], most: dict[str, int], warmup: int = 1) -> dict[str, dict[str, Any]]:
-    """The figures of each workload."""
+    """The figures of each workload. One with errors is left out: llama.cpp closes a connection now and then that a request is sent on."""
     rows = {}
     for seed, name in enumerate(names):
         before = running.cpu_s()
         report = run_serve_bench(serve_bench_options(**WORKLOADS[name].options(running.base_url, most.get(name), seed, warmup)))
         if report.errors:
-            raise RuntimeError(f"{name}: {report.errors} {report.examples}")
+            print(f"  {name} failed: {report.errors} {report.examples}", flush=True)
+            continue
         rows[name] = {
             "ttft_p50_ms": report.latencies["ttft_ms"].p50, "tpot_mean_ms": report.latencies["tpot_ms"].mean,
             "output_tok_s": report.output_throughput, "rss_mb": running.rss_mb(), "pss_mb": running.pss_mb(),

@@ -52,6 +52,10 @@ class Timing:
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
+IDLE_S = 2.0
+"""How long a connection waits for its next request: some servers close theirs after five seconds, and a request sent at that moment fails."""
+
+
 class ServerConnection:
     """One server under load. Used as ``async with``; raises `ConfigError` when it cannot be reached at all."""
 
@@ -71,7 +75,7 @@ class ServerConnection:
     async def __aenter__(self) -> ServerConnection:
         headers = {"Authorization": f"Bearer {self._target.api_key}"} if self._target.api_key else {}
         self._session = aiohttp.ClientSession(
-            headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=self._target.timeout_s), read_bufsize=1 << 20,
+            headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S), timeout=aiohttp.ClientTimeout(total=self._target.timeout_s), read_bufsize=1 << 20,
         )
         async with contextlib.AsyncExitStack() as opened:
             await opened.enter_async_context(self._session)
