@@ -82,6 +82,28 @@ def test_quantised_weights_and_threads(quantise, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_members_of_a_team_agree(case, dtype):
+    """Layers large enough for several members, with fewer rows than these and with more: step by step what one thread computes."""
+    before, sizes = torch.get_num_threads(), {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 4001}
+    try:
+        for count in (1, 2, 5):
+            drawn = []
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                harness = build(case, dtype, **sizes)
+                sequences, tokens = start(harness, LENGTHS[:count]), [9] * count
+                for _ in range(6):
+                    logits, _, _ = run(harness, sequences, tokens, is_greedy=False)
+                    check(harness, sequences)
+                    drawn.append(logits)
+            for one, other in zip(drawn[:6], drawn[6:], strict=True):
+                assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avxvnni", "avx512", "amx"])
 def test_instruction_sets(isa):
     if native.select_isa(isa) != isa:

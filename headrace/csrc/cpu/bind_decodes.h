@@ -103,10 +103,11 @@ class DecodeStep {
  public:
   DecodeStep(const Ends& ends, double embedding_scale, const Reals& reals) : ends_(ends), embedding_scale_(static_cast<float>(embedding_scale)), reals_(reals) {}
 
-  // Rows of the embedding, at the front of x.
-  void embed(const Crew& crew, const Decodes& decodes, char* x) const {
+  // Rows of the embedding, into the first layer.
+  void embed(const Crew& crew, const Decodes& decodes, const Step& step) const {
     const packed::Weight weight = weight_of(ends_.embedding);
-    crew.share_rows([&](int64_t begin, int64_t end) {
+    char* const x = step.input(crew);
+    step.over_rows(crew, [&](int64_t begin, int64_t end) {
       best_packed_gather().gather(weight, decodes.tokens.data(), begin, end, x, ends_.type == kBFloat16);
       if (embedding_scale_ == 1.0f) return;
       for (int64_t i = begin * weight.inputs; i < end * weight.inputs; ++i) {
@@ -197,10 +198,10 @@ inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_real
   float* const all = logits ? writable<float>(*logits) : nullptr;
   Team::run(step.num_members(), [&](Team& team, int64_t member) {
     layers::Crew crew{team, member, count};
-    outside.embed(crew, decodes, residual);
+    outside.embed(crew, decodes, step);
     step.run(crew);
     step.enter(crew, about.norm, norm, true, about.head);
-    const packed::Rows hidden = step.entered(layers::weight_of(about.head), count);
+    const packed::Rows hidden = step.entered(crew, layers::weight_of(about.head));
     all ? outside.multiply(crew, hidden, all) : outside.search(crew, hidden, found);
   });
   if (all) return;

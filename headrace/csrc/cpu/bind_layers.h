@@ -83,11 +83,18 @@ struct Crew {
   static constexpr int64_t kPieces = 8;  // for each member, so that a slow one holds up the others little
 };
 
+// Where rows lie between two products: of all members together, or of each its own where the rows are so few that doing all of
+// them takes no longer than waiting for one another.
+struct Desk {
+  char *residual, *normed, *values, *hidden;
+  float *scales, *sums;
+};
+
 class Step {
  public:
   // `head`: the product that comes after the layers, if it is to be multiplied by the same team.
   Step(const Layer* layers, const Reals* reals, int64_t num_layers, const Inputs& in, char* residual, char* branch, const Product* head = nullptr)
-      : layers_(layers), reals_(reals), num_layers_(num_layers), in_(in), size_(in.type == kFloat32 ? 4 : 2), residual_(residual), branch_(branch) {
+      : layers_(layers), reals_(reals), num_layers_(num_layers), in_(in), size_(in.type == kFloat32 ? 4 : 2), branch_(branch) {
     int64_t qkv = 0, heads = 0, gate_bytes = 0, hidden = 0, bytes = 0, weight_bytes = 0, groups = 1;
     const auto count = [&](const Product& product) {
       const packed::Weight weight = weight_of(product);
@@ -105,17 +112,35 @@ class Step {
     }
     num_members_ = std::clamp<int64_t>(weight_bytes * (1 + in.rows / 16) / ((num_layers + (head != nullptr)) * kMemberBytes), 1, torch::stable::get_num_threads());
     const auto row_bytes = [&](int64_t values) { return Arena::rounded(in_.rows * values * size_); };
-    const size_t scale_bytes = Arena::rounded(in_.rows * groups * 4), attention_bytes = row_bytes(qkv) + 2 * row_bytes(heads), mlp_bytes = Arena::rounded(gate_bytes) + row_bytes(hidden);
+    const size_t scale_bytes = Arena::rounded(in_.rows * groups * 4), attention_bytes = row_bytes(qkv) + 2 * row_bytes(heads);
+    is_apart_ = num_members_ > 1 && in.rows <= kFewRows && in.places == nullptr;
+    desks_.resize(is_apart_ ? num_members_ : 1);
+    const size_t desk_bytes = 2 * row_bytes(in.width) + Arena::rounded(bytes) + 2 * scale_bytes;
+    const size_t shared_bytes = std::max<size_t>(attention_bytes, Arena::rounded(gate_bytes) + desks_.size() * row_bytes(hidden));
     static thread_local Arena arena;
-    arena.reserve(row_bytes(in.width) + Arena::rounded(bytes) + 2 * scale_bytes + std::max(attention_bytes, mlp_bytes));
-    normed_ = arena.take(row_bytes(in.width)), values_ = arena.take(bytes);
-    scales_ = reinterpret_cast<float*>(arena.take(scale_bytes)), sums_ = reinterpret_cast<float*>(arena.take(scale_bytes));
-    qkv_ = gates_ = arena.take(std::max(attention_bytes, mlp_bytes));  // attention is over when the MLP begins
-    q_ = qkv_ + row_bytes(qkv), attended_ = q_ + row_bytes(heads), hidden_ = gates_ + Arena::rounded(gate_bytes);
+    arena.reserve(desks_.size() * desk_bytes + shared_bytes);
+    for (Desk& desk : desks_) {
+      char* const own = &desk == desks_.data() ? residual : arena.take(row_bytes(in.width));
+      desk = {own, arena.take(row_bytes(in.width)), arena.take(bytes), nullptr, nullptr, nullptr};
+      desk.scales = reinterpret_cast<float*>(arena.take(scale_bytes)), desk.sums = reinterpret_cast<float*>(arena.take(scale_bytes));
+    }
+    qkv_ = gates_ = arena.take(shared_bytes);  // attention is over when the MLP begins
+    q_ = qkv_ + row_bytes(qkv), attended_ = q_ + row_bytes(heads);
+    for (size_t i = 0; i < desks_.size(); ++i) desks_[i].hidden = gates_ + Arena::rounded(gate_bytes) + i * row_bytes(hidden);
     for (int64_t i = 0; i < num_layers; ++i) plan_attention(layers[i], reals[i]);
   }
 
   int64_t num_members() const { return num_members_; }
+
+  // Where a member finds the rows that go into the first layer, and f(begin, end) over those that it has to put there.
+  char* input(const Crew& crew) const { return desk(crew).residual; }
+  template <class F>
+  void over_rows(const Crew& crew, const F& f) const { is_apart_ ? f(int64_t{0}, crew.rows) : crew.share_rows(f); }
+
+  // For those who find the first member's input instead.
+  void copy_input(const Crew& crew) const {
+    if (desk(crew).residual != desks_[0].residual) std::memcpy(desk(crew).residual, desks_[0].residual, in_.rows * in_.width * size_);
+  }
 
   // All layers, as one of the members. The residual then holds what was before the last branch, the branch what is still to be
   // added to it.
@@ -125,22 +150,25 @@ class Step {
 
   // The branch is added to the residual and that is normed, in the form that the next product takes.
   void enter(const Crew& crew, const Norm& norm, const Reals& reals, bool has_branch, const Product& next) {
-    NormRows rows{has_branch ? branch_ : residual_, in_.width, has_branch ? residual_ : nullptr, in_.width, at(norm.weight), static_cast<int>(norm.type),
-                  normed_, in_.width, static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
+    const Desk& own = desk(crew);
+    NormRows rows{has_branch ? branch_ : own.residual, in_.width, has_branch ? own.residual : nullptr, in_.width, at(norm.weight), static_cast<int>(norm.type),
+                  own.normed, in_.width, static_cast<float>(reals.eps), static_cast<float>(reals.offset)};
     const packed::Weight weight = weight_of(next);
-    crew.share_rows([&](int64_t begin, int64_t end) {
+    over_rows(crew, [&](int64_t begin, int64_t end) {
       for (int64_t last; begin < end; begin = last) {  // a few rows at a time, which stay in the first-level cache
         last = std::min(begin + 16, end);
         best_row_kernels().norm(in_.type, rows, begin, last);
-        prepare_rows(weight, crew.rows, normed_, begin, last);
+        prepare_rows(crew, weight, own.normed, begin, last);
       }
     });
   }
 
   // What `enter` left for the product that it was told of.
-  packed::Rows entered(const packed::Weight& weight, int64_t count) const { return rows_of(weight, count, normed_); }
+  packed::Rows entered(const Crew& crew, const packed::Weight& weight) const { return rows_of(crew, weight, desk(crew).normed); }
 
  private:
+  const Desk& desk(const Crew& crew) const { return desks_[is_apart_ ? crew.member : 0]; }
+
   void plan_attention(const Layer& layer, const Reals& reals) {
     const bool is_narrow = in_.places && &layer == layers_ + num_layers_ - 1;
     const Group& group = is_narrow ? in_.wanted_group : in_.groups[layer.group];
@@ -169,8 +197,9 @@ class Step {
   void run_layer(Crew& crew, int64_t i) {
     const Layer& layer = layers_[i];
     const Reals& reals = reals_[i];
+    const Desk& own = desk(crew);
     enter(crew, layer.attention_norm, reals, i > 0, layer.qkv);
-    multiply(crew, layer.qkv, normed_, qkv_);
+    multiply(crew, layer.qkv, own.normed, qkv_);
     const RopeRows rope = rope_of(layer, reals);
     crew.share_rows([&](int64_t begin, int64_t end) { best_rope_kernels().rope_write(rope, begin, end); });
     if (in_.places && i == num_layers_ - 1) narrow(crew, layer.num_heads * layer.head_dim * size_);
@@ -181,28 +210,29 @@ class Step {
     leave(crew, layer.attention_post, reals);
     enter(crew, layer.mlp_norm, reals, true, layer.gate_up);
     gate(crew, layer);
-    multiply(crew, layer.down, hidden_, branch_);
+    multiply(crew, layer.down, own.hidden, branch_);
     leave(crew, layer.mlp_post, reals);
   }
 
   // The gated activation of the product, in the form that the product after it takes; in one go where there are many rows.
   void gate(const Crew& crew, const Layer& layer) {
     const packed::Weight weight = weight_of(layer.gate_up), down = weight_of(layer.down);
+    const Desk& own = desk(crew);
     const Activation activation = static_cast<Activation>(layer.activation);
     if (is_gated_at_once(crew.rows, layer)) {
-      const packed::Output to{hidden_, weight.outputs / 2, in_.type == kBFloat16, at(layer.gate_up.bias), layer.gate_up.bias_type == kBFloat16};
-      const GatedProduct product(weight, rows_of(weight, crew.rows, normed_), to, in_.type, activation);
+      const packed::Output to{own.hidden, weight.outputs / 2, in_.type == kBFloat16, at(layer.gate_up.bias), layer.gate_up.bias_type == kBFloat16};
+      const GatedProduct product(weight, rows_of(crew, weight, own.normed), to, in_.type, activation);
       crew.share_parts(product.num_blocks(), 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) product.run(i);
       });
-      return prepare(crew, layer.down, hidden_);
+      return prepare(crew, layer.down, own.hidden);
     }
-    multiply(crew, layer.gate_up, normed_, gates_);
+    multiply(crew, layer.gate_up, own.normed, gates_);
     const int64_t width = weight.outputs / 2;
-    const GatedRows gated{gates_, 2 * width, hidden_, width, activation};
-    crew.share_rows([&](int64_t begin, int64_t end) {
+    const GatedRows gated{gates_, 2 * width, own.hidden, width, activation};
+    over_rows(crew, [&](int64_t begin, int64_t end) {
       best_row_kernels().gate(in_.type, gated, begin, end);
-      prepare_rows(down, crew.rows, hidden_, begin, end);
+      prepare_rows(crew, down, own.hidden, begin, end);
     });
   }
 
@@ -214,7 +244,7 @@ class Step {
       const int64_t bytes = in_.width * size_;
       for (int64_t r = 0; r < in_.wanted.count; ++r) {
         std::memmove(q_ + r * query_bytes, q_ + in_.places[r] * query_bytes, query_bytes);
-        std::memmove(residual_ + r * bytes, residual_ + in_.places[r] * bytes, bytes);
+        std::memmove(desks_[0].residual + r * bytes, desks_[0].residual + in_.places[r] * bytes, bytes);
       }
     });
     crew.rows = in_.wanted.count;
@@ -233,12 +263,13 @@ class Step {
   // The norm that some architectures have after a branch.
   void leave(const Crew& crew, const Norm& norm, const Reals& reals) {
     if (norm.weight == 0) return;
-    const NormRows rows{branch_, in_.width, nullptr, 0, at(norm.weight), static_cast<int>(norm.type), normed_, in_.width, static_cast<float>(reals.eps),
+    char* const normed = desks_[0].normed;
+    const NormRows rows{branch_, in_.width, nullptr, 0, at(norm.weight), static_cast<int>(norm.type), normed, in_.width, static_cast<float>(reals.eps),
                         static_cast<float>(reals.offset)};
     crew.share_rows([&](int64_t begin, int64_t end) {
       best_row_kernels().norm(in_.type, rows, begin, end);
       const int64_t step = in_.width * size_;
-      std::copy(normed_ + begin * step, normed_ + end * step, branch_ + begin * step);
+      std::copy(normed + begin * step, normed + end * step, branch_ + begin * step);
     });
   }
 
@@ -249,27 +280,28 @@ class Step {
             static_cast<float>(reals.eps), static_cast<float>(reals.offset), const_cast<float*>(at<float>(layer.scales)), layer.page_size};
   }
 
-  packed::Rows rows_of(const packed::Weight& weight, int64_t count, const char* x) const {
-    packed::Rows rows{best_packed_kernels().choose_form(weight, count, in_.type == kBFloat16), count, values_, scales_, sums_};
+  packed::Rows rows_of(const Crew& crew, const packed::Weight& weight, const char* x) const {
+    const Desk& own = desk(crew);
+    packed::Rows rows{best_packed_kernels().choose_form(weight, crew.rows, in_.type == kBFloat16), crew.rows, own.values, own.scales, own.sums};
     const bool is_ready = rows.form == packed::RowForm::kFloat32 && in_.type == kFloat32 && weight.inputs == weight.padded();
     if (is_ready) rows.values = const_cast<char*>(x);
     return rows;
   }
 
-  void prepare_rows(const packed::Weight& weight, int64_t count, const char* x, int64_t begin, int64_t end) {
-    const packed::Rows rows = rows_of(weight, count, x);
-    if (rows.values != x) best_packed_kernels().prepare(weight, {x, count, weight.inputs, in_.type == kBFloat16}, rows, begin, end);
+  void prepare_rows(const Crew& crew, const packed::Weight& weight, const char* x, int64_t begin, int64_t end) {
+    const packed::Rows rows = rows_of(crew, weight, x);
+    if (rows.values != x) best_packed_kernels().prepare(weight, {x, crew.rows, weight.inputs, in_.type == kBFloat16}, rows, begin, end);
   }
 
   void prepare(const Crew& crew, const Product& product, const char* x) {
     const packed::Weight weight = weight_of(product);
-    if (rows_of(weight, crew.rows, x).values == x) return;
-    crew.share_rows([&](int64_t begin, int64_t end) { prepare_rows(weight, crew.rows, x, begin, end); });
+    if (rows_of(crew, weight, x).values == x) return;
+    over_rows(crew, [&](int64_t begin, int64_t end) { prepare_rows(crew, weight, x, begin, end); });
   }
 
   void multiply(const Crew& crew, const Product& product, const char* x, char* out) {
     const packed::Weight weight = weight_of(product);
-    const packed::Rows rows = rows_of(weight, crew.rows, x);
+    const packed::Rows rows = rows_of(crew, weight, x);
     const packed::Output to{out, weight.outputs, in_.type == kBFloat16, at(product.bias), product.bias_type == kBFloat16};
     const int64_t pairs = (weight.panels() + 1) / 2, pair_bytes = 2 * weight.num_words() * packed::kPanel * 4;
     const int64_t height = is_expanded(weight, rows.form) ? crew.rows : block_rows(weight, rows.form, crew.rows), blocks = (crew.rows + height - 1) / height;
@@ -290,6 +322,7 @@ class Step {
     best_packed_kernels().multiply(weight, rows, to, row, last_row, 2 * pair, std::min(2 * last_pair, weight.panels()));
   }
 
+  static constexpr int64_t kFewRows = 2;
   static constexpr int64_t kMemberBytes = 128 * 1024;  // of a layer for each member: with less, they would mostly wait
   static constexpr int64_t kPieceBytes = 32 * 1024;  // fewer are not worth an atomic operation
 
@@ -298,8 +331,9 @@ class Step {
   int64_t num_layers_;
   Inputs in_;
   int64_t size_, num_members_ = 1;
-  char *residual_, *branch_, *normed_, *qkv_, *q_, *attended_, *gates_, *hidden_, *values_;
-  float *scales_, *sums_;
+  bool is_apart_ = false;  // each member at a desk of its own
+  char *branch_, *qkv_, *q_, *attended_, *gates_;
+  std::vector<Desk> desks_;
   std::deque<Attention> attentions_;
   std::vector<std::shared_ptr<AttentionWork>> works_;
 };
@@ -337,6 +371,7 @@ inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x
   layers::Step step(pointer<layers::Layer>(table), pointer<layers::Reals>(reals), table.size(0), in, writable<char>(x), writable<char>(branch));
   Team::run(step.num_members(), [&](Team& team, int64_t member) {
     layers::Crew crew{team, member, in.rows};
+    step.copy_input(crew);
     step.run(crew);
   });
   return branch;
