@@ -106,7 +106,6 @@ struct SignedCodes {
 struct Nibbles {
   __m256i low, high;
 
-  explicit Nibbles(const uint32_t* at) : low(load(at)), high(load(at + 8)) {}
   Nibbles(__m256i low_words, __m256i high_words) : low(_mm256_and_si256(low_words, _mm256_set1_epi8(15))), high(_mm256_and_si256(high_words, _mm256_set1_epi8(15))) {}
   void add(__m256i acc[2], __m256i x) const {
     acc[0] = kHasVnni ? add_dot(acc[0], low, x) : _mm256_add_epi16(acc[0], _mm256_maddubs_epi16(low, x));
@@ -151,48 +150,13 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p,
 
 inline __m256 load_float16(const uint16_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))); }
 
-// A panel of a group format. Made ready for many rows, nibbles become bytes and scales floats.
-struct GroupPanel {
-  const uint32_t* codes;
-  const uint16_t *scales, *mins;               // float16 [groups, 16]; mins may be null
-  const float *open_scales, *open_mins;        // the same as floats
-
-  GroupPanel(const Weight& weight, int64_t p) : codes(weight.panel(p)) {
-    const int64_t first = p * weight.groups() * kPanel;
-    scales = weight.group_scales + first, mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + first;
-    open_scales = open_mins = nullptr;
-  }
-
-  void open(const Weight& weight, std::vector<uint32_t>& words, std::vector<float>& floats) {
-    const int64_t num_words = weight.num_words() * kPanel, count = weight.groups() * kPanel;
-    if (static_cast<int64_t>(floats.size()) < 2 * count) floats.resize(2 * count);
-    float *const to_scales = floats.data(), *const to_mins = to_scales + count;
-    for (int64_t i = 0; i < count; i += 8) {
-      _mm256_storeu_ps(to_scales + i, load_float16(scales + i));
-      if (mins != nullptr) _mm256_storeu_ps(to_mins + i, load_float16(mins + i));
-    }
-    open_scales = to_scales, open_mins = mins == nullptr ? nullptr : to_mins;
-    if (weight.format != Format::kInt4Group) return;
-    if (static_cast<int64_t>(words.size()) < 2 * num_words) words.resize(2 * num_words);
-    for (int64_t i = 0; i < num_words; i += kPanel) {
-      fetch_ahead(codes + i);
-      const __m256i low = load(codes + i), high = load(codes + i + 8);
-      __m256i* const to = reinterpret_cast<__m256i*>(words.data() + 2 * i);
-      const Nibbles even(low, high), odd(_mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4));
-      _mm256_storeu_si256(to, even.low), _mm256_storeu_si256(to + 1, even.high);
-      _mm256_storeu_si256(to + 2, odd.low), _mm256_storeu_si256(to + 3, odd.high);
-    }
-    codes = words.data();
-  }
-};
-
 // Sums of the products of one group of 32 inputs, as integers; returns the words after it.
-template <int R, class Codes>
+template <int R>
 inline const uint32_t* dot_bytes(const uint32_t* at, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
 #pragma GCC unroll 8
   for (int word = 0; word < 8; ++word, at += kPanel) {
-    if constexpr (R < 4) fetch_ahead(at);
-    add_products<R>(Codes(at), x + 4 * word, padded, acc);
+    fetch_ahead(at);
+    add_products<R>(SignedCodes(at), x + 4 * word, padded, acc);
   }
   return at;
 }
@@ -209,33 +173,33 @@ inline const uint32_t* dot_nibbles(const uint32_t* at, const int8_t* x, int64_t 
   return at;
 }
 
-template <bool kIsInt4, bool kIsOpen, int R>
-void multiply_groups(const Weight& weight, const GroupPanel& panel, const Rows& rows, int64_t m, float sums[][kPanel]) {
+template <bool kIsInt4, int R>
+void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
+  using Codes = std::conditional_t<kIsInt4, Nibbles, SignedCodes>;
   const int64_t padded = weight.padded(), groups = weight.groups();
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
-  const uint32_t* at = panel.codes;
-  const bool has_mins = panel.mins != nullptr;
+  const uint32_t* at = weight.panel(p);
+  const uint16_t* scales = weight.group_scales + p * groups * kPanel;
+  const uint16_t* mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + p * groups * kPanel;
   __m256 total[R][2];
   for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
   for (int64_t g = 0; g < groups; ++g, x += kGroup) {
     __m256i acc[R][2];
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-    if constexpr (kIsInt4 && !kIsOpen) at = dot_nibbles<R>(at, x, padded, acc);
-    else at = dot_bytes<R, std::conditional_t<kIsInt4, Nibbles, SignedCodes>>(at, x, padded, acc);
-    for (int r = 0; r < R; ++r) std::conditional_t<kIsInt4, Nibbles, SignedCodes>::finish(acc[r]);
+    at = kIsInt4 ? dot_nibbles<R>(at, x, padded, acc) : dot_bytes<R>(at, x, padded, acc);
+    for (int r = 0; r < R; ++r) Codes::finish(acc[r]);
     __m256 scale[2], least[2];
     for (int i = 0; i < 2; ++i) {
-      const int64_t place = g * kPanel + 8 * i;
-      scale[i] = kIsOpen ? _mm256_loadu_ps(panel.open_scales + place) : load_float16(panel.scales + place);
-      if (has_mins) least[i] = kIsOpen ? _mm256_loadu_ps(panel.open_mins + place) : load_float16(panel.mins + place);
+      scale[i] = load_float16(scales + g * kPanel + 8 * i);
+      if (mins != nullptr) least[i] = load_float16(mins + g * kPanel + 8 * i);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256 x_scale = _mm256_broadcast_ss(x_scales + r * groups + g);
       for (int i = 0; i < 2; ++i) total[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][i]), _mm256_mul_ps(scale[i], x_scale), total[r][i]);
     }
-    if (!has_mins) continue;
+    if (mins == nullptr) continue;
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256 x_sum = _mm256_broadcast_ss(x_sums + r * groups + g);
@@ -261,21 +225,12 @@ inline int64_t rows_at_once(int64_t left, int64_t most) {
   return (left + times - 1) / times;
 }
 
-constexpr int64_t kOpenRows = 8;  // from which it pays to make a panel ready
-
 template <bool kIsInt4>
 void multiply_group_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
-  static thread_local std::vector<uint32_t> words;
-  static thread_local std::vector<float> floats;
-  GroupPanel panel(weight, p);
-  const bool is_open = last_row - first_row >= kOpenRows;
-  if (is_open) panel.open(weight, words, floats);
   float sums[4][kPanel];
   for (int64_t m = first_row, count; m < last_row; m += count) {
     count = rows_at_once(last_row - m, 4);
-    with_rows<4>(count, [&]<int R>() {
-      is_open ? multiply_groups<kIsInt4, true, R>(weight, panel, rows, m, sums) : multiply_groups<kIsInt4, false, R>(weight, panel, rows, m, sums);
-    });
+    with_rows<4>(count, [&]<int R>() { multiply_groups<kIsInt4, R>(weight, rows, m, p, sums); });
     for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
   }
 }
