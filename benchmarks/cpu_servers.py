@@ -122,13 +122,15 @@ def run_server(server: Server, *, patience_s: float = 600.0, environment: Mappin
 
 
 def _end(process: psutil.Popen) -> None:
-    """End a server and all it started, of which some outlive it."""
+    """End a server, and what it started and left behind."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        family = [*process.children(recursive=True), process]
+        family = [process, *process.children(recursive=True)]
         process.terminate()
-        for one in psutil.wait_procs(family, timeout=30)[1]:
+        psutil.wait_procs([process], timeout=30)
+        for one in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+        psutil.wait_procs(family, timeout=5)
     process.wait()
 
 
