@@ -120,10 +120,20 @@ static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile
   }
 }
 
+// Codes in the top bytes of words times their scales, as pairs of bfloat16. Both are cut, not rounded, from numbers which `kRounding`
+// makes larger by half of what that takes away in the mean.
+constexpr float kRounding = 0x1p-24f * (1.0f + 0x1p-9f * 1.44f);
+
+HEADRACE_INLINE __m512i pair_of(__m512i even, float even_scale, __m512i odd, float odd_scale) {
+  const __m512 first = _mm512_mul_ps(_mm512_cvtepi32_ps(even), _mm512_set1_ps(even_scale)), second = _mm512_mul_ps(_mm512_cvtepi32_ps(odd), _mm512_set1_ps(odd_scale));
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(first), 16), _mm512_castps_si512(second));
+}
+
 // The same of codes; what lies before `low` is nobody's.
 static void pack_codes(const AmxBuffers& t, const Attention& a, const Tile& tile, int64_t low, int64_t at, int64_t n, const LotRoom& room) {
   const int32_t* table = a.table + tile.request * a.table_stride;
   const __m512 zero = _mm512_setzero_ps();
+  const __m512i kTopByte = _mm512_set1_epi32(static_cast<int>(0xff000000));
   for (int64_t j = 0; j < padded(n, 32); j += 16) {
     const int64_t position = j < n ? at + j : at;
     const uint32_t seen = j < n ? seen_of_block(low, at + n, position) & 0xffff : 0;
@@ -137,19 +147,15 @@ static void pack_codes(const AmxBuffers& t, const Attention& a, const Tile& tile
     memcpy(t.keys + j / 16 * (t.dim / 32) * kTileValues, lot.keys, 16 * a.head_dim);
     _mm512_store_ps(t.key_scales + j, _mm512_mask_loadu_ps(zero, static_cast<__mmask16>(seen), lot.key_scales));
     alignas(64) float scales[16];
-    _mm512_store_ps(scales, _mm512_mask_loadu_ps(zero, static_cast<__mmask16>(seen), lot.value_scales));
-    for (int64_t i = 0; i < 16; i += 2) {
-      bf16* out = t.values + j / 32 * t.width * 32 + row_of_pair((j + i) % 32 / 2) * 32;
-      const __m512 even_scale = _mm512_set1_ps(scales[i]), odd_scale = _mm512_set1_ps(scales[i + 1]);
-      const __m512i half = _mm512_set1_epi32(0x8000);
-      for (int64_t e = 0; e < t.width; e += 16, out += kTileValues) {
+    _mm512_store_ps(scales, _mm512_mul_ps(_mm512_mask_loadu_ps(zero, static_cast<__mmask16>(seen), lot.value_scales), _mm512_set1_ps(kRounding)));
+    for (int64_t i = 0; i < 16; i += 4) {
+      bf16* first_out = t.values + j / 32 * t.width * 32 + row_of_pair((j + i) % 32 / 2) * 32;
+      bf16* second_out = t.values + j / 32 * t.width * 32 + row_of_pair((j + i) % 32 / 2 + 1) * 32;
+      for (int64_t e = 0; e < t.width; e += 16, first_out += kTileValues, second_out += kTileValues) {
         const __mmask16 inside = first(static_cast<int>(clamp(a.value_dim - e, 0, 16)));
         const __m512i codes = _mm512_maskz_loadu_epi32(inside, lot.values + (i / 4 * a.value_dim + e) * 4);
-        const __m512i low_bits = i % 4 ? _mm512_slli_epi32(codes, 8) : _mm512_slli_epi32(codes, 24), high_bits = i % 4 ? codes : _mm512_slli_epi32(codes, 16);
-        const __m512 even = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(low_bits, 24)), even_scale);
-        const __m512 odd = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(high_bits, 24)), odd_scale);
-        const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16), high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
-        _mm512_store_si512(out, _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi32(static_cast<int>(0xffff0000)))));
+        _mm512_store_si512(first_out, pair_of(_mm512_slli_epi32(codes, 24), scales[i], _mm512_and_si512(_mm512_slli_epi32(codes, 16), kTopByte), scales[i + 1]));
+        _mm512_store_si512(second_out, pair_of(_mm512_and_si512(_mm512_slli_epi32(codes, 8), kTopByte), scales[i + 2], _mm512_and_si512(codes, kTopByte), scales[i + 3]));
       }
     }
   }
@@ -170,19 +176,26 @@ constexpr float kFixedOne = 2048.0f, kFixedTop = 11 * 2048.0f + 1024.0f, kMostAd
 
 // Weights 2^x of two vectors as bfloat16. Of x = i + f, i becomes the exponent and f the mantissa, less its distance from
 // 2^f - 1, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004.
+template <bool kHides>
 HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shift) {
   const __m512i a = _mm512_cvtps_epi32(_mm512_fmadd_ps(low, scale, shift)), b = _mm512_cvtps_epi32(_mm512_fmadd_ps(high, scale, shift));
   const __m512i x = _mm512_packs_epi32(a, b), f = _mm512_slli_epi16(x, 5);  // f - 1/2, a signed fraction of 16 bits
-  const __mmask32 is_seen = _mm512_cmpgt_epi16_mask(x, _mm512_set1_epi16(-30720));
+  const __mmask32 is_seen = kHides ? _mm512_cmpgt_epi16_mask(x, _mm512_set1_epi16(-30720)) : 0;
   const __m512i arc = _mm512_sub_epi16(_mm512_set1_epi16(16384), _mm512_mulhi_epi16(f, f));
   const __m512i part = _mm512_add_epi16(_mm512_mulhi_epi16(f, _mm512_set1_epi16(150)), _mm512_set1_epi16(704));
-  const __m512i mantissa = _mm512_sub_epi16(x, _mm512_mulhi_epi16(arc, part));
-  return _mm512_maskz_add_epi16(is_seen, _mm512_mulhrs_epi16(mantissa, _mm512_set1_epi16(2048)), _mm512_set1_epi16(14784));
+  const __m512i mantissa = _mm512_subs_epi16(x, _mm512_mulhi_epi16(arc, part));
+  const __m512i bits = _mm512_mulhrs_epi16(mantissa, _mm512_set1_epi16(2048)), least = _mm512_set1_epi16(14784);
+  return kHides ? _mm512_maskz_add_epi16(is_seen, bits, least) : _mm512_add_epi16(bits, least);
 }
 
 // A row of logits, or of products of codes and what these are multiplied with.
 struct LogitRow {
   const float *at, *key_scales;
+
+  // Weights of 32. Rows of products have none that is hidden: what is nothing beside the top may stay at 2^-27 of it.
+  HEADRACE_INLINE __m512i weigh_at(int64_t j, __m512 scale, __m512 shift) const {
+    return key_scales ? weigh<false>(load(j), load(j + 16), scale, shift) : weigh<true>(load(j), load(j + 16), scale, shift);
+  }
 
   HEADRACE_INLINE __m512 load(int64_t j) const {
     return key_scales ? _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(at + j)), _mm512_load_ps(key_scales + j)) : _mm512_load_ps(at + j);
@@ -192,7 +205,7 @@ struct LogitRow {
 // Weights of 64 logits from the j-th, and the sums of each lane.
 HEADRACE_INLINE __m512 weigh_half(const LogitRow& row, int64_t j, bf16* weights, __m512 scale, __m512 shift) {
   const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
-  const __m512i low = weigh(row.load(j), row.load(j + 16), scale, shift), high = weigh(row.load(j + 32), row.load(j + 48), scale, shift);
+  const __m512i low = row.weigh_at(j, scale, shift), high = row.weigh_at(j + 32, scale, shift);
   _mm512_store_si512(weights, low);
   _mm512_store_si512(weights + 32 * kAmxRows, high);
   return _mm512_dpbf16_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)low, one), (__m512bh)high, one);
@@ -203,7 +216,7 @@ HEADRACE_INLINE __m512 weigh_row(const LogitRow& row, bf16* weights, int64_t n, 
   const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
   __m512 even = _mm512_setzero_ps(), odd = even;
   const auto weigh_at = [&](int64_t j, __m512& sum) __attribute__((always_inline)) {
-    const __m512i weight = weigh(row.load(j), row.load(j + 16), scale, shift);
+    const __m512i weight = row.weigh_at(j, scale, shift);
     _mm512_store_si512(weights + j * kAmxRows, weight);
     sum = _mm512_dpbf16_ps(sum, (__m512bh)weight, one);
   };
