@@ -112,6 +112,17 @@ def test_several_threads_and_row_blocks_give_what_one_gives(form: str, isa: str)
         assert torch.equal(one, three)
 
 
+@pytest.mark.parametrize("form", ["int8", "int4_group", "int8_group", "int8_group_symmetric"])
+def test_a_row_of_codes_does_not_depend_on_how_many_there_are(form: str, isa: str):
+    if isa in ("avx512", "amx"):
+        pytest.skip("takes many rows by other instructions")
+    packed, x = FORMS[form](draw(50, 100)), torch.randn(19, 100, generator=torch.Generator().manual_seed(0))
+    multiply = PACKED_LINEAR.load("native")
+    together = multiply(x, packed, None)
+    for count in (1, 2, 3, 4, 5, 6):
+        assert torch.equal(torch.cat([multiply(part, packed, None) for part in x.split(count)]), together), count
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 def test_threads_share_the_parts_of_a_vocabulary(rows: int, isa: str):
     weight, x = draw(16_400, 64), torch.randn(rows, 64)
