@@ -73,8 +73,7 @@ class Team {
       generation_.notify_all();  // costs nothing while nobody sleeps
     } else {
       const auto is_over = [&] { return generation_.load(std::memory_order_acquire) != generation; };
-      for (int i = 0; i < kSpins && !is_over(); ++i) relax();
-      for (int i = 0; i < kYields && !is_over(); ++i) sched_yield();
+      for (int i = 0; i < kSpins && !is_over(); ++i) relax();  // no sched_yield: it gives up a whole slice, and others get it
       while (!is_over()) generation_.wait(generation, std::memory_order_acquire);
     }
   }
@@ -82,8 +81,7 @@ class Team {
  private:
   explicit Team(int64_t size) : asked_(std::max<int64_t>(size, 1)), tickets_(new Ticket[2 * asked_]) {}
 
-  static constexpr int kSpins = 1 << 9;   // 10 to 30 us, longer than members are apart unless one had to leave its core,
-  static constexpr int kYields = 1 << 6;  // which may be this one: then it goes on at once, and two that want to run are soon given two cores
+  static constexpr int kSpins = 1 << 10;  // 20 to 60 us, longer than members are apart unless one had to leave its core
 
   static void relax() {
 #if defined(__x86_64__)
