@@ -52,9 +52,9 @@ def make_ways(options: argparse.Namespace, build: Build) -> dict[str, Run]:
     ways: dict[str, Run] = {"plain": lambda tokens: group_choices(tokens, grouped.run)}
     for name, store in FORMS.items():
         weights = make_weights(options, spec, build)
+        ways[name] = StoredExperts(weights, spec, build).run
         for weight in find_storable(weights):
             weight.store(store(weight.weight.detach()))
-        ways[name] = StoredExperts(weights, spec, build).run
     return ways
 
 

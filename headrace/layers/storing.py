@@ -130,6 +130,12 @@ def find_stored(model: nn.Module) -> list[StoredWeight]:
     return list({id(stored): stored for layer in model.modules() if (stored := getattr(layer, "stored", None)) is not None}.values())
 
 
+def unpack_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A layer's stored weight as a plain tensor of its own, stacked matrices apart again."""
+    weight, num_stacked = layer.stored.unpack(dtype), getattr(layer, "num_stacked", 0)
+    return weight.unflatten(0, (num_stacked, -1)) if num_stacked else weight
+
+
 def restore_plain(model: nn.Module, dtype: torch.dtype) -> None:
     """Plain parameters again, as before new weights are filled in; exact for forms that lose nothing."""
     plain: dict[int, nn.Parameter] = {}
@@ -137,9 +143,7 @@ def restore_plain(model: nn.Module, dtype: torch.dtype) -> None:
         stored = getattr(layer, "stored", None)
         if stored is not None:
             if id(stored) not in plain:
-                weight = stored.unpack(dtype)
-                stacked = getattr(layer, "num_stacked", 0)
-                plain[id(stored)] = nn.Parameter(weight.unflatten(0, (stacked, -1)) if stacked else weight, requires_grad=False)
+                plain[id(stored)] = nn.Parameter(unpack_weight(layer, dtype), requires_grad=False)
             layer.stored, layer.weight = None, plain[id(stored)]
 
 

@@ -22,7 +22,9 @@ from headrace.layers.moe.joining import choose_pair, find_adapter, joinable_pair
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.moe.packed import PackedExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
-from headrace.layers.storing import find_storable, restore_plain
+from headrace.layers.quantization.contract import SchemeQuery
+from headrace.layers.quantization.kept import Int8
+from headrace.layers.storing import find_storable, restore_plain, store_fastest
 
 CPU = torch.device("cpu")
 QUERY = KernelQuery("cpu", "float32", shape={"ranks": 1})
@@ -119,11 +121,18 @@ def test_stored_matrices_one_after_the_other(dtype: torch.dtype):
     assert all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
 
 
-def test_widths_that_are_no_whole_panels_stay_plain():
-    layer = MoeMlp(MoeSpec(RoutingSpec(NUM_EXPERTS, TOP_K), MlpSpec(20), None), WIDTH, Build(CPU, torch.float32))
-    assert not layer.experts.gate_up.is_storable and layer.experts.down.is_storable
-    query = KernelQuery("cpu", "float32", shape={"ranks": 1, "width": WIDTH, "expert_width": 20})
-    assert choose_pair(query) == ("none", "grouped")
+@pytest.mark.parametrize(("width", "expert_width", "experts"), [(16, 20, "auto"), (24, 16, "auto"), (16, 16, "grouped"), (16, 16, "reference")])
+def test_matrices_that_are_read_as_they_are_stay_plain(width: int, expert_width: int, experts: str):
+    """Where one of the two is no whole panels, or other experts were asked for."""
+    layer = MoeMlp(MoeSpec(RoutingSpec(NUM_EXPERTS, TOP_K), MlpSpec(expert_width), None), width, Build(CPU, torch.float32, moe_experts=experts))
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    x = torch.randn(3, width)
+    expected = layer(x)
+    Int8(SchemeQuery("cpu", "float32")).finish(layer)
+    store_fastest(layer)
+    assert not [weight for weight in find_storable(layer) if weight.is_stack]
+    torch.testing.assert_close(layer(x), expected)
 
 
 @pytest.mark.parametrize("is_few", [True, False])

@@ -28,6 +28,7 @@ from headrace.layers.head import Head
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.moe.checkpoint import MATRICES_APART, unstack_experts
+from headrace.layers.moe.stored import StoredExperts
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization import SchemeQuery, chain_schemes
 from headrace.layers.quantization.blocks import BlockTensor
@@ -217,11 +218,19 @@ def test_a_plain_part_makes_the_others_plain():
     assert torch.equal(toy.linear.weight, torch.cat((plain["first.weight"], plain["second.weight"])))
 
 
+def make_experts(expert_width: int) -> ExpertWeights:
+    """Matrices of three, read by experts that take them stored."""
+    build, spec = Build(CPU, torch.float32), MlpSpec(expert_width)
+    weights = ExpertWeights(3, spec, 64, build)
+    StoredExperts(weights, spec, build)
+    return weights
+
+
 @pytest.mark.parametrize("plain_part", [None, "up"])
 def test_blocks_of_stacked_experts(plain_part: str | None):
     """Kept where all come so; else every one is plain, and the file's tensor is expanded once."""
     model = torch.nn.Module()
-    model.experts = ExpertWeights(3, MlpSpec(24), 64, Build(CPU, torch.float32))
+    model.experts = make_experts(24)
     expanded, whole = [], {}
     def stack(name: str, rows: int, width: int) -> torch.Tensor:
         flat = make_blocks(torch.randn(3 * rows, width))
@@ -230,7 +239,7 @@ def test_blocks_of_stacked_experts(plain_part: str | None):
             return whole[name]
         return BlockTensor(flat.blocks, torch.float32, lambda: (expanded.append(name), whole[name])[1], num_stacked=3)
     tensors = [(f"mlp.experts.{name}_proj.weight", stack(name, *shape)) for name, shape in {"gate": (24, 64), "up": (24, 64), "down": (64, 32)}.items()]
-    model.experts.down = ExpertWeights(3, MlpSpec(32), 64, Build(CPU, torch.float32)).down
+    model.experts.down = make_experts(32).down
     names = {f"mlp.experts.{{x}}.{theirs}_proj": f"experts.{ours}" for theirs, ours in {"gate": "gate_up#{x}/gate", "up": "gate_up#{x}/up", "down": "down#{x}/down"}.items()}
     fill_targets(find_targets(model, names, 0), unstack_experts(tensors, MATRICES_APART))
     gate_up, down = model.experts.gate_up, model.experts.down

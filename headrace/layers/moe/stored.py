@@ -9,8 +9,8 @@ from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joined import describe_gate
-from headrace.layers.moe.weights import ExpertWeights, StackedLinear
-from headrace.layers.storing import plain_weight
+from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.storing import plain_weight, unpack_weight
 
 
 class StoredExperts:
@@ -18,6 +18,8 @@ class StoredExperts:
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
+        for stack in (self._gate_up, self._down):
+            stack.is_storable = True
         self._run_packed, self._run_plain = PACKED_EXPERTS.choose(build.query()), RUN_EXPERTS.load("reference")
 
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
@@ -28,8 +30,4 @@ class StoredExperts:
         if not any(weight is not None for weight in plain):
             return self._run_packed(*choices, *((stack.stored.matrix, stack.bias) for stack in stacks), self._gate)
         dtype = tokens.hidden.dtype
-        return self._run_plain(*choices, *((_unpack(stack, dtype) if weight is None else weight, stack.bias) for stack, weight in zip(stacks, plain, strict=True)), self._gate)
-
-
-def _unpack(stack: StackedLinear, dtype: torch.dtype) -> torch.Tensor:
-    return stack.stored.unpack(dtype).unflatten(0, (stack.num_stacked, -1))
+        return self._run_plain(*choices, *((unpack_weight(stack, dtype) if weight is None else weight, stack.bias) for stack, weight in zip(stacks, plain, strict=True)), self._gate)

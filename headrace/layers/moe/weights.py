@@ -8,23 +8,21 @@ import torch
 from torch import nn
 
 from headrace.kernels.packed_linear.forms import PanelWeight
-from headrace.kernels.packed_linear.layout import PANEL
 from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MlpSpec
 
 
 class StackedLinear(nn.Module):
     """``weight`` [X, O, I] and, if wanted, ``bias`` [X, O]; only storage, kernels do the rest. ``parts`` names the stacked
-    outputs and their widths in order. On a CPU the weight may be ``stored``, as one matrix [X * O, I]."""
+    outputs and their widths in order. The weight may be ``stored``, as one matrix [X * O, I], where the experts that read it say so."""
 
-    looks_up_rows = is_vocabulary = False
+    looks_up_rows = is_vocabulary = is_storable = False
 
     def __init__(self, build: Build, num_stacked: int, in_width: int, parts: dict[str, int], *, bias: bool):
         super().__init__()
         ends = list(accumulate(parts.values()))
         self.num_stacked = num_stacked
         self.stored: PanelWeight | None = None
-        self.is_storable = build.device.type == "cpu" and ends[-1] % PANEL == 0
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(parts.items(), ends, strict=True)}
         self.weight = build.parameter(num_stacked, ends[-1], in_width)
         self.bias = build.parameter(num_stacked, ends[-1]) if bias else None
