@@ -1,4 +1,4 @@
-"""The engine process: ``python -m headrace.service.process``, started by the supervisor with a `Launch` on its stdin.
+"""The engine process: ``python -m headrace.service.process``, started by the supervisor with a socket as its standard input.
 
 Owns an `Engine` and the loop between it and its socket. It ends when told to, when the engine can no longer be
 trusted, and when its parent dies.
@@ -12,15 +12,11 @@ import ctypes
 import gc
 import logging
 import os
-import select
-import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -48,7 +44,7 @@ from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.torch_import import import_torch
-from headrace.service.transport import EngineChannel, Launch
+from headrace.service.transport import EngineChannel, engine_line
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +55,7 @@ PAUSED_WAIT_MS = 20
 STATS_PERIOD_S = 0.25
 GATHER_MS = 2
 MAX_GATHER_S = 0.025
-MAX_DRAIN = 1024
-"""Messages taken in between two steps at most."""
+PARENT_POLL_S = 1.0
 
 Builder = Callable[[EngineConfig, Progress], Engine]
 
@@ -84,9 +79,9 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until stopped. An exception from here means that the engine cannot be trusted any more."""
-        while not self._is_stopping:
+        while not self._is_stopping and self._channel.is_open:
             was_idle = not self._engine.has_work
-            messages = self._channel.receive(self._patience_ms(), at_most=MAX_DRAIN)
+            messages = self._channel.receive(self._patience_ms())
             for message in messages:
                 self._take(message)
             if was_idle and self._num_ended > 1 and messages:
@@ -106,7 +101,7 @@ class EngineLoop:
         no longer than the step takes that would begin without them."""
         until = time.monotonic() + min(self._step_s, MAX_GATHER_S)
         while num_taken < self._num_ended and time.monotonic() < until:
-            messages = self._channel.receive(GATHER_MS, at_most=MAX_DRAIN)
+            messages = self._channel.receive(GATHER_MS)
             if not messages:
                 break
             num_taken += len(messages)
@@ -149,17 +144,13 @@ def produce_token(engine: Engine) -> None:
     engine.reset_prefix_cache()
 
 
-def die_with_parent(pipe: int, parent: int, folder: Path) -> None:
-    """Watch the pipe to the parent from a thread; when the parent is gone, remove the ``folder`` of its sockets, which it
-    could not, and end the process at once."""
+def die_with_parent(channel: EngineChannel, parent: int) -> None:
+    """Watch the line to the parent from a thread; when the parent is gone, end the process at once."""
 
     def watch() -> None:
-        while os.getppid() == parent:
-            readable, _, _ = select.select([pipe], [], [], 1.0)
-            if readable and not os.read(pipe, 1024):
-                break
+        while os.getppid() == parent and not channel.await_end(PARENT_POLL_S):
+            pass
         logger.warning("the parent process is gone; the engine ends")
-        shutil.rmtree(folder, ignore_errors=True)
         leave(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -185,11 +176,11 @@ def _give_memory_back() -> None:
         trim(0)
 
 
-def _start(launch: Launch, builder: Future[Builder], channel: EngineChannel) -> EngineLoop:
+def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChannel) -> EngineLoop:
     channel.send(Starting("importing", 0.0))
     build = builder.result()
     with keep_bytecode():
-        engine = build(launch.config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
+        engine = build(config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
     produce_token(engine)
     _give_memory_back()
     gc.freeze()  # a collection would take longer than what it frees is worth
@@ -207,9 +198,10 @@ def _import_builder(target: str) -> Builder:
         return load_target(target)
 
 
-def _read_launch() -> Launch:
+def _open_channel() -> tuple[EngineChannel, EngineConfig]:
     try:
-        return Launch.read(sys.stdin.buffer)
+        channel = EngineChannel(engine_line())
+        return channel, channel.read_config()
     except ConfigError as error:  # started by hand, or the parent ended before it had a configuration
         logger.error("%s", error)
         leave(1)  # at once: the import is still running
@@ -225,12 +217,11 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _leave_on_sigterm)
     parent = os.getppid()
     gc.disable()  # while starting, which makes many objects and hardly any garbage
-    builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)  # takes seconds; the launch comes meanwhile
-    launch = _read_launch()
-    die_with_parent(sys.stdin.fileno(), parent, launch.folder)
-    channel = EngineChannel(launch)
+    builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)  # takes seconds; the configuration comes meanwhile
+    channel, config = _open_channel()
+    die_with_parent(channel, parent)
     try:
-        _start(launch, builder, channel).run()
+        _start(config, builder, channel).run()
     except Exception as error:  # process main: tell the client why, then end
         if isinstance(error, HeadraceError) and not isinstance(error, PluginError):  # the client tells it to the user
             logger.debug("the engine ends: %s", error, exc_info=error)
@@ -239,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
         channel.send(Fatal(ErrorInfo.of(error)))
         return 1
     finally:
-        channel.close()
+        channel.flush()
     return 0
 
 

@@ -8,23 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import Protocol
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
-from headrace.service.client.joining import join_messages
-from headrace.service.spawn import ENGINE_BUILDER, spawn_engine
-from headrace.service.transport import ClientChannel, Launch
+from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine, spawn_engine
+from headrace.service.transport import ClientChannel
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +28,9 @@ TERMINATE_S = 5.0
 """How long a process told to end gets before it is killed, and a killed one before it is given up for lost."""
 
 PING = Call(-1, "ping")
+LAST_WORDS_S = 1.0
+"""How long the last messages of a process that has ended are waited for."""
+
 STALL_TIMEOUT_S = 300.0
 STALL_TICKS = 4
 """The engine is asked for a sign of life this often within the time it may be silent."""
@@ -50,15 +47,13 @@ class Listener(Protocol):
 
 
 class EngineProcess:
-    """One life of the engine process and the channel to it. ``process`` was spawned by `spawn_engine`."""
+    """One life of the engine process and the channel to it."""
 
-    def __init__(self, config: EngineConfig, channel: ClientChannel, process: subprocess.Popen[bytes]):
+    def __init__(self, spawned: SpawnedEngine, channel: ClientChannel):
         self.channel = channel
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._process = process
+        self._process = spawned.process
         threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name="engine-watch", daemon=True).start()
-        with contextlib.suppress(BrokenPipeError):  # it died at once; the watch tells
-            Launch(config, channel.requests_address, channel.outputs_address).write(self._process.stdin)
 
     @property
     def pid(self) -> int:
@@ -80,7 +75,7 @@ class EngineProcess:
         return self.exit_code.result() if self.exit_code.done() else -signal.SIGKILL
 
     async def end(self, grace_s: float = TERMINATE_S) -> None:
-        """Terminate, and kill after ``grace_s``; returns when the process is gone and the pipe and channel are closed."""
+        """Terminate, and kill after ``grace_s``; returns when the process is gone and the channel is closed."""
         with contextlib.suppress(EngineUnavailable):  # not connected yet, or gone; the signal reaches it too
             self.channel.send(Call(0, "shutdown"))
         self._process.terminate()
@@ -90,24 +85,18 @@ class EngineProcess:
             logger.warning("the engine process did not end within %.0f s and is killed", grace_s)
             await self.kill()
         finally:
-            self.release()
-
-    def release(self) -> None:
-        """Close what outlives the process: its pipe and its channel."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self.channel.close()
+            self.channel.close()
 
 
 class Supervisor:
     """Starts an engine process and restarts it when it dies: at once the first time, then with growing pauses, at most
     ``max_restarts`` times in ten minutes. One that dies before it was ever ready is not restarted: its configuration
     is wrong, and would be wrong again. One that is ready and then gives no sign of life for ``stall_timeout_s`` seconds
-    (0: it may be silent for ever) is killed. ``process`` serves as the first, when one was spawned ahead."""
+    (0: it may be silent for ever) is killed. ``engine`` serves as the first, when one was spawned ahead."""
 
     def __init__(
         self, config: EngineConfig, listener: Listener, *, max_restarts: int, stall_timeout_s: float = STALL_TIMEOUT_S,
-        builder: str = ENGINE_BUILDER, process: subprocess.Popen[bytes] | None = None,
+        builder: str = ENGINE_BUILDER, engine: SpawnedEngine | None = None,
     ):
         self.config = config
         """What the next life of the engine is started with."""
@@ -115,8 +104,7 @@ class Supervisor:
         self._builder = builder
         self._max_restarts = max_restarts
         self._stall_timeout_s = stall_timeout_s
-        self._spawned = process
-        self._folder: Path | None = None
+        self._spawned = engine
         self._process: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._restarts: deque[float] = deque()
@@ -138,7 +126,6 @@ class Supervisor:
     def start(self) -> None:
         """Spawn the engine; what comes of it the listener hears."""
         assert self._task is None, "a supervisor starts once"
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mkdtemp makes it 0700
         self._task = asyncio.create_task(self._run(), name="engine-supervisor")
         self._task.add_done_callback(self._tell_own_failure)
 
@@ -149,19 +136,17 @@ class Supervisor:
         self._process.channel.send(message)
 
     async def close(self) -> None:
-        """End the engine process and remove its sockets. The listener hears nothing any more."""
+        """End the engine process. The listener hears nothing any more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._process is not None:
             await self._process.end()
             self._process = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _run(self) -> None:
-        for life in range(sys.maxsize):
-            code = await self._live(life)
+        while True:
+            code = await self._live()
             pause = self._plan_restart()
             error = self._last_words or EngineUnavailable(f"the engine process ended with exit code {code}", retry_after=5.0)
             if self._was_ready:  # else the caller of `wait_ready` hears it
@@ -180,30 +165,28 @@ class Supervisor:
             told = error if isinstance(error, HeadraceError) else EngineUnavailable(f"the engine cannot be started: {error}")
             self._listener.on_exit(told, is_final=True)
 
-    async def _live(self, life: int) -> int:
+    async def _live(self) -> int:
         """One life of the process, from spawning to its last message; returns the exit code."""
         self._last_words, self._is_loaded = None, False
-        channel = ClientChannel(self._folder, life)
         spawned, self._spawned = self._spawned or spawn_engine(self._builder), None
-        self._process = process = EngineProcess(self.config, channel, spawned)
-        pump = asyncio.create_task(self._pump(channel), name="engine-messages")
+        channel = await ClientChannel.open(spawned.line, self._take)
+        self._process = process = EngineProcess(spawned, channel)
+        channel.send(self.config)
         silence = asyncio.create_task(self._await_silence(channel), name="engine-silence")
         try:
-            await asyncio.wait([process.exit_code, pump, silence], return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():  # a message that could not be read or taken: this life cannot be served any further
-                logger.error("messages of the engine cannot be taken; it is killed", exc_info=pump.exception())
+            await asyncio.wait([process.exit_code, channel.failure, silence], return_when=asyncio.FIRST_COMPLETED)
+            if channel.failure.done():  # this life cannot be served any further
+                logger.error("messages of the engine cannot be taken; it is killed", exc_info=channel.failure.result())
             elif silence.done():
                 words = f"the engine gave no sign of life for {self._stall_timeout_s:g} s and was killed"
                 self._last_words = EngineUnavailable(words, retry_after=5.0)
             code = process.exit_code.result() if process.exit_code.done() else await process.kill()
         finally:
-            for task in (pump, silence):
-                task.cancel()
-            await asyncio.wait([pump, silence])
-        async for message in channel.drain():
-            self._take(message)
+            silence.cancel()
+            await asyncio.wait([silence])
+        await asyncio.wait([channel.ended], timeout=LAST_WORDS_S)
         self._process = None
-        process.release()
+        channel.close()
         return code
 
     async def _await_silence(self, channel: ClientChannel) -> None:
@@ -219,12 +202,6 @@ class Supervisor:
             if self._is_loaded:
                 with contextlib.suppress(EngineUnavailable):  # it is just ending; its exit is noticed elsewhere
                     channel.send(PING)
-
-    async def _pump(self, channel: ClientChannel) -> None:
-        while True:
-            for message in join_messages(await channel.receive()):
-                self._take(message)
-            await asyncio.sleep(0)  # a backlog must not keep the readers of the streams from running
 
     def _take(self, message: FromEngine) -> None:
         self._num_heard += 1

@@ -1,154 +1,215 @@
-"""The two ends of the line between client and engine process: ipc sockets that carry messages of base/messages.
+"""The line between client and engine process: one pair of connected sockets that carries messages of base/messages, four bytes
+of length before each. The first one to the engine is its configuration.
 
-The client binds in a private folder, the engine connects. Refuses: deciding anything about the messages.
+Refuses: deciding anything about the messages. No thread and no task stands between a socket and who reads or writes it: each
+would have to be woken for every step, on cores that the engine computes on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
+import select
+import socket
 import struct
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import BinaryIO
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
-import zmq
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.base.messages import FromEngine, ToEngine, decode_from_engine, decode_to_engine, encode
+from headrace.service.client.joining import join_messages
 
-IPC = "ipc://"
 LENGTH = struct.Struct("<I")
-MAX_LAUNCH_BYTES = 1 << 20
-MAX_ADDRESS = 100
-"""A unix socket's path has room for about 107 bytes."""
+MAX_CONFIG_BYTES = 1 << 20
+READ_BYTES = 1 << 18
+MAX_READS = 16
+"""Pieces that an engine reads between two steps at most."""
 
-MAX_BATCH = 16
-"""Messages that a client takes in one turn of its loop at most, so that everybody else has theirs."""
-
-LAST_WORDS_MS = 1000
+LAST_WORDS_S = 1.0
 """How long a closing engine waits for its last messages to leave."""
 
+Message = TypeVar("Message")
 
-class Launch(msgspec.Struct, frozen=True):
-    """What an engine process reads from its standard input. The pipe then stays open: its end is the parent's death."""
 
-    config: EngineConfig
-    requests_address: str
-    outputs_address: str
+def frame(message: Any) -> bytes:
+    """A message as it travels."""
+    payload = encode(message)
+    return LENGTH.pack(len(payload)) + payload
 
-    @property
-    def folder(self) -> Path:
-        """The private folder of the sockets."""
-        return Path(self.requests_address.removeprefix(IPC)).parent
 
-    def write(self, pipe: BinaryIO) -> None:
-        """Send to the new process: four bytes of length, then msgpack."""
-        payload = msgspec.msgpack.encode(self)
-        pipe.write(LENGTH.pack(len(payload)) + payload)
-        pipe.flush()
+class Frames(Generic[Message]):
+    """Messages out of bytes, however these are cut."""
 
-    @classmethod
-    def read(cls, pipe: BinaryIO) -> Launch:
-        """Read what `write` sent; raises `ConfigError` when it is something else."""
-        header = pipe.read(LENGTH.size)
-        length = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else 0
-        if not 0 < length <= MAX_LAUNCH_BYTES:
-            raise ConfigError("the engine process is started by the supervisor; its configuration comes through stdin")
-        return msgspec.msgpack.decode(pipe.read(length), type=cls)
+    def __init__(self, decode: Callable[[bytearray], Message]):
+        self._decode = decode
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Take what has come; the messages that it completes."""
+        rest, messages, begin = self._rest, [], 0
+        rest += data
+        while len(rest) - begin >= LENGTH.size:
+            end = begin + LENGTH.size + LENGTH.unpack_from(rest, begin)[0]
+            if end > len(rest):
+                break
+            messages.append(self._decode(rest[begin + LENGTH.size : end]))
+            begin = end
+        del rest[:begin]
+        return messages
 
 
 class EngineChannel:
-    """The engine's end; blocking, no event loop."""
+    """The engine's end; blocking, no event loop. ``line`` is connected to a `ClientChannel`."""
 
-    def __init__(self, launch: Launch):
-        self._context = zmq.Context()
-        self._requests = self._connect(zmq.PULL, launch.requests_address)
-        self._outputs = self._connect(zmq.PUSH, launch.outputs_address)
+    def __init__(self, line: socket.socket):
+        self.is_open = True
+        """Whether there may still be somebody at the other end."""
+        self._line = line
+        self._poll = select.poll()
+        self._poll.register(line, select.POLLIN)
+        self._frames = Frames(decode_to_engine)
+        self._lock = threading.Lock()
+        self._overflow: deque[bytes] = deque()
+        self._writer: threading.Thread | None = None
 
-    def _connect(self, kind: int, address: str) -> zmq.Socket:
-        connected = self._context.socket(kind)
-        connected.set_hwm(0)
-        connected.connect(address)
-        return connected
+    def read_config(self) -> EngineConfig:
+        """The first message; raises `ConfigError` when the other end closes before it has come."""
+        header = self._line.recv(LENGTH.size, socket.MSG_WAITALL)
+        length = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else 0
+        payload = self._line.recv(length, socket.MSG_WAITALL) if length <= MAX_CONFIG_BYTES else b""
+        if not length or len(payload) < length:
+            raise ConfigError("the engine process is started by the supervisor, which sends it its configuration")
+        return msgspec.msgpack.decode(payload, type=EngineConfig)
 
-    def receive(self, wait_ms: int, *, at_most: int) -> list[ToEngine]:
-        """Messages that are there, up to ``at_most``; waits ``wait_ms`` for the first one (0: not at all)."""
+    def receive(self, wait_ms: int) -> list[ToEngine]:
+        """Messages that are there; waits ``wait_ms`` for the first one (0: not at all)."""
         messages: list[ToEngine] = []
-        if wait_ms and not self._requests.poll(wait_ms):
+        if wait_ms and not self._poll.poll(wait_ms):
             return messages
-        while len(messages) < at_most:
-            try:
-                messages.append(decode_to_engine(self._requests.recv(zmq.NOBLOCK)))
-            except zmq.Again:
+        for _ in range(MAX_READS):
+            data = self._take_bytes()
+            messages += self._frames.feed(data)
+            if len(data) < READ_BYTES:
                 break
         return messages
 
     def send(self, message: FromEngine) -> None:
-        """Hand a message to the line; never waits for the reader."""
-        self._outputs.send(encode(message))
+        """Hand a message to the line; never waits for the reader. What the system has no room for is written by a thread, which
+        ends when it is done."""
+        rest = frame(message)
+        with self._lock:
+            if not self._overflow:
+                rest = self._write(rest)
+            if rest:
+                self._overflow.append(rest)
+            if self._overflow and self._writer is None:
+                self._writer = threading.Thread(target=self._write_overflow, name="engine-overflow", daemon=True)
+                self._writer.start()
 
-    def close(self) -> None:
-        """Let the last messages leave, then close."""
-        self._requests.close(linger=0)
-        self._outputs.close(linger=LAST_WORDS_MS)
-        self._context.term()
+    def await_end(self, poll_s: float) -> bool:
+        """Wait at most so long for the other end to close; whether it has. For a thread of its own."""
+        ended = select.poll()
+        ended.register(self._line, 0)  # a hang-up is told whether asked for or not
+        return bool(ended.poll(poll_s * 1e3))
 
+    def flush(self) -> None:
+        """Give the last messages time to leave. The line ends with the process."""
+        writer = self._writer
+        if writer is not None:
+            writer.join(LAST_WORDS_S)
 
-class ClientChannel:
-    """The client's end, one per life of the engine process, so that no message outlives it. Belongs to the event loop it is
-    made in. (pyzmq's own asyncio sockets cost several times as much a message.)"""
-
-    def __init__(self, folder: Path, life: int):
-        self.requests_address = f"{IPC}{folder}/{life}-requests"
-        self.outputs_address = f"{IPC}{folder}/{life}-outputs"
-        if len(self.requests_address) > MAX_ADDRESS:
-            raise ConfigError(f"the temporary folder's path is too long for a socket: {folder}; set TMPDIR to a shorter one")
-        self._context = zmq.Context()
-        self._requests = self._bind(zmq.PUSH, self.requests_address)
-        self._outputs = self._bind(zmq.PULL, self.outputs_address)
-        self._news = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._news_fd = self._outputs.fileno()
-        self._loop.add_reader(self._news_fd, self._news.set)
-
-    def _bind(self, kind: int, address: str) -> zmq.Socket:
-        bound = self._context.socket(kind)
-        bound.set_hwm(0)
-        bound.bind(address)
-        return bound
-
-    def send(self, message: ToEngine) -> None:
-        """Hand a message to the line without waiting; raises `EngineUnavailable` when no engine is connected."""
+    def _take_bytes(self) -> bytes:
+        """What has come; empty when nothing has, or nothing will any more."""
         try:
-            self._requests.send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise EngineUnavailable(f"the engine is not connected: {error}", retry_after=1.0) from error
+            data = self._line.recv(READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+        except ConnectionResetError:
+            data = b""
+        self.is_open = bool(data)
+        return data
 
-    async def receive(self) -> list[FromEngine]:
-        """The next messages, at least one."""
-        messages: list[FromEngine] = []
-        while not messages:
-            await self._news.wait()
-            self._news.clear()  # before looking: the descriptor tells of each change once
-            with contextlib.suppress(zmq.Again):
-                while len(messages) < MAX_BATCH:
-                    messages.append(decode_from_engine(self._outputs.recv(zmq.NOBLOCK)))
-                self._news.set()  # there may be more
-        return messages
+    def _write(self, data: bytes) -> bytes:
+        """Write what there is room for; the rest."""
+        try:
+            return data[self._line.send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return data
+        except (BrokenPipeError, ConnectionResetError):  # nobody is left to be told; `receive` notices
+            return b""
 
-    async def drain(self, wait_s: float = 0.05) -> AsyncIterator[FromEngine]:
-        """What a dead engine had still sent: messages until none comes for ``wait_s``."""
-        with contextlib.suppress(TimeoutError):
-            while True:
-                for message in await asyncio.wait_for(self.receive(), wait_s):
-                    yield message
+    def _write_overflow(self) -> None:
+        while True:
+            with self._lock:
+                if not self._overflow:
+                    self._writer = None
+                    return
+            try:
+                self._line.sendall(self._overflow[0])
+            except OSError:  # the client is gone, or the line was closed
+                self.is_open = False
+            self._overflow.popleft()
+
+
+def engine_line() -> socket.socket:
+    """The line that this process was started with, as its standard input. Children of this process do not get it; raises
+    `ConfigError` when there is none."""
+    try:
+        line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    except OSError as error:
+        raise ConfigError("the engine process is started by the supervisor, with a socket as its standard input") from error
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    return line
+
+
+class ClientChannel(asyncio.Protocol):
+    """The client's end, one per life of the engine process, so that no message outlives it. Messages are given to ``take`` in
+    the callback that reads them; of a reader who is behind, those of several steps as one."""
+
+    def __init__(self, take: Callable[[FromEngine], None]):
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        """Done when no more messages come."""
+        self.failure: asyncio.Future[Exception] = loop.create_future()
+        """What a message was that could not be read or taken."""
+        self._take = take
+        self._frames = Frames(decode_from_engine)
+        self._transport: asyncio.WriteTransport | None = None
+
+    @classmethod
+    async def open(cls, line: socket.socket, take: Callable[[FromEngine], None]) -> ClientChannel:
+        """Over our end of the line."""
+        line.setblocking(False)
+        _, channel = await asyncio.get_running_loop().create_unix_connection(lambda: cls(take), sock=line)
+        return channel
+
+    def send(self, message: ToEngine | EngineConfig) -> None:
+        """Hand a message to the line without waiting; raises `EngineUnavailable` when no engine is at its end."""
+        if self._transport is None or self._transport.is_closing():
+            raise EngineUnavailable("the engine is not connected", retry_after=1.0)
+        self._transport.write(frame(message))
 
     def close(self) -> None:
         """Drop the line and whatever is in it."""
-        self._loop.remove_reader(self._news_fd)
-        self._requests.close(linger=0)
-        self._outputs.close(linger=0)
-        self._context.term()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for message in join_messages(self._frames.feed(data)):
+            self._take(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is not None and not isinstance(error, OSError):
+            self.failure.set_result(error)
+        self.ended.set_result(None)

@@ -33,7 +33,7 @@ def test_overview_lists_the_commands(argv: list[str]):
 
 @pytest.mark.parametrize("argv", [["serve", "--help"], ["help", "bench", "serve"], ["show-config"], ["bench", "serve", "-h"], ["generate", "--help"], ["chat", "--help"]])
 def test_quick_commands_need_no_torch(argv: list[str]):
-    code = "import sys; from headrace.serving.cli.main import main\ntry: main()\nfinally: print([m for m in ('torch', 'numpy', 'tokenizers', 'starlette', 'zmq') if m in sys.modules], file=sys.stderr)"
+    code = "import sys; from headrace.serving.cli.main import main\ntry: main()\nfinally: print([m for m in ('torch', 'numpy', 'tokenizers', 'starlette', 'uvicorn') if m in sys.modules], file=sys.stderr)"
     done = run_headrace(*argv, code=code)
     assert done.stdout and done.stderr.strip() == "[]", done.stderr
 

@@ -15,12 +15,14 @@ from headrace.service.process import GATHER_MS, IDLE_PAUSE_MS, IDLE_WAIT_MS, Eng
 class ScriptedChannel:
     """Hands out one list of messages at a time, and notes how long the loop was ready to wait and had idled by then."""
 
+    is_open = True
+
     def __init__(self, script: list[list[ToEngine]], executor: FakeExecutor):
         self._script, self._executor = iter(script), executor
         self.waits: list[tuple[int, int]] = []
         self.sent: list[FromEngine] = []
 
-    def receive(self, wait_ms: int, *, at_most: int) -> list[ToEngine]:
+    def receive(self, wait_ms: int) -> list[ToEngine]:
         self.waits.append((wait_ms, self._executor.num_idle_moments))
         return next(self._script)
 
@@ -49,7 +51,7 @@ class LiveChannel(ScriptedChannel):
         super().__init__([], executor)
         self.first, self.later = first, later
 
-    def receive(self, wait_ms: int, *, at_most: int) -> list[ToEngine]:
+    def receive(self, wait_ms: int) -> list[ToEngine]:
         self.waits.append((wait_ms, 0))
         if self.first:
             messages, self.first = self.first, []

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import random
-import subprocess
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -38,7 +37,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.base.upkeep import UpkeepCall
 from headrace.service.client.prompts import draw_request_id, encode_prompt, open_request, open_tokenizer, with_seed
 from headrace.service.client.stream import RequestStream
-from headrace.service.spawn import ENGINE_BUILDER
+from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine
 from headrace.service.supervisor import STALL_TIMEOUT_S, Supervisor
 from headrace.service.tokenization import Tokenizer
 
@@ -54,12 +53,12 @@ class EngineClient:
     ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is given back, see `Upkeep`), ``restarting``, ``draining`` or
     ``stopped``; requests are taken when ready.
     ``facts``, ``memory`` and ``tokenizer`` are known from then on; ``last_stats`` is at most a step old under load.
-    ``stall_timeout_s``, ``builder`` and ``process`` are the supervisor's.
+    ``stall_timeout_s``, ``builder`` and ``engine`` are the supervisor's.
     """
 
     def __init__(
         self, config: EngineConfig, *, max_restarts: int = 5, chat_template: str | None = None, stall_timeout_s: float = STALL_TIMEOUT_S,
-        builder: str = ENGINE_BUILDER, process: subprocess.Popen[bytes] | None = None,
+        builder: str = ENGINE_BUILDER, engine: SpawnedEngine | None = None,
     ):
         self.state = "starting"
         self.facts: ModelFacts | None = None
@@ -69,7 +68,7 @@ class EngineClient:
         self.last_stats = EngineStats()
         self._chat_template = chat_template
         self._supervisor = Supervisor(
-            config, self, max_restarts=max_restarts, stall_timeout_s=stall_timeout_s, builder=builder, process=process,
+            config, self, max_restarts=max_restarts, stall_timeout_s=stall_timeout_s, builder=builder, engine=engine,
         )
         self._streams: dict[str, RequestStream] = {}
         self._stream_of_child: dict[str, RequestStream] = {}

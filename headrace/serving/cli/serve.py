@@ -25,6 +25,5 @@ def run(invocation: Invocation) -> int:
 
         serve(config, engine=engine)
     finally:
-        engine.kill()  # when the server did not come to end it
-        engine.wait()
+        engine.end()  # when the server did not come to end it
     return 0

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from headrace.base.config import ServeConfig, ServerConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.service.client.client import EngineClient
 from headrace.service.parsing.choice import check_names
+from headrace.service.spawn import SpawnedEngine
 from headrace.serving.event_loop import loop_factory
 from headrace.serving.http.announce import announce_ready
 from headrace.serving.http.app import create_app
@@ -33,13 +33,13 @@ LAST_WORDS_S = 5  # for sending the ends of streams once the drain is over
 POLL_S = 0.05
 
 
-def serve(config: ServeConfig, *, engine: subprocess.Popen[bytes] | None = None) -> None:
+def serve(config: ServeConfig, *, engine: SpawnedEngine | None = None) -> None:
     """Serve until SIGTERM or SIGINT; returns after an orderly end. Raises `HeadraceError` when the server cannot start
     or the engine has crashed for good, `SystemExit` after a second signal. ``engine`` was spawned ahead by the caller."""
     check_names(config.server.tool_parser, config.server.reasoning_parser)
     client = EngineClient(
         config.engine, max_restarts=config.server.max_restarts, chat_template=read_template(config.server.chat_template),
-        stall_timeout_s=config.server.stall_timeout_s, process=engine,
+        stall_timeout_s=config.server.stall_timeout_s, engine=engine,
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(HttpServer(config, client).run())

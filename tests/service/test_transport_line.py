@@ -1,0 +1,132 @@
+"""The line between client and engine: messages arrive whole and in order, and nobody waits for a reader who does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.base.config import engine_config
+from headrace.base.errors import ConfigError, EngineUnavailable
+from headrace.base.messages import Call, FromEngine, Outputs, Reply, RequestOutput, decode_to_engine
+from headrace.service.transport import MAX_CONFIG_BYTES, ClientChannel, EngineChannel, Frames, frame
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ours, its = socket.socketpair()
+    with ours, its:
+        yield ours, its
+
+
+@given(sizes=st.lists(st.integers(0, 2000), max_size=12), cuts=st.lists(st.integers(1, 3000), min_size=1, max_size=40))
+def test_messages_come_out_whole_however_they_are_cut(sizes: list[int], cuts: list[int]):
+    calls = [Call(i, "x" * size) for i, size in enumerate(sizes)]
+    stream, frames, found = b"".join(map(frame, calls)), Frames(decode_to_engine), []
+    while stream:
+        cut = cuts[len(found) % len(cuts)]
+        found += frames.feed(stream[:cut])
+        stream = stream[cut:]
+        cuts = cuts[1:] + cuts[:1]
+    assert found == calls
+
+
+async def test_both_ways(pair: Pair):
+    heard: list[FromEngine] = []
+    client, engine = await ClientChannel.open(pair[0], heard.append), EngineChannel(pair[1])
+    config = engine_config(model="somewhere", seed=5)
+    client.send(config)
+    for i in range(300):
+        client.send(Call(i, "ping"))
+    await asyncio.sleep(0)
+    assert engine.read_config() == config
+    calls = []
+    while len(calls) < 300:
+        await asyncio.sleep(0.001)
+        calls += engine.receive(0)
+    assert [call.call_id for call in calls] == list(range(300))
+    assert engine.receive(1) == [] and engine.is_open
+    for call in calls:
+        engine.send(Reply(call.call_id))
+    while len(heard) < 300:
+        await asyncio.sleep(0.001)
+    assert heard == [Reply(i) for i in range(300)]
+    client.close()
+    await client.ended
+    assert engine.receive(1000) == [] and not engine.is_open
+    engine.send(Reply(0))  # to nobody; no error
+    with pytest.raises(EngineUnavailable):
+        client.send(Call(0, "ping"))
+
+
+async def test_an_engine_does_not_wait_for_a_reader_and_loses_nothing(pair: Pair):
+    engine = EngineChannel(pair[1])
+    sent = [Reply(i, "x" * 100_000) for i in range(200)]
+    began = time.monotonic()
+    for message in sent:
+        engine.send(message)
+    assert time.monotonic() - began < 5, "20 MB, of which the system takes a part; nobody reads yet"
+    heard: list[FromEngine] = []
+    await ClientChannel.open(pair[0], heard.append)
+    async with asyncio.timeout(20):
+        while len(heard) < len(sent):
+            await asyncio.sleep(0.01)
+    assert heard == sent
+    engine.flush()
+    engine.send(Reply(-1))
+    await asyncio.sleep(0.05)
+    assert heard[-1] == Reply(-1)
+
+
+async def test_a_reader_who_is_behind_gets_the_steps_as_one(pair: Pair):
+    engine = EngineChannel(pair[1])
+    for token in range(5):
+        engine.send(Outputs([RequestOutput("r", [token]), RequestOutput("s", [token])]))
+    heard: list[FromEngine] = []
+    await ClientChannel.open(pair[0], heard.append)
+    await asyncio.sleep(0.05)
+    assert heard == [Outputs([RequestOutput("r", [0, 1, 2, 3, 4]), RequestOutput("s", [0, 1, 2, 3, 4])])]
+
+
+@pytest.mark.parametrize("sent", [b"\x05\x00\x00\x00hello", frame(Call(1, "ping"))])
+async def test_what_cannot_be_read_or_taken_is_told(pair: Pair, sent: bytes):
+    def take(_: FromEngine) -> None:
+        raise AssertionError("not reached")
+
+    channel = await ClientChannel.open(pair[0], take)
+    pair[1].sendall(sent)
+    assert isinstance(await asyncio.wait_for(channel.failure, 5), ValueError)
+    await asyncio.wait_for(channel.ended, 5)
+
+
+async def test_the_last_words_come_before_the_end(pair: Pair):
+    heard: list[FromEngine] = []
+    pair[0].sendall(b"unread")
+    channel = await ClientChannel.open(pair[0], heard.append)
+    pair[1].sendall(frame(Reply(7)))
+    pair[1].close()
+    await asyncio.wait_for(channel.ended, 5)
+    assert heard == [Reply(7)] and not channel.failure.done()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x01", b"\x00\x00\x00\x00", (MAX_CONFIG_BYTES + 1).to_bytes(4, "little") + b"x", b"\x09\x00\x00\x00abc"])
+def test_an_engine_without_a_configuration_says_so(pair: Pair, sent: bytes):
+    pair[0].sendall(sent)
+    pair[0].close()
+    with pytest.raises(ConfigError, match="supervisor"):
+        EngineChannel(pair[1]).read_config()
+
+
+def test_the_end_of_the_other_side_is_noticed_though_nothing_is_read(pair: Pair):
+    engine = EngineChannel(pair[1])
+    pair[0].sendall(frame(Call(1, "ping")))
+    assert not engine.await_end(0.01)
+    pair[0].close()
+    assert engine.await_end(5)
