@@ -31,6 +31,9 @@ from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights import draw_dummy_weights, open_weights
 from headrace.models.weights.dummy import DEFAULT_STD
 
+LEAST_CONTEXT = 8
+"""As that of the option ``max_model_len``."""
+
 Progress = Callable[[str, float], None]
 
 AS_PLAIN, AS_STORED = "none", "stored"
@@ -126,6 +129,8 @@ def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
 
 def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:
     """The longest context: what is wanted, else what is usual, never more than the model was made for."""
+    if native < LEAST_CONTEXT:
+        raise ConfigError(f"the model's configuration allows {native} tokens, less than the {LEAST_CONTEXT} that are served at least; check its max_position_embeddings")
     if wanted is not None and wanted > native:
         raise ConfigError(
             f"max_model_len {wanted} is more than the {native} tokens the model was made for; set it to {native} or less, "
