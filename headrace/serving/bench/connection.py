@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.base.errors import ConfigError
 from headrace.serving.bench.options import TargetOptions, TrafficOptions
 from headrace.serving.bench.traffic import Ask
-
-MAX_STREAM_BYTES = 256 << 20
+from headrace.serving.http_client import Answer, HttpClient
 
 
 @dataclass
@@ -52,20 +49,13 @@ class Timing:
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
-IDLE_S = 2.0
-"""How long a connection waits for its next request: some servers close theirs after five seconds, and a request sent at that moment fails."""
-
-
 class ServerConnection:
     """One server under load. Used as ``async with``; raises `ConfigError` when it cannot be reached at all."""
 
     def __init__(self, target: TargetOptions, traffic: TrafficOptions):
-        if not target.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url must begin with http:// or https://, got {target.base_url!r}", param="base_url")
-        self._root = target.base_url.rstrip("/").removesuffix("/v1")
+        self._http = HttpClient(target.base_url, api_key=target.api_key, timeout_s=target.timeout_s)
         self._target, self._traffic = target, traffic
         self._model = target.model or ""
-        self._session: aiohttp.ClientSession | None = None
 
     @property
     def model(self) -> str:
@@ -73,43 +63,30 @@ class ServerConnection:
         return self._model
 
     async def __aenter__(self) -> ServerConnection:
-        headers = {"Authorization": f"Bearer {self._target.api_key}"} if self._target.api_key else {}
-        self._session = aiohttp.ClientSession(
-            headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S), timeout=aiohttp.ClientTimeout(total=self._target.timeout_s), read_bufsize=1 << 20,
-        )
-        async with contextlib.AsyncExitStack() as opened:
-            await opened.enter_async_context(self._session)
-            self._model = self._target.model or await self._first_model()
-            opened.pop_all()
+        self._model = self._target.model or await self._first_model()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._open_session.close()
-
-    @property
-    def _open_session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "enter the connection first"
-        return self._session
+        self._http.close()
 
     async def _first_model(self) -> str:
-        url = f"{self._root}/v1/models"
+        url = f"{self._http.root}/v1/models"
         try:
-            async with self._open_session.get(url) as response:
-                body = await response.read()
-        except (TimeoutError, aiohttp.ClientError) as error:
+            answer = await self._http.send("GET", "/v1/models")
+        except OSError as error:
             raise ConfigError(f"no server answers at {url}: {error or type(error).__name__}", param="base_url") from error
-        if response.status != 200:
-            raise ConfigError(f"{url} answers {response.status}: {_shorten(body)}; give --model or --api-key", param="base_url")
+        if answer.status != 200:
+            raise ConfigError(f"{url} answers {answer.status}: {_shorten(answer.body)}; give --model or --api-key", param="base_url")
         try:
-            return str(msgspec.json.decode(body)["data"][0]["id"])
+            return str(msgspec.json.decode(answer.body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{url} lists no models; give --model", param="model") from error
 
     async def flush_cache(self) -> None:
         """Ask the server to forget cached prefixes; raises `ConfigError` when it cannot."""
-        async with self._open_session.post(f"{self._root}/flush_cache") as response:
-            if response.status != 200:
-                raise ConfigError(f"the server answers {response.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache")
+        answer = await self._http.send("POST", "/flush_cache")
+        if answer.status != 200:
+            raise ConfigError(f"the server answers {answer.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache")
 
     def body_of(self, ask: Ask) -> dict[str, Any]:
         """The JSON body of a request."""
@@ -129,36 +106,19 @@ class ServerConnection:
         route = "/v1/completions" if self._target.endpoint == "completions" else "/v1/chat/completions"
         body = msgspec.json.encode(self.body_of(ask))
         timing = Timing(time.perf_counter(), prompt_tokens=len(ask.prompt) if _is_ids(ask.prompt) else 0)
+        answer = Answer(pieces=timing.pieces)
         try:
-            try:
-                await self._post(route, body, timing)
-            except aiohttp.ServerDisconnectedError:  # no answer at all: it may just have closed a kept connection, as llama.cpp does after streams
-                await self._post(route, body, timing)
+            await self._http.send("POST", route, body, answer=answer)
+            if answer.status != 200:
+                timing.error, timing.detail = f"http {answer.status}", _shorten(answer.body)
         except TimeoutError:
             timing.error, timing.detail = "timeout", f"no end after {self._target.timeout_s:g} s"
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except OSError as error:
             timing.error, timing.detail = "connection", f"{type(error).__name__}: {error}"
         except ValueError as error:
             timing.error, timing.detail = "bad stream", f"{type(error).__name__}: {error}"
         timing.ended = time.perf_counter()
         return timing
-
-    async def _post(self, route: str, body: bytes, timing: Timing) -> None:
-        async with self._open_session.post(self._root + route, data=body, headers={"Content-Type": "application/json"}) as response:
-            if response.status != 200:
-                timing.error, timing.detail = f"http {response.status}", _shorten(await response.read())
-            else:
-                await _take_pieces(response, timing)
-
-
-async def _take_pieces(response: aiohttp.ClientResponse, timing: Timing) -> None:
-    """Pieces as they come, unread: a load generator often runs on the server's own cores."""
-    num_bytes = 0
-    async for piece in response.content.iter_any():
-        timing.pieces.append((time.perf_counter(), piece))
-        num_bytes += len(piece)
-        if num_bytes > MAX_STREAM_BYTES:
-            raise ValueError(f"a stream is longer than {MAX_STREAM_BYTES} bytes")
 
 
 class _Choice(msgspec.Struct):

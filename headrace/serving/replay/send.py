@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-import aiohttp
 import msgspec
 
 from headrace.base.errors import ConfigError
+from headrace.serving.http_client import Answer, HttpClient
 from headrace.serving.replay.folder import Record
 from headrace.serving.replay.options import ReplayOptions
 
@@ -27,49 +28,39 @@ def readdress(record: Record, model: str | None) -> bytes:
 async def replay(records: Sequence[Record], options: ReplayOptions, on_answer: Callable[[], None] = lambda: None) -> list[Record]:
     """The answers that the server gives now, in the order of ``records``; status 0 where none came. Raises `ConfigError` when
     there is no server."""
-    if not options.base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"base_url must begin with http:// or https://, got {options.base_url!r}", param="base_url")
-    root = options.base_url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    http = HttpClient(options.base_url, api_key=options.api_key, timeout_s=options.timeout_s)
     most = options.concurrency or (DEFAULT_CONCURRENCY if not options.speed else 65536)
     room = asyncio.Semaphore(most)
-    timeout = aiohttp.ClientTimeout(total=options.timeout_s)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0), auto_decompress=True) as session:
-        await _reach(session, root)
-        begin, first = time.perf_counter(), records[0].at
+    await _reach(http)
+    begin, first = time.perf_counter(), records[0].at
 
-        async def send(record: Record) -> Record:
-            if options.speed:
-                await asyncio.sleep(max(0.0, (record.at - first) / options.speed - (time.perf_counter() - begin)))
-            async with room:
-                answered = await _send(session, root, record, options.model)
-            on_answer()
-            return answered
+    async def send(record: Record) -> Record:
+        if options.speed:
+            await asyncio.sleep(max(0.0, (record.at - first) / options.speed - (time.perf_counter() - begin)))
+        async with room:
+            answered = await _send(http, record, options.model)
+        on_answer()
+        return answered
 
+    try:
         return list(await asyncio.gather(*(send(record) for record in records)))
+    finally:
+        http.close()
 
 
-async def _reach(session: aiohttp.ClientSession, root: str) -> None:
+async def _reach(http: HttpClient) -> None:
     try:
-        async with session.get(root + "/health"):
-            return
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ConfigError(f"no server answers at {root}: {error}", param="base_url") from error
+        await http.send("GET", "/health")
+    except OSError as error:
+        raise ConfigError(f"no server answers at {http.root}: {error or type(error).__name__}", param="base_url") from error
 
 
-async def _send(session: aiohttp.ClientSession, root: str, record: Record, model: str | None) -> Record:
-    at, begin, first_byte, chunks = time.time(), time.perf_counter(), 0.0, []
-    status, is_complete = 0, False
-    try:
-        async with session.post(root + record.path, data=readdress(record, model), headers={"Content-Type": "application/json"}) as answer:
-            status = answer.status
-            async for chunk in answer.content.iter_any():
-                first_byte = first_byte or time.perf_counter() - begin
-                chunks.append(chunk)
-            is_complete = True
-    except (aiohttp.ClientError, TimeoutError):
-        status = status if chunks else 0
+async def _send(http: HttpClient, record: Record, model: str | None) -> Record:
+    at, begin, answer = time.time(), time.perf_counter(), Answer()
+    with contextlib.suppress(OSError, ValueError):  # what came until then is the answer
+        await http.send("POST", record.path, readdress(record, model), answer=answer)
+    is_answered = answer.is_complete or answer.pieces
     return Record(
-        at=at, path=record.path, status=status, answer=b"".join(chunks).decode(errors="replace"), seconds=time.perf_counter() - begin,
-        first_byte_s=first_byte, request_id=record.request_id, is_complete=is_complete,
+        at=at, path=record.path, status=answer.status if is_answered else 0, answer=answer.body.decode(errors="replace"), seconds=time.perf_counter() - begin,
+        first_byte_s=answer.pieces[0][0] - begin if answer.pieces else 0.0, request_id=record.request_id, is_complete=answer.is_complete,
     )
