@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import re
+import subprocess
 import threading
 from pathlib import Path
 
@@ -14,16 +15,15 @@ import torch
 
 from headrace.base.errors import ConfigError
 from headrace.kernels.native import loading
-from headrace.kernels.native.compilation import CompilationFailed, compile_library, library_path
+from headrace.kernels.native.compilation import CompilationFailed, compile_libraries
 from headrace.kernels.native.loading import NativeLibrary
-from headrace.kernels.native.sources import FOLDER, included, list_units, prebuilt_path, targets
-from headrace.kernels.native.toolchain import ISAS, find_compiler
+from headrace.kernels.native.sources import FOLDER, OPERATORS, included, library, list_objects, shipped_path
+from headrace.kernels.native.toolchain import ISAS, find_compiler, machine_isas
 from headrace.kernels.rms_norm import cpu as rms_norm
 from headrace.kernels.rms_norm import reference as rms_norm_reference
 
 COMPILER = find_compiler()
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-SCALAR, AVX2 = ISAS[:2]
 
 
 @pytest.fixture
@@ -38,19 +38,24 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
-def compile_for(isas, sources: Path, cache: Path) -> Path:
-    return compile_library(list_units(isas, sources), COMPILER, cache)
+def compile_for(isa: str, sources: Path, cache: Path) -> Path:
+    return compile_libraries([library(isa, sources)], COMPILER, cache)[0]
+
+
+def compiled(cache: Path) -> set[str]:
+    """Which object is there, of what and for what."""
+    return {path.name.rsplit("-", 1)[0] for path in cache.glob("*.o")}
 
 
 @needs_compiler
 def test_only_what_changed_is_compiled_again(sources: Path, tmp_path: Path):
     cache = tmp_path / "cache"
-    path = compile_for((SCALAR,), sources, cache)
+    path = compile_for("scalar", sources, cache)
     assert ctypes.CDLL(str(path)).one() == 41
-    assert path == library_path(list_units((SCALAR,), sources), COMPILER, cache) == compile_for((SCALAR,), sources, cache)
+    assert path == library("scalar", sources).path(COMPILER, cache) == compile_for("scalar", sources, cache)
     objects = set(cache.glob("*.o"))
     (sources / "answer.h").write_text("#define ANSWER 42\n")
-    changed = compile_for((SCALAR,), sources, cache)
+    changed = compile_for("scalar", sources, cache)
     assert changed != path and ctypes.CDLL(str(changed)).one() == 42 and ctypes.CDLL(str(changed)).two() == 2
     assert [p.name.split("-")[0] for p in set(cache.glob("*.o")) - objects] == ["one"]
 
@@ -59,7 +64,7 @@ def test_only_what_changed_is_compiled_again(sources: Path, tmp_path: Path):
 def test_a_compiler_error_is_told_and_leaves_nothing(sources: Path, tmp_path: Path):
     (sources / "two.cpp").write_text("// compiled for: scalar\nint two() { return tow; }\n")
     with pytest.raises(CompilationFailed, match=r"two\.cpp:2:.*error.*tow"):
-        compile_for((SCALAR,), sources, tmp_path / "cache")
+        compile_for("scalar", sources, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*.so")) and not list((tmp_path / "cache").glob("*.partial"))
 
 
@@ -71,7 +76,7 @@ def test_what_dead_processes_left_is_swept(sources: Path, tmp_path: Path):
     for path in (dead, living, old):
         path.touch()
     os.utime(old, (0, 0))
-    compile_for((SCALAR,), sources, cache)
+    compile_for("scalar", sources, cache)
     assert not dead.exists() and not old.exists() and living.exists()
 
 
@@ -81,7 +86,7 @@ def test_processes_wait_for_one_another(sources: Path, tmp_path: Path):
     cache.mkdir()
     with (cache / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=compile_for, args=((SCALAR,), sources, cache))
+        waiting = threading.Thread(target=compile_for, args=("scalar", sources, cache))
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive() and not list(cache.glob("*.o"))
@@ -116,7 +121,7 @@ def test_a_failed_compilation_leaves_plain_torch(monkeypatch, caplog, tmp_path: 
     def fail(*_):
         raise CompilationFailed("kernel.cpp:7: error: no")
 
-    monkeypatch.setattr(loading, "build_file", fail)
+    monkeypatch.setattr(loading, "compile_libraries", fail)
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.delenv("HEADRACE_CPU_ISA", raising=False)
     library = NativeLibrary()
@@ -139,20 +144,143 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch):
         NativeLibrary().find()
 
 
-KERNELS = [(path.name, name) for path in sorted(FOLDER.glob("*.cpp")) for name in targets(path) if name != "torch"]
+KERNELS = [(sources[-1].name, name) for sources, names in list_objects().items() for name in names if name != OPERATORS]
 
 
-def test_a_shipped_library_is_named_after_its_sources(tmp_path: Path):
+@needs_compiler
+def test_a_library_has_its_own_kernels_and_those_that_it_adds_to(tmp_path: Path):
+    """And neither those of other instruction sets nor, of one source, two."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for name, names in {"all": "scalar avx2 avx512", "best": "avx512 amx", "own": "amx", "other": "scalar avx2 avxvnni"}.items():
+        (folder / f"{name}.cpp").write_text(f"// compiled for: {names}\n")
+    (folder / "part.cpp").write_text("// compiled with: all.cpp\n")
+    (folder / "binding.cpp").write_text("// compiled for: operators\n")
+    parts = {isa.name: [([source.stem for source in unit.sources], unit.label) for unit in library(isa.name, folder).units] for isa in ISAS}
+    assert parts["scalar"] == [(["part", "all"], "scalar"), (["other"], "scalar")]
+    assert parts["avxvnni"] == [(["part", "all"], "avx2"), (["other"], "avxvnni")]
+    assert parts["avx512"] == [(["part", "all"], "avx512"), (["best"], "avx512")]
+    assert parts["amx"] == [(["part", "all"], "avx512"), (["best"], "amx"), (["own"], "amx")]
+    assert [unit.sources for unit in library(OPERATORS, folder).units] == [(folder / "binding.cpp",)]
+
+
+@needs_compiler
+def test_a_source_compiled_with_another_is_a_part_of_its_object(sources: Path, tmp_path: Path):
+    cache = tmp_path / "cache"
+    two = sources / "two.cpp"
+    two.write_text(two.read_text().replace("compiled for: scalar", "compiled with: one.cpp"))
+    path = compile_for("scalar", sources, cache)
+    assert compiled(cache) == {"one-scalar"} and (ctypes.CDLL(str(path)).one(), ctypes.CDLL(str(path)).two()) == (41, 2)
+    two.write_text(two.read_text().replace("return 2", "return 3"))
+    changed = compile_for("scalar", sources, cache)
+    assert changed != path and ctypes.CDLL(str(changed)).two() == 3
+
+
+@needs_compiler
+def test_what_two_libraries_share_is_compiled_once(sources: Path, tmp_path: Path):
+    cache = tmp_path / "cache"
+    for name, names in {"one": "scalar avx512", "two": "amx"}.items():
+        path = sources / f"{name}.cpp"
+        path.write_text(path.read_text().replace("compiled for: scalar", f"compiled for: {names}"))
+    if not COMPILER.accepts(ISAS[-1].flags):
+        pytest.skip("the compiler knows no AMX")
+    paths = compile_libraries([library("avx512", sources), library("amx", sources)], COMPILER, cache)
+    assert len(set(paths)) == 2 and compiled(cache) == {"one-avx512", "two-amx"}
+
+
+class Operators:
+    """Instead of torch's: kernels are taken if their instruction set is one of ``runnable``."""
+
+    def __init__(self, runnable: set[str]):
+        self.runnable, self.used = runnable, []
+
+    def can_run(self, level: int) -> bool:
+        return ISAS[level].name in self.runnable
+
+    def use_kernels(self, address: int) -> None:
+        self.used.append(address)
+
+
+@pytest.fixture
+def search(monkeypatch, tmp_path: Path):
+    """`search(machine, runnable, shipped=...)`: a library that has been waited for, and what was compiled for it; ``machine`` and
+    ``runnable`` are what the system says, and the kernels, that there is."""
+    monkeypatch.delenv("HEADRACE_CPU_ISA", raising=False)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading.torch.ops, "load_library", lambda path: None)
+
+    def run(machine: set[str], runnable: set[str], shipped: tuple[str, ...] = (), compiler=COMPILER, refused: str = "") -> tuple[NativeLibrary, list[str]]:
+        names: list[str] = []
+
+        def compile_named(libraries, *_):
+            names.extend(one.name for one in libraries)
+            return [tmp_path / one.name for one in libraries]
+
+        monkeypatch.setattr(loading, "compile_libraries", compile_named)
+        monkeypatch.setattr(loading, "find_compiler", lambda: compiler)
+        monkeypatch.setattr(loading, "machine_isas", lambda most=None: tuple(isa for isa in ISAS if isa.name in machine))
+        monkeypatch.setattr(loading, "find_table", lambda path: 0)
+        monkeypatch.setattr(loading, "shipped_path", lambda name: Path("/dev/null") if name in shipped else tmp_path / "none")
+        monkeypatch.setattr("headrace.kernels.native.toolchain.Compiler.accepts", lambda self, flags: not refused or refused not in flags)
+        found = NativeLibrary()
+        found._loading = Operators(runnable)
+        found.wait(30)
+        return found, names
+
+    return run
+
+
+ALL = {isa.name for isa in ISAS}
+
+
+@needs_compiler
+def test_only_what_the_machine_uses_is_compiled(search):
+    library, names = search(ALL, ALL)
+    assert library.state.detail == "amx" and names == [OPERATORS, "amx"]
+    library, names = search({"scalar", "avx2"}, {"scalar", "avx2"})
+    assert library.state.detail == "avx2" and names == [OPERATORS, "avx2"]
+
+
+@needs_compiler
+def test_where_the_processor_refuses_the_next_best_serves(search):
+    library, names = search(ALL, ALL - {"amx"})
+    assert library.state.detail == "avx512" and names == [OPERATORS, "amx", OPERATORS, "avx512"]
+
+
+@needs_compiler
+def test_what_the_compiler_does_not_know_is_left_out(search):
+    library, names = search(ALL, ALL, refused="-mamx-tile")
+    assert library.state.detail == "avx512" and names == [OPERATORS, "avx512"]
+
+
+def test_shipped_libraries_need_no_compiler(search):
+    library, names = search(ALL, ALL, shipped=(OPERATORS, *ALL), compiler=None)
+    assert library.state.detail == "amx" and not names
+    library, names = search(ALL, ALL, shipped=(OPERATORS, "scalar", "avx2"), compiler=None)
+    assert library.state.detail == "avx2" and not names
+
+
+def test_a_shipped_library_is_named_after_all_sources(tmp_path: Path):
     (tmp_path / "a.cpp").write_text("// compiled for: scalar\n")
-    before = prebuilt_path(tmp_path)
+    before = shipped_path("scalar", tmp_path)
     (tmp_path / "a.cpp").write_text("// compiled for: scalar avx2\n")
-    assert before.parent == tmp_path and before.suffix == ".so" and prebuilt_path(tmp_path) != before
+    assert before.parent == tmp_path and before.suffix == ".so" and shipped_path("scalar", tmp_path) != before != shipped_path("avx2", tmp_path)
 
 
-def test_plainer_objects_are_linked_first():
-    labels = [unit.label for unit in list_units(ISAS)]
-    order = ["torch", *(isa.name for isa in ISAS)]
-    assert labels == sorted(labels, key=order.index) and set(labels) == set(order)
+def test_each_instruction_set_is_complete():
+    """Its library has one object of each group of kernels, for itself or for what it adds to."""
+    for isa in ISAS:
+        units = library(isa.name).units
+        stems = [source.stem.removesuffix(f"_{unit.label}") for unit in units for source in unit.sources]
+        assert {"attention", "kernels", "pack", "packed_gather", "rope", "rows", "sample"} <= set(stems)
+        labels = [unit.label for unit in units]
+        assert labels == sorted(labels, key=[known.name for known in ISAS].index) and set(labels) <= {isa.name, isa.base}
+
+
+def test_instruction_sets_up_to_one():
+    machine = machine_isas()
+    assert machine_isas("scalar") == (ISAS[0],) and machine[0] == ISAS[0]
+    assert machine_isas("avx2") == machine[:2] and machine_isas("amx") == machine
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in KERNELS}))
@@ -164,11 +292,9 @@ def test_kernels_know_nothing_of_torch(name: str):
 @needs_compiler
 @pytest.mark.parametrize(("name", "isa"), [(name, isa) for name, isa in KERNELS if isa in ("avxvnni", "avx512", "amx")])
 def test_kernels_compile_where_they_cannot_run(name: str, isa: str):
-    import subprocess
-
     flags = next(known.flags for known in ISAS if known.name == isa)
     if not COMPILER.accepts(flags):
         pytest.skip(f"the compiler knows no {isa}")
-    unit = next(unit for unit in list_units(ISAS) if unit.source.name == name and unit.label == isa)
-    done = subprocess.run([COMPILER.path, *unit.options, "-fsyntax-only", str(unit.source)], capture_output=True, text=True)
+    unit = next(unit for unit in library(isa).units if unit.sources[-1].name == name and unit.label == isa)
+    done = subprocess.run([*unit.command(COMPILER), "-fsyntax-only"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,6 @@
 #include "attention.h"
 #include "operators.h"
 
-HEADRACE_TABLE_AMX(AttentionKernels, attention_kernels)
-
 namespace headrace {
 
 // Memory of one thread, kept from call to call.

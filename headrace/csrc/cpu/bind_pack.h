@@ -4,8 +4,6 @@
 #include "operators.h"
 #include "pack.h"
 
-HEADRACE_TABLE(PackKernels, pack_kernels)
-
 namespace headrace {
 
 // weight [outputs, inputs]; writes all of words, scales and mins, which are as in packed_linear.h.

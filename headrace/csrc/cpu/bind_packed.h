@@ -9,9 +9,6 @@
 #include "packed_linear.h"
 #include "team.h"
 
-HEADRACE_TABLE_ALL(PackedKernels, packed_kernels)
-HEADRACE_TABLE(PackedGather, packed_gather)
-
 namespace headrace {
 
 constexpr int64_t kLeastBytes = 96 * 1024;  // of weight to be read by a thread, so that waking it pays

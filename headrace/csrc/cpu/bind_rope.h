@@ -4,8 +4,6 @@
 #include "operators.h"
 #include "rope.h"
 
-HEADRACE_TABLE(RopeKernels, rope_kernels)
-
 namespace headrace {
 
 inline void check_pages(const Tensor& pages, int64_t num_kv_heads, int64_t dim) {

@@ -4,8 +4,6 @@
 #include "operators.h"
 #include "rows.h"
 
-HEADRACE_TABLE(RowKernels, row_kernels)
-
 namespace headrace {
 
 inline Tensor run_norm(const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, double offset) {

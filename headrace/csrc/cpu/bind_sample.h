@@ -4,8 +4,6 @@
 #include "operators.h"
 #include "sample.h"
 
-HEADRACE_TABLE(SampleKernels, sample_kernels)
-
 namespace headrace {
 
 inline void check_logits(const Tensor& logits) {

@@ -1,4 +1,4 @@
-// compiled for: torch
+// compiled for: operators
 // The operators of headrace_cpu, through torch's stable ABI: fast to compile, and one library for all torch since 2.11.
 // What each group of operators does is in its bind_*.h; the work is done by kernels that know nothing of torch.
 #include "operators.h"
@@ -13,34 +13,21 @@
 #include "bind_rope.h"
 #include "bind_rows.h"
 #include "bind_sample.h"
+#include "isa.h"
 
 namespace headrace {
 
-// Let kernels use this instruction set at most; returns the one that they use from now on.
-static int64_t select_isa(int64_t most) {
-  bool is_compiled[] = {true, false, false, false, false};
-#ifdef HEADRACE_HAS_AVX2
-  is_compiled[kAvx2] = true;
-#endif
-#ifdef HEADRACE_HAS_AVXVNNI
-  is_compiled[kAvxVnni] = true;
-#endif
-#ifdef HEADRACE_HAS_AVX512
-  is_compiled[kAvx512] = true;
-#endif
-#ifdef HEADRACE_HAS_AMX
-  is_compiled[kAmx] = true;
-#endif
-  const int64_t found = machine_isa();
-  int level = static_cast<int>(most < found ? most : found);
-  while (!is_compiled[level] || !has_isa(level)) --level;
-  return allowed_isa() = level;
-}
+// Whether the kernels of this instruction set can run here.
+static bool can_run(int64_t isa) { return has_isa(static_cast<int>(isa)); }
+
+// From now on operators use these kernels, as `headrace_kernels` of a library is.
+static void use_kernels(int64_t address) { kernels_in_use() = reinterpret_cast<const Kernels*>(address); }
 
 }  // namespace headrace
 
 STABLE_TORCH_LIBRARY(headrace_cpu, m) {
-  m.def("select_isa(int most) -> int");
+  m.def("can_run(int isa) -> bool");
+  m.def("use_kernels(int address) -> ()");
   headrace::define_attention(m);
   headrace::define_blocks(m);
   headrace::define_decodes(m);
@@ -53,7 +40,10 @@ STABLE_TORCH_LIBRARY(headrace_cpu, m) {
   headrace::define_sample(m);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CompositeExplicitAutograd, m) { m.impl("select_isa", TORCH_BOX(&headrace::select_isa)); }
+STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CompositeExplicitAutograd, m) {
+  m.impl("can_run", TORCH_BOX(&headrace::can_run));
+  m.impl("use_kernels", TORCH_BOX(&headrace::use_kernels));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
   headrace::implement_attention(m);

@@ -1,4 +1,4 @@
-// compiled for: scalar
+// compiled for: operators
 #include "isa.h"
 
 #if defined(__x86_64__)

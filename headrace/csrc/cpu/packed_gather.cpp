@@ -1,4 +1,4 @@
-// compiled for: scalar avx2 avx512
+// compiled with: rows.cpp
 // Rows of a packed weight as plain numbers: what an embedding looks up. A row lies 64 bytes apart in its panel.
 #include <vector>
 

@@ -1,4 +1,4 @@
-// compiled for: scalar avx2 avx512
+// compiled with: rows.cpp
 #include "rope.h"
 
 #include "codes.h"

@@ -1,4 +1,4 @@
-// compiled for: scalar avx2 avx512
+// compiled with: rows.cpp
 #include "sample.h"
 
 #include <algorithm>

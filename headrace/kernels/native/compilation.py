@@ -1,4 +1,4 @@
-"""From sources to a shared library in the cache folder: objects in parallel, each kept by its digest, then one link.
+"""From sources to shared libraries in the cache folder: objects in parallel, each kept by its digest, then the links.
 
 Processes that want the same share one lock, which dies with its holder and the compilers it started: none can be stale.
 Files appear by renaming, whole or not at all; what dead processes left unfinished is swept.
@@ -7,7 +7,6 @@ Files appear by renaming, whole or not at all; what dead processes left unfinish
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from headrace.base.errors import HeadraceError
-from headrace.kernels.native.sources import Unit, link_options
+from headrace.kernels.native.sources import Library
 from headrace.kernels.native.toolchain import Compiler
 
 logger = logging.getLogger(__name__)
@@ -34,31 +33,27 @@ class CompilationFailed(HeadraceError):
     """A compiler refused a source; the message is its first error."""
 
 
-def library_path(units: list[Unit], compiler: Compiler, folder: Path) -> Path:
-    """Where the library of these units is, or will be."""
-    summed = hashlib.sha256(repr(([unit.digest(compiler) for unit in units], link_options())).encode())
-    return folder / f"headrace_cpu-{summed.hexdigest()[:20]}.so"
-
-
-def compile_library(units: list[Unit], compiler: Compiler, folder: Path, *, workers: int | None = None) -> Path:
+def compile_libraries(libraries: list[Library], compiler: Compiler, folder: Path, *, workers: int | None = None) -> list[Path]:
     """Compile and link what is not there yet; waits for another process that is at it. Raises `CompilationFailed`."""
-    target = library_path(units, compiler, folder)
+    targets = {library.path(compiler, folder): library for library in libraries}
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder / "lock") as lock:
-        if target.exists():
-            return target
+        missing = {path: library for path, library in targets.items() if not path.exists()}
+        if not missing:
+            return list(targets)
         _sweep(folder)
-        objects = [folder / f"{unit.source.stem}-{unit.label}-{unit.digest(compiler)}.o" for unit in units]
-        missing = [(unit, path) for unit, path in zip(units, objects, strict=True) if not path.exists()]
-        logger.info("compiling CPU kernels: %d of %d files, into %s", len(missing), len(units), folder)
-        with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-            commands = [([compiler.path, *unit.options, "-c", str(unit.source)], path) for unit, path in missing]
-            for done in [pool.submit(_run, command, path, lock) for command, path in commands]:
+        units = {unit.object_path(compiler, folder): unit for library in missing.values() for unit in library.units}
+        wanted = sorted((path for path in units if not path.exists()), key=lambda path: units[path].size, reverse=True)
+        logger.info("compiling CPU kernels: %d of %d files, into %s", len(wanted), len(units), folder)
+        with ThreadPoolExecutor(workers or min(12, len(os.sched_getaffinity(0)))) as pool:  # the longest first
+            for done in [pool.submit(_run, units[path].command(compiler), path, lock) for path in wanted]:
                 done.result()
-        _run([compiler.path, *map(str, objects), *link_options()], target, lock)
-        for path in objects:
+        for path, library in missing.items():
+            objects = [str(unit.object_path(compiler, folder)) for unit in library.units]
+            _run([compiler.path, *objects, *library.link_options], path, lock)
+        for path in units:
             path.touch()
-    return target
+    return list(targets)
 
 
 def _run(command: list[str], target: Path, lock: int) -> None:

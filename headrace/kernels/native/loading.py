@@ -1,9 +1,11 @@
-"""`NativeLibrary`: the loaded operators, or none yet. Looks for a shipped library, then for a cached one, then compiles
-one on a thread of its own while plain torch serves."""
+"""`NativeLibrary`: the loaded operators, or none yet. They and the kernels of each instruction set are libraries of their own.
+Looks for shipped ones, then for cached ones, then compiles what this machine uses on a thread of its own while plain torch serves."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -15,18 +17,17 @@ import torch
 
 from headrace.base import env
 from headrace.base.errors import ConfigError
-from headrace.kernels.native.compilation import CompilationFailed, compile_library, library_path
-from headrace.kernels.native.sources import list_units, prebuilt_path
-from headrace.kernels.native.toolchain import COMPILERS, ISAS, Isa, find_compiler, machine_isas
+from headrace.kernels.native.compilation import CompilationFailed, compile_libraries
+from headrace.kernels.native.sources import OPERATORS, library, shipped_path
+from headrace.kernels.native.toolchain import COMPILERS, ISAS, LEVELS, Compiler, Isa, find_compiler, machine_isas
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "headrace_cpu"
+TABLE = "headrace_kernels"
+"""What a library of kernels shows: `Kernels` of kernels.h."""
 OFF = "off"
 SWITCHED_OFF = "HEADRACE_CPU_ISA=off: plain torch alone"
-
-LEVELS = {isa.name: level for level, isa in enumerate(ISAS)}
-
 
 def check_isa(name: str | None) -> str | None:
     """The name as it is; raises `ConfigError` when it is none of an instruction set."""
@@ -54,11 +55,13 @@ class NativeOps:
 
 
 class NativeLibrary:
-    """``ops`` is None until the library is loaded, and never again."""
+    """``ops`` is None until operators and kernels are loaded, and never again."""
 
     def __init__(self) -> None:
         self.ops: NativeOps | None = None
         self.state = NativeState("idle", "compiled or loaded when a model on a CPU first needs it")
+        self._loading = NativeOps()
+        self._tables: dict[str, int] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_started = False
@@ -78,13 +81,9 @@ class NativeLibrary:
             self._is_started = True
             if wanted == OFF:
                 self.state = NativeState("off", SWITCHED_OFF)
-                return
-            found = self._find_file()
-            if found is not None:
-                self._load(found)
-            elif self.state.status == "idle":
+            elif not self._load_best(wanted) and self.state.status == "idle":
                 self.state = NativeState("compiling", "plain torch serves meanwhile")
-                self._thread = threading.Thread(target=self._compile, name="native-build", daemon=True)
+                self._thread = threading.Thread(target=self._compile, args=(wanted,), name="native-build", daemon=True)
                 self._thread.start()
 
     def inspect(self) -> NativeState:
@@ -92,11 +91,10 @@ class NativeLibrary:
         with self._lock:
             if self._is_started or self.ops is not None:
                 return self.state
-            if check_isa(env.cpu_isa()) == OFF:
+            wanted = check_isa(env.cpu_isa())
+            if wanted == OFF:
                 return NativeState("off", SWITCHED_OFF)
-            found = self._find_file()
-            if found is not None:
-                self._load(found)
+            self._load_best(wanted)
             return self.state
 
     def wait(self, timeout: float | None = None) -> None:
@@ -105,47 +103,58 @@ class NativeLibrary:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _find_file(self) -> Path | None:
-        """A library to be loaded now; None when one must be compiled, or cannot be (the state says so)."""
-        shipped = prebuilt_path()
-        if shipped.exists():
-            return shipped
-        compiler = find_compiler()
-        if compiler is None:
-            self._give_up(f"no C++ compiler found ({', '.join(COMPILERS)}); install one, for example g++")
-            return None
-        path = library_path(list_units(machine_isas()), compiler, cache_folder())
-        if not path.exists():
-            return None
-        with suppress(OSError):  # a folder that others own
-            path.touch()  # used: not to be swept
-        return path
+    def select(self, name: str) -> str:
+        """Let the loaded operators use this instruction set at most (empty: the best), and compile it if need be; returns the one
+        that they use."""
+        assert self.ops is not None, "the native library is not loaded"
+        self._load_best(name or check_isa(env.cpu_isa()), compiles=True)
+        return self.state.detail
 
-    def _compile(self) -> None:
+    def _load_best(self, most: str | None, *, compiles: bool = False) -> bool:
+        """Load the best instruction set up to ``most``; unless it ``compiles``, only if that is there. The state says what
+        came of it, if anything did."""
+        compiler = find_compiler()
+        for isa in reversed(machine_isas(most)):
+            paths = [find_library(name, compiler) for name in (OPERATORS, isa.name)]
+            if None in paths:
+                if compiler is None or not compiler.accepts(isa.flags):
+                    continue
+                if not compiles:
+                    return False
+                paths = compile_libraries([library(OPERATORS), library(isa.name)], compiler, cache_folder())
+            if self._load(isa, *paths):
+                return True
+            if self.state.status == "unavailable":
+                return False
+        self._give_up(f"no C++ compiler found ({', '.join(COMPILERS)}); install one, for example g++")
+        return False
+
+    def _compile(self, most: str | None) -> None:
         began = time.monotonic()
         try:
-            path = build_file(machine_isas())
+            if self._load_best(most, compiles=True):
+                logger.info("CPU kernels compiled in %.1f s", time.monotonic() - began)
         except CompilationFailed as error:
             self._give_up(f"compiling them failed: {error}")
-            return
         except OSError as error:
             self._give_up(f"{cache_folder()} cannot be written to: {error.strerror or error}; set HEADRACE_CACHE to a folder that can")
-            return
-        self._load(path)
-        logger.info("CPU kernels compiled in %.1f s", time.monotonic() - began)
 
-    def _load(self, path: Path) -> None:
+    def _load(self, isa: Isa, operators: Path, kernels: Path) -> bool:
+        """Use these kernels, if the processor can."""
         try:
-            torch.ops.load_library(str(path))
+            torch.ops.load_library(str(operators))
+            if not self._loading.can_run(LEVELS[isa.name]):
+                return False
+            if isa.name not in self._tables:
+                self._tables[isa.name] = find_table(kernels)
         except OSError as error:
-            self._give_up(f"{path} does not load: {error}")
-            return
-        ops = NativeOps()
-        wanted = env.cpu_isa()
-        isa = ISAS[ops.select_isa(LEVELS[wanted] if wanted else len(ISAS))].name
-        self.state = NativeState("ready", isa)
-        self.ops = ops
-        logger.info("CPU kernels: %s", isa)
+            self._give_up(f"{operators} or {kernels.name} does not load: {error}")
+            return False
+        self._loading.use_kernels(self._tables[isa.name])
+        self.state = NativeState("ready", isa.name)
+        self.ops = self._loading
+        logger.info("CPU kernels: %s", isa.name)
+        return True
 
     def _give_up(self, reason: str) -> None:
         self.state = NativeState("unavailable", reason)
@@ -169,21 +178,38 @@ def build(*, wait: bool = True, timeout: float | None = None) -> NativeState:
     return NATIVE.state
 
 
-def build_file(isas: tuple[Isa, ...] = ISAS, folder: Path | None = None) -> Path:
-    """Compile for the given instruction sets, of which the compiler may lack some; returns the file, loads nothing."""
+def find_table(kernels: Path) -> int:
+    """Load a library of kernels; the address of its table, which stays. Raises OSError."""
+    return ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(str(kernels)), TABLE))
+
+
+def find_library(name: str, compiler: Compiler | None) -> Path | None:
+    """A library that was shipped, or compiled before."""
+    shipped = shipped_path(name)
+    if shipped.exists():
+        return shipped
+    if compiler is None:
+        return None
+    path = library(name).path(compiler, cache_folder())
+    if not path.exists():
+        return None
+    with suppress(OSError):  # a folder that others own
+        path.touch()  # used: not to be swept
+    return path
+
+
+def ship() -> list[Path]:
+    """Compile for all instruction sets that the compiler knows, and lay the libraries beside the sources, where they are found
+    before anything is compiled. For those who make packages. Raises `CompilationFailed`."""
     compiler = find_compiler()
     if compiler is None:
         raise CompilationFailed(f"no C++ compiler found ({', '.join(COMPILERS)})")
-    folder = folder or cache_folder()
-    path = library_path(list_units(isas), compiler, folder)
-    if path.exists():
-        return path
-    accepted = tuple(isa for isa in isas if compiler.accepts(isa.flags))
-    built = compile_library(list_units(accepted), compiler, folder)
-    if built != path:
-        path.unlink(missing_ok=True)
-        path.symlink_to(built.name)
-    return path
+    names = [OPERATORS, *(isa.name for isa in ISAS if compiler.accepts(isa.flags))]
+    compiled = compile_libraries([library(name) for name in names], compiler, cache_folder())
+    shipped = [shipped_path(name) for name in names]
+    for source, target in zip(compiled, shipped, strict=True):
+        shutil.copyfile(source, target)
+    return shipped
 
 
 def cache_folder() -> Path:
@@ -192,6 +218,6 @@ def cache_folder() -> Path:
 
 
 def select_isa(name: str = "") -> str:
-    """Let the loaded kernels use this instruction set at most (empty: the best); returns the one they use. For tests."""
-    assert NATIVE.ops is not None, "the native library is not loaded"
-    return ISAS[NATIVE.ops.select_isa(LEVELS[name] if name else len(ISAS))].name
+    """Let the loaded kernels use this instruction set at most (empty: the best), compiled if need be; returns the one they use.
+    For tests and benchmarks."""
+    return NATIVE.select(name)

@@ -1,7 +1,8 @@
-"""The C++ sources and what each is compiled for, as its first line says; digests over all that goes into an object.
+"""The C++ sources, what each is compiled for, and the libraries that are made of them; digests over all that goes into an object.
 
-A source starts with ``// compiled for: scalar avx2 avx512 amx`` (one object per instruction set, without torch's headers)
-or ``// compiled for: torch`` (one object with them).
+A source starts with ``// compiled for: scalar avx2 avx512 amx`` (kernels: an object per instruction set, without torch's
+headers), ``// compiled for: operators`` (with them), or ``// compiled with: other.cpp`` (a part of that one's objects, since
+headers take longer than a small source).
 """
 
 from __future__ import annotations
@@ -10,39 +11,68 @@ import hashlib
 import platform
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from headrace.kernels.native.toolchain import Compiler, Isa
+from headrace.kernels.native.toolchain import ISAS, LEVELS, Compiler
 
 FOLDER = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
 OPTIONS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized")
 KERNEL_OPTIONS = (*OPTIONS, "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
-TORCH_OPTIONS = (*OPTIONS, "-O1", "-DTORCH_TARGET_VERSION=0x020b000000000000")  # torch's stable ABI, as of 2.11
-_HEADING = re.compile(r"// compiled for: ([a-z0-9 ]+)")
+OPERATOR_OPTIONS = (*OPTIONS, "-O1", "-DTORCH_TARGET_VERSION=0x020b000000000000")  # torch's stable ABI, as of 2.11
+OPERATORS = "operators"
+"""The library that torch loads; all others are named after the instruction set of their kernels."""
+_HEADING = re.compile(r"// compiled (for|with): ([a-z0-9_. ]+)")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One object file to be: ``options`` are all of the compiler's but the file names."""
+    """One object file to be: ``options`` are all of the compiler's but the file names. The last of ``sources`` names it."""
 
-    source: Path
+    sources: tuple[Path, ...]
     label: str
     options: tuple[str, ...]
 
-    def digest(self, compiler: Compiler) -> str:
-        """Names the object: of the source and what it includes, the options and the compiler."""
-        summed = hashlib.sha256(repr((self.label, self.options, compiler.identity, torch_headers_version(self))).encode())
-        for path in sorted(included(self.source)):
+    @cached_property
+    def included(self) -> set[Path]:
+        """The sources and every header beside them that they include, directly or not."""
+        return set().union(*(included(source) for source in self.sources))
+
+    @property
+    def size(self) -> int:
+        """Of all text, in bytes: more of it takes longer."""
+        return sum(path.stat().st_size for path in self.included)
+
+    def command(self, compiler: Compiler) -> list[str]:
+        """What compiles it, but for the name of the object."""
+        first = [part for source in self.sources[:-1] for part in ("-include", str(source))]
+        return [compiler.path, *self.options, *first, "-c", str(self.sources[-1])]
+
+    def object_path(self, compiler: Compiler, folder: Path) -> Path:
+        """Named by what goes into it: the sources and what they include, the options and the compiler."""
+        torch_version = torch.__version__ if self.label == OPERATORS else ""
+        summed = hashlib.sha256(repr((self.label, self.options, compiler.identity, torch_version)).encode())
+        for path in sorted(self.included):
             summed.update(path.name.encode() + path.read_bytes())
-        return summed.hexdigest()[:20]
+        return folder / f"{self.sources[-1].stem}-{self.label}-{summed.hexdigest()[:20]}.o"
 
 
-def torch_headers_version(unit: Unit) -> str:
-    """Torch's version where its headers are compiled in, else nothing."""
-    return torch.__version__ if unit.label == "torch" else ""
+@dataclass(frozen=True)
+class Library:
+    """A shared library to be, of ``units`` in the order in which they must be linked."""
+
+    name: str
+    units: tuple[Unit, ...]
+    link_options: tuple[str, ...] = ("-shared", "-fPIC")
+
+    def path(self, compiler: Compiler, folder: Path) -> Path:
+        """Where it is, or will be."""
+        objects = [unit.object_path(compiler, folder).name for unit in self.units]
+        summed = hashlib.sha256(repr((objects, self.link_options)).encode())
+        return folder / f"headrace_cpu-{self.name}-{summed.hexdigest()[:20]}.so"
 
 
 def included(source: Path) -> set[Path]:
@@ -56,40 +86,51 @@ def included(source: Path) -> set[Path]:
     return found
 
 
-def targets(source: Path) -> tuple[str, ...]:
-    """What the first line of a source says that it is compiled for; nothing if it does not say."""
+def _heading(source: Path) -> tuple[str, tuple[str, ...]]:
+    """What the first line of a source says: ``for`` or ``with``, and the rest; nothing if it does not say."""
     with source.open() as lines:
         heading = _HEADING.match(lines.readline())
-    return tuple(heading[1].split()) if heading else ()
+    return (heading[1], tuple(heading[2].split())) if heading else ("", ())
 
 
-def list_units(isas: tuple[Isa, ...], folder: Path = FOLDER) -> list[Unit]:
-    """Every object of a library for these instruction sets, in the order in which they must be linked: plainest first.
-    Of an inline function of the standard library that several objects hold, the linker keeps the first, which must run
-    wherever the others do."""
-    wanted = {source: targets(source) for source in sorted(folder.glob("*.cpp"))}
-    has = tuple(f"-DHEADRACE_HAS_{isa.name.upper()}" for isa in isas)
-    units = [Unit(source, "torch", (*TORCH_OPTIONS, *has, *_torch_includes())) for source in wanted if "torch" in wanted[source]]
-    for isa in isas:
-        options = (*KERNEL_OPTIONS, *isa.flags, f"-DHEADRACE_ISA={isa.name}", f"-DHEADRACE_IS_{isa.name.upper()}")
-        units += [Unit(source, isa.name, options) for source in wanted if isa.name in wanted[source]]
-    return units
+def list_objects(folder: Path = FOLDER) -> dict[tuple[Path, ...], tuple[str, ...]]:
+    """The sources of each object, and all that it is compiled for."""
+    headings = {source: _heading(source) for source in sorted(folder.glob("*.cpp"))}
+    return {
+        (*(part for part in headings if headings[part] == ("with", (source.name,))), source): labels
+        for source, (word, labels) in headings.items() if word == "for"
+    }
 
 
-def _torch_includes() -> tuple[str, ...]:
-    root = Path(torch.__file__).parent / "include"
-    return ("-isystem", str(root), "-isystem", str(root / "torch" / "csrc" / "api" / "include"))
+def library(name: str, folder: Path = FOLDER) -> Library:
+    """`OPERATORS`, or the kernels of an instruction set: of each source the object for itself, or for what it adds to, which is
+    linked first. Of an inline function of the standard library that both hold, the linker keeps the first."""
+    found = list_objects(folder)
+    if name == OPERATORS:
+        root = Path(torch.__file__).parent
+        options = (*OPERATOR_OPTIONS, "-isystem", str(root / "include"), "-isystem", str(root / "include" / "torch" / "csrc" / "api" / "include"))
+        units = tuple(Unit(sources, OPERATORS, options) for sources, labels in found.items() if OPERATORS in labels)
+        # The stable ABI lives in torch's CPU library, which the process has loaded already.
+        return Library(name, units, (*Library.link_options, f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch"))
+    own, base = ISAS[LEVELS[name]], ISAS[LEVELS[name]].base
+    parts = [(sources, isa) for isa in ISAS for sources, labels in found.items() if isa.name in labels and (isa is own or (isa.name == base and name not in labels))]
+    return Library(name, tuple(Unit(sources, isa.name, _kernel_options(isa.name)) for sources, isa in parts))
 
 
-def link_options() -> tuple[str, ...]:
-    """The stable ABI lives in torch's CPU library, which the process has loaded already."""
-    return ("-shared", "-fPIC", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-ltorch")
+def _kernel_options(name: str) -> tuple[str, ...]:
+    isa = ISAS[LEVELS[name]]
+    return (*KERNEL_OPTIONS, *isa.flags, f"-DHEADRACE_ISA={name}", f"-DHEADRACE_BASE={isa.base or name}", f"-DHEADRACE_IS_{name.upper()}")
 
 
-def prebuilt_path(folder: Path = FOLDER) -> Path:
-    """Where a library shipped with the package lies, if one is: compiled from exactly these sources, for every
-    instruction set, by ``build(all_isas=True)``. Torch's stable ABI lets it work with any torch since 2.11."""
+def describe_sources(folder: Path = FOLDER) -> str:
+    """A name for exactly these sources."""
     summed = hashlib.sha256()
     for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         summed.update(path.name.encode() + path.read_bytes())
-    return folder / f"headrace_cpu-{platform.machine()}-{summed.hexdigest()[:12]}.so"
+    return summed.hexdigest()[:12]
+
+
+def shipped_path(name: str, folder: Path = FOLDER) -> Path:
+    """Where a library lies that was shipped with the package, if one is: compiled from exactly these sources. Torch's stable
+    ABI lets it work with any torch since 2.11."""
+    return folder / f"headrace_cpu-{platform.machine()}-{describe_sources(folder)}-{name}.so"

@@ -14,11 +14,13 @@ COMPILERS = ("g++", "c++", "clang++")
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set that kernels are compiled for. ``needs`` are names of `torch.cpu.get_capabilities`."""
+    """An instruction set that kernels are compiled for. ``needs`` are names of `torch.cpu.get_capabilities`. Where it has no
+    kernel of its own, that of ``base`` is taken."""
 
     name: str
     flags: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    base: str | None = None
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -29,17 +31,21 @@ _HAS_AVX512 = tuple(f"avx512_{part}" for part in ("f", "bw", "vl", "dq", "bf16",
 ISAS = (
     Isa("scalar"),
     Isa("avx2", _AVX2, _HAS_AVX2),
-    Isa("avxvnni", (*_AVX2, "-mavxvnni"), (*_HAS_AVX2, "avx_vnni")),
+    Isa("avxvnni", (*_AVX2, "-mavxvnni"), (*_HAS_AVX2, "avx_vnni"), base="avx2"),
     Isa("avx512", _AVX512, _HAS_AVX512),
-    Isa("amx", (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (*_HAS_AVX512, "amx_tile", "amx_bf16", "amx_int8")),
+    Isa("amx", (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (*_HAS_AVX512, "amx_tile", "amx_bf16", "amx_int8"), base="avx512"),
 )
 """From the plainest to the fastest; each has what those before it have, AVX-VNNI aside. The order is that of ``Isa`` in isa.h."""
 
 
-def machine_isas() -> tuple[Isa, ...]:
-    """Those that this machine seems to have; the kernels ask the processor again before they use one."""
+LEVELS = {isa.name: level for level, isa in enumerate(ISAS)}
+
+
+def machine_isas(most: str | None = None) -> tuple[Isa, ...]:
+    """Those up to ``most`` that this machine seems to have; the kernels' library asks the processor again."""
     known = torch.cpu.get_capabilities()
-    return tuple(isa for isa in ISAS if all(known.get(name, True) for name in isa.needs))
+    isas = ISAS[: LEVELS[most] + 1] if most else ISAS
+    return tuple(isa for isa in isas if all(known.get(name, True) for name in isa.needs))
 
 
 @dataclass(frozen=True)

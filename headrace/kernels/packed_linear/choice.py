@@ -17,7 +17,7 @@ import torch
 from headrace.base import env
 from headrace.base.errors import PluginError
 from headrace.kernels import native
-from headrace.kernels.native.sources import prebuilt_path
+from headrace.kernels.native.sources import describe_sources
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear import WEIGHT_FORMS
 from headrace.kernels.packed_linear.forms import StoredWeight
@@ -79,7 +79,7 @@ class FormChoice:
 def describe_machine() -> str:
     """All that a measured choice depends on but the shape."""
     state = native.state()
-    kernels = f"{state.detail} {prebuilt_path().stem}" if state.status == "ready" else state.status
+    kernels = f"{state.detail} {describe_sources()}" if state.status == "ready" else state.status
     return f"{torch.cpu.get_capabilities().get('cpu_name', '?')}, {torch.get_num_threads()} threads, torch {torch.__version__}, {kernels}"
 
 

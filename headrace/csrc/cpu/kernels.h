@@ -1,0 +1,23 @@
+// All kernels of one instruction set: what its library hands to the operators. No torch here.
+#pragma once
+
+#include "attention.h"
+#include "pack.h"
+#include "packed_linear.h"
+#include "rope.h"
+#include "rows.h"
+#include "sample.h"
+
+namespace headrace {
+
+struct Kernels {
+  const AttentionKernels* attention;
+  const PackKernels* pack;
+  const PackedKernels* packed;
+  const PackedGather* gather;
+  const RopeKernels* rope;
+  const RowKernels* rows;
+  const SampleKernels* sample;
+};
+
+}  // namespace headrace
