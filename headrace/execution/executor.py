@@ -32,6 +32,7 @@ from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
 from headrace.execution.structured.library import CompiledGrammar
 from headrace.execution.structured.store import GrammarStore
+from headrace.kernels import native
 from headrace.kernels.ahead import read_compiler
 from headrace.layers.build import Build
 from headrace.memory.capacity import free_bytes
@@ -126,6 +127,8 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Free the device; idempotent."""
+        if self._runner is not None and native.state().status == "compiling":
+            logger.warning("CPU kernels are still being compiled, for the next start: this process ends when they are, or by Ctrl-C")
         self._residence.close()
         if self._grammars is not None:
             self._grammars.close()

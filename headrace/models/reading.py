@@ -28,6 +28,9 @@ from headrace.layers.decoder.spec import (
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 ROPE_KINDS = {"default": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn", "longrope": "longrope", "su": "longrope"}
 
+LARGEST, MOST_LAYERS = 2**31 - 1, 4096
+"""Of what a file may say, before anything is made of it."""
+
 CLASSIFIERS, BARE = ("ForSequenceClassification",), "Model"
 """Endings of architectures with a classifier instead of the vocabulary's head, and of those with neither."""
 
@@ -54,11 +57,11 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number above 0 (or the default, unchecked)."""
-        return self._read(name, default, (int,), "a whole number above 0", lambda value: value > 0)
+        return self._read(name, default, (int,), "a whole number above 0", lambda value: 0 < value <= LARGEST)
 
     def count(self, name: str, default: int) -> int:
         """A whole number, 0 or more."""
-        return self._read(name, default, (int,), "a whole number, 0 or more", lambda value: value >= 0)
+        return self._read(name, default, (int,), "a whole number, 0 or more", lambda value: 0 <= value <= LARGEST)
 
     def positive(self, name: str, default: float | None = None) -> float:
         """A finite number above 0 (or the default, unchecked)."""
@@ -164,13 +167,21 @@ def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
 
 def read_layers(fields: Fields, rope: RopeSpec | None, *, window: int = 0) -> tuple[LayerSpec, ...]:
     """All layers alike."""
-    return (LayerSpec(window, rope),) * fields.integer("num_hidden_layers")
+    return (LayerSpec(window, rope),) * read_num_layers(fields)
+
+
+def read_num_layers(fields: Fields) -> int:
+    """``num_hidden_layers``."""
+    count = fields.integer("num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {count}", param="num_hidden_layers")
+    return count
 
 
 def read_windowed_layers(fields: Fields, rope: RopeSpec | None) -> tuple[LayerSpec, ...]:
     """If ``use_sliding_window``, ``layer_types`` says which layers have ``sliding_window``; before that field existed,
     those from ``max_window_layers`` on."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     if not fields.flag("use_sliding_window", False):
         return read_layers(fields, rope)
     first, window = fields.count("max_window_layers", 28), read_window(fields, 4096)

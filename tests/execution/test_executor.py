@@ -23,6 +23,7 @@ from headrace.execution.executor import build_executor
 from headrace.execution.facts import read_default_sampling
 from headrace.execution.loading import _check_codes
 from headrace.execution.result import PendingSample
+from headrace.kernels import native
 from headrace.layers.storing import restore_plain
 from headrace.memory.pools.keys_values import KeyValuePool
 
@@ -67,6 +68,14 @@ def test_executor_of_a_dummy_model_runs_plans(folder: Path):
     executor.reset()
     executor.close()
     executor.close()
+
+
+def test_who_closes_while_kernels_are_compiled_is_told_that_the_process_will_wait(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    executor = build_executor(engine_config(model=str(folder), load_format="dummy", device="cpu", kv_pages=40))
+    monkeypatch.setattr(native, "state", lambda: native.NATIVE.state.__class__("compiling"))
+    executor.close()
+    executor.close()
+    assert [record.getMessage().split(",")[0] for record in caplog.records if "still being compiled" in record.getMessage()] == ["CPU kernels are still being compiled"]
 
 
 @pytest.mark.parametrize(("stated", "spread"), [
@@ -180,7 +189,7 @@ def test_end_of_text_ids_are_ids(folder: Path, eos: object):
         build_executor(config_of(folder, config_overrides=json.dumps({"eos_token_id": eos})))
 
 
-@pytest.mark.parametrize("options", [{"config_overrides": '{"intermediate_size": 200000000000}'}, {"kv_pages": 2**40}], ids=str)
+@pytest.mark.parametrize("options", [{"config_overrides": '{"intermediate_size": 2000000000}'}, {"kv_pages": 2**40}], ids=str)
 def test_what_does_not_fit_a_cpus_memory_is_named(folder: Path, options: dict):
     with pytest.raises(ConfigError, match="does not fit"):
         build_executor(config_of(folder, **options))

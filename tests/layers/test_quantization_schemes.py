@@ -92,7 +92,8 @@ def test_adding_twice_changes_nothing_and_another_under_the_same_name_is_refused
 
 @pytest.mark.parametrize(("query", "said"), [
     (SchemeQuery(stored="awq"), "quant_method is 'awq'.*known are block_fp8, mxfp4"),
-    (SchemeQuery(wanted="int3"), "quantization 'int3' cannot be had here: known are"),
+    (SchemeQuery(wanted="int3"), "quantization 'int3' cannot be had here: known are int4, int8, w8a8, none and stored"),
+    (SchemeQuery(wanted="mxfp4"), "form of checkpoints.* this one states none"),
     (SchemeQuery(wanted="block_fp8", stored="mxfp4"), "reads block_fp8 and fp8, not mxfp4"),
 ])
 def test_what_nobody_serves_is_named(query: SchemeQuery, said: str):

@@ -119,6 +119,8 @@ def test_gemma3_layers_and_cache_groups():
     [
         ("LlamaForCausalLM", {"hidden_size": None}, "hidden_size"),
         ("LlamaForCausalLM", {"num_hidden_layers": "two"}, "num_hidden_layers"),
+        ("LlamaForCausalLM", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ("LlamaForCausalLM", {"intermediate_size": 10**30}, "intermediate_size"),
         ("LlamaForCausalLM", {"num_attention_heads": True}, "num_attention_heads"),
         ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads"),
         ("LlamaForCausalLM", {"hidden_act": "relu2"}, "hidden_act"),

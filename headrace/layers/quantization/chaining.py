@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import nn
@@ -50,11 +50,11 @@ def chain_schemes(query: SchemeQuery) -> SchemeChain:
     out with a warning."""
     add_installed_schemes()
     able = [name for name in reversed(SCHEMES.names()) if SCHEMES.entry(name).supports(query) is None]
-    if query.wanted and query.wanted not in able:
-        raise ConfigError(f"quantization {query.wanted!r} cannot be had here: {_explain(query)}", param="quantization")
+    if query.wanted and (fault := _fault_of_wanted(query)):
+        raise ConfigError(f"quantization {query.wanted!r} cannot be had here: {fault}", param="quantization")
     if query.stored and not set(able) - {query.wanted}:
         raise ConfigError(
-            f"config.json: quantization_config.quant_method is {query.stored!r}, which no scheme here reads; known are {_readable()}", param="quantization_config",
+            f"config.json: quantization_config.quant_method is {query.stored!r}, which no scheme here reads; known are {', '.join(_readable())}", param="quantization_config",
         )
     schemes = {name: scheme for name in able if (scheme := _build(name, query)) is not None}
     return SchemeChain(tuple(schemes), tuple(schemes.values()))
@@ -70,16 +70,19 @@ def _build(name: str, query: SchemeQuery) -> Scheme | None:
         return None
 
 
-def _explain(query: SchemeQuery) -> str:
-    return str(SCHEMES.entry(query.wanted).supports(query)) if query.wanted in SCHEMES else f"known are {_known()}"
+def _fault_of_wanted(query: SchemeQuery) -> str | None:
+    """Why nobody makes what is wanted, if so. A checkpoint's own form may be wanted, too, where the checkpoint states it."""
+    if query.wanted not in SCHEMES:
+        return f"known are {', '.join(sorted({entry.name for entry in SCHEMES} - set(_readable())))}, none and stored"
+    supports = SCHEMES.entry(query.wanted).supports
+    if reason := supports(query):
+        return reason
+    is_made = supports(replace(query, wanted="")) is not None
+    return None if is_made or query.stored else "it is a form of checkpoints, which is found in their config.json, and this one states none"
 
 
-def _known() -> str:
-    return ", ".join(sorted(SCHEMES.names()))
-
-
-def _readable() -> str:
-    return ", ".join(sorted(entry.name for entry in SCHEMES if entry.supports(SchemeQuery(stored=entry.name)) is None))
+def _readable() -> list[str]:
+    return sorted(entry.name for entry in SCHEMES if entry.supports(SchemeQuery(stored=entry.name)) is None)
 
 
 @cache

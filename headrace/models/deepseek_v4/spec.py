@@ -12,7 +12,7 @@ from headrace.base.cache_kinds import CACHE_POOLS
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.decoder.spec import MlpSpec, MoeSpec, RopeSpec, SwigluClamp
 from headrace.models.deepseek_v4 import layout
-from headrace.models.reading import Fields, make_rope, read_moe
+from headrace.models.reading import Fields, make_rope, read_moe, read_num_layers
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _read_ropes(fields: Fields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
 
 
 def _read_layers(fields: Fields) -> tuple[V4LayerSpec, ...]:
-    num_layers, config = fields.integer("num_hidden_layers"), fields.config
+    num_layers, config = read_num_layers(fields), fields.config
     types = config.get("layer_types")
     ratios = config.get("compress_ratios") if types is None else [RATIOS.get(kind, kind) for kind in types]
     if not isinstance(ratios, list) or len(ratios) < num_layers or not set(ratios) <= {0, layout.OVERLAPPING, layout.WIDE}:

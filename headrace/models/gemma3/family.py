@@ -16,6 +16,7 @@ from headrace.models.reading import (
     make_rope,
     read_attention,
     read_decoder,
+    read_num_layers,
     read_rope_parameters,
     read_window,
 )
@@ -67,7 +68,7 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    num_layers, pattern = fields.integer("num_hidden_layers"), fields.integer("sliding_window_pattern", 6)
+    num_layers, pattern = read_num_layers(fields), fields.integer("sliding_window_pattern", 6)
     types = fields.config.get("layer_types") or ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
     check_layer_types(types, num_layers)
     # ``rope_scaling`` is for the full layers alone.

@@ -13,6 +13,7 @@ from headrace.models.reading import (
     read_attention,
     read_decoder,
     read_moe,
+    read_num_layers,
     read_rope,
     read_window,
 )
@@ -38,7 +39,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 
 def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    num_layers, rope = fields.integer("num_hidden_layers"), read_rope(fields, theta=150000.0)
+    num_layers, rope = read_num_layers(fields), read_rope(fields, theta=150000.0)
     types = fields.config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     check_layer_types(types, num_layers)
     return tuple(LayerSpec(read_window(fields) if kind == "sliding_attention" else 0, rope) for kind in types)
