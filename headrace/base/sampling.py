@@ -6,10 +6,8 @@ Refuses: torch, tokenizers. Strings (stop strings, bad words) are resolved by ``
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
@@ -21,8 +19,6 @@ MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 128
 MAX_N = 128
 GREEDY_TEMPERATURE = 1e-5
-
-TokenIds = list[Annotated[int, Meta(ge=0)]]
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

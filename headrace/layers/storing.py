@@ -130,23 +130,6 @@ def find_stored(model: nn.Module) -> list[StoredWeight]:
     return list({id(stored): stored for layer in model.modules() if (stored := getattr(layer, "stored", None)) is not None}.values())
 
 
-def unpack_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's stored weight as a plain tensor of its own, stacked matrices apart again."""
-    weight, num_stacked = layer.stored.unpack(dtype), getattr(layer, "num_stacked", 0)
-    return weight.unflatten(0, (num_stacked, -1)) if num_stacked else weight
-
-
-def restore_plain(model: nn.Module, dtype: torch.dtype) -> None:
-    """Plain parameters again, as before new weights are filled in; exact for forms that lose nothing."""
-    plain: dict[int, nn.Parameter] = {}
-    for layer in model.modules():
-        stored = getattr(layer, "stored", None)
-        if stored is not None:
-            if id(stored) not in plain:
-                plain[id(stored)] = nn.Parameter(unpack_weight(layer, dtype), requires_grad=False)
-            layer.stored, layer.weight = None, plain[id(stored)]
-
-
 def count_elements(model: nn.Module) -> int:
     """Weights of a model, however they are kept, tied ones once."""
     return sum(p.numel() for p in model.parameters()) + sum(stored.shape[0] * stored.shape[1] for stored in find_stored(model))

@@ -24,7 +24,6 @@ from headrace.execution.facts import read_default_sampling
 from headrace.execution.loading import _check_codes
 from headrace.execution.result import PendingSample
 from headrace.kernels import native
-from headrace.layers.storing import restore_plain
 from headrace.memory.pools.keys_values import KeyValuePool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -88,8 +87,8 @@ def test_random_weights_spread_as_the_config_says(folder: Path, stated: dict, sp
             build_executor(config)
         return
     model = build_executor(config)._runner._model
-    restore_plain(model, torch.float32)
-    assert float(model.embedding.weight.float().std()) == pytest.approx(spread, rel=0.1)
+    weight = model.embedding.stored.unpack(torch.float32) if model.embedding.stored else model.embedding.weight.float()
+    assert float(weight.std()) == pytest.approx(spread, rel=0.1)
 
 
 def test_a_failed_step_leaves_other_rows_running(folder: Path):

@@ -24,7 +24,7 @@ from headrace.layers.moe.packed import PackedExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization.contract import SchemeQuery
 from headrace.layers.quantization.kept import Int8
-from headrace.layers.storing import find_storable, restore_plain, store_fastest
+from headrace.layers.storing import find_storable, store_fastest
 
 CPU = torch.device("cpu")
 QUERY = KernelQuery("cpu", "float32", shape={"ranks": 1})
@@ -116,9 +116,9 @@ def test_stored_matrices_one_after_the_other(dtype: torch.dtype):
     for weight in stacks:
         weight.store(keep_in_panels(weight.weight.detach()))
         torch.testing.assert_close(layer(x), expected, atol=1e-5 if dtype is torch.float32 else 0.05, rtol=1e-5 if dtype is torch.float32 else 0.02)
-    assert layer.experts.gate_up.stored is not None and "experts.gate_up.weight" not in dict(layer.named_parameters())
-    restore_plain(layer, dtype)
-    assert all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
+    assert not any("experts" in name and name.endswith("weight") for name, _ in layer.named_parameters())
+    for name in ("gate_up", "down"):
+        assert torch.equal(getattr(layer.experts, name).unpack(dtype), before[f"experts.{name}.weight"])
 
 
 @pytest.mark.parametrize(("width", "expert_width", "experts"), [(16, 20, "auto"), (24, 16, "auto"), (16, 16, "grouped"), (16, 16, "reference")])

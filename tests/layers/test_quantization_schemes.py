@@ -14,7 +14,6 @@ from torch import nn
 from headrace.base.errors import ConfigError, PluginError, WeightError
 from headrace.layers.quantization import SCHEMES, SchemeQuery, chain_schemes
 from headrace.layers.quantization.contract import Named
-from headrace.layers.quantization.support import wanted_as
 
 SITE = '''
 from headrace.layers.quantization.contract import SchemeQuery
@@ -64,14 +63,18 @@ def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     sys.modules.pop("marking_schemes", None)
 
 
+def serves_x(query: SchemeQuery) -> str | None:
+    return None if query.wanted == "x" else "serves x alone"
+
+
 def names_after(chain: Iterable[Named]) -> list[str]:
     return [name for name, _ in chain]
 
 
 def test_lower_priority_is_inner_whatever_the_order_of_registration(registry: None):
-    SCHEMES.add("outer", "marking_schemes:Outer", supports=wanted_as("x"), priority=120)
-    SCHEMES.add("inner", "marking_schemes:Inner", supports=wanted_as("x"), priority=110)
-    SCHEMES.add("x", "marking_schemes:Mark", supports=wanted_as("x"), priority=130)
+    SCHEMES.add("outer", "marking_schemes:Outer", supports=serves_x, priority=120)
+    SCHEMES.add("inner", "marking_schemes:Inner", supports=serves_x, priority=110)
+    SCHEMES.add("x", "marking_schemes:Mark", supports=serves_x, priority=130)
     assert "marking_schemes" not in sys.modules, "lazy"
     chain = chain_schemes(SchemeQuery(wanted="x"))
     assert chain.names == ("block_fp8", "mxfp4", "inner", "outer", "x")

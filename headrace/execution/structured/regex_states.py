@@ -53,10 +53,6 @@ class RegexAutomaton:
         """See `Automaton`."""
         return 4 + sum(1 + len(counts) for _, counts in inside)
 
-    def may_end(self, inside: Inside) -> bool:
-        """Whether the expression matches what was written."""
-        return (self._nodes.end, ()) in inside
-
     def _round(self, repeat: Repeat, count: int) -> int:
         if not repeat.least:
             return count

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -119,6 +118,3 @@ def keep_in_panels(weight: torch.Tensor) -> PanelWeight:
 def fits_bfloat16(weight: torch.Tensor) -> bool:
     """Whether no value of a float32 tensor is changed by rounding it to bfloat16."""
     return all(torch.equal(rows, rows.bfloat16().float()) for rows in weight.split(chunk_rows(weight.shape[1])))
-
-
-WeightForm = Callable[[torch.Tensor], StoredWeight]

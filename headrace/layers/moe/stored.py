@@ -10,7 +10,7 @@ from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joined import describe_gate
 from headrace.layers.moe.weights import ExpertWeights
-from headrace.layers.storing import plain_weight, unpack_weight
+from headrace.layers.storing import plain_weight
 
 
 class StoredExperts:
@@ -30,4 +30,4 @@ class StoredExperts:
         if not any(weight is not None for weight in plain):
             return self._run_packed(*choices, *((stack.stored.matrix, stack.bias) for stack in stacks), self._gate)
         dtype = tokens.hidden.dtype
-        return self._run_plain(*choices, *((unpack_weight(stack, dtype) if weight is None else weight, stack.bias) for stack, weight in zip(stacks, plain, strict=True)), self._gate)
+        return self._run_plain(*choices, *((stack.unpack(dtype) if weight is None else weight, stack.bias) for stack, weight in zip(stacks, plain, strict=True)), self._gate)

@@ -32,6 +32,10 @@ class StackedLinear(nn.Module):
         expert, _, rows = name.partition("/")
         return parameter[int(expert), self.rows[rows]]
 
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        """The stored weight as a plain tensor of its own, [X, O, I]."""
+        return self.stored.unpack(dtype).unflatten(0, (self.num_stacked, -1))
+
 
 class ExpertWeights(nn.Module):
     """``gate_up`` [X, 2F, D], the gate's rows first, and ``down`` [X, D, F]."""

@@ -18,17 +18,6 @@ def stored_as(*methods: str) -> Predicate:
     return reason_against
 
 
-def wanted_as(name: str, *, device: str | None = None) -> Predicate:
-    """For what layers keep: where the user wants it, on a kind of device if one is given."""
-
-    def reason_against(query: SchemeQuery) -> str | None:
-        if query.wanted != name:
-            return f"serves {name} alone"
-        return f"needs a {device} device" if device is not None and query.device != device else None
-
-    return reason_against
-
-
 CPU_TYPES = ("float32", "bfloat16")
 
 

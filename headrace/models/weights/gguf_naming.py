@@ -65,11 +65,6 @@ class NamedTensor:
     offset: float = 0.0
 
 
-def plain_naming(spec: Any) -> GgufNaming:
-    """Nothing special (also when a family names no function)."""
-    return GgufNaming()
-
-
 def interleaved_rotary_naming(spec: Any) -> GgufNaming:
     """For families whose q and k rows the converter interleaves."""
     return GgufNaming(is_rotary_interleaved=True)
