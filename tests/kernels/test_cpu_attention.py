@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Case, make_problem
+from attention_cases import MIXED, SHAPES, SHARING, Case, make_problem
 from cpu_isas import isa  # noqa: F401
 
 from headrace.kernels import native
@@ -14,42 +14,20 @@ from headrace.layers.attention.cpu import CpuAttention
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
-SHARING = tuple((1, 130 + 37 * i) for i in range(7))
 CASES = {
-    "mixed": Case(MIXED),
-    "mixed-big-pages": Case(MIXED, page_size=64),
+    **SHAPES,
     "pages-of-one": Case(MIXED, page_size=1),
-    "multi-head": Case(MIXED, num_heads=3, num_kv_heads=3),
-    "group-3": Case(MIXED, num_heads=9, num_kv_heads=3),
     "group-5": Case(MIXED, num_heads=5, num_kv_heads=1),
     "multi-query-odd-group": Case(MIXED, num_heads=7, num_kv_heads=1, page_size=4),
     "group-8": Case(MIXED, num_heads=16, num_kv_heads=2),
-    "group-too-large-to-decode": Case(MIXED, num_heads=36, num_kv_heads=2),
-    "dim-8": Case(MIXED, head_dim=8),
     "dim-33": Case(MIXED, head_dim=33, num_heads=6),
-    "dim-80": Case(MIXED, head_dim=80),
-    "dim-96": Case(MIXED, head_dim=96, page_size=32),
-    "dim-128": Case(MIXED, head_dim=128, page_size=128),
     "dim-192-value-128": Case(((1, 40), (9, 50)), head_dim=192, value_dim=128),
     "dim-40-value-72": Case(((1, 40), (9, 50)), head_dim=40, value_dim=72),
-    "dim-256": Case(((1, 40), (9, 50)), head_dim=256),
-    "window": Case(MIXED, window=9),
-    "window-of-one": Case(MIXED, window=1),
-    "window-over-pages": Case(((1, 150), (33, 150)), window=50, page_size=64),
-    "window-over-tiles": Case(((1, 700), (640, 700), (300, 650)), window=70, num_heads=2, num_kv_heads=1),
-    "softcap": Case(MIXED, softcap=2.0),
-    "sinks": Case(MIXED, has_sinks=True),
-    "all": Case(MIXED, window=12, softcap=2.0, has_sinks=True, head_dim=80),
     "prefill-of-one-token": Case(((1, 30), (1, 30)), num_decodes=0),
-    "shared-pages": Case((*SHARING, (40, 400)), num_heads=9, num_kv_heads=3, shared_pages=8),
     "shared-pages-odd-dims": Case(SHARING, num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, shared_pages=5, softcap=2.0),
-    "shared-pages-and-sinks": Case(SHARING, num_heads=8, num_kv_heads=1, head_dim=128, has_sinks=True, page_size=64, shared_pages=2),
-    "shared-pages-prompts": Case(((1, 400), (1, 300), (2, 300), (8, 290), (5, 310), (16, 330), (40, 600)), num_heads=9, num_kv_heads=3, shared_pages=8),
     "shared-pages-prompts-all": Case(((4, 200), (6, 140), (3, 131)), num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, has_sinks=True, softcap=2.0, shared_pages=8),
     "shared-pages-prompts-many-rows": Case(tuple((4 + i % 5, 140 + 7 * i) for i in range(14)), num_heads=9, num_kv_heads=3, shared_pages=8),
     "shared-pages-prompts-many-tiles": Case(tuple((8, 270 + 7 * i) for i in range(36)), num_heads=6, num_kv_heads=1, head_dim=32, shared_pages=16),
-    "long": Case(((1, 1000), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2),
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, Problem, make_problem
+from attention_cases import MIXED, SHAPES, Case, Problem, make_problem
 from cpu_isas import isa  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,36 +21,14 @@ from headrace.layers.attention.cpu import CpuAttention
 from headrace.layers.attention.reference import ReferenceAttention
 
 CPU = torch.device("cpu")
-MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
-SHARING = tuple((1, 130 + 37 * i) for i in range(7))
 CASES = {
-    "mixed": Case(MIXED),
-    "big-pages": Case(MIXED, page_size=64),
+    **SHAPES,
     "pages-of-eight": Case(MIXED, page_size=8),
     "pages-of-one": Case(MIXED, page_size=1, num_heads=7, num_kv_heads=1),
     "pages-of-two": Case(MIXED, page_size=2, window=9),
-    "multi-head": Case(MIXED, num_heads=3, num_kv_heads=3),
-    "group-3": Case(MIXED, num_heads=9, num_kv_heads=3),
     "group-8": Case(MIXED, num_heads=16, num_kv_heads=2, head_dim=32),
-    "group-too-large-to-decode": Case(MIXED, num_heads=36, num_kv_heads=2),
-    "dim-8": Case(MIXED, head_dim=8),
     "dim-36": Case(MIXED, head_dim=36, num_heads=6),
-    "dim-80": Case(MIXED, head_dim=80),
-    "dim-96": Case(MIXED, head_dim=96, page_size=32),
-    "dim-128": Case(MIXED, head_dim=128, page_size=128),
-    "dim-256": Case(((1, 40), (9, 50)), head_dim=256),
-    "window": Case(MIXED, window=9),
-    "window-of-one": Case(MIXED, window=1),
-    "window-over-pages": Case(((1, 150), (33, 150)), window=50, page_size=64),
-    "window-over-tiles": Case(((1, 700), (640, 700), (300, 650)), window=70, num_heads=2, num_kv_heads=1),
-    "softcap": Case(MIXED, softcap=2.0),
-    "sinks": Case(MIXED, has_sinks=True),
-    "all": Case(MIXED, window=12, softcap=2.0, has_sinks=True, head_dim=80),
-    "shared-pages": Case((*SHARING, (40, 400)), num_heads=9, num_kv_heads=3, shared_pages=8),
-    "shared-pages-and-sinks": Case(SHARING, num_heads=8, num_kv_heads=1, head_dim=128, has_sinks=True, page_size=64, shared_pages=2),
-    "shared-pages-prompts": Case(((1, 400), (1, 300), (2, 300), (8, 290), (5, 310), (16, 330), (40, 600)), num_heads=9, num_kv_heads=3, shared_pages=8),
     "shared-pages-prompts-all": Case(((4, 200), (6, 140), (3, 131)), num_heads=8, num_kv_heads=2, head_dim=40, has_sinks=True, softcap=2.0, shared_pages=8),
-    "long": Case(((1, 1000), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2),
     "steep": Case(((1, 700), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2, steepness=6.0),
 }
 TOLERANCE = 1.2e-2
