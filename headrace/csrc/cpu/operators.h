@@ -7,9 +7,18 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
 
 #include "dispatch.h"
 #include "types.h"
+
+// Torch's own of these two make a third of all code that is compiled: texts where they are checked, and tuples of arguments.
+#undef STD_TORCH_CHECK
+#define STD_TORCH_CHECK(is_right, text) headrace::check(is_right, text)
+#undef TORCH_BOX
+#define TORCH_BOX(f) headrace::Boxed<(f)>::call
 
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11 has it by another name
 #define STABLE_TORCH_ERROR_CODE_CHECK(call) STD_TORCH_CHECK((call) == AOTI_TORCH_SUCCESS, "torch failed: " #call)
@@ -20,6 +29,31 @@ namespace headrace {
 using torch::stable::Tensor;
 using Library = torch::stable::detail::StableLibrary;
 using torch::headeronly::ScalarType;
+
+[[noreturn]] __attribute__((noinline)) inline void refuse(const char* text) { throw std::runtime_error(text); }
+
+inline void check(bool is_right, const char* text) {
+  if (!is_right) [[unlikely]] refuse(text);
+}
+
+// An operator as torch calls it: arguments are taken from a stack, where the result is left.
+template <auto f>
+struct Boxed;
+template <class Result, class... Arguments, Result (*f)(Arguments...)>
+struct Boxed<f> {
+  static void call(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+    check(num_arguments == sizeof...(Arguments), "an operator's schema is not that of its function");
+    call_with(stack, std::index_sequence_for<Arguments...>{});
+  }
+
+ private:
+  template <size_t... i>
+  static void call_with(StableIValue* stack, std::index_sequence<i...>) {
+    using torch::stable::detail::from, torch::stable::detail::to;
+    if constexpr (std::is_void_v<Result>) f(to<Arguments>(stack[i])...);
+    else stack[0] = from(f(to<Arguments>(stack[i])...));
+  }
+};
 
 // Float types are told to kernels by number.
 inline int float_type(const Tensor& x) {
