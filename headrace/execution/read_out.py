@@ -18,8 +18,10 @@ from headrace.models.weights.safetensors_file import read_safetensors
 @torch.no_grad()
 def attach_read_out(model: Any, plan: PoolingPlan, build: Build) -> None:
     """Set ``model.read_out``. Dense layers of an embedding are read from their own folders; raises `WeightError`."""
-    head = model.scores if plan.kind == "classify" else _embedding_head(plan, build)
-    model.read_out = ReadOut(plan.reduction, head)
+    if plan.kind == "classify":
+        model.read_out = ReadOut(plan.reduction, model.scores, takes=build.dtype)
+    else:
+        model.read_out = ReadOut(plan.reduction, _embedding_head(plan, build))
     model.is_capturable = False  # texts are read in steps of their own length
 
 

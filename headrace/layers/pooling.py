@@ -26,23 +26,24 @@ class EmbeddingHead(nn.Module):
         super().__init__()
         self.dense = nn.ModuleList(Linear(build, inside, outside, bias=bias) for inside, outside, bias, _ in layers)
         self._activations = [DENSE_ACTIVATIONS[name]() for *_, name in layers]
-        self._normalise = normalise
+        self._normalise, self._dtype = normalise, build.dtype
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         for layer, activate in zip(self.dense, self._activations, strict=True):
-            states = activate(layer(states.to(layer.weight.dtype)))
+            states = activate(layer(states.to(self._dtype)))
         states = states.float()
         return F.normalize(states, dim=-1) if self._normalise else states
 
 
 class ReadOut(nn.Module):
-    """What a model that reads does with its hidden states: ``reduction`` of a text's states to one, then ``head``,
-    ``[S, D]`` to ``[S, W]`` float32."""
+    """What a model that reads does with its hidden states: ``reduction`` of a text's states to one, in float32, then ``head``,
+    ``[S, D]`` of type ``takes`` to ``[S, W]`` float32."""
 
-    def __init__(self, reduction: Reduction, head: nn.Module):
+    def __init__(self, reduction: Reduction, head: nn.Module, *, takes: torch.dtype = torch.float32):
         super().__init__()
         self.reduction: Reduction = reduction
         self.head = head
+        self._takes = takes
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.head(states)
+        return self.head(states.to(self._takes))

@@ -16,6 +16,8 @@ from headrace.base.config import engine_config
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.pooling import PoolingSpec, unpack_floats
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.kernels.native.loading import NativeLibrary
+from headrace.layers.storing import store_fastest
 from headrace.service.build import build_engine
 from headrace.service.engine import Engine
 
@@ -115,6 +117,19 @@ def test_decoder_classifiers(tmp_path: Path, architecture: str):
             torch.testing.assert_close(found, model(torch.tensor([ids])).logits[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ["LlamaForSequenceClassification", "BertForSequenceClassification"])
+def test_classifiers_in_half_precision(tmp_path: Path, architecture: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """With packed weights and, while kernels are being compiled, without."""
+    model = write_checkpoint(tmp_path, architecture, {**(DECODER if "Llama" in architecture else ENCODER), "num_labels": 3})
+    for is_native in (True, False):
+        if not is_native:
+            monkeypatch.setattr(NativeLibrary, "find", lambda _: None)
+        for ids, found in zip(TEXTS, read(start(tmp_path, dtype=dtype)), strict=True):
+            with torch.inference_mode():
+                torch.testing.assert_close(found, model(torch.tensor([ids])).logits[0], atol=0.2, rtol=0.05)
+
+
 def test_dense_layers_behind_the_pooling(tmp_path: Path):
     model = write_checkpoint(tmp_path, "BertModel", ENCODER, modes=("pooling_mode_mean_tokens",))
     layers = json.loads((tmp_path / "modules.json").read_text())
@@ -125,10 +140,13 @@ def test_dense_layers_behind_the_pooling(tmp_path: Path):
     save_file({f"linear.{name}": tensor.detach() for name, tensor in dense.named_parameters()}, tmp_path / "2_Dense/model.safetensors")
     engine = start(tmp_path)
     assert engine.executor.facts.pooling.width == 12
-    for ids, found in zip(TEXTS, read(engine), strict=True):
-        with torch.inference_mode():
-            expected = torch.nn.functional.normalize(torch.tanh(dense(states(model, ids).mean(0))), dim=-1)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for is_stored in (False, True):
+        if is_stored:  # as they are once kernels have been compiled
+            store_fastest(engine.executor._runner._model)
+        for ids, found in zip(TEXTS, read(engine), strict=True):
+            with torch.inference_mode():
+                expected = torch.nn.functional.normalize(torch.tanh(dense(states(model, ids).mean(0))), dim=-1)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_encoder_batches_whole_texts(tmp_path: Path):
