@@ -2,9 +2,10 @@
 // Intel's software developer's manual, volume 1, chapter 18. TDPBF16PS multiplies a tile [16, 32] by one of 32 inputs by 16
 // outputs whose rows hold two inputs each: (input 2i, input 2i + 1) of output 0, of output 1, ...
 //
-// Products and softmax are of different units of the processor, so they go on side by side: while tiles multiply the logits
-// of one unit (32 rows by one step of keys) and the weighted values of the one before the last, vectors turn the logits of
-// the one between into weights. What one needs of another was done a turn ago.
+// Products and softmax are of different units of the processor, so they go on side by side: while tiles multiply the weighted
+// values of one unit (32 rows by one step of keys) and then, into the memory that this leaves, the logits of the unit after
+// next, vectors turn the logits of the unit between into weights, which take their place. What one needs of another was done a
+// turn ago, and all of it fits the first-level cache.
 #pragma once
 
 #include "amx_tiles.h"
@@ -23,8 +24,7 @@ struct AmxBuffers {
   int64_t rows, dim, width, keys_of_block;  // M, E and V, padded to 32; N
   bool has_codes;
   bf16 *q, *keys, *values;                  // [M, E]; [N / 16, E / 32] and [N / 32, V / 16] tiles of 512
-  float* logits[2];                         // [32, step]
-  bf16* weights[2];                         // [step / 32, 32, 32]
+  float *logits[2], *again;                 // [32, step], or in the first half of each row the weights; of rows that are done again
   float *sums, *total, *added, *top, *shift, *fades[2];  // [M, V]; [M, 16], [32, 16]: sums of each lane; [M], [M], [32]
   float *query_scales, *key_scales;                      // [M], [N]; of codes
 
@@ -34,17 +34,15 @@ struct AmxBuffers {
   static int64_t dim_of(const Attention& a) { return a.kv_type == kCodes ? padded(a.head_dim, 64) / 2 : padded(a.head_dim, 32); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kAmxRows), e = dim_of(a), v = padded(a.value_dim, 32), n = block_keys(e, v);
-    return m * e / 2 + n * (e + v) / 2 + kAmxRows * kAmxStep * 3 + 4 * kSkew + m * v + m * 19 + kAmxRows * 18 + n;
+    return m * e / 2 + n * (e + v) / 2 + 3 * (kAmxRows * kAmxStep + kSkew) + m * v + m * 19 + kAmxRows * 18 + n;
   }
   AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(dim_of(a)), width(padded(a.value_dim, 32)), keys_of_block(block_keys(dim, width)), has_codes(a.kv_type == kCodes) {
     float* at = scratch;
     const auto take = [&](int64_t size) { return (at += size) - size; };
     q = reinterpret_cast<bf16*>(take(rows * dim / 2));
     keys = reinterpret_cast<bf16*>(take(keys_of_block * dim / 2)), values = reinterpret_cast<bf16*>(take(keys_of_block * width / 2));
-    for (int i = 0; i < 2; ++i) {
-      logits[i] = take(kAmxRows * kAmxStep + kSkew);
-      weights[i] = reinterpret_cast<bf16*>(take(kAmxRows * kAmxStep / 2 + kSkew));
-    }
+    for (int i = 0; i < 2; ++i) logits[i] = take(kAmxRows * kAmxStep + kSkew);
+    again = take(kAmxRows * kAmxStep + kSkew);
     sums = take(rows * width), total = take(rows * 16), added = take(kAmxRows * 16), top = take(rows), shift = take(rows);
     for (int i = 0; i < 2; ++i) fades[i] = take(kAmxRows);
     query_scales = take(rows), key_scales = take(keys_of_block);
@@ -188,95 +186,65 @@ HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shif
   return kHides ? _mm512_maskz_add_epi16(is_seen, bits, least) : _mm512_add_epi16(bits, least);
 }
 
-// A row of logits, or of products of codes and what these are multiplied with.
-struct LogitRow {
-  const float *at, *key_scales;
+constexpr int64_t kPiece = 32, kPieces = kAmxStep / kPiece;  // logits whose weights are found at a time
 
-  // Weights of 32. Rows of products have none that is hidden: what is nothing beside the top may stay at 2^-27 of it.
-  HEADRACE_INLINE __m512i weigh_at(int64_t j, __m512 scale, __m512 shift) const {
-    return key_scales ? weigh<false>(load(j), load(j + 16), scale, shift) : weigh<true>(load(j), load(j + 16), scale, shift);
+// The softmax of a unit's rows, each a whole step: logits, or products of codes, become weights in their place. `kPace` pieces go
+// with each product.
+template <bool kIsBytes, int kPace>
+struct Softening {
+  float* logits;
+  const float *shift, *key_scales, *query_scales;  // of the keys and queries whose products are not logits yet; else null
+  float* added;
+  __m512 scale;
+  int64_t row = 0, rows = 0;
+  __m512 sum = _mm512_setzero_ps(), most = sum;
+
+  // After the i-th product of four.
+  template <int i>
+  HEADRACE_INLINE void advance() {
+    if (row >= rows) return;
+    if constexpr (kPace >= kPieces) {
+      for (int n = 0; n < kPace / kPieces && row < rows; ++n) soften_row();
+    } else {
+      constexpr int kFirst = i * kPace % kPieces;
+#pragma GCC unroll 4
+      for (int n = 0; n < kPace; ++n) soften_piece(kFirst + n);
+    }
+  }
+  // The rest; no row is half done.
+  HEADRACE_INLINE void finish() {
+    while (row < rows) soften_row();
   }
 
-  HEADRACE_INLINE __m512 load(int64_t j) const {
-    return key_scales ? _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(at + j)), _mm512_load_ps(key_scales + j)) : _mm512_load_ps(at + j);
+ private:
+  HEADRACE_INLINE void soften_row() {
+#pragma GCC unroll 8
+    for (int n = 0; n < kPieces; ++n) soften_piece(n);
+  }
+
+  HEADRACE_INLINE void soften_piece(int n) {
+    const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
+    float* const at = logits + row * kAmxStep;
+    const __m512 shifted = _mm512_set1_ps(shift[row]);
+    __m512i weight;
+    if (kIsBytes && key_scales) {  // what is nothing beside the top may stay at 2^-27 of it: no key is hidden here
+      const auto load = [&](int64_t j) { return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(at + j)), _mm512_load_ps(key_scales + j)); };
+      weight = weigh<false>(load(n * kPiece), load(n * kPiece + 16), _mm512_mul_ps(scale, _mm512_set1_ps(query_scales[row])), shifted);
+    } else {
+      weight = weigh<true>(_mm512_load_ps(at + n * kPiece), _mm512_load_ps(at + n * kPiece + 16), scale, shifted);
+    }
+    _mm512_store_si512(reinterpret_cast<bf16*>(at) + n * kPiece, weight);
+    sum = _mm512_dpbf16_ps(n == 0 ? _mm512_setzero_ps() : sum, (__m512bh)weight, one);  // as rounded: they must add up to 1
+    if (n < kPieces - 1) return;
+    _mm512_store_ps(added + row++ * 16, sum);
+    most = _mm512_max_ps(most, sum);
   }
 };
 
-// Weights of 64 logits from the j-th, and the sums of each lane.
-HEADRACE_INLINE __m512 weigh_half(const LogitRow& row, int64_t j, bf16* weights, __m512 scale, __m512 shift) {
-  const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
-  const __m512i low = row.weigh_at(j, scale, shift), high = row.weigh_at(j + 32, scale, shift);
-  _mm512_store_si512(weights, low);
-  _mm512_store_si512(weights + 32 * kAmxRows, high);
-  return _mm512_dpbf16_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)low, one), (__m512bh)high, one);
-}
-
-// Weights of one row of n logits, a multiple of 32; the sums of each lane, as rounded: they must add up to 1.
-HEADRACE_INLINE __m512 weigh_row(const LogitRow& row, bf16* weights, int64_t n, __m512 scale, __m512 shift) {
-  const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
-  __m512 even = _mm512_setzero_ps(), odd = even;
-  const auto weigh_at = [&](int64_t j, __m512& sum) __attribute__((always_inline)) {
-    const __m512i weight = row.weigh_at(j, scale, shift);
-    _mm512_store_si512(weights + j * kAmxRows, weight);
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)weight, one);
-  };
-  if (n == kAmxStep) {
-#pragma GCC unroll 8
-    for (int64_t j = 0; j < kAmxStep; j += 64) weigh_at(j, even), weigh_at(j + 32, odd);
-  } else {
-    for (int64_t j = 0; j < n; j += 32) weigh_at(j, even);
-  }
-  return _mm512_add_ps(even, odd);
-}
-
-// The softmax of a unit, a piece at a time: `pace` rows go with each step of four products.
-struct Softening {
-  const float *logits, *shift;
-  bf16* weights;
-  float* added;
-  __m512 scale;
-  int64_t n, pace;
-  const float *key_scales, *query_scales;  // null: logits are logits
-  int64_t row = 0, rows = 0;
-  __m512 most = _mm512_setzero_ps(), first = most;
-
-  // After the i-th product of a step.
+// Nothing beside the tiles.
+struct Nothing {
   template <int i>
-  HEADRACE_INLINE void advance() {
-    if (pace == 2) return advance_half<i % 2>();
-    if constexpr (i % 2 == 1)
-      if (pace == 1) return advance_half<i / 2>();
-    if constexpr (i == 3)
-      if (pace > 2) finish(pace);
-  }
-  // The next rows, at most `count`; no row is half done.
-  HEADRACE_INLINE void finish(int64_t count) {
-    for (const int64_t last = row + count < rows ? row + count : rows; row < last; ++row) {
-      const __m512 sum = weigh_row({logits + row * kAmxStep, key_scales}, weights + row * 32, n, scale_of_row(), _mm512_set1_ps(shift[row]));
-      _mm512_store_ps(added + row * 16, sum);
-      most = _mm512_max_ps(most, sum);
-    }
-  }
-
-  HEADRACE_INLINE __m512 scale_of_row() const { return key_scales ? _mm512_mul_ps(scale, _mm512_set1_ps(query_scales[row])) : scale; }
-
- private:
-  template <int kHalf>
-  HEADRACE_INLINE void advance_half() {
-    if (row >= rows) return;
-    if (n != kAmxStep) {
-      if constexpr (kHalf == 1) finish(1);
-      return;
-    }
-    const __m512 half = weigh_half({logits + row * kAmxStep, key_scales}, kHalf * 64, weights + row * 32 + kHalf * 64 * kAmxRows, scale_of_row(), _mm512_set1_ps(shift[row]));
-    if constexpr (kHalf == 0) {
-      first = half;
-    } else {
-      const __m512 sum = _mm512_add_ps(first, half);
-      _mm512_store_ps(added + row++ * 16, sum);
-      most = _mm512_max_ps(most, sum);
-    }
-  }
+  HEADRACE_INLINE void advance() {}
 };
 
 #define HEADRACE_PRODUCT(c, a, b)                   \
@@ -285,128 +253,121 @@ struct Softening {
     else _tile_dpbf16ps(c, a, b);                   \
   } while (false)
 
+// Of 32 rows and 32 columns the second 16 rows only where there are some.
+#define HEADRACE_IF_TALL(instruction) \
+  do {                                \
+    if (is_tall) instruction;         \
+  } while (false)
+
 // Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b. Tiles of a and b: of the second 16 rows or columns
 // `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. b passes the first-level cache by, which
-// holds what the softmax beside works on. Without `kIsTall` there are no second 16 rows.
-template <bool kAccumulates, bool kIsTall, bool kIsBytes = false>
-HEADRACE_INLINE void multiply_tiles(const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step, const bf16* b, int64_t b_next, int64_t b_step, float* c, int64_t c_row,
-                                    int64_t lots, Softening& softening) {
+// holds what the softmax beside works on.
+template <bool kAccumulates, bool kIsBytes, class Beside>
+HEADRACE_INLINE void multiply_tiles(bool is_tall, const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step, const bf16* b, int64_t b_next, int64_t b_step, float* c,
+                                    int64_t c_row, int64_t lots, Beside& beside) {
   const int64_t a_bytes = a_row * 2, c_bytes = c_row * 4;
   if (kAccumulates) {
     _tile_loadd(0, c, c_bytes);
     _tile_loadd(1, c + 16, c_bytes);
-    if constexpr (kIsTall) {
-      _tile_loadd(2, c + 16 * c_row, c_bytes);
-      _tile_loadd(3, c + 16 * c_row + 16, c_bytes);
-    }
+    HEADRACE_IF_TALL(_tile_loadd(2, c + 16 * c_row, c_bytes));
+    HEADRACE_IF_TALL(_tile_loadd(3, c + 16 * c_row + 16, c_bytes));
   } else {
     _tile_zero(0);
     _tile_zero(1);
-    if constexpr (kIsTall) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    _tile_zero(2);
+    _tile_zero(3);
   }
-  if constexpr (kIsTall) {
-    const auto load = [&]<int o>(int64_t i) __attribute__((always_inline)) {
-      if constexpr (o == 0) _tile_stream_loadd(7, b + b_next + i * b_step, 64);
-      if constexpr (o == 1) _tile_loadd(5, a + a_next + i * a_step, a_bytes);
-      if constexpr (o == 2) _tile_stream_loadd(6, b + i * b_step, 64);
-      if constexpr (o == 3) _tile_loadd(4, a + i * a_step, a_bytes);
-    };
-    const auto between = [&]<int i>() __attribute__((always_inline)) { softening.advance<i>(); };
-    if constexpr (kIsBytes) weave(lots, HEADRACE_WOVEN_PRODUCTS(_tile_dpbssd), load, between);
-    else weave(lots, HEADRACE_WOVEN_PRODUCTS(_tile_dpbf16ps), load, between);
-  } else {
-    for (int64_t i = 0; i < lots; ++i) {
-      _tile_loadd(4, a + i * a_step, a_bytes);
-      _tile_stream_loadd(6, b + i * b_step, 64);
-      _tile_stream_loadd(7, b + b_next + i * b_step, 64);
-      HEADRACE_PRODUCT(0, 4, 6);
-      softening.advance<0>(), softening.advance<1>();
-      HEADRACE_PRODUCT(1, 4, 7);
-      softening.advance<2>(), softening.advance<3>();
-    }
-  }
+  const auto load = [&]<int o>(int64_t i) __attribute__((always_inline)) {
+    if constexpr (o == 0) _tile_stream_loadd(7, b + b_next + i * b_step, 64);
+    if constexpr (o == 1) HEADRACE_IF_TALL(_tile_loadd(5, a + a_next + i * a_step, a_bytes));
+    if constexpr (o == 2) _tile_stream_loadd(6, b + i * b_step, 64);
+    if constexpr (o == 3) _tile_loadd(4, a + i * a_step, a_bytes);
+  };
+  const auto product = [&]<int o>() __attribute__((always_inline)) {
+    if constexpr (o == 0) HEADRACE_PRODUCT(1, 4, 7);
+    if constexpr (o == 1) HEADRACE_IF_TALL(HEADRACE_PRODUCT(3, 5, 7));
+    if constexpr (o == 2) HEADRACE_IF_TALL(HEADRACE_PRODUCT(2, 5, 6));
+    if constexpr (o == 3) HEADRACE_PRODUCT(0, 4, 6);
+  };
+  weave(lots, product, load, [&]<int i>() __attribute__((always_inline)) { beside.template advance<i>(); });
   _tile_stored(0, c, c_bytes);
   _tile_stored(1, c + 16, c_bytes);
-  if constexpr (kIsTall) {
-    _tile_stored(2, c + 16 * c_row, c_bytes);
-    _tile_stored(3, c + 16 * c_row + 16, c_bytes);
-  }
+  HEADRACE_IF_TALL(_tile_stored(2, c + 16 * c_row, c_bytes));
+  HEADRACE_IF_TALL(_tile_stored(3, c + 16 * c_row + 16, c_bytes));
 }
 
-// Logits where all of 32 queries fits half of the tiles, and stays there: half the loads.
-template <bool kIsTall, bool kIsBytes>
-HEADRACE_INLINE void multiply_short_logits(const bf16* q, const bf16* keys, float* logits, int64_t n, Softening& softening) {
+// Logits where all of 32 queries fits half of the tiles, and stays there: half the loads. Keys are loaded ahead.
+template <bool kIsBytes, class Beside>
+HEADRACE_INLINE void multiply_short_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n, Beside& beside) {
   _tile_loadd(4, q, 128);
   _tile_loadd(5, q + 32, 128);
-  if constexpr (kIsTall) {
-    _tile_loadd(6, q + 16 * 64, 128);
-    _tile_loadd(7, q + 16 * 64 + 32, 128);
-  }
+  HEADRACE_IF_TALL(_tile_loadd(6, q + 16 * 64, 128));
+  HEADRACE_IF_TALL(_tile_loadd(7, q + 16 * 64 + 32, 128));
+  _tile_stream_loadd(2, keys, 64);
+  _tile_stream_loadd(3, keys + kTileValues, 64);
   for (int64_t j = 0; j < n; j += 16, keys += 2 * kTileValues) {
-    _tile_stream_loadd(2, keys, 64);
-    _tile_stream_loadd(3, keys + kTileValues, 64);
+    const bool is_last = j + 16 >= n;
     _tile_zero(0);
-    if constexpr (kIsTall) _tile_zero(1);
+    _tile_zero(1);
     HEADRACE_PRODUCT(0, 4, 2);
-    softening.advance<0>();
-    if constexpr (kIsTall) HEADRACE_PRODUCT(1, 6, 2);
-    softening.advance<1>();
+    beside.template advance<0>();
+    HEADRACE_IF_TALL(HEADRACE_PRODUCT(1, 6, 2));
+    beside.template advance<1>();
+    if (!is_last) _tile_stream_loadd(2, keys + 2 * kTileValues, 64);
     HEADRACE_PRODUCT(0, 5, 3);
-    softening.advance<2>();
-    if constexpr (kIsTall) HEADRACE_PRODUCT(1, 7, 3);
-    softening.advance<3>();
+    beside.template advance<2>();
+    HEADRACE_IF_TALL(HEADRACE_PRODUCT(1, 7, 3));
+    beside.template advance<3>();
+    if (!is_last) _tile_stream_loadd(3, keys + 3 * kTileValues, 64);
     _tile_stored(0, logits + j, kAmxStep * 4);
-    if constexpr (kIsTall) _tile_stored(1, logits + 16 * kAmxStep + j, kAmxStep * 4);
+    HEADRACE_IF_TALL(_tile_stored(1, logits + 16 * kAmxStep + j, kAmxStep * 4));
   }
 }
 
 // The same where they fit two tiles, for 32 keys at a time: codes of up to 64 dimensions.
-template <bool kIsTall>
-HEADRACE_INLINE void multiply_shortest_logits(const bf16* q, const bf16* keys, float* logits, int64_t n, Softening& softening) {
+template <class Beside>
+HEADRACE_INLINE void multiply_shortest_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n, Beside& beside) {
   _tile_loadd(4, q, 64);
-  if constexpr (kIsTall) _tile_loadd(6, q + 16 * 32, 64);
+  HEADRACE_IF_TALL(_tile_loadd(6, q + 16 * 32, 64));
+  _tile_stream_loadd(5, keys, 64);
+  _tile_stream_loadd(7, keys + kTileValues, 64);
   for (int64_t j = 0; j < n; j += 32, keys += 2 * kTileValues) {
-    _tile_stream_loadd(5, keys, 64);
-    _tile_stream_loadd(7, keys + kTileValues, 64);
+    const bool is_last = j + 32 >= n;
     _tile_zero(0);
     _tile_zero(1);
-    if constexpr (kIsTall) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    _tile_zero(2);
+    _tile_zero(3);
     _tile_dpbssd(0, 4, 5);
-    softening.advance<0>();
-    if constexpr (kIsTall) _tile_dpbssd(2, 6, 5);
-    softening.advance<1>();
+    beside.template advance<0>();
+    HEADRACE_IF_TALL(_tile_dpbssd(2, 6, 5));
+    beside.template advance<1>();
+    if (!is_last) _tile_stream_loadd(5, keys + 2 * kTileValues, 64);
     _tile_dpbssd(1, 4, 7);
-    softening.advance<2>();
-    if constexpr (kIsTall) _tile_dpbssd(3, 6, 7);
-    softening.advance<3>();
+    beside.template advance<2>();
+    HEADRACE_IF_TALL(_tile_dpbssd(3, 6, 7));
+    beside.template advance<3>();
+    if (!is_last) _tile_stream_loadd(7, keys + 3 * kTileValues, 64);
     _tile_stored(0, logits + j, kAmxStep * 4);
     _tile_stored(1, logits + j + 16, kAmxStep * 4);
-    if constexpr (kIsTall) {
-      _tile_stored(2, logits + 16 * kAmxStep + j, kAmxStep * 4);
-      _tile_stored(3, logits + 16 * kAmxStep + j + 16, kAmxStep * 4);
-    }
+    HEADRACE_IF_TALL(_tile_stored(2, logits + 16 * kAmxStep + j, kAmxStep * 4));
+    HEADRACE_IF_TALL(_tile_stored(3, logits + 16 * kAmxStep + j + 16, kAmxStep * 4));
   }
 }
 
-template <bool kIsTall, bool kIsBytes>
-HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* logits, Softening& softening) {
-  const int64_t lots = t.dim / 32;
-  if (kIsBytes && lots == 1) return multiply_shortest_logits<kIsTall>(t.q + u.row * t.dim, t.keys + (u.at - u.begin) / 16 * kTileValues, logits, padded(u.n, 32), softening);
-  if (lots == 2) return multiply_short_logits<kIsTall, kIsBytes>(t.q + u.row * t.dim, t.keys + (u.at - u.begin) / 16 * lots * kTileValues, logits, padded(u.n, 32), softening);
-  for (int64_t j = 0; j < u.n; j += 32) {
-    const bf16* keys = t.keys + (u.at - u.begin + j) / 16 * lots * kTileValues;
-    multiply_tiles<false, kIsTall, kIsBytes>(t.q + u.row * t.dim, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, softening);
-  }
+template <bool kIsBytes, class Beside>
+HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* logits, Beside& beside) {
+  const int64_t lots = t.dim / 32, n = padded(u.n, 32);
+  const bool is_tall = u.rows > 16;
+  const bf16 *q = t.q + u.row * t.dim, *keys = t.keys + (u.at - u.begin) / 16 * lots * kTileValues;
+  if (kIsBytes && lots == 1) return multiply_shortest_logits(is_tall, q, keys, logits, n, beside);
+  if (lots == 2) return multiply_short_logits<kIsBytes>(is_tall, q, keys, logits, n, beside);
+  for (int64_t j = 0; j < n; j += 32, keys += 2 * lots * kTileValues)
+    multiply_tiles<false, kIsBytes>(is_tall, q, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, beside);
 }
 
-template <bool kIsTall>
-HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const bf16* weights, const float* fades, Softening& softening) {
+template <class Beside>
+HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const float* logits, const float* fades, Beside& beside) {
+  const bf16* weights = reinterpret_cast<const bf16*>(logits);
   float* sums = t.sums + u.row * t.width;
   if (u.is_faded) {
     for (int64_t r = 0; r < u.rows; ++r)
@@ -415,7 +376,7 @@ HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const b
   }
   for (int64_t e = 0; e < t.width; e += 32) {
     const bf16* values = t.values + (u.at - u.begin) * t.width + e * 32;
-    multiply_tiles<true, kIsTall>(weights, 32, kTileValues, 2 * kTileValues, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, softening);
+    multiply_tiles<true, false>(u.rows > 16, weights, 2 * kAmxStep, 32 * kAmxStep, 32, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, beside);
   }
 }
 
@@ -426,10 +387,10 @@ HEADRACE_INLINE void hide(float* logits, int64_t from, int64_t to) {
     _mm512_mask_store_ps(logits + i, first(static_cast<int>(clamp(to - i, 0, 16))) & ~first(static_cast<int>(clamp(from - i, 0, 16))), _mm512_set1_ps(kUnseen));
 }
 
-// Raises the top of a row to that of n logits, if they have any.
-static void raise_top(const AmxBuffers& t, int64_t row, const float* logits, int64_t n, float factor) {
+// Raises the top of a row to that of a step's logits, if it sees any.
+static void raise_top(const AmxBuffers& t, int64_t row, const float* logits, float factor) {
   __m512 most = _mm512_load_ps(logits);
-  for (int64_t i = 16; i < n; i += 16) most = _mm512_max_ps(most, _mm512_load_ps(logits + i));
+  for (int64_t i = 16; i < kAmxStep; i += 16) most = _mm512_max_ps(most, _mm512_load_ps(logits + i));
   const float found = _mm512_reduce_max_ps(most);
   if (!(found > kUnseen)) return;
   const float top = ceilf(found * factor);  // whole, so that `shift` is exact
@@ -441,108 +402,131 @@ HEADRACE_INLINE bool has_tops(const AmxBuffers& t, const Unit& u) {
   return _mm512_cmp_ps_mask(least, _mm512_set1_ps(kMasked), _CMP_LE_OQ) == 0;
 }
 
-// Of a row of products of codes, what these stand for.
-static void scale_row(const AmxBuffers& t, const Unit& u, int64_t r, float* row, int64_t n) {
-  const LogitRow products{row, t.key_scales + u.at - u.begin};
-  const __m512 scale = _mm512_set1_ps(t.query_scales[u.row + r]);
-  for (int64_t i = 0; i < n; i += 16) _mm512_store_ps(row + i, _mm512_mul_ps(products.load(i), scale));
-}
-
-// What is done to the logits of a unit before their softmax.
-static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u, float* logits, float factor) {
+// Products of a unit that are not done yet become logits; those of keys that a row does not see, and what lies beyond the unit's
+// keys, are hidden.
+static void settle_logits(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits) {
   const int64_t padded_n = padded(u.n, 32);
-  u.is_whole = t.has_codes && u.is_plain && has_tops(t, u);
-  for (int64_t r = 0; r < u.rows && t.has_codes && !u.is_whole; ++r) scale_row(t, u, r, logits + r * kAmxStep, padded_n);
-  for (int64_t r = 0; r < u.rows && !u.is_plain; ++r) {
-    if (a.softcap > 0.0f) {
-      float* row = logits + r * kAmxStep;
-      for (int64_t i = 0; i < padded_n; i += kLanes) store(row + i, Vec(a.softcap) * tanh(load(row + i) * Vec(product_scale(a))));
-    }
+  for (int64_t r = 0; r < u.rows; ++r) {
+    float* row = logits + r * kAmxStep;
+    const __m512 scale = t.has_codes ? _mm512_set1_ps(t.query_scales[u.row + r]) : _mm512_setzero_ps();
+    for (int64_t j = 0; j < padded_n && t.has_codes; j += 16)
+      _mm512_store_ps(row + j, _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(row + j)), _mm512_load_ps(t.key_scales + u.at - u.begin + j)), scale));
+    if (u.is_plain) continue;
+    for (int64_t j = 0; j < padded_n && a.softcap > 0.0f; j += kLanes) store(row + j, Vec(a.softcap) * tanh(load(row + j) * Vec(product_scale(a))));
     const int64_t position = span.position(u.row + r < tile.num_rows ? u.row + r : tile.num_rows - 1), end = clamp(position + 1 - u.at, 0, u.n);
-    if (a.window > 0) hide(logits + r * kAmxStep, 0, clamp(position - a.window + 1 - u.at, 0, end));
-    hide(logits + r * kAmxStep, end, padded_n);
+    if (a.window > 0) hide(row, 0, clamp(position - a.window + 1 - u.at, 0, end));
+    hide(row, end, kAmxStep);
   }
-  if (has_tops(t, u)) return;
-  for (int64_t r = 0; r < u.rows; ++r)
-    if (t.top[u.row + r] == kMasked) raise_top(t, u.row + r, logits + r * kAmxStep, padded_n, factor);
 }
 
-// After the softmax of a unit: its sums join the rest. Rows that rose too far above their top are done again.
-static void add_rows(const AmxBuffers& t, Unit& u, const Softening& done, float* logits, float* fades, float factor) {
+// What is done to the products of a unit before their softmax.
+static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u, float* logits, float factor) {
+  const bool is_known = has_tops(t, u);
+  u.is_whole = t.has_codes && u.is_plain && is_known;
+  if (!u.is_whole && (t.has_codes || !u.is_plain)) settle_logits(t, a, tile, span, u, logits);
+  for (int64_t r = 0; r < u.rows && !is_known; ++r)
+    if (t.top[u.row + r] == kMasked) raise_top(t, u.row + r, logits + r * kAmxStep, factor);
+}
+
+// After the softmax of a unit, whose weights have taken the place of its logits: its sums join the rest. Rows that rose too far
+// above their top are done again.
+template <bool kIsBytes>
+static void add_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u, __m512 highest, float* weights, float* fades, float factor) {
   const __m512 most = _mm512_set1_ps(kMostAdded);
-  u.is_faded = _mm512_cmp_ps_mask(done.most, most, _CMP_NLT_UQ) != 0;
+  u.is_faded = _mm512_cmp_ps_mask(highest, most, _CMP_NLT_UQ) != 0;
+  if (u.is_faded) {
+    Nothing nothing;
+    multiply_logits<kIsBytes>(t, u, t.again, nothing);
+    settle();
+    settle_logits(t, a, tile, span, u, t.again);
+  }
   for (int64_t r = 0; r < u.rows; ++r) {
-    float* total = t.total + (u.row + r) * 16;
-    __m512 added = _mm512_load_ps(t.added + r * 16), before = _mm512_load_ps(total);
+    float *total = t.total + (u.row + r) * 16, *added = t.added + r * 16;
+    __m512 before = _mm512_load_ps(total);
     if (u.is_faded) {
       fades[r] = 1.0f;
-      if (_mm512_cmp_ps_mask(added, most, _CMP_NLT_UQ)) {
+      if (_mm512_cmp_ps_mask(_mm512_load_ps(added), most, _CMP_NLT_UQ)) {
         const float old = t.top[u.row + r];
-        if (u.is_whole) scale_row(t, u, r, logits + r * kAmxStep, done.n);
-        raise_top(t, u.row + r, logits + r * kAmxStep, done.n, factor);
+        raise_top(t, u.row + r, t.again + r * kAmxStep, factor);
         fades[r] = exp2f(old - t.top[u.row + r]);
-        added = weigh_row({logits + r * kAmxStep, nullptr}, done.weights + r * 32, done.n, done.scale, _mm512_set1_ps(t.shift[u.row + r]));
+        Softening<false, 1>{t.again + r * kAmxStep, t.shift + u.row + r, nullptr, nullptr, added, _mm512_set1_ps(factor * kFixedOne), 0, 1}.finish();
+        memcpy(weights + r * kAmxStep, t.again + r * kAmxStep, kAmxStep * sizeof(bf16));
         before = _mm512_mul_ps(before, _mm512_set1_ps(fades[r]));
       }
     }
-    _mm512_store_ps(total, _mm512_add_ps(before, added));
+    _mm512_store_ps(total, _mm512_add_ps(before, _mm512_load_ps(added)));
   }
 }
 
 // The units of a packed block of keys, one after the other.
 class Units {
  public:
-  Units(const Attention& a, const Tile& tile, const Span& span, int64_t begin, int64_t end) : a_(a), tile_(tile), span_(span), begin_(begin), end_(end), at_(begin) {}
+  Units(const Attention& a, const Tile& tile, const Span& span, int64_t begin, int64_t end) : a_(a), tile_(tile), span_(span), begin_(begin), end_(end) { enter_rows(); }
 
   bool take(Unit& u) {
-    for (; row_ < tile_.num_rows; row_ += kAmxRows, at_ = begin_) {
-      const int64_t last = row_ + kAmxRows < tile_.num_rows ? row_ + kAmxRows - 1 : tile_.num_rows - 1;
-      const int64_t seen = span_.position(last) + 1 < end_ ? span_.position(last) + 1 : end_, low = span_.position(row_) - a_.window + 1;
-      while (a_.window > 0 && at_ + kAmxStep <= low) at_ += kAmxStep;
-      if (at_ >= seen) continue;
-      u = {row_, tile_.num_rows - row_ > 16 ? kAmxRows : 16, begin_, at_, seen - at_ < kAmxStep ? seen - at_ : kAmxStep};
-      u.is_plain = u.n == kAmxStep && a_.softcap == 0.0f && at_ + kAmxStep <= span_.position(row_) + 1 && (a_.window == 0 || at_ > span_.position(last) - a_.window);
-      at_ += kAmxStep;
-      return true;
+    while (at_ >= seen_) {
+      if ((row_ += kAmxRows) >= tile_.num_rows) return false;
+      enter_rows();
     }
-    return false;
+    u = {row_, tile_.num_rows - row_ > 16 ? kAmxRows : 16, begin_, at_, seen_ - at_ < kAmxStep ? seen_ - at_ : kAmxStep};
+    u.is_plain = u.n == kAmxStep && at_ + kAmxStep <= seen_by_all_ && at_ >= low_of_all_;
+    at_ += kAmxStep;
+    return true;
   }
 
  private:
+  // What the rows from `row_` on see of the block: [low, seen) by any of them, [low_of_all, seen_by_all) by all.
+  void enter_rows() {
+    const int64_t first = span_.position(row_), last = span_.position(row_ + kAmxRows < tile_.num_rows ? row_ + kAmxRows - 1 : tile_.num_rows - 1);
+    seen_ = last + 1 < end_ ? last + 1 : end_;
+    seen_by_all_ = a_.softcap == 0.0f ? first + 1 : begin_;
+    low_of_all_ = a_.window > 0 ? last - a_.window + 1 : begin_;
+    at_ = begin_;
+    while (a_.window > 0 && at_ + kAmxStep <= first - a_.window + 1) at_ += kAmxStep;
+  }
+
   const Attention& a_;
   const Tile& tile_;
   const Span& span_;
-  int64_t begin_, end_, at_, row_ = 0;
+  int64_t begin_, end_, at_ = 0, row_ = 0, seen_ = 0, seen_by_all_ = 0, low_of_all_ = 0;
 };
 
-// All units of a packed block. Turn by turn: logits of unit i + 1 and weighted values of unit i - 1, and softmax of unit i.
-template <bool kIsBytes>
+// All units of a packed block. Turn by turn: weighted values of unit i - 1, logits of unit i + 1, and softmax of unit i.
+template <bool kIsBytes, int kPace>
 static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
   Unit before, now, next;
-  const int64_t lots = kAmxStep / 32 * (t.dim / 32 + t.width / 32), pace = (kAmxRows + lots - 1) / lots;
+  Nothing nothing;
   bool has_before = false, has_now = units.take(now);
-  Softening softening{};
-  if (has_now) multiply_logits<true, kIsBytes>(t, now, t.logits[0], softening);
+  if (has_now) multiply_logits<kIsBytes>(t, now, t.logits[0], nothing);
   settle();
   for (int64_t turn = 0; has_now || has_before; ++turn) {
-    const int64_t here = turn % 2, other = 1 - here;
+    float *const here = t.logits[turn % 2], *const other = t.logits[1 - turn % 2];
+    float *const fades = t.fades[turn % 2], *const fades_before = t.fades[1 - turn % 2];
     const bool has_next = has_now && units.take(next);
-    softening = {t.logits[here], t.shift + now.row, t.weights[here], t.added, _mm512_set1_ps(factor * kFixedOne), padded(now.n, 32), pace, nullptr, nullptr};
+    Softening<kIsBytes, kPace> softening{here, t.shift + now.row, nullptr, nullptr, t.added, _mm512_set1_ps(factor * kFixedOne)};
     if (has_now) {
-      prepare_rows(t, a, tile, span, now, t.logits[here], factor);
+      prepare_rows(t, a, tile, span, now, here, factor);
       if (now.is_whole) softening.key_scales = t.key_scales + now.at - now.begin, softening.query_scales = t.query_scales + now.row;
       softening.rows = now.rows;
     }
-    if (has_next) next.rows > 16 ? multiply_logits<true, kIsBytes>(t, next, t.logits[other], softening) : multiply_logits<false, kIsBytes>(t, next, t.logits[other], softening);
-    if (has_before)
-      before.rows > 16 ? multiply_values<true>(t, before, t.weights[other], t.fades[other], softening)
-                       : multiply_values<false>(t, before, t.weights[other], t.fades[other], softening);
-    softening.finish(kAmxRows);
-    if (has_now) add_rows(t, now, softening, t.logits[here], t.fades[here], factor);
+    if (has_before) multiply_values(t, before, other, fades_before, softening);
+    if (has_next) multiply_logits<kIsBytes>(t, next, other, softening);
+    softening.finish();
+    settle();
+    if (has_now) add_rows<kIsBytes>(t, a, tile, span, now, softening.most, here, fades, factor);
     settle();
     before = now, has_before = has_now;
     now = next, has_now = has_next;
   }
+}
+
+// As many pieces of softmax go with a product as there are for each, so that both end together.
+template <bool kIsBytes>
+static void pass_block(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Units& units, float factor) {
+  const int64_t products = kAmxStep / 16 * (t.dim / 32 * 2 + t.width / 16), pieces = kAmxRows * kPieces;
+  if (products >= pieces) return pass_units<kIsBytes, 1>(t, a, tile, span, units, factor);
+  if (2 * products >= pieces) return pass_units<kIsBytes, 2>(t, a, tile, span, units, factor);
+  pass_units<kIsBytes, 4>(t, a, tile, span, units, factor);
 }
 
 static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
@@ -566,7 +550,7 @@ static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
     t.has_codes ? pack_codes(t, a, tile, span.low, at, n, room) : pack_block(t, a, tile, at, n);
     settle();
     const Units units(a, tile, span, at, at + n);
-    t.has_codes ? pass_units<true>(t, a, tile, span, units, factor) : pass_units<false>(t, a, tile, span, units, factor);
+    t.has_codes ? pass_block<true>(t, a, tile, span, units, factor) : pass_block<false>(t, a, tile, span, units, factor);
   }
   _tile_release();
   for (int64_t r = 0; r < tile.num_rows; ++r)
