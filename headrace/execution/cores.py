@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from headrace.base.control_groups import find_groups
+
 TOPOLOGY = Path("/sys/devices/system/cpu")
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUP = Path("/proc/self/cgroup")
 
 
 def count_cores() -> int:
@@ -31,24 +31,8 @@ def _core_of(cpu: int) -> tuple[str, ...]:
 def read_quota() -> float | None:
     """Processors' worth of time that a container leaves this process, None for all: the least of its control group and
     those around it, in either version of control groups."""
-    quotas = [_read_group(folder) for folder in _own_groups()]
+    quotas = [_read_group(folder) for folder in find_groups("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _own_groups() -> list[Path]:
-    """Folders that may hold a limit, innermost first; inside a container the outermost is the container's own."""
-    try:
-        lines = OWN_GROUP.read_text().splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            root = GROUPS / "cpu" if controllers else GROUPS
-            own = root / name.lstrip("/")
-            folders += [own, *(parent for parent in own.parents if parent == root or root in parent.parents)]
-    return folders
 
 
 def _read_group(folder: Path) -> float | None:

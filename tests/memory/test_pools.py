@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
 
+from headrace.base import control_groups
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.errors import PluginError
 from headrace.base.step import PageAppend
-from headrace.memory.capacity import _cgroup_free, free_bytes
+from headrace.memory.capacity import free_bytes
 from headrace.memory.page_tables import PageTables
 from headrace.memory.pools import build_pool
 
@@ -104,12 +107,26 @@ def test_appends_outside_are_refused(tables: PageTables, append: PageAppend):
         tables.flatten([append])
 
 
-def test_free_memory_respects_the_control_group(tmp_path):
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert _cgroup_free(tmp_path) == 450
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _cgroup_free(tmp_path) is None
-    assert _cgroup_free(tmp_path / "missing") is None
-    assert 0 < free_bytes(CPU) <= psutil.virtual_memory().total
+def write_group(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(f"{text}\n")
+
+
+def test_free_memory_respects_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The own one and those around it, in both versions."""
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN_GROUP", tmp_path / "own")
+    total = free_bytes(CPU)
+    assert 0 < total <= psutil.virtual_memory().total
+    (tmp_path / "own").write_text("0::/service/job\n")
+    write_group(tmp_path / "service/job", current="700", stat="anon 500\ninactive_file 150", max="1000")
+    assert free_bytes(CPU) == 450
+    write_group(tmp_path / "service", current="900", stat="inactive_file 160", max="1000")
+    assert free_bytes(CPU) == 260
+    write_group(tmp_path / "service", max="max")
+    write_group(tmp_path / "service/job", max="max")
+    assert free_bytes(CPU) > 1000
+    (tmp_path / "own").write_text("4:memory:/docker/1\n0::/\n")
+    write_group(tmp_path / "memory", usage_in_bytes="700", stat="total_inactive_file 100\ninactive_file 7", limit_in_bytes="1000")
+    assert free_bytes(CPU) == 400
