@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace.base.messages import ErrorInfo
 from headrace.base.step import TokenLogprobs
 
 
-@dataclass(slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct):
     """News of choice ``index`` of a request since its last delta. ``text`` never has to be taken back: text that may
     still become part of a stop string is held until it is certain. The last delta of a choice has ``finish_reason``:
     ``stop``, ``length``, ``abort`` or ``error``; ``stop_reason`` is the stop string or stop id that matched, if any.

@@ -89,7 +89,8 @@ class RequestStream:
         except Exception as error:  # request edge: text that cannot be assembled is this request's trouble alone
             self._break(error)
             return
-        self._abort_children(self._assembler.to_abort())
+        if aborts := self._assembler.to_abort():
+            self._abort_children(aborts)
 
     def divert(self, take: Callable[[ChoiceDelta], bool]) -> None:
         """Offer each delta to ``take`` at once, in `feed`. What it refuses, errors, and what comes while something waits for the

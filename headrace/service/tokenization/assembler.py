@@ -78,7 +78,8 @@ class _Choice:
             return None
         delta = ChoiceDelta(self._index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens, queued_s=output.queued_s)
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-        self._add_text(delta, output.finish)
+        if self._text is not None:
+            delta.text = self._text.push(output.token_ids) if output.finish is None else self._last_text(self._text, output.token_ids, output.finish)
         if self._text is not None and self._text.stopped is not None:
             self._cut(delta, self._text.num_tokens_kept)
             delta.finish_reason, delta.stop_reason = "stop", self._text.stopped
@@ -89,15 +90,10 @@ class _Choice:
         self.is_finished = delta.finish_reason is not None
         return delta
 
-    def _add_text(self, delta: ChoiceDelta, finish: Finish | None) -> None:
-        if self._text is None:
-            return
-        ids = delta.token_ids
-        if finish is not None and finish.stop_id is not None and ids and ids[-1] == finish.stop_id and not self._params.include_stop_str_in_output:
+    def _last_text(self, text: Detokenizer, ids: list[int], finish: Finish) -> str:
+        if finish.stop_id is not None and ids and ids[-1] == finish.stop_id and not self._params.include_stop_str_in_output:
             ids = ids[:-1]  # the token that stopped is counted but not shown
-        delta.text = self._text.push(ids)
-        if finish is not None:
-            delta.text += self._text.finish()
+        return text.push(ids) + text.finish()
 
     def _cut(self, delta: ChoiceDelta, num_tokens_kept: int) -> None:
         """Drop what came behind the token that completed a stop string."""

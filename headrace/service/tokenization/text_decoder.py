@@ -35,12 +35,17 @@ class TextDecoder:
 
     def push(self, ids: Sequence[int]) -> str:
         """Text of the next tokens, without the bytes of a last character that is still incomplete."""
-        raw = self._join_slowly(ids) if self._is_first or self._joins_specials else b"".join(map(self._pieces.__getitem__, ids))
+        if self._is_first or self._joins_specials:
+            raw = self._join_slowly(ids)
+        elif len(ids) == 1:
+            raw = self._pieces[ids[0]]
+        else:
+            raw = b"".join(map(self._pieces.__getitem__, ids))
         if self._is_prompts and raw:
             self._is_prompts = False
             if not CONTINUES(raw[0]):
                 self._partial = b""
-        data = self._partial + raw
+        data = self._partial + raw if self._partial else raw
         text, num_used = utf_8_decode(data, self._errors, False)
         self._partial = data[num_used:]
         return self._strip(text) if self._strip_left else text

@@ -11,6 +11,8 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from headrace.service.burst import BurstWriter
+
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 60.0
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -23,15 +25,12 @@ UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class BodyWriter:
-    """Writes pieces of an answer's body past the tasks and wrappers that ``send`` awaits, which cost most of a token. Pieces are
-    held until the loop's next turn: those of all streams of a step are worded first and written then, one behind the other, as
-    words and system calls in turns throw one another out of the caches, and a client is woken once."""
+    """Writes pieces of an answer's body at once, past the tasks and wrappers that ``send`` awaits: what a token costs most."""
 
-    __slots__ = ("_cycle", "_held", "_loop")
+    __slots__ = ("_cycle",)
 
-    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop):
-        self._cycle, self._loop = cycle, loop
-        self._held: list[bytes] = []
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
 
     @property
     def is_free(self) -> bool:
@@ -41,16 +40,8 @@ class BodyWriter:
         return is_open and not cycle.disconnected and not cycle.flow.write_paused
 
     def write(self, piece: bytes) -> None:
-        """Take a piece that is not empty."""
-        if not self._held:
-            self._loop.call_soon(self.flush)
-        self._held.append(b"%x\r\n%b\r\n" % (len(piece), piece))
-
-    def flush(self) -> None:
-        """Send what is held: before anything else is sent."""
-        if self._held and not self._cycle.disconnected:
-            self._cycle.transport.write(b"".join(self._held))
-        self._held.clear()
+        """Send a piece that is not empty."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
@@ -77,7 +68,7 @@ class BoundedHttp(HttpToolsProtocol):
     _patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(BurstWriter(transport))
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -104,7 +95,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._forget_patience()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {EXTENSION: BodyWriter(self.cycle, self.loop)}
+            self.scope["extensions"] = {EXTENSION: BodyWriter(self.cycle)}
 
     def on_message_complete(self) -> None:
         self._is_in_head, self._num_head_bytes = True, 0

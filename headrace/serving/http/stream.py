@@ -83,14 +83,14 @@ class EventStream:
         self._deltas = deltas
         self._first = first
         self._events = events
-        self._writer: BodyWriter | None = None
         self._is_busy = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self._events.media_type), *HEADERS]})
             ending = await self._send_deltas(send, body_writer(scope))
-            await self._send(send, ending + self._events.done, is_last=True)
+            self._is_busy = True
+            await send({"type": "http.response.body", "body": ending + self._events.done, "more_body": False})
         finally:
             await self._deltas.aclose()
             self._generation.close()
@@ -111,17 +111,14 @@ class EventStream:
             logger.exception("a stream failed")
             return self._events.fail(HeadraceError(SERVER_FAULT))
 
-    async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
-        if body or is_last:
-            if self._writer is not None:
-                self._writer.flush()
+    async def _send(self, send: Send, body: bytes) -> None:
+        if body:
             self._is_busy = True  # it may have to wait for a slow client; nothing may overtake it
-            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-            self._is_busy = is_last
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._is_busy = False
 
     def _write_through(self, writer: BodyWriter) -> None:
         """From now on write deltas as they come, without waking the task that runs `_send_deltas`."""
-        self._writer = writer
 
         def is_free() -> bool:
             return not self._is_busy and writer.is_free

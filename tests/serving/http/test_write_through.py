@@ -20,10 +20,10 @@ NUM_TOKENS = 60
 class Wire(BodyWriter):
     """Where both ways end. With a seed, ``send`` takes its time now and then, and the connection is full now and then."""
 
-    __slots__ = ("body", "held", "is_started", "num_sent", "num_written", "rng")
+    __slots__ = ("body", "is_started", "num_sent", "num_written", "rng")
 
     def __init__(self, seed: int | None = None):
-        self.body, self.held, self.rng = b"", b"", random.Random(seed) if seed is not None else None
+        self.body, self.rng = b"", random.Random(seed) if seed is not None else None
         self.num_sent = self.num_written = 0
         self.is_started = False
 
@@ -34,10 +34,7 @@ class Wire(BodyWriter):
     def write(self, piece: bytes) -> None:
         assert piece and self.is_started
         self.num_written += 1
-        self.held += piece
-
-    def flush(self) -> None:
-        self.body, self.held = self.body + self.held, b""
+        self.body += piece
 
     async def send(self, message: dict) -> None:
         if message["type"] == "http.response.start":
@@ -46,7 +43,6 @@ class Wire(BodyWriter):
             return
         for _ in range(self.rng.choice((0, 0, 3)) if self.rng else 0):
             await asyncio.sleep(0)
-        assert not self.held, "sent before what was written"
         self.num_sent += 1
         self.body += message["body"]
 

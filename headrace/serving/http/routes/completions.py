@@ -158,13 +158,16 @@ class CompletionEvents(Events):
         self._created = int(time.time())
         self._has_usage, self._has_running_usage = check_stream_options(body)
         self._has_ids = bool(body.return_token_ids)
-        self._has_text_alone = not (self._has_running_usage or self._has_ids or body.max_tokens == 0)
+        self._has_text_alone = not (self._has_running_usage or self._has_ids or body.max_tokens == 0 or body.logprobs is not None)
         self._frames: dict[int, TextFrames] = {}
         self._held: dict[int, list[ChoiceDelta]] = {}
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         """The chunk of one delta; nothing when its text is still being held. Choices that are ahead of their prompt's logprobs
         follow these."""
+        frames = self._frames.get(prompt_index * self._writer.num_choices + delta.index)
+        if frames is not None and delta.finish_reason is None:
+            return frames.fill(delta.text) if delta.text else b""
         if self._writer.must_wait(prompt_index, delta):
             self._held.setdefault(prompt_index, []).append(delta)
             return b""
@@ -173,10 +176,7 @@ class CompletionEvents(Events):
 
     def _render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         place = prompt_index * self._writer.num_choices + delta.index
-        if self._has_text_alone and delta.finish_reason is None and delta.logprobs is None:
-            frames = self._frames.get(place)
-            if frames is not None:
-                return frames.fill(delta.text) if delta.text else b""
+        if self._has_text_alone and delta.finish_reason is None:
             self._frames[place] = TextFrames(lambda text: self._chunk([CompletionChoice(place, text)]))
         piece = self._writer.write_piece(prompt_index, delta)
         if not (piece.text or piece.finish_reason or piece.logprobs or (self._has_ids and delta.token_ids)):
