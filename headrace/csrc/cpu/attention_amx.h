@@ -25,7 +25,7 @@ struct AmxBuffers {
   bool has_codes;
   bf16 *q, *keys, *values;                  // [M, E]; [N / 16, E / 32] and [N / 32, V / 16] tiles of 512
   float *logits[2], *again;                 // [32, step], or in the first half of each row the weights; of rows that are done again
-  float *sums, *total, *added, *top, *shift, *fades[2];  // [M, V]; [M, 16], [32, 16]: sums of each lane; [M], [M], [32]
+  float *sums, *total, *top, *shift, *fades[2];  // [M, V], [M, 16]: sums of each lane, [M], [M], [32]
   float *query_scales, *key_scales;                      // [M], [N]; of codes
 
   // The rows of a tile that are worth packing keys for, and the keys of a block: both stay in the second-level cache.
@@ -34,7 +34,7 @@ struct AmxBuffers {
   static int64_t dim_of(const Attention& a) { return a.kv_type == kCodes ? padded(a.head_dim, 64) / 2 : padded(a.head_dim, 32); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kAmxRows), e = dim_of(a), v = padded(a.value_dim, 32), n = block_keys(e, v);
-    return m * e / 2 + n * (e + v) / 2 + 3 * (kAmxRows * kAmxStep + kSkew) + m * v + m * 19 + kAmxRows * 18 + n;
+    return m * e / 2 + n * (e + v) / 2 + 3 * (kAmxRows * kAmxStep + kSkew) + m * v + m * 19 + kAmxRows * 2 + n;
   }
   AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(dim_of(a)), width(padded(a.value_dim, 32)), keys_of_block(block_keys(dim, width)), has_codes(a.kv_type == kCodes) {
     float* at = scratch;
@@ -43,7 +43,7 @@ struct AmxBuffers {
     keys = reinterpret_cast<bf16*>(take(keys_of_block * dim / 2)), values = reinterpret_cast<bf16*>(take(keys_of_block * width / 2));
     for (int i = 0; i < 2; ++i) logits[i] = take(kAmxRows * kAmxStep + kSkew);
     again = take(kAmxRows * kAmxStep + kSkew);
-    sums = take(rows * width), total = take(rows * 16), added = take(kAmxRows * 16), top = take(rows), shift = take(rows);
+    sums = take(rows * width), total = take(rows * 16), top = take(rows), shift = take(rows);
     for (int i = 0; i < 2; ++i) fades[i] = take(kAmxRows);
     query_scales = take(rows), key_scales = take(keys_of_block);
   }
@@ -169,8 +169,9 @@ struct Unit {
 
 // Weights are found in 16 bits: of a logit in units of log2 the row's top is taken away, and 11 bits are kept below the point.
 // `kFixedTop` stands for the top itself, half a unit added. That reaches from 2^-27, below which all is 0, to 2^4.5. The top is
-// that of the first keys: where later ones near the end, which their sum tells (`kMostAdded`), the row is done again.
-constexpr float kFixedOne = 2048.0f, kFixedTop = 11 * 2048.0f + 1024.0f, kMostAdded = 16.0f;
+// that of the first keys: where later ones near the end (`kHighest`, 2^4 as bfloat16), the row is done again.
+constexpr float kFixedOne = 2048.0f, kFixedTop = 11 * 2048.0f + 1024.0f;
+constexpr int16_t kHighest = 0x4180;
 
 // Weights 2^x of two vectors as bfloat16. Of x = i + f, i becomes the exponent and f the mantissa, less its distance from
 // 2^f - 1, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004.
@@ -194,10 +195,13 @@ template <bool kIsBytes, int kPace>
 struct Softening {
   float* logits;
   const float *shift, *key_scales, *query_scales;  // of the keys and queries whose products are not logits yet; else null
-  float* added;
+  float* total;  // sums of each lane
   __m512 scale;
   int64_t row = 0, rows = 0;
-  __m512 sum = _mm512_setzero_ps(), most = sum;
+  __m512i highest = _mm512_setzero_si512();  // weights
+  __m512 sum = _mm512_setzero_ps();          // of the row that is on
+
+  bool is_high() const { return _mm512_cmpge_epi16_mask(highest, _mm512_set1_epi16(kHighest)) != 0; }
 
   // After the i-th product of four.
   template <int i>
@@ -234,10 +238,9 @@ struct Softening {
       weight = weigh<true>(_mm512_load_ps(at + n * kPiece), _mm512_load_ps(at + n * kPiece + 16), scale, shifted);
     }
     _mm512_store_si512(reinterpret_cast<bf16*>(at) + n * kPiece, weight);
-    sum = _mm512_dpbf16_ps(n == 0 ? _mm512_setzero_ps() : sum, (__m512bh)weight, one);  // as rounded: they must add up to 1
-    if (n < kPieces - 1) return;
-    _mm512_store_ps(added + row++ * 16, sum);
-    most = _mm512_max_ps(most, sum);
+    highest = _mm512_max_epi16(highest, weight);  // as whole numbers they are in the same order
+    sum = _mm512_dpbf16_ps(n == 0 ? _mm512_load_ps(total + row * 16) : sum, (__m512bh)weight, one);  // as rounded: they must add up to 1
+    if (n == kPieces - 1) _mm512_store_ps(total + row++ * 16, sum);
   }
 };
 
@@ -428,33 +431,33 @@ static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& ti
     if (t.top[u.row + r] == kMasked) raise_top(t, u.row + r, logits + r * kAmxStep, factor);
 }
 
-// After the softmax of a unit, whose weights have taken the place of its logits: its sums join the rest. Rows that rose too far
-// above their top are done again.
+// Rows of a unit whose weights, which have taken the place of their logits, are too far above the top they are based on: these are
+// done again, and what was summed before fades.
 template <bool kIsBytes>
-static void add_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u, __m512 highest, float* weights, float* fades, float factor) {
-  const __m512 most = _mm512_set1_ps(kMostAdded);
-  u.is_faded = _mm512_cmp_ps_mask(highest, most, _CMP_NLT_UQ) != 0;
-  if (u.is_faded) {
-    Nothing nothing;
-    multiply_logits<kIsBytes>(t, u, t.again, nothing);
-    settle();
-    settle_logits(t, a, tile, span, u, t.again);
-  }
+static void raise_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits, float* fades, float factor) {
+  const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
+  Nothing nothing;
+  multiply_logits<kIsBytes>(t, u, t.again, nothing);
+  settle();
+  settle_logits(t, a, tile, span, u, t.again);
   for (int64_t r = 0; r < u.rows; ++r) {
-    float *total = t.total + (u.row + r) * 16, *added = t.added + r * 16;
-    __m512 before = _mm512_load_ps(total);
-    if (u.is_faded) {
-      fades[r] = 1.0f;
-      if (_mm512_cmp_ps_mask(_mm512_load_ps(added), most, _CMP_NLT_UQ)) {
-        const float old = t.top[u.row + r];
-        raise_top(t, u.row + r, t.again + r * kAmxStep, factor);
-        fades[r] = exp2f(old - t.top[u.row + r]);
-        Softening<false, 1>{t.again + r * kAmxStep, t.shift + u.row + r, nullptr, nullptr, added, _mm512_set1_ps(factor * kFixedOne), 0, 1}.finish();
-        memcpy(weights + r * kAmxStep, t.again + r * kAmxStep, kAmxStep * sizeof(bf16));
-        before = _mm512_mul_ps(before, _mm512_set1_ps(fades[r]));
-      }
+    float *total = t.total + (u.row + r) * 16, *again = t.again + r * kAmxStep;
+    bf16* weights = reinterpret_cast<bf16*>(logits + r * kAmxStep);
+    __m512 added = _mm512_setzero_ps();
+    __mmask32 high = 0;
+    for (int64_t j = 0; j < kAmxStep; j += kPiece) {
+      const __m512i piece = _mm512_load_si512(weights + j);
+      added = _mm512_dpbf16_ps(added, (__m512bh)piece, one);
+      high |= _mm512_cmpge_epi16_mask(piece, _mm512_set1_epi16(kHighest));
     }
-    _mm512_store_ps(total, _mm512_add_ps(before, _mm512_load_ps(added)));
+    fades[r] = 1.0f;
+    if (high == 0) continue;
+    const float old = t.top[u.row + r];
+    raise_top(t, u.row + r, again, factor);
+    fades[r] = exp2f(old - t.top[u.row + r]);
+    _mm512_store_ps(total, _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(total), added), _mm512_set1_ps(fades[r])));
+    Softening<false, 1>{again, t.shift + u.row + r, nullptr, nullptr, total, _mm512_set1_ps(factor * kFixedOne), 0, 1}.finish();
+    memcpy(weights, again, kAmxStep * sizeof(bf16));
   }
 }
 
@@ -503,7 +506,7 @@ static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile
     float *const here = t.logits[turn % 2], *const other = t.logits[1 - turn % 2];
     float *const fades = t.fades[turn % 2], *const fades_before = t.fades[1 - turn % 2];
     const bool has_next = has_now && units.take(next);
-    Softening<kIsBytes, kPace> softening{here, t.shift + now.row, nullptr, nullptr, t.added, _mm512_set1_ps(factor * kFixedOne)};
+    Softening<kIsBytes, kPace> softening{here, t.shift + now.row, nullptr, nullptr, t.total + now.row * 16, _mm512_set1_ps(factor * kFixedOne)};
     if (has_now) {
       prepare_rows(t, a, tile, span, now, here, factor);
       if (now.is_whole) softening.key_scales = t.key_scales + now.at - now.begin, softening.query_scales = t.query_scales + now.row;
@@ -513,7 +516,7 @@ static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile
     if (has_next) multiply_logits<kIsBytes>(t, next, other, softening);
     softening.finish();
     settle();
-    if (has_now) add_rows<kIsBytes>(t, a, tile, span, now, softening.most, here, fades, factor);
+    if ((now.is_faded = softening.is_high())) raise_rows<kIsBytes>(t, a, tile, span, now, here, fades, factor);
     settle();
     before = now, has_before = has_now;
     now = next, has_now = has_next;
@@ -534,7 +537,7 @@ static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
   const Span span(a, tile);
   constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
   const float factor = a.softcap > 0.0f ? kLog2e : product_scale(a) * kLog2e;
-  memset(t.q, 0, t.rows * t.dim * sizeof(bf16));
+  if (t.rows > tile.num_rows || t.has_codes || t.dim > a.head_dim) memset(t.q, 0, t.rows * t.dim * sizeof(bf16));
   memset(t.sums, 0, t.rows * t.width * sizeof(float));
   memset(t.total, 0, t.rows * 16 * sizeof(float));
   for (int64_t r = 0; r < t.rows; ++r) t.top[r] = kMasked, t.shift[r] = kFixedTop;

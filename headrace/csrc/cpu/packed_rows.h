@@ -93,7 +93,17 @@ inline float quantise(const float* x, int64_t count, int8_t* codes, int32_t* sum
   return scale;
 }
 
-// Rows [first, last) into `rows.form`. Tiles beyond the last row are zeroed.
+// What tiles have beyond the last row, where `last` is all rows.
+inline void zero_beyond(const Rows& rows, int64_t padded, int64_t last) {
+  if (!is_tiled(rows.form) || last != rows.count) return;
+  const int64_t row_bytes = padded * (rows.form == RowForm::kBfloat16Tile ? 2 : 1);
+  for (int64_t m = last; m % 16; ++m) {
+    char* tile = static_cast<char*>(rows.values) + m / 16 * 16 * row_bytes + m % 16 * 64;
+    for (int64_t at = 0; at < row_bytes; at += 64) std::memset(tile + at * 16, 0, 64);
+  }
+}
+
+// Rows [first, last) into `rows.form`.
 inline void prepare_rows(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
   static thread_local std::vector<float> room;
   const int64_t inputs = weight.inputs, padded = weight.padded(), groups = weight.groups();
@@ -143,13 +153,7 @@ inline void prepare_rows(const Weight& weight, const Input& input, const Rows& r
         break;
     }
   }
-  const bool is_half_tile = rows.form == RowForm::kBfloat16Tile, is_tile = is_half_tile || rows.form == RowForm::kInt8Tile;
-  if (!is_tile || last != rows.count) return;
-  const int64_t wide = is_half_tile ? 32 : 64;  // inputs of a tile, 64 bytes either way
-  for (int64_t m = last; m % 16; ++m) {
-    char* tile = static_cast<char*>(rows.values) + (m / 16 * 16 * padded) * (64 / wide) + m % 16 * 64;
-    for (int64_t k = 0; k < padded; k += wide) std::memset(tile + k * 16 * (64 / wide), 0, 64);
-  }
+  zero_beyond(rows, padded, last);
 }
 
 // `count` sums of row m, the outputs of panel p, into the output with the bias added.
