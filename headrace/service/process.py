@@ -42,6 +42,7 @@ from headrace.service.bytecode import keep_bytecode
 from headrace.service.control import Control
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
+from headrace.service.gathering import Gathering
 from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.torch_import import import_torch
 from headrace.service.transport import EngineChannel, engine_line
@@ -53,8 +54,6 @@ IDLE_PAUSE_MS = 5
 """Between two pieces of work for idle moments: time for a request to arrive."""
 PAUSED_WAIT_MS = 20
 STATS_PERIOD_S = 0.25
-GATHER_MS = 2
-MAX_GATHER_S = 0.025
 PARENT_POLL_S = 1.0
 
 Builder = Callable[[EngineConfig, Progress], Engine]
@@ -70,8 +69,7 @@ class EngineLoop:
         self._is_stopping = False
         self._stats_sent_at = 0.0
         self._has_idle_work = True
-        self._num_ended = 0  # by the last step that ended any
-        self._step_s = 0.0
+        self._gathering = Gathering()
 
     def stop(self) -> None:
         """Leave `run` after the current step; safe to call from a signal handler."""
@@ -80,15 +78,13 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until stopped. An exception from here means that the engine cannot be trusted any more."""
         while not self._is_stopping and self._channel.is_open:
-            was_idle = not self._engine.has_work
-            messages = self._channel.receive(self._patience_ms())
-            for message in messages:
-                self._take(message)
-            if was_idle and self._num_ended > 1 and messages:
-                self._gather(len(messages))
+            is_first = not self._engine.has_work
+            has_news = self._take_messages(self._patience_ms())
+            if self._gathering.is_due and self._engine.has_work:
+                is_first = self._gather()
             if self._engine.has_work:
-                self._step()
-            elif not messages:
+                self._step(is_first=is_first)
+            elif not has_news:
                 self._has_idle_work = self._engine.executor.use_idle_moment()
 
     def _patience_ms(self) -> int:
@@ -96,30 +92,38 @@ class EngineLoop:
             return IDLE_PAUSE_MS if self._has_idle_work else IDLE_WAIT_MS
         return PAUSED_WAIT_MS if self._engine.is_held else 0
 
-    def _gather(self, num_taken: int) -> None:
-        """Requests that ended together are followed by others that come one by one. The first of them waits while more come, and
-        no longer than the step takes that would begin without them."""
-        until = time.monotonic() + min(self._step_s, MAX_GATHER_S)
-        while num_taken < self._num_ended and time.monotonic() < until:
-            messages = self._channel.receive(GATHER_MS)
-            if not messages:
-                break
-            num_taken += len(messages)
-            for message in messages:
-                self._take(message)
+    def _gather(self) -> bool:
+        """Take more messages before the step, if it is worth while; whether nothing runs."""
+        stats, gathering = self._engine.stats(), self._gathering
+        if not stats.num_running:
+            gathering.begin()
+            while (wait_ms := gathering.patience_ms(self._engine.stats().num_queued)) and self._take_messages(wait_ms):
+                pass
+        gathering.end()
+        return not stats.num_running
 
-    def _step(self) -> None:
+    def _step(self, *, is_first: bool) -> None:
         began = time.monotonic()
         outputs = self._engine.step()
         now = time.monotonic()
-        self._step_s = 0.8 * self._step_s + 0.2 * (now - began)
-        self._num_ended = sum(output.finish is not None for output in outputs) or self._num_ended
+        if is_first:
+            self._gathering.note_first_step(now - began)
+        if num_ended := sum(output.finish is not None for output in outputs):
+            self._take_messages(0)
+            self._gathering.note_end(num_ended, self._engine.stats().num_queued)
         is_idle = not self._engine.has_work
         stats = self._engine.stats() if is_idle or now - self._stats_sent_at >= STATS_PERIOD_S else None
         if stats is not None:
             self._stats_sent_at = now
         if outputs or stats is not None:
             self._channel.send(Outputs(outputs, stats))
+
+    def _take_messages(self, wait_ms: int) -> bool:
+        """Whether there were any."""
+        messages = self._channel.receive(wait_ms)
+        for message in messages:
+            self._take(message)
+        return bool(messages)
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, EngineRequest):

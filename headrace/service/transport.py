@@ -23,7 +23,6 @@ import msgspec
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.base.messages import FromEngine, ToEngine, decode_from_engine, decode_to_engine, encode
-from headrace.service.burst import BurstWriter
 from headrace.service.client.joining import join_messages
 
 LENGTH = struct.Struct("<I")
@@ -183,7 +182,7 @@ class ClientChannel(asyncio.Protocol):
         """What a message was that could not be read or taken."""
         self._take = take
         self._frames = Frames(decode_from_engine)
-        self._writer: BurstWriter | None = None
+        self._transport: asyncio.WriteTransport | None = None
 
     @classmethod
     async def open(cls, line: socket.socket, take: Callable[[FromEngine], None]) -> ClientChannel:
@@ -194,17 +193,17 @@ class ClientChannel(asyncio.Protocol):
 
     def send(self, message: ToEngine | EngineConfig) -> None:
         """Hand a message to the line without waiting; raises `EngineUnavailable` when no engine is at its end."""
-        if self._writer is None or self._writer.is_closing():
+        if self._transport is None or self._transport.is_closing():
             raise EngineUnavailable("the engine is not connected", retry_after=1.0)
-        self._writer.write(frame(message))
+        self._transport.write(frame(message))
 
     def close(self) -> None:
         """Drop the line and whatever is in it."""
-        if self._writer is not None:
-            self._writer.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_made(self, transport: Any) -> None:
-        self._writer = BurstWriter(transport)
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         for message in join_messages(self._frames.feed(data)):

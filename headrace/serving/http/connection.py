@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headrace.service.burst import BurstWriter
+from headrace.serving.http.burst import BurstWriter
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 60.0

@@ -1,0 +1,57 @@
+"""`Gathering`: how long an engine that could begin waits for more requests to begin with.
+
+Clients that are many at once often send their next request when one has ended. Requests that ended together are then followed
+by others that come one by one, and the first of them would be computed alone while the rest wait. Refuses: reading messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+FIRST_S = 0.025
+"""How long the first follower is waited for, while others wait that followed nobody."""
+
+BETWEEN_S = 0.003
+"""How long the next of several is waited for."""
+
+MAX_WAIT_S = 0.05
+
+
+class Gathering:
+    """Waits for as many as ended together, all in all no longer than steps take that begin with nothing running. A request that
+    ended alone is followed by nobody."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._num_expected = self._num_before = 0
+        self._began_at = self._first_step_s = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step should wait, if nothing runs."""
+        return self._num_expected > 1
+
+    def note_end(self, num_ended: int, num_waiting: int) -> None:
+        """A step ended so many requests, which nobody knows yet, and so many wait."""
+        self._num_expected, self._num_before = num_ended, num_waiting
+
+    def note_first_step(self, seconds: float) -> None:
+        """A step that began with nothing running took so long."""
+        self._first_step_s = seconds if not self._first_step_s else 0.5 * (self._first_step_s + seconds)
+
+    def begin(self) -> None:
+        """Nothing runs, and something waits."""
+        self._began_at = self._clock()
+
+    def patience_ms(self, num_waiting: int) -> int:
+        """For how long to look for a message, now that one has come or none has and so many requests wait; 0: begin."""
+        num_followers = num_waiting - self._num_before
+        if num_followers >= self._num_expected:
+            return 0
+        left_s = self._began_at + min(self._first_step_s, MAX_WAIT_S) - self._clock()
+        return max(0, round(min(left_s, BETWEEN_S if num_followers > 0 else FIRST_S) * 1e3))
+
+    def end(self) -> None:
+        """The step begins, or others run already."""
+        self._num_expected = 0
