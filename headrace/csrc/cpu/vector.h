@@ -271,27 +271,34 @@ HEADRACE_INLINE Vec exp(Vec x) {
   return scale_by_power(fma(p, r * r, r + Vec(1.0f)), n);
 }
 
-// e^x to about 4e-6, ends as above: a Chebyshev fit of 2^x of degree 4 on [-1/2, 1/2].
+// e^x to about 4e-6, 2^-126 below: a Chebyshev fit of 2^x of degree 4 on [-1/2, 1/2], or on [0, 1] where processors take the
+// whole part away themselves. Above 87 it ends at 2^126, or in infinity.
 HEADRACE_INLINE Vec exp_coarse(Vec x) {
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+  const Vec power = maximum(Vec(-126.0f), x * Vec(1.44269504088896341f)), r = _mm512_reduce_ps(power.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  Vec p = fma(r, Vec(0.013534151949f), Vec(0.05201149359f));
+  p = fma(p, r, Vec(0.2414427399f));
+  p = fma(p, r, Vec(0.6930038333f));
+  return _mm512_scalef_ps(fma(p, r, Vec(1.0000026226f)).v, power.v);
+#else
   x = maximum(Vec(-126.0f), minimum(Vec(126.0f), x * Vec(1.44269504088896341f)));
   const Vec n = round(x), r = x - n;
   Vec p = fma(r, Vec(0.009666368515f), Vec(0.05592197584f));
   p = fma(p, r, Vec(0.2402234904f));
   p = fma(p, r, Vec(0.6931210452f));
   return scale_by_power(fma(p, r, Vec(1.0f)), n);
-}
-
-// 1 / x for normal x whose inverse is normal.
-HEADRACE_INLINE Vec inverse(Vec x) {
-#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
-  const Vec guess = _mm512_rcp14_ps(x.v);
-  return guess * fma(Vec(0.0f) - x, guess, Vec(2.0f));
-#else
-  return Vec(1.0f) / x;
 #endif
 }
 
-HEADRACE_INLINE Vec sigmoid_coarse(Vec x) { return inverse(Vec(1.0f) + exp_coarse(Vec(0.0f) - x)); }
+// To about 6e-5.
+HEADRACE_INLINE Vec sigmoid_coarse(Vec x) {
+  const Vec over = Vec(1.0f) + exp_coarse(Vec(0.0f) - x);
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+  return _mm512_rcp14_ps(over.v);
+#else
+  return Vec(1.0f) / over;
+#endif
+}
 
 HEADRACE_INLINE Vec sigmoid(Vec x) { return Vec(1.0f) / (Vec(1.0f) + exp(Vec(0.0f) - x)); }
 
