@@ -31,6 +31,9 @@ class Words:
         ids = self.answers.get(text) or [ord(c) for c in text]
         return ids[:limit]
 
+    def is_longer(self, text: str, count: int) -> bool:
+        return len(text) > count
+
     def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> tuple[list[int], int]:
         return ([*map(ord, first), 0, *map(ord, second)])[:limit], len(first) + 1
 

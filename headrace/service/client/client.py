@@ -143,7 +143,7 @@ class EngineClient:
         request_id = request_id or draw_request_id()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be text, got {request_id!r}", param="request_id")
-        prompt_ids = encode_prompt(prompt, self.tokenizer, add_special_tokens=add_special_tokens)
+        prompt_ids = encode_prompt(prompt, self.tokenizer, add_special_tokens=add_special_tokens, most=self.facts.max_model_len)
         if isinstance(params, SamplingParams):
             params = with_seed(params, self._seeds)
         requests, assembler = open_request(

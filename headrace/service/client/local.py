@@ -153,7 +153,7 @@ class LocalClient:
         is_text = isinstance(prompt, str)
         is_read = isinstance(params, PoolingSpec)
         tokenizer = self.tokenizer if is_text or not (is_read or not params.detokenize) else None
-        ids = encode_prompt(prompt, tokenizer, add_special_tokens=add_special_tokens)
+        ids = encode_prompt(prompt, tokenizer, add_special_tokens=add_special_tokens, most=self.facts.max_model_len)
         if not is_read:
             params = with_seed(params, self._seeds)
         request_id = str(next(self._ids))

@@ -12,7 +12,7 @@ import uuid
 import msgspec
 
 from headrace.base.config import ModelConfig
-from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.errors import ContextLengthExceeded, HeadraceError, RequestError
 from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
@@ -44,11 +44,20 @@ def open_tokenizer(config: ModelConfig, *, chat_template: str | None = None, is_
         return None
 
 
-def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request)."""
+def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+    """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request). A text that has
+    certainly more than ``most`` is refused by its beginning: megabytes would take seconds."""
     if not isinstance(prompt, str):
         return list(prompt)
-    return require_tokenizer(tokenizer).encode(prompt, add_special_tokens=add_special_tokens)
+    tokenizer = require_tokenizer(tokenizer)
+    check_text_len(prompt, tokenizer, most, "prompt")
+    return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+
+def check_text_len(text: str, tokenizer: Tokenizer, most: int | None, param: str) -> None:
+    """Raise `ContextLengthExceeded` for a text of certainly more than ``most`` tokens."""
+    if most is not None and tokenizer.is_longer(text, most):
+        raise ContextLengthExceeded(f"the {param} has more tokens than max_model_len, which is {most}", param=param)
 
 
 def read_truncation(truncate: int, max_len: int, num_out: int = 0) -> int:

@@ -14,6 +14,11 @@ from headrace.service.tokenization.chat_template import ChatTemplates
 from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.token_bytes import TokenBytes
 
+LONG_TEXT = 20_000
+"""Letters from which on encoding takes longer than other threads should wait."""
+LETTERS_READ, CUT_TOKENS = 8, 64
+"""Letters of a text that are read for each id looked for, and ids that may be others where it is cut off."""
+
 
 @dataclass(frozen=True)
 class TokenizerFacts:
@@ -79,6 +84,16 @@ class Tokenizer:
             one, two = one[: kept[0]], two[: kept[1]]
         return [*before, *one, *between, *two, *after], len(before) + len(one) + len(between)
 
+    def is_longer(self, text: str, count: int) -> bool:
+        """Whether a text certainly has more ids than ``count``, told by as little of its beginning as shows it. False for one
+        that has hardly more, or that is not many letters long."""
+        length = LETTERS_READ * (count + CUT_TOKENS)
+        while length < len(text):
+            if len(self._encode_bare(text[:length])) > count + CUT_TOKENS:
+                return True
+            length *= LETTERS_READ
+        return False
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; wrong or incomplete characters become U+FFFD."""
         decoder = TextDecoder(self.bytes_table, skip_special_tokens=skip_special_tokens)
@@ -113,6 +128,8 @@ class Tokenizer:
 
     def _encode_bare(self, text: str) -> list[int]:
         try:
+            if len(text) > LONG_TEXT:  # a batch lets other threads run, which a single text does not
+                return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"the text is not valid Unicode: {error}", param="prompt") from error

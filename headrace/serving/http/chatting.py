@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 
 from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.prompts import encode_prompt
 from headrace.serving.http.answering import AnswerPlan, plan_answer
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.conversation import render_conversation
@@ -51,11 +53,8 @@ async def _fit(context: AppContext, prompt: str, params: SamplingParams, *, add_
     limit, asked = context.facts().max_model_len, params.max_tokens
     if asked is None or len(prompt.encode()) + SPECIALS + asked <= limit:
         return prompt, False
-    encode = context.tokenizer().encode
-    if len(prompt) > LONG_TEXT:
-        ids = await asyncio.to_thread(encode, prompt, add_special_tokens=add_special_tokens)
-    else:
-        ids = encode(prompt, add_special_tokens=add_special_tokens)
+    encode = partial(encode_prompt, prompt, context.client.tokenizer, add_special_tokens=add_special_tokens, most=limit)
+    ids = await asyncio.to_thread(encode) if len(prompt) > LONG_TEXT else encode()
     room = limit - len(ids)
     if 0 < room < asked:
         params.max_tokens = room

@@ -19,7 +19,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.collect import Collector, first_error
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
-from headrace.service.client.prompts import read_truncation
+from headrace.service.client.prompts import encode_prompt, read_truncation
 from headrace.serving.http.context import AppContext, context_of
 from headrace.serving.http.errors import conceal
 from headrace.serving.http.metrics import RequestTimer
@@ -237,9 +237,10 @@ async def _encode_prompts(context: AppContext, ask: Ask) -> list[Prompt]:
     is_long = sum(len(p) for p in ask.prompts if isinstance(p, str)) > LONG_TEXT
     if ask.truncate is None and not is_long:
         return ask.prompts
+    most = context.facts().max_model_len if ask.truncate is None else None
 
     def encode(prompt: Prompt) -> list[int]:
-        return context.tokenizer().encode(prompt, add_special_tokens=ask.add_special_tokens) if isinstance(prompt, str) else prompt
+        return encode_prompt(prompt, context.client.tokenizer, add_special_tokens=ask.add_special_tokens, most=most) if isinstance(prompt, str) else prompt
 
     def encode_all() -> list[Prompt]:
         return [_keep_end(context, encode(p), params, ask.truncate) for p, params in zip(ask.prompts, ask.params, strict=True)]

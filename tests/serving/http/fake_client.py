@@ -46,6 +46,9 @@ class ByteTokenizer:
     chat_templates: tuple[str, ...] = ()
     takes_tools = False
 
+    def is_longer(self, text: str, count: int) -> bool:
+        return False
+
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         return ([BOS] * add_special_tokens + list(text.encode()))[:limit]
 
