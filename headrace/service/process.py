@@ -43,7 +43,7 @@ from headrace.service.control import Control
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.gathering import Gathering
-from headrace.service.spawn import ENGINE_BUILDER
+from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER
 from headrace.service.torch_import import import_torch
 from headrace.service.transport import EngineChannel, engine_line
 
@@ -169,7 +169,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave_on_sigterm(_: int, __: FrameType | None) -> None:
+def _leave_before_serving(_: int, __: FrameType | None) -> None:
     leave(0)  # nothing has been served yet, and a half-done import or load cannot be waited for
 
 
@@ -190,7 +190,7 @@ def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChanne
     gc.freeze()  # a collection would take longer than what it frees is worth
     gc.enable()
     loop = EngineLoop(engine, channel)
-    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    signal.signal(END_SIGNAL, lambda *_: loop.stop())
     channel.send(Ready(engine.executor.facts, engine.executor.memory))
     return loop
 
@@ -217,8 +217,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--builder", default=ENGINE_BUILDER, help="module:function that builds the engine")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s engine: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
-    signal.signal(signal.SIGTERM, _leave_on_sigterm)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C and service managers reach the whole group; the parent decides when we end
+    signal.signal(END_SIGNAL, _leave_before_serving)
     parent = os.getppid()
     gc.disable()  # while starting, which makes many objects and hardly any garbage
     builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)  # takes seconds; the configuration comes meanwhile

@@ -6,6 +6,7 @@ Standard library alone: a command calls this first and imports the rest of its o
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from headrace.base import env
 
 ENGINE_MODULE = "headrace.service.process"
 ENGINE_BUILDER = "headrace.service.build:build_engine"
+END_SIGNAL = signal.SIGUSR1
+"""What tells an engine process to end. Not SIGTERM: service managers send that to all processes of a server at once, and
+how long running requests may take is the parent's to say."""
 BUFFER_BYTES = 4 << 20
 """Of messages on their way, each way, if the system lets us have so much."""
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
-from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine, spawn_engine
+from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER, SpawnedEngine, spawn_engine
 from headrace.service.transport import ClientChannel
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class EngineProcess:
         """Terminate, and kill after ``grace_s``; returns when the process is gone and the channel is closed."""
         with contextlib.suppress(EngineUnavailable):  # not connected yet, or gone; the signal reaches it too
             self.channel.send(Call(0, "shutdown"))
-        self._process.terminate()
+        self._process.send_signal(END_SIGNAL)
         try:
             await asyncio.wait_for(asyncio.shield(self.exit_code), grace_s)
         except TimeoutError:
