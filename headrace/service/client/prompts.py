@@ -57,7 +57,7 @@ def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer | None, *, add_s
 def check_text_len(text: str, tokenizer: Tokenizer, most: int | None, param: str) -> None:
     """Raise `ContextLengthExceeded` for a text of certainly more than ``most`` tokens."""
     if most is not None and tokenizer.is_longer(text, most):
-        raise ContextLengthExceeded(f"the {param} has more tokens than max_model_len, which is {most}", param=param)
+        raise ContextLengthExceeded(f"the {param} has more tokens than max_model_len, which is {most}; shorten it, or have it cut off by truncate_prompt_tokens", param=param)
 
 
 def read_truncation(truncate: int, max_len: int, num_out: int = 0) -> int:
