@@ -532,6 +532,7 @@ static void pass_block(const AmxBuffers& t, const Attention& a, const Tile& tile
   pass_units<kIsBytes, 4>(t, a, tile, span, units, factor);
 }
 
+template <bool kIsBytes>
 static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
   const AmxBuffers t(a, tile.num_rows, scratch);
   const Span span(a, tile);
@@ -553,7 +554,7 @@ static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
     t.has_codes ? pack_codes(t, a, tile, span.low, at, n, room) : pack_block(t, a, tile, at, n);
     settle();
     const Units units(a, tile, span, at, at + n);
-    t.has_codes ? pass_block<true>(t, a, tile, span, units, factor) : pass_block<false>(t, a, tile, span, units, factor);
+    pass_block<kIsBytes>(t, a, tile, span, units, factor);
   }
   _tile_release();
   for (int64_t r = 0; r < tile.num_rows; ++r)
