@@ -29,6 +29,7 @@ TABLE = "headrace_kernels"
 OFF = "off"
 SWITCHED_OFF = "HEADRACE_CPU_ISA=off: plain torch alone"
 
+
 def check_isa(name: str | None) -> str | None:
     """The name as it is; raises `ConfigError` when it is none of an instruction set."""
     if name is not None and name != OFF and name not in LEVELS:

@@ -2,6 +2,6 @@
 
 from headrace.service.tokenization.detokenizer import Detokenizer
 from headrace.service.tokenization.loading import load_tokenizer
-from headrace.service.tokenization.tokenizer import Tokenizer
+from headrace.service.tokenization.tokenizer import LONG_TEXT, Tokenizer
 
-__all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["LONG_TEXT", "Detokenizer", "Tokenizer", "load_tokenizer"]

@@ -15,7 +15,8 @@ from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.token_bytes import TokenBytes
 
 LONG_TEXT = 20_000
-"""Letters from which on encoding takes longer than other threads should wait."""
+"""Letters from which on encoding takes longer than others should wait: callers with an event loop encode on a thread, beside which
+others run."""
 LETTERS_READ, CUT_TOKENS = 8, 64
 """Letters of a text that are read for each id looked for, and ids that may be others where it is cut off."""
 

@@ -74,7 +74,7 @@ class ServerConnection:
         try:
             answer = await self._http.send("GET", "/v1/models")
         except OSError as error:
-            raise ConfigError(f"no server answers at {url}: {error or type(error).__name__}", param="base_url") from error
+            raise ConfigError(f"no server answers at {url}: {str(error) or type(error).__name__}", param="base_url") from error
         if answer.status != 200:
             raise ConfigError(f"{url} answers {answer.status}: {_shorten(answer.body)}; give --model or --api-key", param="base_url")
         try:

@@ -12,10 +12,11 @@ from starlette.requests import Request
 from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.prompts import encode_prompt
+from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.answering import AnswerPlan, plan_answer
 from headrace.serving.http.context import AppContext
 from headrace.serving.http.conversation import render_conversation
-from headrace.serving.http.generation import LONG_TEXT, Ask, Prompt
+from headrace.serving.http.generation import Ask, Prompt
 from headrace.serving.http.protocol.chat import ChatRequest
 from headrace.serving.http.sampling import given_request_id, pick_request_id, sampling_params
 from headrace.serving.http.structure import grammar_field

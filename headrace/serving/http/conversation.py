@@ -7,10 +7,10 @@ from typing import Any
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.service.parsing.rendering import render_with_tools
+from headrace.service.tokenization import LONG_TEXT
 from headrace.service.tokenization.call_arguments import read_arguments
 from headrace.service.tokenization.requests import refuse_generation
 from headrace.serving.http.context import AppContext
-from headrace.serving.http.generation import LONG_TEXT
 from headrace.serving.http.protocol.chat import ChatMessage, ChatRequest
 from headrace.serving.http.protocol.deferred import INTERNALS, MEDIA, TOOLS
 from headrace.serving.http.protocol.tokens import TokenizeRequest

@@ -20,6 +20,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.collect import Collector, first_error
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.service.client.prompts import encode_prompt, read_truncation
+from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.context import AppContext, context_of
 from headrace.serving.http.errors import conceal
 from headrace.serving.http.metrics import RequestTimer
@@ -28,9 +29,6 @@ from headrace.serving.http.structure import name_field
 
 if TYPE_CHECKING:
     from headrace.service.client.stream import RequestStream
-
-LONG_TEXT = 20_000
-"""Characters above which text is tokenized on a thread, so that other streams go on meanwhile."""
 
 Prompt = str | list[int]
 

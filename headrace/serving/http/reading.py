@@ -16,8 +16,9 @@ from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingKind
 from headrace.service.client.texts import Reader, Reading
+from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.context import context_of
-from headrace.serving.http.generation import LONG_TEXT, Ask, Generation, Prompt, collect_generation
+from headrace.serving.http.generation import Ask, Generation, Prompt, collect_generation
 from headrace.serving.http.protocol.readings import ReadFields, ReadUsage
 from headrace.serving.http.sampling import draw_request_id
 
