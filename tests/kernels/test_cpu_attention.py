@@ -61,7 +61,7 @@ def test_work_is_shared_among_threads(window, has_sinks, shared, threads):
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("steepness", [6.0, 60.0])
+@pytest.mark.parametrize("steepness", [6.0, 60.0, 400.0])
 def test_later_keys_may_outweigh_all_before(steepness):
     case = Case(((1, 700), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2, steepness=steepness)
     problem = make_problem(case, "cpu", torch.bfloat16)

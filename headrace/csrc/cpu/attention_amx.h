@@ -22,10 +22,9 @@ constexpr int64_t kSkew = 144;     // floats between buffers, so that equal plac
 // with lies beside. Values become bfloat16.
 struct AmxBuffers {
   int64_t rows, dim, width, keys_of_block;  // M, E and V, padded to 32; N
-  bool has_codes;
   bf16 *q, *keys, *values;                  // [M, E]; [N / 16, E / 32] and [N / 32, V / 16] tiles of 512
-  float *logits[2], *again;                 // [32, step], or in the first half of each row the weights; of rows that are done again
-  float *sums, *total, *top, *shift, *fades[2];  // [M, V], [M, 16]: sums of each lane, [M], [M], [32]
+  float* logits[2];                         // [32, step], or in the first half of each row the weights
+  float *sums, *total, *top, *shift;        // [M, V], [M, 16]: sums of each lane, [M], [M]
   float *query_scales, *key_scales;                      // [M], [N]; of codes
 
   // The rows of a tile that are worth packing keys for, and the keys of a block: both stay in the second-level cache.
@@ -34,17 +33,15 @@ struct AmxBuffers {
   static int64_t dim_of(const Attention& a) { return a.kv_type == kCodes ? padded(a.head_dim, 64) / 2 : padded(a.head_dim, 32); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kAmxRows), e = dim_of(a), v = padded(a.value_dim, 32), n = block_keys(e, v);
-    return m * e / 2 + n * (e + v) / 2 + 3 * (kAmxRows * kAmxStep + kSkew) + m * v + m * 19 + kAmxRows * 2 + n;
+    return m * e / 2 + n * (e + v) / 2 + 2 * (kAmxRows * kAmxStep + kSkew) + m * v + m * 19 + n;
   }
-  AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(dim_of(a)), width(padded(a.value_dim, 32)), keys_of_block(block_keys(dim, width)), has_codes(a.kv_type == kCodes) {
+  AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(dim_of(a)), width(padded(a.value_dim, 32)), keys_of_block(block_keys(dim, width)) {
     float* at = scratch;
     const auto take = [&](int64_t size) { return (at += size) - size; };
     q = reinterpret_cast<bf16*>(take(rows * dim / 2));
     keys = reinterpret_cast<bf16*>(take(keys_of_block * dim / 2)), values = reinterpret_cast<bf16*>(take(keys_of_block * width / 2));
     for (int i = 0; i < 2; ++i) logits[i] = take(kAmxRows * kAmxStep + kSkew);
-    again = take(kAmxRows * kAmxStep + kSkew);
     sums = take(rows * width), total = take(rows * 16), top = take(rows), shift = take(rows);
-    for (int i = 0; i < 2; ++i) fades[i] = take(kAmxRows);
     query_scales = take(rows), key_scales = take(keys_of_block);
   }
 };
@@ -85,7 +82,7 @@ HEADRACE_INLINE const bf16* value_at(const Attention& a, const int32_t* table, i
   return static_cast<const bf16*>(row_at(a.v, a.v_strides, a, table, position, kv_head));
 }
 
-// Weights leave the vectors as VPACKSSDW leaves them: of 32 keys, 0 to 3, 16 to 19, 4 to 7, 20 to 23, ... So do values: keys
+// Weights leave the vectors as VPACKUSDW leaves them: of 32 keys, 0 to 3, 16 to 19, 4 to 7, 20 to 23, ... So do values: keys
 // 2 pair and 2 pair + 1 are in row
 HEADRACE_INLINE int64_t row_of_pair(int64_t pair) { return pair % 8 / 2 * 4 + pair % 2 + pair / 8 * 2; }
 
@@ -163,28 +160,32 @@ static void pack_codes(const AmxBuffers& t, const Attention& a, const Tile& tile
 struct Unit {
   int64_t row, rows, begin, at, n;
   bool is_plain;          // all rows see all n keys, n is a whole step, and there is no soft-cap
-  bool is_faded = false;  // fades are not all 1
   bool is_whole = false;  // its logits are products of codes still
 };
 
-// Weights are found in 16 bits: of a logit in units of log2 the row's top is taken away, and 11 bits are kept below the point.
-// `kFixedTop` stands for the top itself, half a unit added. That reaches from 2^-27, below which all is 0, to 2^4.5. The top is
-// that of the first keys: where later ones near the end (`kHighest`, 2^4 as bfloat16), the row is done again.
-constexpr float kFixedOne = 2048.0f, kFixedTop = 11 * 2048.0f + 1024.0f;
-constexpr int16_t kHighest = 0x4180;
+// Weights are found in 16 bits: of a logit in units of log2 the row's top is taken away, 8 bits are kept below the point, and the
+// exponent is that of bfloat16 with a bit more below. So the top is any number that is not 2^64 times too small or too large: that
+// of the first keys. Where the sum of weights says that it was not (`kMostTotal`), the tile is done again from the true tops.
+constexpr float kFixedOne = 256.0f, kFixedTop = 127 * 256.0f + 0.5f;
+constexpr float kMostTotal = 0x1p64f;
 
-// Weights 2^x of two vectors as bfloat16. Of x = i + f, i becomes the exponent and f the mantissa, less its distance from
-// 2^f - 1, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004.
-template <bool kHides>
-HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shift) {
+// 1 + f - 2^f, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004, in units of 1 / 256: one number for four of 8 bits.
+struct alignas(64) Arc {
+  uint8_t heights[64] = {};
+  constexpr Arc() {
+    for (int i = 0; i < 64; ++i) {
+      const double f = (4 * i + 1) / 256.0;
+      heights[i] = static_cast<uint8_t>(256.0 * f * (1.0 - f) * (0.344 + 0.073 * (f - 0.5)) + 0.5);
+    }
+  }
+};
+static constexpr Arc kArc;
+
+// Weights 2^x of two vectors as bfloat16. Of x = i + f, i becomes the exponent and f, less its distance from 2^f - 1, the mantissa.
+HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shift, __m512i arc) {
   const __m512i a = _mm512_cvtps_epi32(_mm512_fmadd_ps(low, scale, shift)), b = _mm512_cvtps_epi32(_mm512_fmadd_ps(high, scale, shift));
-  const __m512i x = _mm512_packs_epi32(a, b), f = _mm512_slli_epi16(x, 5);  // f - 1/2, a signed fraction of 16 bits
-  const __mmask32 is_seen = kHides ? _mm512_cmpgt_epi16_mask(x, _mm512_set1_epi16(-30720)) : 0;
-  const __m512i arc = _mm512_sub_epi16(_mm512_set1_epi16(16384), _mm512_mulhi_epi16(f, f));
-  const __m512i part = _mm512_add_epi16(_mm512_mulhi_epi16(f, _mm512_set1_epi16(150)), _mm512_set1_epi16(704));
-  const __m512i mantissa = _mm512_subs_epi16(x, _mm512_mulhi_epi16(arc, part));
-  const __m512i bits = _mm512_mulhrs_epi16(mantissa, _mm512_set1_epi16(2048)), least = _mm512_set1_epi16(14784);
-  return kHides ? _mm512_maskz_add_epi16(is_seen, bits, least) : _mm512_add_epi16(bits, least);
+  const __m512i x = _mm512_packus_epi32(a, b);
+  return _mm512_srli_epi16(_mm512_subs_epu16(x, _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(x, 2), arc)), 1);
 }
 
 constexpr int64_t kPiece = 32, kPieces = kAmxStep / kPiece;  // logits whose weights are found at a time
@@ -198,10 +199,8 @@ struct Softening {
   float* total;  // sums of each lane
   __m512 scale;
   int64_t row = 0, rows = 0;
-  __m512i highest = _mm512_setzero_si512();  // weights
-  __m512 sum = _mm512_setzero_ps();          // of the row that is on
-
-  bool is_high() const { return _mm512_cmpge_epi16_mask(highest, _mm512_set1_epi16(kHighest)) != 0; }
+  __m512i arc = _mm512_load_si512(&kArc);
+  __m512 sum = _mm512_setzero_ps();  // of the row that is on
 
   // After the i-th product of four.
   template <int i>
@@ -231,14 +230,13 @@ struct Softening {
     float* const at = logits + row * kAmxStep;
     const __m512 shifted = _mm512_set1_ps(shift[row]);
     __m512i weight;
-    if (kIsBytes && key_scales) {  // what is nothing beside the top may stay at 2^-27 of it: no key is hidden here
+    if (kIsBytes && key_scales) {
       const auto load = [&](int64_t j) { return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(at + j)), _mm512_load_ps(key_scales + j)); };
-      weight = weigh<false>(load(n * kPiece), load(n * kPiece + 16), _mm512_mul_ps(scale, _mm512_set1_ps(query_scales[row])), shifted);
+      weight = weigh(load(n * kPiece), load(n * kPiece + 16), _mm512_mul_ps(scale, _mm512_set1_ps(query_scales[row])), shifted, arc);
     } else {
-      weight = weigh<true>(_mm512_load_ps(at + n * kPiece), _mm512_load_ps(at + n * kPiece + 16), scale, shifted);
+      weight = weigh(_mm512_load_ps(at + n * kPiece), _mm512_load_ps(at + n * kPiece + 16), scale, shifted, arc);
     }
     _mm512_store_si512(reinterpret_cast<bf16*>(at) + n * kPiece, weight);
-    highest = _mm512_max_epi16(highest, weight);  // as whole numbers they are in the same order
     sum = _mm512_dpbf16_ps(n == 0 ? _mm512_load_ps(total + row * 16) : sum, (__m512bh)weight, one);  // as rounded: they must add up to 1
     if (n == kPieces - 1) _mm512_store_ps(total + row++ * 16, sum);
   }
@@ -369,14 +367,9 @@ HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* 
 }
 
 template <class Beside>
-HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const float* logits, const float* fades, Beside& beside) {
+HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const float* logits, Beside& beside) {
   const bf16* weights = reinterpret_cast<const bf16*>(logits);
   float* sums = t.sums + u.row * t.width;
-  if (u.is_faded) {
-    for (int64_t r = 0; r < u.rows; ++r)
-      for (int64_t e = 0; e < t.width; e += 16) _mm512_store_ps(sums + r * t.width + e, _mm512_mul_ps(_mm512_load_ps(sums + r * t.width + e), _mm512_set1_ps(fades[r])));
-    settle();
-  }
   for (int64_t e = 0; e < t.width; e += 32) {
     const bf16* values = t.values + (u.at - u.begin) * t.width + e * 32;
     multiply_tiles<true, false>(u.rows > 16, weights, 2 * kAmxStep, 32 * kAmxStep, 32, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, beside);
@@ -407,12 +400,13 @@ HEADRACE_INLINE bool has_tops(const AmxBuffers& t, const Unit& u) {
 
 // Products of a unit that are not done yet become logits; those of keys that a row does not see, and what lies beyond the unit's
 // keys, are hidden.
+template <bool kIsBytes>
 static void settle_logits(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits) {
   const int64_t padded_n = padded(u.n, 32);
   for (int64_t r = 0; r < u.rows; ++r) {
     float* row = logits + r * kAmxStep;
-    const __m512 scale = t.has_codes ? _mm512_set1_ps(t.query_scales[u.row + r]) : _mm512_setzero_ps();
-    for (int64_t j = 0; j < padded_n && t.has_codes; j += 16)
+    const __m512 scale = kIsBytes ? _mm512_set1_ps(t.query_scales[u.row + r]) : _mm512_setzero_ps();
+    for (int64_t j = 0; j < padded_n && kIsBytes; j += 16)
       _mm512_store_ps(row + j, _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(row + j)), _mm512_load_ps(t.key_scales + u.at - u.begin + j)), scale));
     if (u.is_plain) continue;
     for (int64_t j = 0; j < padded_n && a.softcap > 0.0f; j += kLanes) store(row + j, Vec(a.softcap) * tanh(load(row + j) * Vec(product_scale(a))));
@@ -423,42 +417,13 @@ static void settle_logits(const AmxBuffers& t, const Attention& a, const Tile& t
 }
 
 // What is done to the products of a unit before their softmax.
+template <bool kIsBytes>
 static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u, float* logits, float factor) {
   const bool is_known = has_tops(t, u);
-  u.is_whole = t.has_codes && u.is_plain && is_known;
-  if (!u.is_whole && (t.has_codes || !u.is_plain)) settle_logits(t, a, tile, span, u, logits);
+  u.is_whole = kIsBytes && u.is_plain && is_known;
+  if (!u.is_whole && (kIsBytes || !u.is_plain)) settle_logits<kIsBytes>(t, a, tile, span, u, logits);
   for (int64_t r = 0; r < u.rows && !is_known; ++r)
     if (t.top[u.row + r] == kMasked) raise_top(t, u.row + r, logits + r * kAmxStep, factor);
-}
-
-// Rows of a unit whose weights, which have taken the place of their logits, are too far above the top they are based on: these are
-// done again, and what was summed before fades.
-template <bool kIsBytes>
-static void raise_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits, float* fades, float factor) {
-  const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
-  Nothing nothing;
-  multiply_logits<kIsBytes>(t, u, t.again, nothing);
-  settle();
-  settle_logits(t, a, tile, span, u, t.again);
-  for (int64_t r = 0; r < u.rows; ++r) {
-    float *total = t.total + (u.row + r) * 16, *again = t.again + r * kAmxStep;
-    bf16* weights = reinterpret_cast<bf16*>(logits + r * kAmxStep);
-    __m512 added = _mm512_setzero_ps();
-    __mmask32 high = 0;
-    for (int64_t j = 0; j < kAmxStep; j += kPiece) {
-      const __m512i piece = _mm512_load_si512(weights + j);
-      added = _mm512_dpbf16_ps(added, (__m512bh)piece, one);
-      high |= _mm512_cmpge_epi16_mask(piece, _mm512_set1_epi16(kHighest));
-    }
-    fades[r] = 1.0f;
-    if (high == 0) continue;
-    const float old = t.top[u.row + r];
-    raise_top(t, u.row + r, again, factor);
-    fades[r] = exp2f(old - t.top[u.row + r]);
-    _mm512_store_ps(total, _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(total), added), _mm512_set1_ps(fades[r])));
-    Softening<false, 1>{again, t.shift + u.row + r, nullptr, nullptr, total, _mm512_set1_ps(factor * kFixedOne), 0, 1}.finish();
-    memcpy(weights, again, kAmxStep * sizeof(bf16));
-  }
 }
 
 // The units of a packed block of keys, one after the other.
@@ -504,19 +469,16 @@ static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile
   settle();
   for (int64_t turn = 0; has_now || has_before; ++turn) {
     float *const here = t.logits[turn % 2], *const other = t.logits[1 - turn % 2];
-    float *const fades = t.fades[turn % 2], *const fades_before = t.fades[1 - turn % 2];
     const bool has_next = has_now && units.take(next);
     Softening<kIsBytes, kPace> softening{here, t.shift + now.row, nullptr, nullptr, t.total + now.row * 16, _mm512_set1_ps(factor * kFixedOne)};
     if (has_now) {
-      prepare_rows(t, a, tile, span, now, here, factor);
+      prepare_rows<kIsBytes>(t, a, tile, span, now, here, factor);
       if (now.is_whole) softening.key_scales = t.key_scales + now.at - now.begin, softening.query_scales = t.query_scales + now.row;
       softening.rows = now.rows;
     }
-    if (has_before) multiply_values(t, before, other, fades_before, softening);
+    if (has_before) multiply_values(t, before, other, softening);
     if (has_next) multiply_logits<kIsBytes>(t, next, other, softening);
     softening.finish();
-    settle();
-    if ((now.is_faded = softening.is_high())) raise_rows<kIsBytes>(t, a, tile, span, now, here, fades, factor);
     settle();
     before = now, has_before = has_now;
     now = next, has_now = has_next;
@@ -532,29 +494,68 @@ static void pass_block(const AmxBuffers& t, const Attention& a, const Tile& tile
   pass_units<kIsBytes, 4>(t, a, tile, span, units, factor);
 }
 
+// The tops of all rows, by all logits of a packed block.
+template <bool kIsBytes>
+static void raise_tops(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
+  Nothing nothing;
+  for (Unit u; units.take(u);) {
+    multiply_logits<kIsBytes>(t, u, t.logits[0], nothing);
+    settle();
+    settle_logits<kIsBytes>(t, a, tile, span, u, t.logits[0]);
+    for (int64_t r = 0; r < u.rows; ++r) raise_top(t, u.row + r, t.logits[0] + r * kAmxStep, factor);
+  }
+}
+
+template <bool kIsBytes>
+static void pack_queries(const AmxBuffers& t, const Attention& a, const Tile& tile) {
+  if (kIsBytes || t.rows > tile.num_rows || t.dim > a.head_dim) memset(t.q, 0, t.rows * t.dim * sizeof(bf16));
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    if (!kIsBytes) memcpy(t.q + r * t.dim, query_row(a, tile, r), a.head_dim * sizeof(bf16));
+    else widen_values(a.q_type, query_row(a, tile, r), t.logits[0], a.head_dim), t.query_scales[r] = encode(t.logits[0], a.head_dim, reinterpret_cast<int8_t*>(t.q + r * t.dim));
+  }
+  for (int64_t r = tile.num_rows; r < t.rows && kIsBytes; ++r) t.query_scales[r] = 0.0f;
+}
+
+// f(units) for the keys of a tile, packed block by block.
+template <bool kIsBytes, class F>
+static void over_blocks(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const LotRoom& room, const F& f) {
+  for (int64_t at = kIsBytes ? span.low / kMostLot * kMostLot : span.low; at < span.end; at += t.keys_of_block) {
+    const int64_t n = span.end - at < t.keys_of_block ? span.end - at : t.keys_of_block;
+    if constexpr (kIsBytes) pack_codes(t, a, tile, span.low, at, n, room);
+    else pack_block(t, a, tile, at, n);
+    settle();
+    f(Units(a, tile, span, at, at + n));
+  }
+}
+
+template <bool kIsBytes>
+static void add_up(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const LotRoom& room, float factor) {
+  memset(t.sums, 0, t.rows * t.width * sizeof(float));
+  memset(t.total, 0, t.rows * 16 * sizeof(float));
+  over_blocks<kIsBytes>(t, a, tile, span, room, [&](const Units& units) { pass_block<kIsBytes>(t, a, tile, span, units, factor); });
+}
+
+// Whether some weights came near the end of their range, or are beyond it and no numbers.
+static bool is_over(const AmxBuffers& t) {
+  __mmask16 over = 0;
+  for (int64_t i = 0; i < t.rows * 16; i += 16) over |= _mm512_cmp_ps_mask(_mm512_load_ps(t.total + i), _mm512_set1_ps(kMostTotal), _CMP_NLT_UQ);
+  return over != 0;
+}
+
 template <bool kIsBytes>
 static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
   const AmxBuffers t(a, tile.num_rows, scratch);
   const Span span(a, tile);
+  const LotRoom room(a, scratch + AmxBuffers::floats(a, tile.num_rows));
   constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
   const float factor = a.softcap > 0.0f ? kLog2e : product_scale(a) * kLog2e;
-  if (t.rows > tile.num_rows || t.has_codes || t.dim > a.head_dim) memset(t.q, 0, t.rows * t.dim * sizeof(bf16));
-  memset(t.sums, 0, t.rows * t.width * sizeof(float));
-  memset(t.total, 0, t.rows * 16 * sizeof(float));
   for (int64_t r = 0; r < t.rows; ++r) t.top[r] = kMasked, t.shift[r] = kFixedTop;
-  for (int64_t r = 0; r < tile.num_rows; ++r) {
-    if (!t.has_codes) memcpy(t.q + r * t.dim, query_row(a, tile, r), a.head_dim * sizeof(bf16));
-    else widen_values(a.q_type, query_row(a, tile, r), t.logits[0], a.head_dim), t.query_scales[r] = encode(t.logits[0], a.head_dim, reinterpret_cast<int8_t*>(t.q + r * t.dim));
-  }
-  for (int64_t r = tile.num_rows; r < t.rows && t.has_codes; ++r) t.query_scales[r] = 0.0f;
+  pack_queries<kIsBytes>(t, a, tile);
   _tile_loadconfig(&kTileConfig);
-  const LotRoom room(a, scratch + AmxBuffers::floats(a, tile.num_rows));
-  for (int64_t at = t.has_codes ? span.low / kMostLot * kMostLot : span.low; at < span.end; at += t.keys_of_block) {
-    const int64_t n = span.end - at < t.keys_of_block ? span.end - at : t.keys_of_block;
-    t.has_codes ? pack_codes(t, a, tile, span.low, at, n, room) : pack_block(t, a, tile, at, n);
-    settle();
-    const Units units(a, tile, span, at, at + n);
-    pass_block<kIsBytes>(t, a, tile, span, units, factor);
+  add_up<kIsBytes>(t, a, tile, span, room, factor);
+  if (is_over(t)) {
+    over_blocks<kIsBytes>(t, a, tile, span, room, [&](const Units& units) { raise_tops<kIsBytes>(t, a, tile, span, units, factor); });
+    add_up<kIsBytes>(t, a, tile, span, room, factor);
   }
   _tile_release();
   for (int64_t r = 0; r < tile.num_rows; ++r)

@@ -14,7 +14,7 @@ static bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   const unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
-  if ((d & wanted) != wanted) return false;
+  if ((d & wanted) != wanted || !(c & 1u << 1)) return false;  // AVX512-VBMI
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(2)
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }

@@ -33,7 +33,7 @@ ISAS = (
     Isa("avx2", _AVX2, _HAS_AVX2),
     Isa("avxvnni", (*_AVX2, "-mavxvnni"), (*_HAS_AVX2, "avx_vnni"), base="avx2"),
     Isa("avx512", _AVX512, _HAS_AVX512),
-    Isa("amx", (*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (*_HAS_AVX512, "amx_tile", "amx_bf16", "amx_int8"), base="avx512"),
+    Isa("amx", (*_AVX512, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (*_HAS_AVX512, "avx512_vbmi", "amx_tile", "amx_bf16", "amx_int8"), base="avx512"),
 )
 """From the plainest to the fastest; each has what those before it have, AVX-VNNI aside. The order is that of ``Isa`` in isa.h."""
 
