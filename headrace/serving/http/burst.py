@@ -41,6 +41,6 @@ class BurstWriter:
         return getattr(self._transport, name)
 
     def _flush(self) -> None:
-        if self._held and not self._transport.is_closing():
+        if self._held and not self.is_closing():
             self._transport.write(b"".join(self._held))
         self._held.clear()

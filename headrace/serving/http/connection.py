@@ -1,20 +1,25 @@
-"""What uvicorn's fast HTTP parser lacks: bounds on the size of a request's head and on the time it may take, and bodies
-of requests that offer an upgrade. Refuses: upgrades; this server speaks HTTP/1.1 alone.
+"""What uvicorn's fast HTTP parser lacks: bounds on the size of a request's head and on the time it may take, bodies of
+requests that offer an upgrade, answers that reach clients who are still sending, and streams to clients who know no chunks.
+Refuses: upgrades; this server speaks HTTP/1.0 and 1.1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any
 
-from starlette.types import Scope
+from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headrace.serving.http.burst import BurstWriter
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 60.0
+REST_TIMEOUT_S, MAX_REST_BYTES = 60.0, 1 << 30
+"""How long, and how much, is read and dropped of what a client goes on sending after its answer. Most look at the answer only when
+all is sent; the bounds are far above what somebody sends by mistake, and dropping costs a gigabyte about a second."""
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 END_OF_HEAD = b"\r\n\r\n"
 EXTENSION = "headrace.body"
@@ -55,20 +60,70 @@ def forgo_writer(scope: Scope) -> None:
     scope.get("extensions", {}).pop(EXTENSION, None)
 
 
+class LingeringWriter(BurstWriter):
+    """The first `close` ends only what is written, when ``lingers`` says that the client may still be sending; the second closes. A
+    connection that is closed with bytes unread is reset, which takes along the answer before the client has read it (RFC 9112,
+    section 9.6)."""
+
+    __slots__ = ("_is_ended", "_lingers")
+
+    def __init__(self, transport: asyncio.Transport, lingers: Callable[[], bool]):
+        super().__init__(transport)
+        self._is_ended = False
+        self._lingers = lingers
+
+    def is_closing(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._is_ended or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Send what is held, then close, or wait for the client to do so."""
+        if self.is_closing() or not self._lingers():
+            super().close()
+            return
+        self._flush()
+        self._is_ended = True
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client is gone
+            self._transport.abort()
+
+
+class UnframedAnswer:
+    """The ``send`` of a request of HTTP/1.0, which knows no chunks: a body whose length nobody states ends with the connection."""
+
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
+        self._send: Callable[..., Any] = cycle.send
+        self._is_unframed = False
+
+    async def send(self, message: Message) -> None:
+        """As `RequestResponseCycle.send`."""
+        if message["type"] == "http.response.start":
+            self._is_unframed = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._is_unframed:
+                self._cycle.chunked_encoding = False
+        elif self._is_unframed:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # of this piece: it may be any
+        await self._send(message)
+
+
 class BoundedHttp(HttpToolsProtocol):
     """Ends a connection whose request line and headers pass `MAX_HEAD_BYTES`, before they pile up, or do not come within
-    `HEAD_TIMEOUT_S`.
+    `HEAD_TIMEOUT_S`. What a client sends beyond an answer, because it was answered before its body was read, is dropped.
 
     Takes offers of an upgrade out of a head that comes in one piece: the parser drops the body of such a request, and
     Java's HTTP client offers HTTP/2 with every one.
     """
 
     _is_in_head = True
+    _is_dropping = False
     _num_head_bytes = 0
+    _num_dropped = 0
     _patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(BurstWriter(transport))
+        super().connection_made(LingeringWriter(transport, self._drop_rest))
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -76,7 +131,13 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_in_head:
+        if self._is_dropping:
+            self._num_dropped += len(data)
+            if self._num_dropped > MAX_REST_BYTES:
+                self.transport.abort()
+            if self.transport.is_closing():
+                return
+        elif self._is_in_head:
             end = data.find(END_OF_HEAD)
             if self._num_head_bytes + end > MAX_HEAD_BYTES:
                 self._refuse()
@@ -96,10 +157,20 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
             self.scope["extensions"] = {EXTENSION: BodyWriter(self.cycle)}
+            if self.parser.get_http_version() < "1.1":
+                self.cycle.send = UnframedAnswer(self.cycle).send  # its task begins in the loop's next turn
 
     def on_message_complete(self) -> None:
         self._is_in_head, self._num_head_bytes = True, 0
+        if self._is_dropping:
+            self._is_dropping = False
+            self._forget_patience()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # and no other, whose body is read
+            self._drop_rest()
 
     def _await_head(self) -> None:
         self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
@@ -109,7 +180,18 @@ class BoundedHttp(HttpToolsProtocol):
             self._patience.cancel()
             self._patience = None
 
+    def _drop_rest(self) -> bool:
+        """Begin to drop what still comes of a request, if anything may."""
+        if self._is_in_head:
+            return False
+        if not self._is_dropping:
+            self._is_dropping, self._num_dropped = True, 0
+            self._patience = self.loop.call_later(REST_TIMEOUT_S, self.transport.abort)
+            self.flow.resume_reading()
+        return True
+
     def _refuse(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(TOO_LARGE)
-            self.transport.close()
+        self._is_in_head = False  # whatever still comes is of no head
+        self._forget_patience()
+        self.transport.write(TOO_LARGE)
+        self.transport.close()

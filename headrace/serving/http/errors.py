@@ -87,7 +87,7 @@ def respond_error(error: HeadraceError, scope: Scope) -> Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (408, 413):
-        headers["Connection"] = "close"  # the rest of the body is not read
+        headers["Connection"] = "close"  # nobody wants the rest of the body
     return JsonResponse(form_of(path_of(scope)).describe(conceal(error)), error.status, headers)
 
 

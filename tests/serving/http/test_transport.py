@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import shutil
 import socket
-from collections.abc import AsyncIterator
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable
 
+import httpx
 import pytest
 import uvicorn
 from fake_client import FakeClient, expected_text
@@ -19,12 +24,13 @@ from headrace.serving.http.connection import BoundedHttp
 ASK = json.dumps({"prompt": "once", "max_tokens": 4}).encode()
 TEXT = b'"text":' + json.dumps(expected_text("once", 4)).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+MAX_BODY = 1 << 20
 SIZED = POST + b"Content-Length: %d\r\n" % len(ASK)
 
 
 @pytest.fixture
 async def port(client: FakeClient) -> AsyncIterator[int]:
-    app = create_app(client, ServerConfig())
+    app = create_app(client, ServerConfig(max_body_bytes=MAX_BODY))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, ws="none", log_config=None, lifespan="off"))
@@ -98,7 +104,7 @@ async def test_no_body_is_told_as_such(port):
 ])
 async def test_large_heads_are_refused(port, head):
     answer, is_closed = await talk(port, head)
-    assert is_closed and (answer.startswith(b"HTTP/1.1 431") or answer.startswith(b"HTTP/1.1 400") or not answer)
+    assert is_closed and (answer.startswith(b"HTTP/1.1 431") or answer.startswith(b"HTTP/1.1 400"))
 
 
 async def test_heads_that_stop_coming_are_given_up(port, monkeypatch):
@@ -117,3 +123,120 @@ async def test_bodies_that_stop_coming_are_given_up(port, client, monkeypatch):
     slow, _ = await talk(port, SIZED + b"\r\n", *(ASK[i : i + 4] for i in range(0, len(ASK), 4)))
     assert slow.startswith(b"HTTP/1.1 200"), "slow is not stopped"
     assert len(client.submitted) == 1
+
+
+def with_http_client(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request("POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def with_httpx(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+    answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=body, headers=headers, timeout=20, trust_env=False)
+    return answer.status_code, answer.content
+
+
+def with_httpx_in_pieces(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+    pieces = (body[i : i + 65536] for i in range(0, len(body), 65536))
+    answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=pieces, headers=headers, timeout=20, trust_env=False)
+    return answer.status_code, answer.content
+
+
+def with_curl(port: int, path: str, headers: dict[str, str], body: bytes, *more: str) -> tuple[int, bytes]:
+    command = shutil.which("curl")
+    if command is None:
+        pytest.skip("curl is not installed")
+    told = [part for name, value in headers.items() for part in ("-H", f"{name}: {value}")]
+    done = subprocess.run([command, "-sS", "-w", "\n%{http_code}", "-m", "20", *more, *told, "--data-binary", "@-", f"http://127.0.0.1:{port}{path}"], input=body,
+                          capture_output=True, check=True)
+    text, _, status = done.stdout.rpartition(b"\n")
+    return int(status), text
+
+
+def with_curl_unasked(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+    return with_curl(port, path, {**headers, "Expect": ""}, body)
+
+
+def with_curl_of_old(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+    return with_curl(port, path, {**headers, "Expect": ""}, body, "--http1.0")
+
+
+Sender = Callable[[int, str, dict[str, str], bytes], tuple[int, bytes]]
+SENDERS = [with_http_client, with_httpx, with_httpx_in_pieces, with_curl, with_curl_unasked, with_curl_of_old]
+CLOSING, STAYING = {"Connection": "close"}, {}
+
+
+@pytest.mark.parametrize("headers", [CLOSING, STAYING], ids=["closing", "staying"])
+@pytest.mark.parametrize("send", SENDERS)
+async def test_who_sends_too_much_is_told_so_whenever_it_looks(port, client, send: Sender, headers):
+    """Other than a reset connection. Most clients look at the answer when all is sent, far beyond what sockets hold meanwhile."""
+    body = b'{"prompt": "' + b"x" * (24 << 20) + b'"}'
+    for path, read in (
+        ("/v1/completions", lambda told: told["error"]["code"]), ("/v1/messages", lambda told: {"request_too_large": "body_too_large"}[told["error"]["type"]]),
+        ("/api/chat", lambda told: "body_too_large" if "at most 1048576" in told["error"] or "more than 1048576" in told["error"] else ""),
+    ):
+        status, text = await asyncio.to_thread(send, port, path, {"Content-Type": "application/json", **headers}, body)
+        assert status == 413 and read(json.loads(text)) == "body_too_large"
+    assert not client.submitted
+
+
+@pytest.mark.parametrize("send", SENDERS)
+async def test_refusals_of_other_kinds_reach_who_still_sends(port, send: Sender):
+    for path, kind, status in (("/nope", "application/json", 404), ("/v1/completions", "text/plain", 415)):
+        found, text = await asyncio.to_thread(send, port, path, {"Content-Type": kind, "Connection": "close"}, b"x" * (24 << 20))
+        assert found == status and json.loads(text)["error"]["message"]
+
+
+async def test_what_comes_after_an_answer_is_dropped_within_bounds(port, monkeypatch):
+    large = POST + b"Content-Length: 100000000\r\n\r\n"
+    answer, is_closed = await talk(port, large)
+    assert answer.startswith(b"HTTP/1.1 413") and is_closed
+    monkeypatch.setattr(connection, "MAX_REST_BYTES", 4 << 20)
+    for head in (large, large.replace(b"/v1/completions", b"/nope"), b"GET / HTTP/1.1\r\na: " + b"x" * 70_000):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        assert (await reader.readuntil(b"\r\n"))[9:12] in (b"413", b"404", b"431")
+        with pytest.raises(ConnectionError):
+            for _ in range(400):
+                writer.write(b"x" * 65536)
+                await writer.drain()
+        writer.close()
+    monkeypatch.setattr(connection, "REST_TIMEOUT_S", 0.2)
+    for head in (large, large.replace(b"/v1/completions", b"/nope")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        await reader.readuntil(b"\r\n")
+        began = time.monotonic()
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < began + 10:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+
+
+async def test_a_connection_goes_on_behind_a_body_that_was_not_read(port):
+    unread = b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n"
+    answer, is_closed = await talk(port, unread, b"x" * 200_000, b"x" * 100_000, SIZED + b"\r\n" + ASK)
+    assert answer.startswith(b"HTTP/1.1 404") and TEXT in answer and not is_closed
+
+
+async def test_streams_to_clients_of_old_end_with_the_connection(port):
+    ask = json.dumps({"prompt": "once", "max_tokens": 4, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n"
+    old, is_closed = await talk(port, head % (b"1.0", len(ask)) + ask)
+    top, _, events = old.partition(b"\r\n\r\n")
+    assert is_closed and top.startswith(b"HTTP/1.1 200") and b"connection: close" in top.lower() and b"transfer-encoding" not in top.lower()
+    pieces = events.split(b"\n\n")
+    assert pieces[-2:] == [b"data: [DONE]", b""] and all(p.startswith(b"data: ") for p in pieces[:-1])
+    assert "".join(json.loads(p[6:])["choices"][0]["text"] for p in pieces[:-2]) == expected_text("once", 4)
+    new, is_closed = await talk(port, head % (b"1.1", len(ask)) + ask)
+    assert not is_closed and b"transfer-encoding: chunked" in new.lower() and new.endswith(b"0\r\n\r\n")
+    whole, is_closed = await talk(port, SIZED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + ASK)
+    assert is_closed and b"content-length: " in whole.lower() and TEXT in whole
+    asked_head, is_closed = await talk(port, b"HEAD /nope HTTP/1.0\r\n\r\n")
+    assert is_closed and asked_head.endswith(b"\r\n\r\n")
