@@ -68,6 +68,19 @@ def test_later_keys_may_outweigh_all_before(steepness):
     assert problem.error(problem.run(CpuAttention(problem.geometry, CPU))) < TOLERANCES[torch.bfloat16]
 
 
+@pytest.mark.parametrize("side", ["q", "k", "v"])
+def test_what_is_no_number_is_not_hidden(side, isa):  # noqa: F811
+    if isa == "amx":
+        pytest.skip("weights out of a table of 16 bits do not tell")
+    case = Case(((60, 300),), num_heads=3, num_kv_heads=1)
+    problem = make_problem(case, "cpu", torch.bfloat16)
+    page = problem.inputs.page_table[0, 10]
+    {"q": problem.q[30, :, 7], "k": problem.pages.k[page, 5, :, 7], "v": problem.pages.v[page, 5, :, 7]}[side].fill_(float("nan"))
+    out = problem.run(CpuAttention(problem.geometry, CPU))
+    seen = out[30] if side == "q" else out[:, :, 7] if side == "v" else out
+    assert not bool(seen.isfinite().all(-1).any())
+
+
 @pytest.mark.usefixtures("isa")
 def test_values_inside_the_keys():
     problem = make_problem(Case(((1, 40), (6, 50)), num_heads=20, num_kv_heads=1, head_dim=72, value_dim=64), "cpu", torch.float32)
