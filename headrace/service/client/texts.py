@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import Activation, PoolingSpec, unpack_floats
-from headrace.service.client.prompts import check_text_len, read_truncation, require_tokenizer
+from headrace.service.client.prompts import encode_text, read_truncation, require_tokenizer
 from headrace.service.tokenization import Tokenizer
 
 JUDGE = 'Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer can only be "yes" or "no".'
@@ -47,7 +47,8 @@ class Reader:
         """A single text, or its token ids as they are."""
         if isinstance(text, str):
             tokenizer = require_tokenizer(self.tokenizer)
-            check_text_len(text, tokenizer, None if self.limit is not None else self.facts.max_model_len, "input")
+            if self.limit is None:
+                return Reading(encode_text(text, tokenizer, self.facts.max_model_len, "input", add_special_tokens=add_special_tokens))
             return Reading(tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
         return Reading(list(text)[: self.limit])
 

@@ -84,7 +84,7 @@ class TextDecoder:
 
     def _join_slowly(self, ids: Sequence[int]) -> bytes:
         """Token by token, minding the first one and spaces between special ones."""
-        raw = b""
+        pieces = []
         for token_id in ids:
             if token_id in self._hidden:
                 continue
@@ -92,9 +92,9 @@ class TextDecoder:
             is_special = token_id in self._table.special_ids
             if self._joins_specials and is_special and self._after_special:
                 piece = piece.removeprefix(b" ")
-            raw += piece
+            pieces.append(piece)
             self._is_first, self._after_special = False, is_special
-        return raw
+        return b"".join(pieces)
 
     def _strip(self, text: str) -> str:
         while self._strip_left and text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,14 +11,13 @@ from tokenizers import Tokenizer as Backend
 
 from headrace.base.errors import RequestError
 from headrace.service.tokenization.chat_template import ChatTemplates
+from headrace.service.tokenization.pieces import encode_pieces
 from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.token_bytes import TokenBytes
 
 LONG_TEXT = 20_000
 """Letters from which on encoding takes longer than others should wait: callers with an event loop encode on a thread, beside which
 others run."""
-LETTERS_READ, CUT_TOKENS = 8, 64
-"""Letters of a text that are read for each id looked for, and ids that may be others where it is cut off."""
 
 
 @dataclass(frozen=True)
@@ -69,31 +68,35 @@ class Tokenizer:
         """Ids of the text. Special tokens written out in it are recognised. ``add_special_tokens`` puts around it what
         the model expects (begin of text …); not wanted after a chat template, which writes them itself. ``limit``: the
         text's end is cut off so that there are no more ids than that, those around it included."""
-        ids = self._encode_bare(text)
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
-        if limit is not None:
-            ids = ids[: max(0, limit - len(before) - len(after))]
-        return [*before, *ids, *after]
+        room = None if limit is None else max(0, limit - len(before) - len(after))
+        return [*before, *self._encode_bare(text, room)[:room], *after]
+
+    def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int] | None:
+        """Ids as of `encode`, or None for a text that has more than ``most`` and is long, of which no more is read than shows it."""
+        ids = list(self._before) if add_special_tokens else []
+        for piece in encode_pieces(text, self._encode_piece):
+            if len(ids) > most:
+                return None
+            ids += piece
+        return ids + self._after if add_special_tokens else ids
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
+        """Ids as of `encode`, some ten thousand at a time."""
+        yield self._before if add_special_tokens else []
+        yield from encode_pieces(text, self._encode_piece)
+        yield self._after if add_special_tokens else []
 
     def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> tuple[list[int], int]:
         """Ids of two texts as one, with what the model expects around and between them, and where the second begins.
         ``limit``: the longer one is cut at its end until there are no more ids than that, then both in turn."""
-        one, two = self._encode_bare(first), self._encode_bare(second)
         before, between, after = self._pair_surroundings
-        if limit is not None:
-            kept = cut_longest(len(one), len(two), max(0, limit - len(before) - len(between) - len(after)))
+        room = None if limit is None else max(0, limit - len(before) - len(between) - len(after))
+        one, two = self._encode_bare(first, room), self._encode_bare(second, room)
+        if room is not None:
+            kept = cut_longest(len(one), len(two), room)
             one, two = one[: kept[0]], two[: kept[1]]
         return [*before, *one, *between, *two, *after], len(before) + len(one) + len(between)
-
-    def is_longer(self, text: str, count: int) -> bool:
-        """Whether a text certainly has more ids than ``count``, told by as little of its beginning as shows it. False for one
-        that has hardly more, or that is not many letters long."""
-        length = LETTERS_READ * (count + CUT_TOKENS)
-        while length < len(text):
-            if len(self._encode_bare(text[:length])) > count + CUT_TOKENS:
-                return True
-            length *= LETTERS_READ
-        return False
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; wrong or incomplete characters become U+FFFD."""
@@ -127,7 +130,16 @@ class Tokenizer:
             template=template, variables=variables,
         )
 
-    def _encode_bare(self, text: str) -> list[int]:
+    def _encode_bare(self, text: str, enough: int | None = None) -> list[int]:
+        """Ids of a text; of a long one at least ``enough`` of the first."""
+        ids: list[int] = []
+        for piece in encode_pieces(text, self._encode_piece):
+            ids += piece
+            if enough is not None and len(ids) >= enough:
+                break
+        return ids
+
+    def _encode_piece(self, text: str) -> list[int]:
         try:
             if len(text) > LONG_TEXT:  # a batch lets other threads run, which a single text does not
                 return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -104,4 +104,4 @@ async def render_conversation(context: AppContext, request: ChatRequest | Tokeni
 async def count_prompt(context: AppContext, request: ChatRequest) -> int:
     """Tokens of the prompt that a conversation makes."""
     text = await render_conversation(context, request)
-    return len(await asyncio.to_thread(context.tokenizer().encode, text, add_special_tokens=False))
+    return await asyncio.to_thread(lambda: sum(map(len, context.tokenizer().encode_pieces(text, add_special_tokens=False))))

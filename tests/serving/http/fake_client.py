@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -46,11 +47,15 @@ class ByteTokenizer:
     chat_templates: tuple[str, ...] = ()
     takes_tools = False
 
-    def is_longer(self, text: str, count: int) -> bool:
-        return False
-
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         return ([BOS] * add_special_tokens + list(text.encode()))[:limit]
+
+    def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
+        yield [BOS] * add_special_tokens
+        yield from ([byte] for byte in text.encode())
 
     def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> tuple[list[int], int]:
         return [BOS, *first.encode(), EOS, *second.encode()][:limit], len(first.encode()) + 2

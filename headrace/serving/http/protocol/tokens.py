@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from headrace.serving.http.protocol.chat import ChatMessage
 from headrace.serving.http.protocol.fields import TokenId
 from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
+
+WrittenIds = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})]
+WrittenTexts = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "string"}})]
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -27,12 +30,12 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tokenized(Struct):
-    """The ids and how many; ``token_strs`` when asked for."""
+    """The ids and how many; ``token_strs`` when asked for. Lists are JSON already."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
+    tokens: WrittenIds
+    token_strs: WrittenTexts | UnsetType = UNSET
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):

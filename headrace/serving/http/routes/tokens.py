@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 
 from headrace.base.errors import RequestError
+from headrace.service.tokenization import Tokenizer
 from headrace.serving.http.body import JsonBody
 from headrace.serving.http.context import context_of
 from headrace.serving.http.conversation import render_conversation
@@ -41,9 +44,24 @@ async def tokenize(request: Request) -> JsonResponse:
     else:
         text = (body.prompt if body.text is None else body.text) or ""
         has_special = has_special is not False
-    ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=has_special)
-    strings = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else UNSET
-    return JsonResponse(Tokenized(len(ids), facts.max_model_len, ids, strings))
+    has_strings = bool(body.return_token_strs)
+    return JsonResponse(await asyncio.to_thread(_write_ids, tokenizer, text, facts.max_model_len, has_special=has_special, has_strings=has_strings))
+
+
+def _write_ids(tokenizer: Tokenizer, text: str, max_model_len: int, *, has_special: bool, has_strings: bool) -> Tokenized:
+    """The answer, written piece by piece: millions of ids are large as objects."""
+    count, ids, strings = 0, [], []
+    for piece in tokenizer.encode_pieces(text, add_special_tokens=has_special):
+        count += len(piece)
+        ids.append(msgspec.json.encode(piece))
+        if has_strings:
+            strings.append(msgspec.json.encode([tokenizer.token_text(i) for i in piece]))
+    return Tokenized(count, max_model_len, _join_lists(ids), _join_lists(strings) if has_strings else UNSET)
+
+
+def _join_lists(written: Iterable[bytes]) -> msgspec.Raw:
+    """One list of several, all written as JSON."""
+    return msgspec.Raw(b"[" + b",".join(inner for each in written if (inner := each[1:-1])) + b"]")
 
 
 async def detokenize(request: Request) -> JsonResponse:
@@ -53,10 +71,14 @@ async def detokenize(request: Request) -> JsonResponse:
     context.facts()
     tokenizer = context.tokenizer()
     context.check_model(body.model)
-    wrong = next((t for t in body.tokens if t >= tokenizer.vocab_size), None)
-    if wrong is not None:
-        raise RequestError(f"tokens must be below the vocabulary's size {tokenizer.vocab_size}, got {wrong}", param="tokens")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+
+    def decode() -> str:
+        largest = max(body.tokens, default=0)
+        if largest >= tokenizer.vocab_size:
+            raise RequestError(f"tokens must be below the vocabulary's size {tokenizer.vocab_size}, got {largest}", param="tokens")
+        return tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+
+    text = await asyncio.to_thread(decode)
     return JsonResponse(Detokenized(text, text))
 
 

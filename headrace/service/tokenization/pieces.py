@@ -1,0 +1,62 @@
+"""Long texts to ids, a piece at a time: what a tokenizer needs of memory for a text is a hundred times the text.
+
+A text is cut where the tokenizer cuts it itself, which is tried with the letters around; the next piece is then encoded behind
+some letters of the one before, whose ids are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+PIECE, AROUND = 1 << 17, 1 << 12
+"""Letters that are encoded at once, and those around a cut that are looked at."""
+NUM_TRIED, NUM_ALIKE = 8, 64
+"""Places of a kind that are tried for a cut, and ids before it that must not depend on where the encoding begins."""
+_WORD_BEGINS, _WORD_ENDS = re.compile(r"(?<=\S)(?=\s)"), re.compile(r"(?<=\w)(?=\W)")
+
+Encode = Callable[[str], list[int]]
+
+
+def encode_pieces(text: str, encode: Encode, *, size: int = PIECE, around: int = AROUND) -> Iterator[list[int]]:
+    """The ids that ``encode`` makes of a text, in pieces of some ``size`` letters. What has no words to be cut between comes in
+    larger pieces."""
+    begin, before, length = 0, list[int](), size
+    while len(text) - begin > length + around:
+        end = begin + length
+        ids, num_before = _encode_behind(text, begin, end, before, encode, around)
+        cut = _find_cut(text, end, ids, encode, around)
+        if cut is None:
+            length *= 2
+            continue
+        begin, before, num_after = cut
+        length = size
+        yield ids[num_before : len(ids) - num_after]
+    ids, num_before = _encode_behind(text, begin, len(text), before, encode, around)
+    yield ids[num_before:]
+
+
+def _encode_behind(text: str, begin: int, end: int, before: list[int], encode: Encode, around: int) -> tuple[list[int], int]:
+    """``(ids from letters before begin to end, how many are of letters before)``."""
+    ids = encode(text[max(0, begin - around) : end])
+    if ids[: len(before)] == before:
+        return ids, len(before)
+    return encode(text[begin:end]), 0  # what comes after changes all that was before: at least nothing is lost
+
+
+def _find_cut(text: str, end: int, ids: list[int], encode: Encode, around: int) -> tuple[int, list[int], int] | None:
+    """``(place, ids of the letters before it, how many ids of those up to end are after it)`` for ``ids`` up to ``end``: ids before
+    the place are the same without what comes after, and those around it the same as in ``ids``."""
+    for place in _places(text, end - 2 * around, end - around):
+        before, both = encode(text[place - around : place]), encode(text[place - around : end])
+        num_alike = min(NUM_ALIKE, len(before) // 2)
+        seen = both[len(before) - num_alike :]
+        if num_alike and both[: len(before)] == before and ids[-len(seen) :] == seen:
+            return place, before, len(both) - len(before)
+    return None
+
+
+def _places(text: str, first: int, last: int) -> list[int]:
+    """Where a cut may be, the likeliest places first."""
+    kinds = [[found.start() for found in pattern.finditer(text, first, last)] for pattern in (_WORD_BEGINS, _WORD_ENDS)]
+    return list(dict.fromkeys(place for kind in kinds for place in reversed(kind[-NUM_TRIED:])))
