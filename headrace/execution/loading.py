@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec, group_layers
-from headrace.base.config import EngineConfig, ModelConfig
+from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, RequestError
 from headrace.base.registry import load_target
 from headrace.execution.device import is_out_of_memory, resolve_dtype
@@ -30,9 +30,6 @@ from headrace.models.reading import Fields, naming
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights import draw_dummy_weights, open_weights
 from headrace.models.weights.dummy import DEFAULT_STD
-
-LEAST_CONTEXT = 8
-"""As that of the option ``max_model_len``."""
 
 Progress = Callable[[str, float], None]
 

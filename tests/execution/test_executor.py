@@ -21,9 +21,10 @@ from headrace.execution import warmup
 from headrace.execution.device import resolve_device, resolve_dtype, set_threads
 from headrace.execution.executor import build_executor
 from headrace.execution.facts import read_default_sampling
-from headrace.execution.loading import _check_codes
+from headrace.execution.loading import _check_codes, load_model
 from headrace.execution.result import PendingSample
 from headrace.kernels import native
+from headrace.layers.rotary import RotaryTable
 from headrace.memory.pools.keys_values import KeyValuePool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -43,6 +44,14 @@ def folder(tmp_path: Path) -> Path:
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
     return engine_config(**{"model": str(folder), "load_format": "dummy", "device": "cpu", "kv_pages": 40, **options})
+
+
+@pytest.mark.parametrize("scaling", [None, {"type": "dynamic", "factor": 4.0}, {"type": "linear", "factor": 2.0}])
+def test_position_tables_are_as_long_as_the_context_that_is_served(folder: Path, scaling: dict[str, object] | None):
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 131072, "rope_scaling": scaling}))
+    model = load_model(config_of(folder, max_model_len=64), CPU, lambda *_: None).model
+    tables = [module.cos_sin for module in model.modules() if isinstance(module, RotaryTable)]
+    assert tables and all(table.shape == (64, 8) for table in tables)
 
 
 def test_executor_of_a_dummy_model_runs_plans(folder: Path):

@@ -13,6 +13,7 @@ from headrace.base.config.operations import OperationsConfig
 from headrace.base.config.option import OptionInfo, option, options_of
 from headrace.base.config.resolve import resolve_for_device
 from headrace.base.config.sections import (
+    LEAST_CONTEXT,
     SECTIONS,
     CacheConfig,
     DeviceConfig,
@@ -22,6 +23,6 @@ from headrace.base.config.sections import (
 )
 
 __all__ = [
-    "ENGINE_SECTIONS", "SECTIONS", "CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "OperationsConfig", "OptionInfo", "SchedulerConfig",
-    "ServeConfig", "ServerConfig", "all_options", "build_sections", "engine_config", "flatten", "option", "options_of", "resolve_for_device",
+    "ENGINE_SECTIONS", "LEAST_CONTEXT", "SECTIONS", "CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "OperationsConfig", "OptionInfo",
+    "SchedulerConfig", "ServeConfig", "ServerConfig", "all_options", "build_sections", "engine_config", "flatten", "option", "options_of", "resolve_for_device",
 ]

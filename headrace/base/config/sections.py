@@ -8,6 +8,9 @@ from headrace.base.config.operations import OperationsConfig
 from headrace.base.config.option import check_section, option
 from headrace.base.errors import ConfigError
 
+LEAST_CONTEXT = 8
+"""Tokens of the shortest context that is served."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Section:
@@ -26,7 +29,7 @@ class ModelConfig(_Section):
     load_format: str = option("auto", "how weights are read; dummy draws them at random from the config alone", choices=("auto", "safetensors", "gguf", "dummy"))
     dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's where the device is fast in it", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = option(None, "form in which weights are kept: int8, int4 or w8a8, made of any checkpoint as it is loaded on a CPU; none: plain numbers; stored: as a GGUF file has them; default: stored, but without waiting for CPU kernels to be compiled", metavar="NAME")
-    max_model_len: int | None = option(None, "longest prompt plus output, in tokens; default: the model's own limit, or what memory allows", low=8)
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens; default: the model's own limit, or what memory allows", low=LEAST_CONTEXT)
     config_overrides: str | None = option(None, "JSON object merged into the model's config.json", metavar="JSON")
     task: str = option("auto", "what the model does with a text; auto is what its checkpoint was made for", choices=("auto", "generate", "embed", "classify"))
     seed: int = option(0, "seed of dummy weights and of requests that bring none", low=0)

@@ -11,7 +11,7 @@ import hashlib
 import platform
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -123,9 +123,14 @@ def _kernel_options(name: str) -> tuple[str, ...]:
 
 
 def describe_sources(folder: Path = FOLDER) -> str:
-    """A name for exactly these sources."""
+    """A name for exactly these sources. They are read again only when one of them was written to."""
+    return _sum_files(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])))
+
+
+@lru_cache(maxsize=1)
+def _sum_files(files: tuple[tuple[Path, int, int], ...]) -> str:
     summed = hashlib.sha256()
-    for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+    for path, _, _ in files:
         summed.update(path.name.encode() + path.read_bytes())
     return summed.hexdigest()[:12]
 
