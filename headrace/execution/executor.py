@@ -125,14 +125,16 @@ class LocalExecutor:
         """Write the trace; returns its file's name."""
         return self._profiler.stop()
 
-    def close(self) -> None:
-        """Free the device; idempotent."""
-        if self._runner is not None and native.state().status == "compiling":
-            logger.warning("CPU kernels are still being compiled, for the next start: this process ends when they are, or by Ctrl-C")
+    def close(self, *, waits: bool = True) -> None:
+        """Free the device, then wait for kernels that are being compiled for the next start, if it ``waits``; idempotent."""
+        is_compiling = self._runner is not None and native.state().status == "compiling"
         self._residence.close()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
+        if is_compiling and waits:
+            logger.warning("CPU kernels are still being compiled, for the next start: closing waits for them, Ctrl-C ends that")
+            native.NATIVE.wait()
 
 
 def ignore_progress(stage: str, fraction: float) -> None:

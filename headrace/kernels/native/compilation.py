@@ -10,10 +10,11 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,6 +34,10 @@ class CompilationFailed(HeadraceError):
     """A compiler refused a source; the message is its first error."""
 
 
+class CompilationStopped(CompilationFailed):
+    """A compiler was told to end, as by Ctrl-C, which reaches all processes of a terminal."""
+
+
 def compile_libraries(libraries: list[Library], compiler: Compiler, folder: Path, *, workers: int | None = None) -> list[Path]:
     """Compile and link what is not there yet; waits for another process that is at it. Raises `CompilationFailed`."""
     targets = {library.path(compiler, folder): library for library in libraries}
@@ -45,17 +50,28 @@ def compile_libraries(libraries: list[Library], compiler: Compiler, folder: Path
         units = {unit.object_path(compiler, folder): unit for library in missing.values() for unit in library.units}
         wanted = sorted((path for path in units if not path.exists()), key=lambda path: units[path].size, reverse=True)
         logger.info("compiling CPU kernels: %d of %d files, into %s", len(wanted), len(units), folder)
-        with ThreadPoolExecutor(workers or min(12, len(os.sched_getaffinity(0)))) as pool:  # the longest first
+        pool = ThreadPoolExecutor(workers or min(12, len(os.sched_getaffinity(0))))  # the longest first; a process that ends waits for all
+        try:
             running = {path: pool.submit(_run, units[path].command(compiler), path, lock) for path in wanted}
+            links = []
             for target, library in missing.items():
                 objects = [unit.object_path(compiler, folder) for unit in library.units]
-                for path in objects:
-                    if path in running:
-                        running[path].result()
-                _run([compiler.path, *map(str, objects), *library.link_options], target, lock)
+                command = [compiler.path, *map(str, objects), *library.link_options]
+                links.append(pool.submit(_link, [running[path] for path in objects if path in running], command, target, lock))
+            for link in links:
+                link.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # what waits behind one that failed
         for path in units:
             path.touch()
     return list(targets)
+
+
+def _link(objects: list[Future[None]], command: list[str], target: Path, lock: int) -> None:
+    """`_run` when all objects are there, which threads have begun on before."""
+    for compiled in objects:
+        compiled.result()
+    _run(command, target, lock)
 
 
 def _run(command: list[str], target: Path, lock: int) -> None:
@@ -66,6 +82,8 @@ def _run(command: list[str], target: Path, lock: int) -> None:
     done = subprocess.run([*nice, *command, "-o", str(partial)], capture_output=True, text=True, errors="replace", pass_fds=(lock,), stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
+        if done.returncode in (-signal.SIGINT, -signal.SIGTERM):
+            raise CompilationStopped("the compiler was told to end")
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise CompilationFailed(next((line for line in lines if "error:" in line), lines[0]))
     partial.replace(target)

@@ -17,7 +17,7 @@ import torch
 
 from headrace.base import env
 from headrace.base.errors import ConfigError
-from headrace.kernels.native.compilation import CompilationFailed, compile_libraries
+from headrace.kernels.native.compilation import CompilationFailed, CompilationStopped, compile_libraries
 from headrace.kernels.native.sources import FOLDER, OPERATORS, library, shipped_path
 from headrace.kernels.native.toolchain import COMPILERS, ISAS, LEVELS, Compiler, Isa, find_compiler, machine_isas
 
@@ -135,6 +135,8 @@ class NativeLibrary:
         try:
             if self._load_best(most, compiles=True):
                 logger.info("CPU kernels compiled in %.1f s", time.monotonic() - began)
+        except CompilationStopped as error:  # by who wants this process to end, too
+            self.state = NativeState("unavailable", error.message)
         except CompilationFailed as error:
             self._give_up(f"compiling them failed: {error}")
         except OSError as error:

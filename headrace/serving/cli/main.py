@@ -5,10 +5,12 @@ Refuses: torch, and importing what the command does not need: ``--help`` is prin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from difflib import get_close_matches
+from typing import NoReturn
 
 import headrace
 from headrace.base import env
@@ -21,7 +23,9 @@ LAST_STREAM = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 when something the command was to do failed, 2 for errors."""
+    """Run one command, by default this process's; returns the exit code: 0, 1 when something the command was to do failed, 2 for
+    errors. Where Ctrl-C ends this process's command, the process ends here, and threads and compilers with it."""
+    is_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
     _fill_standard_streams()
     is_debugging = False
@@ -42,11 +46,22 @@ def main(argv: list[str] | None = None) -> int:
         print_error(str(error))
         return USER_ERROR
     except KeyboardInterrupt:
+        if is_process:
+            _leave(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone; what is buffered must not be written again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def _leave(code: int) -> NoReturn:
+    from headrace.service.process import leave
+
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    leave(code)
 
 
 def _fill_standard_streams() -> None:
