@@ -22,10 +22,12 @@ inline __attribute__((always_inline)) void settle() { asm volatile("" ::: "memor
 // their own. `product<c>` and `load<o>(step)`: the four products come in a ring in which neighbours share an operand, and
 // operand o is that of products o and o + 1. It is loaded anew as soon as both are done, at least two instructions before it is
 // used, and each step starts one product further on: so loads wait for nothing, neither alone on a core nor beside another
-// thread's. `between<i>` is called after the i-th product of each step.
-template <class Product, class Load, class Between>
-inline __attribute__((always_inline)) void weave(int64_t steps, const Product& product, const Load& load, const Between& between) {
+// thread's. `between<i>` is called after the i-th product of each step, and `begin` when the first loads are under way: sums
+// of products before are best stored there, as loads behind such a store wait until the sums are there.
+template <class Product, class Load, class Begin, class Between>
+inline __attribute__((always_inline)) void weave(int64_t steps, const Product& product, const Load& load, const Begin& begin, const Between& between) {
   load.template operator()<3>(0), load.template operator()<0>(0), load.template operator()<1>(0), load.template operator()<2>(0);
+  begin();
   int64_t next = 1;
   const auto step = [&]<int s>() __attribute__((always_inline)) {
     const bool is_last = next == steps;

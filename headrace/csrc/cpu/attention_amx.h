@@ -226,7 +226,6 @@ struct Softening {
   }
 
   HEADRACE_INLINE void soften_piece(int n) {
-    const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
     float* const at = logits + row * kAmxStep;
     const __m512 shifted = _mm512_set1_ps(shift[row]);
     __m512i weight;
@@ -237,7 +236,9 @@ struct Softening {
       weight = weigh(_mm512_load_ps(at + n * kPiece), _mm512_load_ps(at + n * kPiece + 16), scale, shifted, arc);
     }
     _mm512_store_si512(reinterpret_cast<bf16*>(at) + n * kPiece, weight);
-    sum = _mm512_dpbf16_ps(n == 0 ? _mm512_load_ps(total + row * 16) : sum, (__m512bh)weight, one);  // as rounded: they must add up to 1
+    // They are added up as rounded, as they must add up to 1. VDPBF16PS would wait for tiles.
+    const __m512 even = (__m512)_mm512_slli_epi32(weight, 16), odd = (__m512)_mm512_and_si512(weight, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+    sum = _mm512_add_ps(n == 0 ? _mm512_load_ps(total + row * 16) : sum, _mm512_add_ps(even, odd));
     if (n == kPieces - 1) _mm512_store_ps(total + row++ * 16, sum);
   }
 };
@@ -260,24 +261,44 @@ struct Nothing {
     if (is_tall) instruction;         \
   } while (false)
 
-// Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b. Tiles of a and b: of the second 16 rows or columns
+// Sums in tiles 0 to 3, to be stored at c (16 rows, then 16 more, `c_row` floats apart) when the next loads are under way; null: none.
+struct Held {
+  float* c = nullptr;
+  int64_t c_row = 0;
+  bool is_tall = false;
+
+  HEADRACE_INLINE void store() {
+    if (c == nullptr) return;
+    const int64_t c_bytes = c_row * 4;
+    _tile_stored(0, c, c_bytes);
+    _tile_stored(1, c + 16, c_bytes);
+    HEADRACE_IF_TALL(_tile_stored(2, c + 16 * c_row, c_bytes));
+    HEADRACE_IF_TALL(_tile_stored(3, c + 16 * c_row + 16, c_bytes));
+    c = nullptr;
+  }
+};
+
+// Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b, held. Tiles of a and b: of the second 16 rows or columns
 // `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. b passes the first-level cache by, which
 // holds what the softmax beside works on.
 template <bool kAccumulates, bool kIsBytes, class Beside>
 HEADRACE_INLINE void multiply_tiles(bool is_tall, const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step, const bf16* b, int64_t b_next, int64_t b_step, float* c,
-                                    int64_t c_row, int64_t lots, Beside& beside) {
+                                    int64_t c_row, int64_t lots, Held& held, Beside& beside) {
   const int64_t a_bytes = a_row * 2, c_bytes = c_row * 4;
-  if (kAccumulates) {
-    _tile_loadd(0, c, c_bytes);
-    _tile_loadd(1, c + 16, c_bytes);
-    HEADRACE_IF_TALL(_tile_loadd(2, c + 16 * c_row, c_bytes));
-    HEADRACE_IF_TALL(_tile_loadd(3, c + 16 * c_row + 16, c_bytes));
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  const auto begin = [&]() __attribute__((always_inline)) {
+    held.store();
+    if (kAccumulates) {
+      _tile_loadd(0, c, c_bytes);
+      _tile_loadd(1, c + 16, c_bytes);
+      HEADRACE_IF_TALL(_tile_loadd(2, c + 16 * c_row, c_bytes));
+      HEADRACE_IF_TALL(_tile_loadd(3, c + 16 * c_row + 16, c_bytes));
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  };
   const auto load = [&]<int o>(int64_t i) __attribute__((always_inline)) {
     if constexpr (o == 0) _tile_stream_loadd(7, b + b_next + i * b_step, 64);
     if constexpr (o == 1) HEADRACE_IF_TALL(_tile_loadd(5, a + a_next + i * a_step, a_bytes));
@@ -290,20 +311,18 @@ HEADRACE_INLINE void multiply_tiles(bool is_tall, const bf16* a, int64_t a_row, 
     if constexpr (o == 2) HEADRACE_IF_TALL(HEADRACE_PRODUCT(2, 5, 6));
     if constexpr (o == 3) HEADRACE_PRODUCT(0, 4, 6);
   };
-  weave(lots, product, load, [&]<int i>() __attribute__((always_inline)) { beside.template advance<i>(); });
-  _tile_stored(0, c, c_bytes);
-  _tile_stored(1, c + 16, c_bytes);
-  HEADRACE_IF_TALL(_tile_stored(2, c + 16 * c_row, c_bytes));
-  HEADRACE_IF_TALL(_tile_stored(3, c + 16 * c_row + 16, c_bytes));
+  weave(lots, product, load, begin, [&]<int i>() __attribute__((always_inline)) { beside.template advance<i>(); });
+  held = {c, c_row, is_tall};
 }
 
 // Logits where all of 32 queries fits half of the tiles, and stays there: half the loads. Keys are loaded ahead.
 template <bool kIsBytes, class Beside>
-HEADRACE_INLINE void multiply_short_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n, Beside& beside) {
+HEADRACE_INLINE void multiply_short_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n, Held& held, Beside& beside) {
   _tile_loadd(4, q, 128);
   _tile_loadd(5, q + 32, 128);
   HEADRACE_IF_TALL(_tile_loadd(6, q + 16 * 64, 128));
   HEADRACE_IF_TALL(_tile_loadd(7, q + 16 * 64 + 32, 128));
+  held.store();
   _tile_stream_loadd(2, keys, 64);
   _tile_stream_loadd(3, keys + kTileValues, 64);
   for (int64_t j = 0; j < n; j += 16, keys += 2 * kTileValues) {
@@ -327,11 +346,12 @@ HEADRACE_INLINE void multiply_short_logits(bool is_tall, const bf16* q, const bf
 
 // The same where they fit two tiles, for 32 keys at a time: codes of up to 64 dimensions.
 template <class Beside>
-HEADRACE_INLINE void multiply_shortest_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n, Beside& beside) {
+HEADRACE_INLINE void multiply_shortest_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n, Held& held, Beside& beside) {
   _tile_loadd(4, q, 64);
   HEADRACE_IF_TALL(_tile_loadd(6, q + 16 * 32, 64));
   _tile_stream_loadd(5, keys, 64);
   _tile_stream_loadd(7, keys + kTileValues, 64);
+  held.store();
   for (int64_t j = 0; j < n; j += 32, keys += 2 * kTileValues) {
     const bool is_last = j + 32 >= n;
     _tile_zero(0);
@@ -356,41 +376,57 @@ HEADRACE_INLINE void multiply_shortest_logits(bool is_tall, const bf16* q, const
 }
 
 template <bool kIsBytes, class Beside>
-HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* logits, Beside& beside) {
+HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* logits, Held& held, Beside& beside) {
   const int64_t lots = t.dim / 32, n = padded(u.n, 32);
   const bool is_tall = u.rows > 16;
   const bf16 *q = t.q + u.row * t.dim, *keys = t.keys + (u.at - u.begin) / 16 * lots * kTileValues;
-  if (kIsBytes && lots == 1) return multiply_shortest_logits(is_tall, q, keys, logits, n, beside);
-  if (lots == 2) return multiply_short_logits<kIsBytes>(is_tall, q, keys, logits, n, beside);
+  if (kIsBytes && lots == 1) return multiply_shortest_logits(is_tall, q, keys, logits, n, held, beside);
+  if (lots == 2) return multiply_short_logits<kIsBytes>(is_tall, q, keys, logits, n, held, beside);
   for (int64_t j = 0; j < n; j += 32, keys += 2 * lots * kTileValues)
-    multiply_tiles<false, kIsBytes>(is_tall, q, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, beside);
+    multiply_tiles<false, kIsBytes>(is_tall, q, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, held, beside);
 }
 
 template <class Beside>
-HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const float* logits, Beside& beside) {
+HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const float* logits, Held& held, Beside& beside) {
   const bf16* weights = reinterpret_cast<const bf16*>(logits);
   float* sums = t.sums + u.row * t.width;
   for (int64_t e = 0; e < t.width; e += 32) {
     const bf16* values = t.values + (u.at - u.begin) * t.width + e * 32;
-    multiply_tiles<true, false>(u.rows > 16, weights, 2 * kAmxStep, 32 * kAmxStep, 32, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, beside);
+    multiply_tiles<true, false>(u.rows > 16, weights, 2 * kAmxStep, 32 * kAmxStep, 32, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, held, beside);
   }
 }
 
 constexpr float kUnseen = -1.0e30f;  // a logit whose weight is 0
 
-HEADRACE_INLINE void hide(float* logits, int64_t from, int64_t to) {
-  for (int64_t i = from / 16 * 16; i < to; i += 16)
-    _mm512_mask_store_ps(logits + i, first(static_cast<int>(clamp(to - i, 0, 16))) & ~first(static_cast<int>(clamp(from - i, 0, 16))), _mm512_set1_ps(kUnseen));
+// The logits of keys before `end` are hidden, or those from `start` on up to the end of a step.
+HEADRACE_INLINE void hide_before(float* logits, int64_t end) {
+  int64_t i = 0;
+  for (; i + 16 <= end; i += 16) _mm512_store_ps(logits + i, _mm512_set1_ps(kUnseen));
+  if (i < end) _mm512_mask_store_ps(logits + i, static_cast<__mmask16>((1 << (end - i)) - 1), _mm512_set1_ps(kUnseen));
+}
+HEADRACE_INLINE void hide_from(float* logits, int64_t start) {
+  int64_t i = start / 16 * 16;
+  if (i < start) _mm512_mask_store_ps(logits + i, static_cast<__mmask16>(0xffff << (start - i)), _mm512_set1_ps(kUnseen)), i += 16;
+  for (; i < kAmxStep; i += 16) _mm512_store_ps(logits + i, _mm512_set1_ps(kUnseen));
 }
 
-// Raises the top of a row to that of a step's logits, if it sees any.
+HEADRACE_INLINE void set_top(const AmxBuffers& t, int64_t row, float found, float factor) {
+  const float top = ceilf(found * factor);  // whole, so that `shift` is exact
+  if (found > kUnseen && top > t.top[row]) t.top[row] = top, t.shift[row] = kFixedTop - top * kFixedOne;
+}
+
+// The top of a row that has none yet is that of the first logits that it sees: any of them is near enough.
+static void find_top(const AmxBuffers& t, int64_t row, const float* logits, float factor) {
+  float found = kUnseen;
+  for (int64_t i = 0; i < kAmxStep && found <= kUnseen; i += 16) found = _mm512_reduce_max_ps(_mm512_load_ps(logits + i));
+  set_top(t, row, found, factor);
+}
+
+// Raises it to that of all of a step's logits.
 static void raise_top(const AmxBuffers& t, int64_t row, const float* logits, float factor) {
   __m512 most = _mm512_load_ps(logits);
   for (int64_t i = 16; i < kAmxStep; i += 16) most = _mm512_max_ps(most, _mm512_load_ps(logits + i));
-  const float found = _mm512_reduce_max_ps(most);
-  if (!(found > kUnseen)) return;
-  const float top = ceilf(found * factor);  // whole, so that `shift` is exact
-  if (top > t.top[row]) t.top[row] = top, t.shift[row] = kFixedTop - top * kFixedOne;
+  set_top(t, row, _mm512_reduce_max_ps(most), factor);
 }
 
 HEADRACE_INLINE bool has_tops(const AmxBuffers& t, const Unit& u) {
@@ -403,16 +439,18 @@ HEADRACE_INLINE bool has_tops(const AmxBuffers& t, const Unit& u) {
 template <bool kIsBytes>
 static void settle_logits(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits) {
   const int64_t padded_n = padded(u.n, 32);
+  int64_t position = span.position(u.row), head = (span.first_row + u.row) % span.group;
   for (int64_t r = 0; r < u.rows; ++r) {
+    if (r > 0 && u.row + r < tile.num_rows && ++head == span.group) head = 0, ++position;  // rows behind the last are as the last
     float* row = logits + r * kAmxStep;
     const __m512 scale = kIsBytes ? _mm512_set1_ps(t.query_scales[u.row + r]) : _mm512_setzero_ps();
     for (int64_t j = 0; j < padded_n && kIsBytes; j += 16)
       _mm512_store_ps(row + j, _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(row + j)), _mm512_load_ps(t.key_scales + u.at - u.begin + j)), scale));
     if (u.is_plain) continue;
     for (int64_t j = 0; j < padded_n && a.softcap > 0.0f; j += kLanes) store(row + j, Vec(a.softcap) * tanh(load(row + j) * Vec(product_scale(a))));
-    const int64_t position = span.position(u.row + r < tile.num_rows ? u.row + r : tile.num_rows - 1), end = clamp(position + 1 - u.at, 0, u.n);
-    if (a.window > 0) hide(row, 0, clamp(position - a.window + 1 - u.at, 0, end));
-    hide(row, end, kAmxStep);
+    const int64_t end = clamp(position + 1 - u.at, 0, u.n);
+    if (a.window > 0) hide_before(row, clamp(position - a.window + 1 - u.at, 0, end));
+    hide_from(row, end);
   }
 }
 
@@ -423,7 +461,7 @@ static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& ti
   u.is_whole = kIsBytes && u.is_plain && is_known;
   if (!u.is_whole && (kIsBytes || !u.is_plain)) settle_logits<kIsBytes>(t, a, tile, span, u, logits);
   for (int64_t r = 0; r < u.rows && !is_known; ++r)
-    if (t.top[u.row + r] == kMasked) raise_top(t, u.row + r, logits + r * kAmxStep, factor);
+    if (t.top[u.row + r] == kMasked) find_top(t, u.row + r, logits + r * kAmxStep, factor);
 }
 
 // The units of a packed block of keys, one after the other.
@@ -464,8 +502,10 @@ template <bool kIsBytes, int kPace>
 static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
   Unit before, now, next;
   Nothing nothing;
+  Held held;
   bool has_before = false, has_now = units.take(now);
-  if (has_now) multiply_logits<kIsBytes>(t, now, t.logits[0], nothing);
+  if (has_now) multiply_logits<kIsBytes>(t, now, t.logits[0], held, nothing);
+  held.store();
   settle();
   for (int64_t turn = 0; has_now || has_before; ++turn) {
     float *const here = t.logits[turn % 2], *const other = t.logits[1 - turn % 2];
@@ -476,8 +516,9 @@ static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile
       if (now.is_whole) softening.key_scales = t.key_scales + now.at - now.begin, softening.query_scales = t.query_scales + now.row;
       softening.rows = now.rows;
     }
-    if (has_before) multiply_values(t, before, other, softening);
-    if (has_next) multiply_logits<kIsBytes>(t, next, other, softening);
+    if (has_before) multiply_values(t, before, other, held, softening);
+    if (has_next) multiply_logits<kIsBytes>(t, next, other, held, softening);
+    held.store();
     softening.finish();
     settle();
     before = now, has_before = has_now;
@@ -498,8 +539,10 @@ static void pass_block(const AmxBuffers& t, const Attention& a, const Tile& tile
 template <bool kIsBytes>
 static void raise_tops(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
   Nothing nothing;
+  Held held;
   for (Unit u; units.take(u);) {
-    multiply_logits<kIsBytes>(t, u, t.logits[0], nothing);
+    multiply_logits<kIsBytes>(t, u, t.logits[0], held, nothing);
+    held.store();
     settle();
     settle_logits<kIsBytes>(t, a, tile, span, u, t.logits[0]);
     for (int64_t r = 0; r < u.rows; ++r) raise_top(t, u.row + r, t.logits[0] + r * kAmxStep, factor);

@@ -199,9 +199,26 @@ struct Draining {
       _tile_stream_loadd(tile, from, 64);     \
   } while (false)
 
-// Adds to tiles 0 to 3 the products of two by two tiles.
-template <bool kIsHalf, bool kKeepsRows>
-HEADRACE_INLINE void multiply_square(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, Draining<kIsHalf>& draining) {
+// The sums of a block that are still in tiles 0 to 3: R tiles of rows by N of outputs. They are stored when the first loads of the next
+// block are under way.
+struct Held {
+  uint32_t (*sums)[2][kTileWords] = nullptr;
+  int rows = 0, outputs = 0;
+
+  HEADRACE_INLINE void store() {
+    if (sums == nullptr) return;
+    _tile_stored(0, sums[0][0], 64);
+    if (outputs == 2) _tile_stored(1, sums[0][1], 64);
+    if (rows == 2) _tile_stored(2, sums[1][0], 64);
+    if (rows == 2 && outputs == 2) _tile_stored(3, sums[1][1], 64);
+    sums = nullptr;
+    settle();
+  }
+};
+
+// `begin` puts sums into tiles 0 to 3, to which the products of two by two tiles are added.
+template <bool kIsHalf, bool kKeepsRows, class Begin>
+HEADRACE_INLINE void multiply_square(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, const Begin& begin, Draining<kIsHalf>& draining) {
   const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
   const auto load = [&]<int o>(int64_t t) __attribute__((always_inline)) {
     if constexpr (o == 0) HEADRACE_LOAD_TILE(!kKeepsRows, 7, b[1] + t * kTileWords);
@@ -212,7 +229,7 @@ HEADRACE_INLINE void multiply_square(const char* const a[2], const uint32_t* con
   const auto between = [&]<int i>() __attribute__((always_inline)) {
     if constexpr (i == 3) draining.advance(rows);
   };
-  weave(num_tiles, HEADRACE_WOVEN_PRODUCTS(HEADRACE_MULTIPLY_TILE), load, between);
+  weave(num_tiles, HEADRACE_WOVEN_PRODUCTS(HEADRACE_MULTIPLY_TILE), load, begin, between);
 }
 
 // The same for fewer: R tiles of rows by N of outputs. Loads come first and products after them.
@@ -234,28 +251,27 @@ HEADRACE_INLINE void multiply_edge(const char* const a[2], const uint32_t* const
 // A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs. The first-level cache
 // has room for the rows or for the panels: those stay that are used again in the next block; the others pass it by.
 template <bool kIsHalf, bool kKeepsRows, int R, int N>
-void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, bool is_first, uint32_t (*sums)[2][kTileWords], Draining<kIsHalf>& draining) {
-  if (is_first) {
-    _tile_zero(0);
-    if constexpr (N == 2) _tile_zero(1);
-    if constexpr (R == 2) _tile_zero(2);
-    if constexpr (R == 2 && N == 2) _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums[0][0], 64);
-    if constexpr (N == 2) _tile_loadd(1, sums[0][1], 64);
-    if constexpr (R == 2) _tile_loadd(2, sums[1][0], 64);
-    if constexpr (R == 2 && N == 2) _tile_loadd(3, sums[1][1], 64);
-  }
+void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, bool is_first, uint32_t (*sums)[2][kTileWords], Held& held, Draining<kIsHalf>& draining) {
+  const auto begin = [&]() __attribute__((always_inline)) {
+    held.store();
+    if (is_first) {
+      _tile_zero(0);
+      if constexpr (N == 2) _tile_zero(1);
+      if constexpr (R == 2) _tile_zero(2);
+      if constexpr (R == 2 && N == 2) _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums[0][0], 64);
+      if constexpr (N == 2) _tile_loadd(1, sums[0][1], 64);
+      if constexpr (R == 2) _tile_loadd(2, sums[1][0], 64);
+      if constexpr (R == 2 && N == 2) _tile_loadd(3, sums[1][1], 64);
+    }
+  };
   if constexpr (R == 2 && N == 2)
-    multiply_square<kIsHalf, kKeepsRows>(a, b, num_tiles, draining);
+    multiply_square<kIsHalf, kKeepsRows>(a, b, num_tiles, begin, draining);
   else
-    multiply_edge<kIsHalf, kKeepsRows, R, N>(a, b, num_tiles, draining);
+    begin(), multiply_edge<kIsHalf, kKeepsRows, R, N>(a, b, num_tiles, draining);
   draining.advance(draining.count);
-  _tile_stored(0, sums[0][0], 64);
-  if constexpr (N == 2) _tile_stored(1, sums[0][1], 64);
-  if constexpr (R == 2) _tile_stored(2, sums[1][0], 64);
-  if constexpr (R == 2 && N == 2) _tile_stored(3, sums[1][1], 64);
-  settle();
+  held = {sums, R, N};
 }
 
 // Outputs of panel p, and of `second` if that is not negative; their tiles start at b.
@@ -287,9 +303,9 @@ class Blocks {
     auto* sums = sums_ + 2 * place;
     const bool is_tall = last_row_ - m > 16, is_first = depth.first == 0;
     if (pair.second >= 0) {
-      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 2>(a, b, depth.count, is_first, sums, draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 2>(a, b, depth.count, is_first, sums, draining_);
+      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 2>(a, b, depth.count, is_first, sums, held_, draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 2>(a, b, depth.count, is_first, sums, held_, draining_);
     } else {
-      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 1>(a, b, depth.count, is_first, sums, draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 1>(a, b, depth.count, is_first, sums, draining_);
+      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 1>(a, b, depth.count, is_first, sums, held_, draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 1>(a, b, depth.count, is_first, sums, held_, draining_);
     }
     draining_.count = draining_.row = 0;
     if (!depth.is_last) return;
@@ -299,7 +315,10 @@ class Blocks {
     draining_ = {&columns_[turn_], sums, rows_.scales + m, static_cast<char*>(out_.data) + (m * out_.stride + columns_[turn_].place) * size, out_.stride * size, out_.is_half, out_.gate};
     draining_.count = last_row_ - m < 32 ? last_row_ - m : 32;
   }
-  void finish() { draining_.advance(32); }
+  void finish() {
+    held_.store();
+    draining_.advance(32);
+  }
 
  private:
   using Sums = uint32_t[2][kTileWords];
@@ -319,6 +338,7 @@ class Blocks {
   Sums* const sums_;
   alignas(64) Columns columns_[2];
   Draining<kIsHalf> draining_{};
+  Held held_;
 };
 
 // All rows times a pair of panels. Of many inputs some at a time, whose panels the first-level cache keeps for all rows.
