@@ -205,10 +205,12 @@ def _import_builder(target: str) -> Builder:
 def _open_channel() -> tuple[EngineChannel, EngineConfig]:
     try:
         channel = EngineChannel(engine_line())
-        return channel, channel.read_config()
-    except ConfigError as error:  # started by hand, or the parent ended before it had a configuration
+        config = channel.read_config()
+        if config is not None:
+            return channel, config
+    except ConfigError as error:  # started by hand
         logger.error("%s", error)
-        leave(1)  # at once: the import is still running
+    leave(1)  # at once: the import is still running
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -78,9 +78,12 @@ class EngineChannel:
         self._overflow: deque[bytes] = deque()
         self._writer: threading.Thread | None = None
 
-    def read_config(self) -> EngineConfig:
-        """The first message; raises `ConfigError` when the other end closes before it has come."""
+    def read_config(self) -> EngineConfig | None:
+        """The first message; None when the other end closes before it has sent anything, as one that failed meanwhile. Raises
+        `ConfigError` for what is no configuration."""
         header = self._line.recv(LENGTH.size, socket.MSG_WAITALL)
+        if not header:
+            return None
         length = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else 0
         payload = self._line.recv(length, socket.MSG_WAITALL) if length <= MAX_CONFIG_BYTES else b""
         if not length or len(payload) < length:

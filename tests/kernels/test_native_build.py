@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from headrace.base.errors import ConfigError
-from headrace.kernels.native import loading
+from headrace.kernels.native import compilation, loading
 from headrace.kernels.native.compilation import CompilationFailed, compile_libraries
 from headrace.kernels.native.loading import NativeLibrary
 from headrace.kernels.native.sources import FOLDER, OPERATORS, included, library, list_objects, shipped_path
-from headrace.kernels.native.toolchain import ISAS, find_compiler, machine_isas
+from headrace.kernels.native.toolchain import ISAS, Compiler, find_compiler, machine_isas
 from headrace.kernels.rms_norm import cpu as rms_norm
 from headrace.kernels.rms_norm import reference as rms_norm_reference
 
@@ -130,6 +130,20 @@ def test_a_failed_compilation_leaves_plain_torch(monkeypatch, caplog, tmp_path: 
     library.wait(30)
     assert library.find() is None and library.state.status == "unavailable"
     assert "kernel.cpp:7: error: no" in library.state.detail and "kernel.cpp:7: error: no" in caplog.text
+
+
+@pytest.mark.parametrize(("script", "told"), [
+    ("#!/bin/sh\nexit 0\n", "wrote nothing"), ("#!/nowhere/sh\n", "does not run: No such file"), ("#!/bin/sh\necho 'a.cpp:1: error: no' >&2\nexit 1\n", "a.cpp:1: error: no"),
+    ("#!/bin/sh\nkill -INT $$\nsleep 60\n", "told to end"),
+])
+def test_compilers_that_make_nothing_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str):
+    broken = tmp_path / "g++"
+    broken.write_text(script)
+    broken.chmod(0o755)
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: None)  # without nice, which would say so itself
+    with pytest.raises(CompilationFailed, match=told):
+        compile_libraries([library("scalar")], Compiler(str(broken), script), tmp_path / "cache", workers=2)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
 
 
 def test_kernels_can_be_switched_off(monkeypatch):

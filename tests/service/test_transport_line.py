@@ -116,12 +116,17 @@ async def test_the_last_words_come_before_the_end(pair: Pair):
     assert heard == [Reply(7)] and not channel.failure.done()
 
 
-@pytest.mark.parametrize("sent", [b"", b"\x01", b"\x00\x00\x00\x00", (MAX_CONFIG_BYTES + 1).to_bytes(4, "little") + b"x", b"\x09\x00\x00\x00abc"])
+@pytest.mark.parametrize("sent", [b"\x01", b"\x00\x00\x00\x00", (MAX_CONFIG_BYTES + 1).to_bytes(4, "little") + b"x", b"\x09\x00\x00\x00abc"])
 def test_an_engine_without_a_configuration_says_so(pair: Pair, sent: bytes):
     pair[0].sendall(sent)
     pair[0].close()
     with pytest.raises(ConfigError, match="supervisor"):
         EngineChannel(pair[1]).read_config()
+
+
+def test_an_engine_whose_parent_failed_first_has_nothing_to_say(pair: Pair):
+    pair[0].close()
+    assert EngineChannel(pair[1]).read_config() is None
 
 
 def test_the_end_of_the_other_side_is_noticed_though_nothing_is_read(pair: Pair):

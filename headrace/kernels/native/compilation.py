@@ -79,13 +79,18 @@ def _run(command: list[str], target: Path, lock: int) -> None:
     waits until the compiler is through."""
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     nice = ["nice", "-n", "10"] if shutil.which("nice") else []
-    done = subprocess.run([*nice, *command, "-o", str(partial)], capture_output=True, text=True, errors="replace", pass_fds=(lock,), stdin=subprocess.DEVNULL)
+    try:
+        done = subprocess.run([*nice, *command, "-o", str(partial)], capture_output=True, text=True, errors="replace", pass_fds=(lock,), stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise CompilationFailed(f"{command[0]} does not run: {error.strerror or error}") from error
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
         if done.returncode in (-signal.SIGINT, -signal.SIGTERM):
             raise CompilationStopped("the compiler was told to end")
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise CompilationFailed(next((line for line in lines if "error:" in line), lines[0]))
+    if not partial.exists():
+        raise CompilationFailed(f"{command[0]} wrote nothing")
     partial.replace(target)
 
 
