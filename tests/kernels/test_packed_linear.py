@@ -123,6 +123,16 @@ def test_a_row_of_codes_does_not_depend_on_how_many_there_are(form: str, isa: st
         assert torch.equal(torch.cat([multiply(part, packed, None) for part in x.split(count)]), together), count
 
 
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 9, 45])
+def test_outputs_of_half_the_size_are_those_of_all_rounded(rows: int, bias_dtype: torch.dtype | None, isa: str):
+    multiply = PACKED_LINEAR.load("native")
+    for out_width in (1, 15, 32, 33, 200):
+        packed, bias = FORMS["bfloat16"](draw(out_width, 96)), torch.linspace(-1, 1, out_width).to(bias_dtype) if bias_dtype else None
+        x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        assert torch.equal(multiply(x, packed, bias), multiply(x, packed, bias, torch.float32).bfloat16())
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 def test_threads_share_the_parts_of_a_vocabulary(rows: int, isa: str):
     weight, x = draw(16_400, 64), torch.randn(rows, 64)

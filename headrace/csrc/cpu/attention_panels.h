@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention_tile.h"
+#include "unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 
@@ -17,9 +18,6 @@ constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kFixedOne = 256.0f, kLogitUnits = kFixedOne / kLn2;  // a factor of two, of e
 constexpr float kFixedTop = 127 * kFixedOne + 0.5f, kFixedMost = kFixedTop + 64 * kFixedOne;  // the weights 1 and 2^64
 constexpr float kNoTop = 1.0e30f;     // the shift of a row that has seen no key
-
-// A loop that is taken apart before arrays are laid into registers.
-#define HEADRACE_EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); ++i)
 
 // 1 + f - 2^f in units of 1 / 256, for 64 steps of f: f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004.
 struct alignas(64) Arc {
@@ -69,8 +67,7 @@ HEADRACE_INLINE void transpose(__m512i (&r)[16]) {
     const __mmask16 odd = d == 1 ? 0xaaaa : d == 2 ? 0xcccc : d == 4 ? 0xf0f0 : 0xff00;
     const __m512i low = _mm512_mask_add_epi32(lanes, odd, lanes, _mm512_set1_epi32(16 - d));
     const __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(d)), odd, lanes, _mm512_set1_epi32(16));
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
+    HEADRACE_EACH(i, 16)
       if (!(i & d)) {
         const __m512i a = r[i], b = r[i + d];
         r[i] = _mm512_permutex2var_epi32(a, low, b), r[i + d] = _mm512_permutex2var_epi32(a, high, b);

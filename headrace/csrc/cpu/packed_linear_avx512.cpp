@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "packed_rows.h"
+#include "unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 namespace {
@@ -18,12 +19,18 @@ RowForm choose_form(const Weight& weight, int64_t, bool is_half) {
   return weight.format == Format::kInt8 ? RowForm::kInt8 : RowForm::kInt8Group;
 }
 
-// Chains of sums for so many rows: enough in all that additions do not wait for one another.
-constexpr int chains_of(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
+// Kernels take R rows and P panels, one behind the other, and leave sums [P, R, 16]. One panel is read as fast as memory can;
+// two are for many rows, which find them in the caches.
 
+// Chains of sums for so many rows: enough in all that additions do not wait for one another.
+constexpr int chains_of(int rows, int panels) { return panels > 1 ? 1 : rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
+
+template <int P>
 inline __m512i load(const uint32_t* words) {
-  _mm_prefetch(reinterpret_cast<const char*>(words) + kAhead, _MM_HINT_T0);
-  _mm_prefetch(reinterpret_cast<const char*>(words) + kFarAhead, _MM_HINT_T1);
+  if constexpr (P == 1) {
+    _mm_prefetch(reinterpret_cast<const char*>(words) + kAhead, _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(words) + kFarAhead, _MM_HINT_T1);
+  }
   return _mm512_loadu_si512(words);
 }
 
@@ -34,183 +41,236 @@ inline __m512i broadcast_word(const T* x) {
   return _mm512_set1_epi32(word);
 }
 
-template <int R, int C>
-inline void add_chains(__m512 acc[R][C]) {
-  for (int r = 0; r < R; ++r)
-    for (int c = 1; c < C; ++c) acc[r][0] = _mm512_add_ps(acc[r][0], acc[r][c]);
+template <int R, int P, int C>
+inline void store_chains(__m512 (&acc)[R][P][C], float sums[][kPanel]) {
+  HEADRACE_EACH(r, R) {
+    HEADRACE_EACH(q, P) {
+      for (int c = 1; c < C; ++c) acc[r][q][0] = _mm512_add_ps(acc[r][q][0], acc[r][q][c]);
+      _mm512_storeu_ps(sums[q * R + r], acc[r][q][0]);
+    }
+  }
 }
 
-template <bool kIsHalf, int R>
+template <bool kIsHalf, int R, int P>
 void multiply_floats(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  constexpr int C = chains_of(R);
-  const int64_t padded = weight.padded();
+  constexpr int C = chains_of(R, P);
+  const int64_t padded = weight.padded(), panel = weight.num_words() * kPanel;
   const float* x = static_cast<const float*>(rows.values) + m * padded;
   const uint32_t* at = weight.panel(p);
-  __m512 acc[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
+  __m512 acc[R][P][C];
+  HEADRACE_EACH(r, R)
+    HEADRACE_EACH(q, P)
+      HEADRACE_EACH(c, C) acc[r][q][c] = _mm512_setzero_ps();
   for (int64_t k = 0; k < padded; k += 8) {
 #pragma GCC unroll 4
     for (int j = 0; j < 8; j += 2) {
-      __m512 pair[2];
-      if constexpr (kIsHalf) {
-        const __m512i words = load(at);
-        pair[0] = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-        pair[1] = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
-        at += kPanel;
-      } else {
-        pair[0] = _mm512_castsi512_ps(load(at));
-        pair[1] = _mm512_castsi512_ps(load(at + kPanel));
-        at += 2 * kPanel;
+      __m512 pair[2][P];
+      HEADRACE_EACH(q, P) {
+        if constexpr (kIsHalf) {
+          const __m512i words = load<P>(at + q * panel);
+          pair[0][q] = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+          pair[1][q] = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
+        } else {
+          pair[0][q] = _mm512_castsi512_ps(load<P>(at + q * panel));
+          pair[1][q] = _mm512_castsi512_ps(load<P>(at + q * panel + kPanel));
+        }
       }
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
+      at += kIsHalf ? kPanel : 2 * kPanel;
+      HEADRACE_EACH(i, 2) {
+        HEADRACE_EACH(r, R) {
           const __m512 value = _mm512_set1_ps(x[r * padded + k + j + i]);
-          acc[r][(j + i) % C] = _mm512_fmadd_ps(value, pair[i], acc[r][(j + i) % C]);
+          HEADRACE_EACH(q, P) acc[r][q][(j + i) % C] = _mm512_fmadd_ps(value, pair[i][q], acc[r][q][(j + i) % C]);
         }
       }
     }
   }
-  add_chains<R, C>(acc);
-  for (int r = 0; r < R; ++r) _mm512_storeu_ps(sums[r], acc[r][0]);
+  store_chains<R, P, C>(acc, sums);
 }
 
-template <int R>
+template <int R, int P>
 void multiply_halves(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  constexpr int C = chains_of(R);
-  const int64_t padded = weight.padded();
+  constexpr int C = chains_of(R, P);
+  const int64_t padded = weight.padded(), panel = weight.num_words() * kPanel;
   const uint16_t* x = static_cast<const uint16_t*>(rows.values) + m * padded;
   const uint32_t* at = weight.panel(p);
-  __m512 acc[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
+  __m512 acc[R][P][C];
+  HEADRACE_EACH(r, R)
+    HEADRACE_EACH(q, P)
+      HEADRACE_EACH(c, C) acc[r][q][c] = _mm512_setzero_ps();
   for (int64_t k = 0; k < padded; k += 16) {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j, at += kPanel) {
-      const __m512bh words = (__m512bh)load(at);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
+      __m512bh words[P];
+      HEADRACE_EACH(q, P) words[q] = (__m512bh)load<P>(at + q * panel);
+      HEADRACE_EACH(r, R) {
         const __m512bh value = (__m512bh)broadcast_word(x + r * padded + k + 2 * j);
-        acc[r][j % C] = _mm512_dpbf16_ps(acc[r][j % C], words, value);
+        HEADRACE_EACH(q, P) acc[r][q][j % C] = _mm512_dpbf16_ps(acc[r][q][j % C], words[q], value);
       }
     }
   }
-  add_chains<R, C>(acc);
-  for (int r = 0; r < R; ++r) _mm512_storeu_ps(sums[r], acc[r][0]);
+  store_chains<R, P, C>(acc, sums);
 }
 
 // Signed codes plus 128, as vpdpbusd wants one side unsigned; 128 times the sum of x is taken off again.
-inline __m512i load_shifted(const uint32_t* at) { return _mm512_xor_si512(load(at), _mm512_set1_epi8(static_cast<char>(0x80))); }
+template <int P>
+inline __m512i load_shifted(const uint32_t* at) { return _mm512_xor_si512(load<P>(at), _mm512_set1_epi8(static_cast<char>(0x80))); }
 
-template <int R>
+template <int R, int P>
 void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  constexpr int C = chains_of(R);
-  const int64_t padded = weight.padded();
+  constexpr int C = chains_of(R, P);
+  const int64_t padded = weight.padded(), panel = weight.num_words() * kPanel;
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const uint32_t* at = weight.panel(p);
-  __m512i acc[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = c ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * static_cast<int32_t>(rows.sums[m + r]));
+  __m512i acc[R][P][C];
+  HEADRACE_EACH(r, R)
+    HEADRACE_EACH(q, P)
+      HEADRACE_EACH(c, C) acc[r][q][c] = c ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * static_cast<int32_t>(rows.sums[m + r]));
   for (int64_t k = 0; k < padded; k += 32) {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j, at += kPanel) {
-      const __m512i words = load_shifted(at);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) acc[r][j % C] = _mm512_dpbusd_epi32(acc[r][j % C], words, broadcast_word(x + r * padded + k + 4 * j));
+      __m512i words[P];
+      HEADRACE_EACH(q, P) words[q] = load_shifted<P>(at + q * panel);
+      HEADRACE_EACH(r, R) {
+        const __m512i value = broadcast_word(x + r * padded + k + 4 * j);
+        HEADRACE_EACH(q, P) acc[r][q][j % C] = _mm512_dpbusd_epi32(acc[r][q][j % C], words[q], value);
+      }
     }
   }
-  const __m512 scales = _mm512_loadu_ps(weight.scales + p * kPanel);
-  for (int r = 0; r < R; ++r) {
-    for (int c = 1; c < C; ++c) acc[r][0] = _mm512_add_epi32(acc[r][0], acc[r][c]);
-    const __m512 by = _mm512_mul_ps(scales, _mm512_set1_ps(rows.scales[m + r]));
-    _mm512_storeu_ps(sums[r], _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][0]), by));
+  HEADRACE_EACH(q, P) {
+    const __m512 scales = _mm512_loadu_ps(weight.scales + (p + q) * kPanel);
+    HEADRACE_EACH(r, R) {
+      for (int c = 1; c < C; ++c) acc[r][q][0] = _mm512_add_epi32(acc[r][q][0], acc[r][q][c]);
+      const __m512 by = _mm512_mul_ps(scales, _mm512_set1_ps(rows.scales[m + r]));
+      _mm512_storeu_ps(sums[q * R + r], _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][q][0]), by));
+    }
   }
 }
 
 inline __m512 load_float16(const uint16_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
 
-// Integer sums of one group of 32 inputs; of bytes shifted by 128, of nibbles as they are.
-template <bool kIsInt4, int R>
-inline const uint32_t* dot_group(const uint32_t* at, const int8_t* x, int64_t padded, __m512i acc[R][2]) {
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
+// Integer sums of one group of 32 inputs; of bytes shifted by 128, of nibbles as they are. C chains.
+template <bool kIsInt4, int R, int P, int C>
+inline void dot_group(const uint32_t* at, int64_t panel, const int8_t* x, int64_t padded, __m512i (&acc)[R][P][C]) {
+  HEADRACE_EACH(r, R)
+    HEADRACE_EACH(q, P)
+      HEADRACE_EACH(c, C) acc[r][q][c] = _mm512_setzero_si512();
 #pragma GCC unroll 8
   for (int k = 0; k < kGroup; k += kIsInt4 ? 8 : 4, at += kPanel) {
-    if constexpr (kIsInt4) {
-      const __m512i nibbles = _mm512_set1_epi8(15), words = load(at);
-      const __m512i low = _mm512_and_si512(words, nibbles), high = _mm512_and_si512(_mm512_srli_epi16(words, 4), nibbles);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], low, broadcast_word(x + r * padded + k));
-        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], high, broadcast_word(x + r * padded + k + 4));
+    __m512i low[P], high[P];
+    HEADRACE_EACH(q, P) {
+      if constexpr (kIsInt4) {
+        const __m512i nibbles = _mm512_set1_epi8(15), words = load<P>(at + q * panel);
+        low[q] = _mm512_and_si512(words, nibbles), high[q] = _mm512_and_si512(_mm512_srli_epi16(words, 4), nibbles);
+      } else {
+        low[q] = load_shifted<P>(at + q * panel);
       }
-    } else {
-      const __m512i words = load_shifted(at);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) acc[r][k / 4 % 2] = _mm512_dpbusd_epi32(acc[r][k / 4 % 2], words, broadcast_word(x + r * padded + k));
+    }
+    constexpr int kSecond = C - 1;
+    const int chain = kIsInt4 ? 0 : k / 4 % C;
+    HEADRACE_EACH(r, R) {
+      const __m512i value = broadcast_word(x + r * padded + k);
+      HEADRACE_EACH(q, P) acc[r][q][chain] = _mm512_dpbusd_epi32(acc[r][q][chain], low[q], value);
+      if constexpr (kIsInt4) {
+        const __m512i next = broadcast_word(x + r * padded + k + 4);
+        HEADRACE_EACH(q, P) acc[r][q][kSecond] = _mm512_dpbusd_epi32(acc[r][q][kSecond], high[q], next);
+      }
     }
   }
-  return at;
 }
 
-template <bool kIsInt4, int R>
+template <bool kIsInt4, int R, int P>
 void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  const int64_t padded = weight.padded(), groups = weight.groups();
+  constexpr int C = R * P < 8 ? 2 : 1;
+  const int64_t padded = weight.padded(), groups = weight.groups(), panel = weight.num_words() * kPanel;
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
   const uint32_t* at = weight.panel(p);
   const uint16_t* scales = weight.group_scales + p * groups * kPanel;
   const uint16_t* mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + p * groups * kPanel;
-  __m512 total[R];
-  for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g, x += kGroup, scales += kPanel) {
-    __m512i acc[R][2];
-    at = dot_group<kIsInt4, R>(at, x, padded, acc);
-    const __m512 scale = load_float16(scales);
-    __m512 least = mins == nullptr ? _mm512_setzero_ps() : load_float16(mins + g * kPanel);
-    if constexpr (!kIsInt4) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-128.0f), least);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const __m512 dots = _mm512_cvtepi32_ps(_mm512_add_epi32(acc[r][0], acc[r][1]));
-      total[r] = _mm512_fmadd_ps(dots, _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups + g])), total[r]);
-      total[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_sums[r * groups + g]), total[r]);
+  __m512 total[R][P];
+  HEADRACE_EACH(r, R)
+    HEADRACE_EACH(q, P) total[r][q] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < groups; ++g, x += kGroup, at += kGroup / (kIsInt4 ? 8 : 4) * kPanel) {
+    __m512i acc[R][P][C];
+    dot_group<kIsInt4, R, P, C>(at, panel, x, padded, acc);
+    HEADRACE_EACH(q, P) {
+      const __m512 scale = load_float16(scales + (q * groups + g) * kPanel);
+      __m512 least = mins == nullptr ? _mm512_setzero_ps() : load_float16(mins + (q * groups + g) * kPanel);
+      if constexpr (!kIsInt4) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-128.0f), least);
+      HEADRACE_EACH(r, R) {
+        const __m512 dots = _mm512_cvtepi32_ps(C > 1 ? _mm512_add_epi32(acc[r][q][0], acc[r][q][C - 1]) : acc[r][q][0]);
+        total[r][q] = _mm512_fmadd_ps(dots, _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups + g])), total[r][q]);
+        total[r][q] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_sums[r * groups + g]), total[r][q]);
+      }
     }
   }
-  for (int r = 0; r < R; ++r) _mm512_storeu_ps(sums[r], total[r]);
+  HEADRACE_EACH(r, R)
+    HEADRACE_EACH(q, P) _mm512_storeu_ps(sums[q * R + r], total[r][q]);
 }
 
-template <int R>
-void multiply_rows(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  switch (weight.format) {
-    case Format::kFloat32: return multiply_floats<false, R>(weight, rows, m, p, sums);
-    case Format::kBfloat16:
-      return rows.form == RowForm::kBfloat16 ? multiply_halves<R>(weight, rows, m, p, sums) : multiply_floats<true, R>(weight, rows, m, p, sums);
-    case Format::kInt8: return multiply_int8<R>(weight, rows, m, p, sums);
-    case Format::kInt8Group: return multiply_groups<false, R>(weight, rows, m, p, sums);
-    case Format::kInt4Group: return multiply_groups<true, R>(weight, rows, m, p, sums);
+// Sums of row m, the outputs of panel p, into the output with the bias added.
+void store_sums(const Weight& weight, const Output& out, int64_t m, int64_t p, const float* sums) {
+  const int64_t n = p * kPanel, left = weight.outputs - n;
+  const __mmask16 inside = left < kPanel ? static_cast<__mmask16>((1u << left) - 1) : 0xffff;
+  __m512 values = _mm512_loadu_ps(sums);
+  if (out.bias != nullptr) {
+    const __m512 bias = out.is_bias_half ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, static_cast<const uint16_t*>(out.bias) + n)), 16))
+                                         : _mm512_maskz_loadu_ps(inside, static_cast<const float*>(out.bias) + n);
+    values = _mm512_add_ps(values, bias);
+  }
+  const int64_t place = m * out.stride + n;
+  if (out.is_half) _mm256_mask_storeu_epi16(static_cast<uint16_t*>(out.data) + place, inside, (__m256i)_mm512_cvtneps_pbh(values));
+  else _mm512_mask_storeu_ps(static_cast<float*>(out.data) + place, inside, values);
+}
+
+constexpr int kPairRows = 8, kGroupPairRows = 4;  // rows that go through two panels; twelve would evict one another from the first-level cache
+constexpr int64_t kLeastPairRows = 32;            // from which panels are read from memory seldom enough
+
+template <int R, int P>
+void multiply_rows(const Weight& weight, const Rows& rows, const Output& out, int64_t m, int64_t p) {
+  alignas(64) float sums[P * R][kPanel];
+  if constexpr (P == 1 || R == kPairRows) {
+    if (weight.format == Format::kFloat32) multiply_floats<false, R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kInt8) multiply_int8<R, P>(weight, rows, m, p, sums);
+    else if (rows.form == RowForm::kBfloat16) multiply_halves<R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kBfloat16) multiply_floats<true, R, P>(weight, rows, m, p, sums);
+  }
+  if constexpr (P == 1 || R == kGroupPairRows) {
+    if (weight.format == Format::kInt8Group) multiply_groups<false, R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kInt4Group) multiply_groups<true, R, P>(weight, rows, m, p, sums);
+  }
+  for (int q = 0; q < P; ++q)
+    for (int r = 0; r < R; ++r) store_sums(weight, out, m + r, p + q, sums[q * R + r]);
+}
+
+// One panel.
+void multiply_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
+  for (int64_t m = first_row, count; m < last_row; m += count) {
+    const int64_t left = last_row - m, times = (left + kMostRows - 1) / kMostRows;
+    count = (left + times - 1) / times;
+    switch (count) {
+      case 1: multiply_rows<1, 1>(weight, rows, out, m, p); break;
+      case 2: multiply_rows<2, 1>(weight, rows, out, m, p); break;
+      case 3: multiply_rows<3, 1>(weight, rows, out, m, p); break;
+      case 4: multiply_rows<4, 1>(weight, rows, out, m, p); break;
+      case 5: multiply_rows<5, 1>(weight, rows, out, m, p); break;
+      case 6: multiply_rows<6, 1>(weight, rows, out, m, p); break;
+      case 7: multiply_rows<7, 1>(weight, rows, out, m, p); break;
+      default: multiply_rows<8, 1>(weight, rows, out, m, p);
+    }
   }
 }
 
 void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
-  float sums[kMostRows][kPanel];
-  for (int64_t p = first; p < last; ++p) {
-    for (int64_t m = first_row, count; m < last_row; m += count) {
-      const int64_t left = last_row - m, times = (left + kMostRows - 1) / kMostRows;
-      count = (left + times - 1) / times;
-      switch (count) {
-        case 1: multiply_rows<1>(weight, rows, m, p, sums); break;
-        case 2: multiply_rows<2>(weight, rows, m, p, sums); break;
-        case 3: multiply_rows<3>(weight, rows, m, p, sums); break;
-        case 4: multiply_rows<4>(weight, rows, m, p, sums); break;
-        case 5: multiply_rows<5>(weight, rows, m, p, sums); break;
-        case 6: multiply_rows<6>(weight, rows, m, p, sums); break;
-        case 7: multiply_rows<7>(weight, rows, m, p, sums); break;
-        default: multiply_rows<8>(weight, rows, m, p, sums);
-      }
-      for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
-    }
+  const bool is_grouped = weight.format >= Format::kInt8Group;
+  const int64_t height = is_grouped ? kGroupPairRows : kPairRows;
+  int64_t p = first;
+  for (; p + 2 <= last && last_row - first_row >= kLeastPairRows; p += 2) {
+    int64_t m = first_row;
+    for (; m + height <= last_row; m += height) is_grouped ? multiply_rows<kGroupPairRows, 2>(weight, rows, out, m, p) : multiply_rows<kPairRows, 2>(weight, rows, out, m, p);
+    multiply_panel(weight, rows, out, m, last_row, p), multiply_panel(weight, rows, out, m, last_row, p + 1);
   }
+  for (; p < last; ++p) multiply_panel(weight, rows, out, first_row, last_row, p);
 }
 
 }  // namespace
