@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from headrace.base.errors import ConfigError, WeightError
 from headrace.models.source import ModelSource
 from headrace.models.weights import open_weights
+from headrace.models.weights.gguf_file import read_gguf_header
 from headrace.models.weights.safetensors_file import read_header, read_safetensors
+from headrace.service.tokenization import load_tokenizer
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -106,6 +108,15 @@ def test_broken_headers_are_weight_errors(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(WeightError, match=r"bad\.safetensors"):
         read_header(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "tokenizer.json", "tokenizer.model"])
+def test_what_a_clone_without_lfs_leaves_is_told_as_such(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 269060552\n")
+    read = {".safetensors": read_header, ".gguf": read_gguf_header}.get(path.suffix) or (lambda at: load_tokenizer(ModelSource("m", "folder", at.parent, {})))
+    with pytest.raises(WeightError, match=f"{name} is a pointer of Git LFS.* git lfs pull"):
+        read(path)
 
 
 @settings(max_examples=300, deadline=None)

@@ -98,7 +98,11 @@ def _run(command: list[str], target: Path, lock: int) -> None:
 def _lock(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process is compiling CPU kernels into %s; waiting for it", path.parent)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -18,6 +18,7 @@ import torch
 
 from headrace.base.errors import WeightError
 from headrace.models.weights.mapping import map_file, view_bytes
+from headrace.models.weights.pointers import refuse_pointer
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 32
@@ -45,13 +46,14 @@ class StoredTensor:
 
 def read_header(path: Path) -> list[StoredTensor]:
     """Every tensor of a safetensors file in file order; raises `WeightError` when the header is not sound."""
+    refuse_pointer(path)
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
-            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else None
-            if length is None or length > min(size - 8, MAX_HEADER_BYTES):
-                raise WeightError(f"{path} is truncated or no safetensors file: {size} bytes, header of {length}")
+            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
+            if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+                raise WeightError(f"{path} is truncated or no safetensors file: {size} bytes, header of {length}; fetch it again")
             header = json.loads(file.read(length))
     except OSError as error:
         raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
