@@ -71,16 +71,37 @@ static void store_transposed(__m512i (&r)[16], void* out) {
   for (int i = 0; i < 16; ++i) _mm512_store_si512(static_cast<char*>(out) + 64 * i, t[i]);
 }
 
-HEADRACE_INLINE __m512i load_bits(const bf16* p, int64_t n) {  // up to 32 values, zeros beyond n
-  return n >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << n) - 1), p);
+// The rows of 16 tokens from a position on, null where there are fewer than that. They are asked for, as hardware does not foresee them.
+struct TokenRows {
+  const bf16 *keys[16], *values[16];
+
+  HEADRACE_INLINE void enter(const Attention& a, const int32_t* table, int64_t position, int64_t count, int64_t kv_head) {
+    const int64_t page_size = page_size_of(a);
+    for (int64_t i = 0; i < 16;) {
+      if (i >= count) {
+        keys[i] = values[i] = nullptr, ++i;
+        continue;
+      }
+      const int64_t left = page_size - ((position + i) & (page_size - 1)), end = clamp(i + left, 0, count < 16 ? count : 16);
+      const bf16* key = static_cast<const bf16*>(row_at(a.k, a.k_strides, a, table, position + i, kv_head));
+      const bf16* value = static_cast<const bf16*>(row_at(a.v, a.v_strides, a, table, position + i, kv_head));
+      for (; i < end; ++i, key += a.k_strides.token, value += a.v_strides.token) {
+        keys[i] = key, values[i] = value;
+        for (int64_t e = 0; e < a.head_dim; e += 32) __builtin_prefetch(key + e, 0, 2);
+        for (int64_t e = 0; e < a.value_dim; e += 32) __builtin_prefetch(value + e, 0, 2);
+      }
+    }
+  }
+};
+
+// Of values of two tokens, 32 numbers: pairs of the first 16 and pairs of the others.
+HEADRACE_INLINE void store_pairs(__m512i even, __m512i odd, bf16* first, bf16* second) {
+  const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);  // of each lane of 8 numbers, 4 and 4
+  _mm512_store_si512(first, _mm512_permutex2var_epi64(low, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high));
+  _mm512_store_si512(second, _mm512_permutex2var_epi64(low, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), high));
 }
 
-HEADRACE_INLINE const bf16* key_at(const Attention& a, const int32_t* table, int64_t position, int64_t kv_head) {
-  return static_cast<const bf16*>(row_at(a.k, a.k_strides, a, table, position, kv_head));
-}
-HEADRACE_INLINE const bf16* value_at(const Attention& a, const int32_t* table, int64_t position, int64_t kv_head) {
-  return static_cast<const bf16*>(row_at(a.v, a.v_strides, a, table, position, kv_head));
-}
+HEADRACE_INLINE __mmask32 first_bits(int64_t n) { return n >= 32 ? ~0u : n > 0 ? (1u << n) - 1 : 0; }
 
 // Weights leave the vectors as VPACKUSDW leaves them: of 32 keys, 0 to 3, 16 to 19, 4 to 7, 20 to 23, ... So do values: keys
 // 2 pair and 2 pair + 1 are in row
@@ -89,28 +110,27 @@ HEADRACE_INLINE int64_t row_of_pair(int64_t pair) { return pair % 8 / 2 * 4 + pa
 // Keys [at, at + n) and their values, zeros beyond up to whole steps.
 static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile, int64_t at, int64_t n) {
   const int32_t* table = a.table + tile.request * a.table_stride;
-  const int64_t padded_n = padded(n, 32);
   constexpr int64_t kAhead = 48;  // keys
-  fetch_rows(a, table, at, kAhead, at + n, tile.kv_head);
-  for (int64_t j = 0; j < padded_n; j += 16) {
-    fetch_rows(a, table, at + j + kAhead, 16, at + n, tile.kv_head);
-    const bf16* rows[16];
-    for (int64_t i = 0; i < 16; ++i) rows[i] = j + i < n ? key_at(a, table, at + j + i, tile.kv_head) : nullptr;
+  TokenRows rows[kAhead / 16 + 1];
+  const auto enter = [&](int64_t j) { rows[j / 16 % (kAhead / 16 + 1)].enter(a, table, at + j, n - j, tile.kv_head); };
+  for (int64_t j = 0; j < kAhead; j += 16) enter(j);
+  for (int64_t j = 0; j < padded(n, 32); j += 16) {
+    enter(j + kAhead);
+    const TokenRows& now = rows[j / 16 % (kAhead / 16 + 1)];
     for (int64_t e = 0; e < t.dim; e += 32) {
+      const __mmask32 inside = first_bits(a.head_dim - e);
       __m512i r[16];
-      for (int i = 0; i < 16; ++i) r[i] = rows[i] ? load_bits(rows[i] + e, a.head_dim - e) : _mm512_setzero_si512();
+      for (int i = 0; i < 16; ++i) r[i] = now.keys[i] ? _mm512_maskz_loadu_epi16(inside, now.keys[i] + e) : _mm512_setzero_si512();
       store_transposed(r, t.keys + (j / 16 * (t.dim / 32) + e / 32) * kTileValues);
     }
-  }
-  for (int64_t j = 0; j < padded_n; j += 2) {
-    const bf16* even = j < n ? value_at(a, table, at + j, tile.kv_head) : nullptr;
-    const bf16* odd = j + 1 < n ? value_at(a, table, at + j + 1, tile.kv_head) : nullptr;
-    bf16* out = t.values + j / 32 * t.width * 32 + row_of_pair(j % 32 / 2) * 32;
-    for (int64_t e = 0; e < t.width; e += 16, out += kTileValues) {
-      const __mmask16 inside = first(static_cast<int>(clamp(a.value_dim - e, 0, 16)));
-      const __m512i low = even ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, even + e)) : _mm512_setzero_si512();
-      const __m512i high = odd ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, odd + e)) : _mm512_setzero_si512();
-      _mm512_store_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    for (int64_t e = 0; e < t.width; e += 32) {
+      const __mmask32 inside = first_bits(a.value_dim - e);
+      const auto load = [&](int64_t i) { return now.values[i] ? _mm512_maskz_loadu_epi16(inside, now.values[i] + e) : _mm512_setzero_si512(); };
+      bf16* const tiles = t.values + j / 32 * t.width * 32 + e / 16 * kTileValues;
+      for (int64_t i = 0; i < 16; i += 2) {
+        bf16* const out = tiles + row_of_pair((j + i) % 32 / 2) * 32;
+        store_pairs(load(i), load(i + 1), out, out + kTileValues);
+      }
     }
   }
 }
