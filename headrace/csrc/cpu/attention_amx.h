@@ -101,8 +101,6 @@ HEADRACE_INLINE void store_pairs(__m512i even, __m512i odd, bf16* first, bf16* s
   _mm512_store_si512(second, _mm512_permutex2var_epi64(low, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), high));
 }
 
-HEADRACE_INLINE __mmask32 first_bits(int64_t n) { return n >= 32 ? ~0u : n > 0 ? (1u << n) - 1 : 0; }
-
 // Weights leave the vectors as VPACKUSDW leaves them: of 32 keys, 0 to 3, 16 to 19, 4 to 7, 20 to 23, ... So do values: keys
 // 2 pair and 2 pair + 1 are in row
 HEADRACE_INLINE int64_t row_of_pair(int64_t pair) { return pair % 8 / 2 * 4 + pair % 2 + pair / 8 * 2; }
@@ -118,13 +116,13 @@ static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile
     enter(j + kAhead);
     const TokenRows& now = rows[j / 16 % (kAhead / 16 + 1)];
     for (int64_t e = 0; e < t.dim; e += 32) {
-      const __mmask32 inside = first_bits(a.head_dim - e);
+      const __mmask32 inside = first_halves(a.head_dim - e);
       __m512i r[16];
       for (int i = 0; i < 16; ++i) r[i] = now.keys[i] ? _mm512_maskz_loadu_epi16(inside, now.keys[i] + e) : _mm512_setzero_si512();
       store_transposed(r, t.keys + (j / 16 * (t.dim / 32) + e / 32) * kTileValues);
     }
     for (int64_t e = 0; e < t.width; e += 32) {
-      const __mmask32 inside = first_bits(a.value_dim - e);
+      const __mmask32 inside = first_halves(a.value_dim - e);
       const auto load = [&](int64_t i) { return now.values[i] ? _mm512_maskz_loadu_epi16(inside, now.values[i] + e) : _mm512_setzero_si512(); };
       bf16* const tiles = t.values + j / 32 * t.width * 32 + e / 16 * kTileValues;
       for (int64_t i = 0; i < 16; i += 2) {

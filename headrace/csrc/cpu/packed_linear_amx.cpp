@@ -42,12 +42,13 @@ RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
 void quantise_halves(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
   const int64_t inputs = weight.inputs, padded = weight.padded();
   const __m512i unsign = _mm512_set1_epi16(0x7fff);
-  const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // of four bytes each, after packing
-  const auto known = [&](int64_t k, int64_t n) { return inputs - k >= n ? ~0ull >> (64 - n) : inputs > k ? (1ull << (inputs - k)) - 1 : 0; };
+  alignas(64) uint8_t order[64];  // of bytes after packing: of each lane, those at even and odd places of the first 32 numbers and of the others
+  for (int i = 0; i < 64; ++i) order[i] = static_cast<uint8_t>(i % 32 / 8 * 16 + i / 32 * 8 + i % 2 * 4 + i % 8 / 2);
+  const __m512i in_order = _mm512_load_si512(order);
   for (int64_t m = first; m < last; ++m) {
-    const uint16_t* x = static_cast<const uint16_t*>(input.data) + m * input.stride;
+    const bf16* x = static_cast<const bf16*>(input.data) + m * input.stride;
     __m512i top = _mm512_setzero_si512();
-    for (int64_t k = 0; k < inputs; k += 32) top = _mm512_max_epi16(top, _mm512_and_si512(_mm512_maskz_loadu_epi16(static_cast<__mmask32>(known(k, 32)), x + k), unsign));
+    for (int64_t k = 0; k < inputs; k += 32) top = _mm512_max_epi16(top, _mm512_and_si512(_mm512_maskz_loadu_epi16(first_halves(inputs - k), x + k), unsign));
     const int32_t most_bits = _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_slli_epi32(top, 16), _mm512_and_si512(top, _mm512_set1_epi32(0x7fff0000))));
     float most;
     std::memcpy(&most, &most_bits, 4);
@@ -56,11 +57,10 @@ void quantise_halves(const Weight& weight, const Input& input, const Rows& rows,
     int8_t* tile = static_cast<int8_t*>(rows.values) + m / 16 * 16 * padded + m % 16 * 64;
     for (int64_t k = 0; k < padded; k += 64) {
       const auto codes = [&](int64_t at) {
-        const __m256i halves = _mm256_maskz_loadu_epi16(static_cast<__mmask16>(known(at, 16)), x + at);
-        return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)), inverse));
+        const Halves halves(x + at, first_halves(inputs - at));
+        return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(halves.even.v, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(halves.odd.v, inverse)));
       };
-      const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(codes(k), codes(k + 16)), _mm512_packs_epi32(codes(k + 32), codes(k + 48)));
-      _mm512_storeu_si512(tile + k * 16, _mm512_permutexvar_epi32(in_order, bytes));
+      _mm512_storeu_si512(tile + k * 16, _mm512_permutexvar_epi8(in_order, _mm512_packs_epi16(codes(k), codes(k + 32))));
     }
   }
   zero_beyond(rows, padded, last);

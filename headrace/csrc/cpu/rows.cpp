@@ -33,6 +33,38 @@ static void norm_rows(const NormRows& a, int64_t begin, int64_t end) {
   }
 }
 
+#if defined(HEADRACE_IS_AVX512)
+// The same of bfloat16 alone: 32 numbers as those at even and those at odd places, which takes no instruction that moves them across.
+static void norm_halves(const NormRows& a, int64_t begin, int64_t end) {
+  const bf16* weight = static_cast<const bf16*>(a.weight);
+  const Vec offset(a.offset);
+  for (int64_t row = begin; row < end; ++row) {
+    const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+    bf16* const residual = a.residual ? static_cast<bf16*>(a.residual) + row * a.residual_stride : nullptr;
+    bf16* const out = static_cast<bf16*>(a.out) + row * a.width;
+    Vec even_squares(0.0f), odd_squares(0.0f);
+    for (int64_t i = 0; i < a.width; i += 32) {
+      const __mmask32 inside = first_halves(a.width - i);
+      Halves total(x + i, inside);
+      if (residual) {
+        const Halves before(residual + i, inside);
+        const __m512i sum = Halves(before.even + total.even, before.odd + total.odd).narrow();
+        _mm512_mask_storeu_epi16(residual + i, inside, sum);
+        total = Halves(sum);  // rounded: the norm sees what the next layer will
+      }
+      even_squares = fma(total.even, total.even, even_squares), odd_squares = fma(total.odd, total.odd, odd_squares);
+    }
+    if (residual) x = residual;
+    const Vec scale(1.0f / sqrtf(sum(even_squares + odd_squares) / static_cast<float>(a.width) + a.eps));
+    for (int64_t i = 0; i < a.width; i += 32) {
+      const __mmask32 inside = first_halves(a.width - i);
+      const Halves value(x + i, inside), factor(weight + i, inside);
+      _mm512_mask_storeu_epi16(out + i, inside, Halves(value.even * scale * (factor.even + offset), value.odd * scale * (factor.odd + offset)).narrow());
+    }
+  }
+}
+#endif
+
 template <class T>
 static void norm_of_type(const NormRows& a, int64_t begin, int64_t end) {
   if (a.weight_type == kFloat32) return norm_rows<T, float>(a, begin, end);
@@ -40,6 +72,9 @@ static void norm_of_type(const NormRows& a, int64_t begin, int64_t end) {
 }
 
 static void norm(int type, const NormRows& a, int64_t begin, int64_t end) {
+#if defined(HEADRACE_IS_AVX512)
+  if (type == kBFloat16 && a.weight_type == kBFloat16) return norm_halves(a, begin, end);
+#endif
   type == kFloat32 ? norm_of_type<float>(a, begin, end) : type == kBFloat16 ? norm_of_type<bf16>(a, begin, end) : norm_of_type<fp16>(a, begin, end);
 }
 

@@ -109,6 +109,21 @@ HEADRACE_INLINE void store(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, fi
 template <class T> HEADRACE_INLINE void store(T* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a, T{})); }
 template <class T> HEADRACE_INLINE void store(T* p, Vec a, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(a, T{})); }
 
+// 32 numbers in bfloat16, as those at even and those at odd places.
+struct Halves {
+  Vec even, odd;
+  HEADRACE_INLINE Halves(Vec at_even, Vec at_odd) : even(at_even), odd(at_odd) {}
+  HEADRACE_INLINE explicit Halves(__m512i bits)
+      : even(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))), odd(_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))))) {}
+  HEADRACE_INLINE Halves(const bf16* p, __mmask32 inside) : Halves(_mm512_maskz_loadu_epi16(inside, p)) {}
+  // Rounded to nearest, in their order.
+  HEADRACE_INLINE __m512i narrow() const {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v));
+  }
+};
+HEADRACE_INLINE __mmask32 first_halves(int64_t n) { return n >= 32 ? ~0u : n > 0 ? (1u << n) - 1 : 0; }
+
 #elif defined(HEADRACE_IS_AVX2)
 constexpr int kLanes = 8;
 
