@@ -18,14 +18,21 @@ VARIABLES = {
 }
 
 
+def home() -> Path:
+    """This user's home. Where the system knows none it is the root from now on, as in containers: libraries raise without."""
+    if not os.path.isabs(os.path.expanduser("~")):
+        os.environ["HOME"] = os.sep
+    return Path.home()
+
+
 def cache_dir() -> Path:
     """Folder for everything Headrace may rebuild."""
-    return Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace")
+    return Path(os.environ.get("HEADRACE_CACHE") or home() / ".cache" / "headrace")
 
 
 def torch_extensions_dir() -> Path:
     """Where torch builds extensions, of which none are ours."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home() / ".cache" / "torch_extensions")
 
 
 def cpu_isa() -> str | None:

@@ -54,7 +54,7 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     nvrtc.nvrtcVersion(byref(major), byref(minor))
     digest = hashlib.sha256(repr((source, options, major.value, minor.value)).encode()).hexdigest()[:20]
     path = env.cache_dir() / "cuda" / f"{name}-{digest}.cubin"
-    if path.exists():
+    if os.path.exists(path):  # False for what may not be looked at, too
         return path.read_bytes()
     began = time.perf_counter()
     code = _compile(nvrtc, source, name, options)

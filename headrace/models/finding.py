@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -30,9 +31,18 @@ def find_model(typed: str, load_format: str, revision: str | None = None) -> Fou
     """Look for a path, then an installed package, then a Hugging Face name; raises `ModelError`."""
     if not typed.strip():
         raise ModelError("no model was named; give a folder, a GGUF file, an installed model package or a Hugging Face name")
-    path = Path(typed).expanduser()
+    try:
+        return _find(typed, load_format, revision)
+    except OSError as error:  # of whatever folder on the way
+        raise ModelError(f"cannot read {error.filename or typed}: {error.strerror or error}") from error
+
+
+def _find(typed: str, load_format: str, revision: str | None) -> Found:
+    path = Path(os.path.expanduser(typed))  # as it is where there is no such home, which pathlib raises
     if path.exists():
         return _open_path(path, load_format)
+    if path.is_symlink():
+        raise ModelError(f"{path} is a link to {path.readlink()}, which is not there")
     if _looks_like_path(typed):
         raise ModelError(f"no model at {path.absolute()}: {_missing_path(path)}")
     place = find_package(typed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ def find_in_hub(name: str, revision: str | None, *, wants_weights: bool, can_ope
     ``can_open`` says of a folder or GGUF file whether all that is needed is there. Raises `ModelError` that says why
     the model cannot be had and what to do; what ``near()`` returns is appended to "not found".
     """
+    root = _cache_root()
     repository, file = _split(name)
     cached = _cached_folder(repository, revision)
     if cached is not None and can_open(cached / file if file else cached):
@@ -33,7 +35,7 @@ def find_in_hub(name: str, revision: str | None, *, wants_weights: bool, can_ope
         held = "its cached copy is incomplete" if cached else "it is not in the cache"
         raise ModelError(
             f"no model {name!r}: no such file, folder or installed package, and the Hugging Face hub may not be asked "
-            f"(HF_HUB_OFFLINE is set; {held}, {_cache_root()}). Unset HF_HUB_OFFLINE, or name a local model{near()}"
+            f"(HF_HUB_OFFLINE is set; {held}, {root}). Unset HF_HUB_OFFLINE, or name a local model{near()}"
         )
     if wants_weights:
         file = _choose_file(_list_files(repository, revision, name, near), repository, file)
@@ -44,7 +46,7 @@ def find_in_hub(name: str, revision: str | None, *, wants_weights: bool, can_ope
 def cached_names() -> set[str]:
     """Names of the models in the Hugging Face cache."""
     root = _cache_root()
-    if not root.is_dir():
+    if not os.path.isdir(root):  # False for what may not be looked at, too
         return set()
     return {folder.name.removeprefix("models--").replace("--", "/") for folder in root.glob("models--*")}
 
@@ -57,6 +59,7 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def _cache_root() -> Path:
+    env.home()  # settled before the library asks
     from huggingface_hub import constants  # costs 0.1 s
 
     return Path(constants.HF_HUB_CACHE)
@@ -68,7 +71,7 @@ def _cached_folder(name: str, revision: str | None) -> Path | None:
 
     try:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
+    except (LocalEntryNotFoundError, HFValidationError, OSError):  # no cache, or one that others own
         return None
 
 
@@ -112,6 +115,8 @@ def _ask(question: Callable[[], T], name: str, near: Callable[[], str]) -> T:
             f"no model {name!r}: no such file, folder or installed package, and none of that name on the Hugging Face hub "
             f"(private ones need `hf auth login`){near()}"
         ) from error
+    except PermissionError as error:
+        raise ModelError(f"no model {name!r} here, and {error.filename} cannot be used to fetch it: permission denied. Set HF_HOME to a folder that can") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, errors.HFValidationError, OSError) as error:
         raise ModelError(
             f"no model {name!r}: no such file, folder or installed package, it is not (fully) in the Hugging Face cache "

@@ -117,6 +117,28 @@ def test_a_folder_that_cannot_be_written_names_the_remedy(monkeypatch, caplog):
 
 
 @needs_compiler
+def test_a_cache_that_may_not_be_looked_at_is_as_one_that_cannot_be_written(monkeypatch, caplog, tmp_path: Path):
+    stat, opened = os.stat, os.open
+
+    def refuse(real):
+        def call(path, *args, **options):
+            if str(path).startswith(str(tmp_path)):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **options)
+
+        return call
+
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.delenv("HEADRACE_CPU_ISA", raising=False)
+    monkeypatch.setattr(os, "stat", refuse(stat))
+    monkeypatch.setattr(os, "open", refuse(opened))
+    library = NativeLibrary()
+    assert library.find() is None
+    library.wait(30)
+    assert library.state.status == "unavailable" and "cannot be written to: Permission denied; set HEADRACE_CACHE" in caplog.text
+
+
+@needs_compiler
 def test_a_failed_compilation_leaves_plain_torch(monkeypatch, caplog, tmp_path: Path):
     def fail(*_):
         raise CompilationFailed("kernel.cpp:7: error: no")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,9 @@ from safetensors.torch import save_file
 from headrace.base.config import ModelConfig
 from headrace.base.errors import ConfigError, ModelError, UnknownArchitecture
 from headrace.models import packages
-from headrace.models.source import merge_config, resolve_source
+from headrace.models.source import ModelSource, merge_config, resolve_source
 from headrace.models.weights import open_weights
+from headrace.service.tokenization import load_tokenizer
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "rope_scaling": {"factor": 2, "type": "linear"}}
 
@@ -188,6 +190,42 @@ def test_what_is_said_about_paths_that_are_no_models(tmp_path, typed, message):
         (tmp_path / "junk" / name).write_text("")
     with pytest.raises(ModelError, match=message):
         resolve(typed.format(tmp_path))
+
+
+def test_what_may_not_be_read_is_told_by_name(tmp_path, monkeypatch):
+    folder = make_folder(tmp_path / "theirs")
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(ModelError, match="is a link to nowhere, which is not there"):
+        resolve(tmp_path / "gone")
+    with pytest.raises(ModelError, match=r"cannot read x{300}: File name too long"):
+        resolve("x" * 300)
+    with pytest.raises(ModelError, match=r"no model at .*~nobody-of-that-name"):
+        resolve("~nobody-of-that-name/model")
+    stat = Path.stat
+
+    def refuse(path, **options):
+        if folder in (path, *path.parents):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ModelError, match=r"cannot read .*theirs: Permission denied"):
+        resolve(folder)
+    with pytest.raises(ModelError, match=r"cannot read .*theirs: Permission denied"):
+        load_tokenizer(ModelSource("m", "folder", tmp_path, {}), tokenizer=str(folder))
+
+
+def test_a_user_without_a_home(tmp_path):
+    """As containers have them: the cache is where nobody else's home is, and no library raises."""
+    code = (
+        "import os, pwd; os.environ.pop('HOME', None); pwd.getpwuid = lambda number: (_ for _ in ()).throw(KeyError(number))\n"
+        "from headrace.base import env; from headrace.base.config import ModelConfig; from headrace.models.source import resolve_source\n"
+        "try: resolve_source(ModelConfig(model='no-such-model'))\n"
+        "except Exception as error: print(type(error).__name__, env.cache_dir())"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "HEADRACE_CACHE", "HF_HOME")} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["ModelError", "/.cache/headrace"]
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "null", "[" * 100000])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import shutil
 import threading
 import time
@@ -194,7 +195,7 @@ def find_library(name: str, compiler: Compiler | None) -> Path | None:
     if compiler is None:
         return None
     path = library(name).path(compiler, cache_folder())
-    if not path.exists():
+    if not os.path.exists(path):  # False for what may not be looked at, too
         return None
     with suppress(OSError):  # a folder that others own
         path.touch()  # used: not to be swept

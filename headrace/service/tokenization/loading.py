@@ -6,6 +6,7 @@ Refuses: guessing. A form that would have to be converted by rules outside its f
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,8 +72,11 @@ def _load_source(source: ModelSource) -> tuple[Backend, TokenizerFacts]:
 
 
 def _load_override(name: str) -> tuple[Backend, TokenizerFacts]:
-    path = Path(name).expanduser()
-    return _load_path(path) if path.exists() else _load_source(resolve_source(ModelConfig(model=name)))
+    path = Path(os.path.expanduser(name))
+    try:
+        return _load_path(path) if path.exists() else _load_source(resolve_source(ModelConfig(model=name)))
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename or name}: {error.strerror or error}") from error
 
 
 def _load_path(path: Path) -> tuple[Backend, TokenizerFacts]:
@@ -241,7 +245,7 @@ def _read_template(chat_template: str) -> str:
     if "{" in chat_template:
         return chat_template
     try:
-        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: cannot read {chat_template!r}: {error}", param="chat_template") from error
 
