@@ -40,14 +40,14 @@ struct PanelBuffers {
   float *scales, *shifts;         // [M]: what makes products of codes logits, what makes logits weights
   float* key_scales;              // [N]; of codes
   int32_t* starts;                // [M]: where sums of codes begin
-  float* line;                    // a row
+  float *lines, *line;            // [16, V padded to 16], or the codes of as many queries; a query
 
   static int64_t words_of(const Attention& a) { return a.kv_type == kCodes ? (a.head_dim + 3) / 4 : (a.head_dim + 1) / 2; }
   // Rows that go through keys and values that were packed once: as many as the second-level cache holds.
   static int64_t most_rows(const Attention& a) { return clamp(196608 / (a.head_dim + a.value_dim) / 32 * 32, 96, 1536); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kWide), w = words_of(a), v = padded(a.value_dim, kTurn);
-    return m * (w + v + 4) + kPackedKeys * (w + 1) + kPackedKeys / 2 * (padded(v) + kWide) + 2 * padded(a.head_dim + a.value_dim);
+    return m * (w + v + 4) + kPackedKeys * (w + 1) + kPackedKeys / 2 * (padded(v) + kWide) + 16 * padded(w > v ? w : v) + padded(a.head_dim);
   }
   PanelBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kWide)), words(words_of(a)), width(padded(a.value_dim, kTurn)) {
     float* at = scratch;
@@ -55,7 +55,7 @@ struct PanelBuffers {
     const auto take_words = [&](int64_t size) { return reinterpret_cast<uint32_t*>(take(size)); };
     q = take_words(rows * words), keys = take_words(kPackedKeys * words), values = take_words(kPackedKeys / 2 * padded(width)), weights = take_words(kPackedKeys / 2 * kWide);
     sums = take(rows * width), total = take(rows), scales = take(rows), shifts = take(rows);
-    starts = reinterpret_cast<int32_t*>(take(rows)), key_scales = take(kPackedKeys), line = take(0);
+    starts = reinterpret_cast<int32_t*>(take(rows)), key_scales = take(kPackedKeys), lines = take(16 * padded(words > width ? words : width)), line = take(0);
   }
 };
 
@@ -162,26 +162,29 @@ static void pack_codes(const PanelBuffers& t, const Attention& a, const Tile& ti
   }
 }
 
-// Queries as they are, or as codes.
+// Queries as they are, or as codes; zeros beyond the last.
 template <bool kIsBytes>
 static void pack_queries(const PanelBuffers& t, const Attention& a, const Tile& tile) {
-  memset(t.q, 0, t.rows * t.words * sizeof(uint32_t));
-  uint32_t* codes = reinterpret_cast<uint32_t*>(t.line + padded(a.head_dim));
-  for (int64_t r = 0; r < t.rows; ++r) {
-    t.scales[r] = product_scale(a), t.shifts[r] = kNoTop, t.total[r] = 0.0f, t.starts[r] = 0;
-    if (r >= tile.num_rows) continue;
-    const char* q = query_row(a, tile, r);
-    if constexpr (kIsBytes) {
-      widen_values(a.q_type, q, t.line, a.head_dim);
-      int8_t* bytes = reinterpret_cast<int8_t*>(codes);
-      t.scales[r] *= encode(t.line, a.head_dim, bytes);
-      for (int64_t e = 0; e < a.head_dim; ++e) t.starts[r] -= 128 * bytes[e];
-    } else {
-      codes[t.words - 1] = 0;
-      memcpy(codes, q, a.head_dim * sizeof(bf16));
+  for (int64_t m = 0; m < t.rows; m += 16) {
+    const bf16* rows[16];
+    for (int64_t i = 0; i < 16; ++i) {
+      const int64_t r = m + i;
+      rows[i] = r < tile.num_rows ? reinterpret_cast<const bf16*>(query_row(a, tile, r)) : nullptr;
+      t.scales[r] = product_scale(a), t.shifts[r] = kNoTop, t.total[r] = 0.0f, t.starts[r] = 0;
+      if (!kIsBytes || !rows[i]) continue;
+      widen_values(a.q_type, rows[i], t.line, a.head_dim);
+      int8_t* codes = reinterpret_cast<int8_t*>(t.lines + i * padded(t.words));
+      t.scales[r] *= encode(t.line, a.head_dim, codes);
+      for (int64_t e = 0; e < a.head_dim; ++e) t.starts[r] -= 128 * codes[e];
     }
-    uint32_t* column = t.q + r / kWide * kWide * t.words + r % kWide;
-    for (int64_t w = 0; w < t.words; ++w) column[w * kWide] = codes[w];
+    for (int64_t w = 0; w < t.words; w += 16) {
+      __m512i r[16];
+      HEADRACE_EACH(i, 16) r[i] = !rows[i] ? _mm512_setzero_si512() : kIsBytes ? _mm512_loadu_si512(t.lines + i * padded(t.words) + w) : load_bits(rows[i] + 2 * w, a.head_dim - 2 * w);
+      transpose(r);
+      uint32_t* out = t.q + m / kWide * kWide * t.words + w * kWide + m % kWide;
+      HEADRACE_EACH(i, 16)
+        if (w + i < t.words) _mm512_storeu_si512(out + i * kWide, r[i]);
+    }
   }
 }
 
@@ -334,35 +337,12 @@ static void add_values(const Panel& p, int64_t first, int64_t last) {
   }
 }
 
-// Keys and values of a block on their way, a row at a time between products: of many lines at once, processors leave most out.
-struct NextKeys {
-  const Attention& a;
-  const int32_t* table;
-  int64_t kv_head, at, end, slots;  // positions; how often it advances before they are needed
-  int64_t count = end - at, credit = 0;
-
-  HEADRACE_INLINE void advance() {
-    for (credit += count; credit >= slots && at < end; credit -= slots, ++at) {
-      if (a.kv_type != kCodes) {
-        fetch_rows(a, table, at, 1, end, kv_head);
-      } else if (page_size_of(a) >= kMostLot) {  // the same part of the lot
-        const int64_t place = at % kMostLot;
-        const Lot lot = lot_at(a, table, at - place, kv_head);
-        for (int64_t i = 0; i < a.head_dim; i += 64) fetch(lot.keys + place * a.head_dim + i);
-        for (int64_t i = 0; i < a.value_dim; i += 64) fetch(lot.values + place * a.value_dim + i);
-        if (place == 0) fetch(lot.key_scales), fetch(lot.value_scales);
-      }
-    }
-  }
-};
-
 // All that a panel sees of a block.
 template <bool kIsBytes>
-static void pass_panel(const Panel& p, NextKeys& next) {
+static void pass_panel(const Panel& p) {
   const int64_t n = p.end - p.begin;
   int64_t added = p.a.window > 0 ? clamp((p.span.position(p.row) - p.a.window + 1 - p.begin) / kTurn * kTurn, 0, kPackedKeys) : 0, at = added;
   while (at < n) {
-    next.advance();
     if (!weigh_keys<kIsBytes>(p, at, false)) {
       if (added < at) add_values(p, added, at);
       added = at;
@@ -372,6 +352,21 @@ static void pass_panel(const Panel& p, NextKeys& next) {
     at += kTurn;
   }
   if (added < at) add_values(p, added, at);
+}
+
+static void write_rows(const PanelBuffers& t, const Attention& a, const Tile& tile) {
+  const int64_t width = padded(t.width);
+  for (int64_t m = 0; m < tile.num_rows; m += 16) {
+    const float* sums = t.sums + m / kWide * kWide * t.width + m % kWide;
+    for (int64_t e = 0; e < t.width; e += 16) {
+      __m512i r[16];
+      HEADRACE_EACH(i, 16) r[i] = e + i < t.width ? _mm512_loadu_si512(sums + (e + i) * kWide) : _mm512_setzero_si512();
+      transpose(r);
+      HEADRACE_EACH(i, 16) _mm512_storeu_si512(t.lines + i * width + e, r[i]);
+    }
+    for (int64_t r = m; r < m + 16 && r < tile.num_rows; ++r)
+      write_row(a, tile, r, t.lines + (r - m) * width, t.shifts[r] < kNoTop ? (kFixedTop - t.shifts[r]) * (kLn2 / kFixedOne) : kMasked, t.total[r]);
+  }
 }
 
 template <bool kIsBytes>
@@ -385,17 +380,9 @@ static void tile_of_panels(const Attention& a, const Tile& tile, float* scratch)
     const int64_t n = span.end - at < kPackedKeys ? span.end - at : kPackedKeys;
     if constexpr (kIsBytes) pack_codes(t, a, tile, span.low, at, n, room);
     else pack_pairs(t, a, tile, at, n);
-    const int64_t after = at + kPackedKeys;
-    NextKeys next{a, a.table + tile.request * a.table_stride, tile.kv_head, after, after + kPackedKeys < span.end ? after + kPackedKeys : span.end, t.rows / kWide * ((n + kTurn - 1) / kTurn)};
-    for (int64_t m = 0; m < tile.num_rows; m += kWide) pass_panel<kIsBytes>(Panel(t, a, tile, span, m, at, n), next);
+    for (int64_t m = 0; m < tile.num_rows; m += kWide) pass_panel<kIsBytes>(Panel(t, a, tile, span, m, at, n));
   }
-  for (int64_t e = t.width; e < padded(a.value_dim); ++e) t.line[e] = 0.0f;
-  for (int64_t r = 0; r < tile.num_rows; ++r) {
-    const float* column = t.sums + r / kWide * kWide * t.width + r % kWide;
-    for (int64_t e = 0; e < t.width; ++e) t.line[e] = column[e * kWide];
-    const bool has_top = t.shifts[r] < kNoTop;
-    write_row(a, tile, r, t.line, has_top ? (kFixedTop - t.shifts[r]) * (kLn2 / kFixedOne) : kMasked, t.total[r]);
-  }
+  write_rows(t, a, tile);
 }
 
 }  // namespace headrace::HEADRACE_ISA
