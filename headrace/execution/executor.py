@@ -32,7 +32,6 @@ from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
 from headrace.execution.structured.library import CompiledGrammar
 from headrace.execution.structured.store import GrammarStore
-from headrace.kernels import native
 from headrace.kernels.ahead import read_compiler
 from headrace.layers.build import Build
 from headrace.memory.capacity import free_bytes
@@ -125,16 +124,12 @@ class LocalExecutor:
         """Write the trace; returns its file's name."""
         return self._profiler.stop()
 
-    def close(self, *, waits: bool = True) -> None:
-        """Free the device, then wait for kernels that are being compiled for the next start, if it ``waits``; idempotent."""
-        is_compiling = self._runner is not None and native.state().status == "compiling"
+    def close(self) -> None:
+        """Free the device; idempotent."""
         self._residence.close()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
-        if is_compiling and waits:
-            logger.warning("CPU kernels are still being compiled, for the next start: closing waits for them, Ctrl-C ends that")
-            native.NATIVE.wait()
 
 
 def ignore_progress(stage: str, fraction: float) -> None:

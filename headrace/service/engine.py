@@ -137,10 +137,10 @@ class Engine:
         """Raise `AssertionError` when a page or row is not accounted for exactly once."""
         self._scheduler.check()
 
-    def close(self, *, waits: bool = True) -> None:
-        """Free the device; ``waits`` as for `Executor.close`. The engine cannot be used afterwards."""
+    def close(self) -> None:
+        """Free the device. The engine cannot be used afterwards."""
         self._in_flight.clear()
-        self.executor.close(waits=waits)
+        self.executor.close()
 
     def _execute(self, plan: StepPlan) -> bool:
         """Launch a plan. One that fails to launch is in flight too, so that it fails in its turn."""

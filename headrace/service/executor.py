@@ -66,5 +66,5 @@ class Executor(Protocol):
     def stop_profile(self) -> str:
         """Write the trace; returns its file's name. `Conflict` when there is none."""
 
-    def close(self, *, waits: bool = True) -> None:
-        """Free the device. ``waits``: until what was begun for later starts is done, such as kernels being compiled."""
+    def close(self) -> None:
+        """Free the device."""

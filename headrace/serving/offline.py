@@ -64,8 +64,8 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._client.close(waits=kind is None)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def facts(self) -> ModelFacts:
@@ -183,7 +183,7 @@ class LLM:
         self._client.check()
 
     def close(self) -> None:
-        """Free the model; it cannot be used afterwards. Waits for CPU kernels that are being compiled for the next start."""
+        """Free the model; it cannot be used afterwards."""
         self._client.close()
 
     def _require(self, kind: str) -> PoolingFacts:

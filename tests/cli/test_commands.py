@@ -57,6 +57,13 @@ open({str(tmp_path / "told")!r}, "w").write(repr([n > 2 for n in used] + [os.get
     assert (tmp_path / "told").read_text() == repr([True] * 6)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_one_line():
+    code = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from headrace.serving.cli.main import main; sys.exit(main())"
+    done = run_headrace("--help", code=code)
+    assert (done.returncode, done.stderr) == (2, "headrace: error: cannot write the output: No space left on device\n")
+
+
 def test_version():
     assert run_headrace("--version").stdout.strip() == f"headrace {headrace.__version__}"
 

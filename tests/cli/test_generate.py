@@ -131,6 +131,13 @@ def test_output_goes_to_a_file(run, tmp_path: Path):
     assert len((tmp_path / "out").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("argv", [[], ["--input-format", "jsonl"]])
+def test_input_that_is_no_text_is_refused(run, tmp_path: Path, argv: list[str]):
+    (tmp_path / "in").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="in must be UTF-8 text"):
+        run("--input", str(tmp_path / "in"), *argv)
+
+
 def test_empty_input_is_refused(run):
     with pytest.raises(ConfigError, match="empty"):
         run(stdin="\n\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -44,7 +45,11 @@ def test_ctrl_c_while_kernels_are_compiled(tiny_model: Path, tmp_path: Path, rea
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130
+    assert process.returncode == -signal.SIGINT  # which shells call 130
     assert json.loads(output.read_text())["usage"]["completion_tokens"] == 3
-    assert not printed and all("still being compiled" in line for line in told.splitlines())
-    assert compilers and not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in compilers)
+    (line,) = told.splitlines()
+    assert not printed and "still being compiled" in line and "Ctrl-C" in line
+    assert compilers and (reaches == "process" or not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in compilers))
+    for compiler in compilers:  # of a process that was ended alone they go on
+        with contextlib.suppress(psutil.NoSuchProcess):
+            compiler.kill()

@@ -23,7 +23,6 @@ from headrace.execution.executor import build_executor
 from headrace.execution.facts import read_default_sampling
 from headrace.execution.loading import _check_codes, load_model
 from headrace.execution.result import PendingSample
-from headrace.kernels import native
 from headrace.layers.rotary import RotaryTable
 from headrace.memory.pools.keys_values import KeyValuePool
 
@@ -76,14 +75,6 @@ def test_executor_of_a_dummy_model_runs_plans(folder: Path):
     executor.reset()
     executor.close()
     executor.close()
-
-
-def test_who_closes_while_kernels_are_compiled_is_told_that_the_process_will_wait(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    executor = build_executor(engine_config(model=str(folder), load_format="dummy", device="cpu", kv_pages=40))
-    monkeypatch.setattr(native, "state", lambda: native.NATIVE.state.__class__("compiling"))
-    executor.close()
-    executor.close()
-    assert [record.getMessage().split(",")[0] for record in caplog.records if "still being compiled" in record.getMessage()] == ["CPU kernels are still being compiled"]
 
 
 @pytest.mark.parametrize(("stated", "spread"), [

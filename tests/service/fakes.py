@@ -132,7 +132,7 @@ class FakeExecutor:
     def stop_profile(self) -> str:
         return f"{self.profile.num_steps} steps"
 
-    def close(self, *, waits: bool = True) -> None:
+    def close(self) -> None:
         self.is_closed = True
 
 

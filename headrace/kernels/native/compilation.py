@@ -12,11 +12,13 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import psutil
 
@@ -50,28 +52,54 @@ def compile_libraries(libraries: list[Library], compiler: Compiler, folder: Path
         units = {unit.object_path(compiler, folder): unit for library in missing.values() for unit in library.units}
         wanted = sorted((path for path in units if not path.exists()), key=lambda path: units[path].size, reverse=True)
         logger.info("compiling CPU kernels: %d of %d files, into %s", len(wanted), len(units), folder)
-        pool = ThreadPoolExecutor(workers or min(12, len(os.sched_getaffinity(0))))  # the longest first; a process that ends waits for all
-        try:
-            running = {path: pool.submit(_run, units[path].command(compiler), path, lock) for path in wanted}
-            links = []
+        with _Workers(workers or min(12, len(os.sched_getaffinity(0)))) as pool:  # the longest first
+            running = {path: pool.submit(units[path].command(compiler), path, lock) for path in wanted}
             for target, library in missing.items():
                 objects = [unit.object_path(compiler, folder) for unit in library.units]
-                command = [compiler.path, *map(str, objects), *library.link_options]
-                links.append(pool.submit(_link, [running[path] for path in objects if path in running], command, target, lock))
-            for link in links:
-                link.result()
-        finally:
-            pool.shutdown(cancel_futures=True)  # what waits behind one that failed
+                for path in objects:
+                    if path in running:
+                        running[path].result()
+                _run([compiler.path, *map(str, objects), *library.link_options], target, lock)
         for path in units:
             path.touch()
     return list(targets)
 
 
-def _link(objects: list[Future[None]], command: list[str], target: Path, lock: int) -> None:
-    """`_run` when all objects are there, which threads have begun on before."""
-    for compiled in objects:
-        compiled.result()
-    _run(command, target, lock)
+class _Workers:
+    """Threads that run compilers. Other than for those of `concurrent.futures`, nobody waits for them when the process ends: whoever
+    had them started does, and is not disturbed in saying so. Leaving drops what has not begun."""
+
+    def __init__(self, count: int):
+        self._jobs: SimpleQueue[tuple[Future[None], tuple[list[str], Path, int]] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"compiler-{i}", daemon=True) for i in range(count)]
+
+    def __enter__(self) -> _Workers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
+        for _thread in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def submit(self, command: list[str], target: Path, lock: int) -> Future[None]:
+        """`_run` in its turn."""
+        future: Future[None] = Future()
+        self._jobs.put((future, (command, target, lock)))
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, arguments = job
+            try:
+                future.set_result(_run(*arguments))
+            except (CompilationFailed, OSError, ValueError) as error:  # for whoever waits for it
+                future.set_exception(error)
 
 
 def _run(command: list[str], target: Path, lock: int) -> None:

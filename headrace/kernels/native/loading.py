@@ -3,10 +3,13 @@ Looks for shipped ones, then for cached ones, then compiles what this machine us
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
 import shutil
+import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -87,6 +90,7 @@ class NativeLibrary:
                 self.state = NativeState("compiling", "plain torch serves meanwhile")
                 self._thread = threading.Thread(target=self._compile, args=(wanted,), name="native-build", daemon=True)
                 self._thread.start()
+                atexit.register(self._finish)
 
     def inspect(self) -> NativeState:
         """Load what is there already, but compile nothing."""
@@ -104,6 +108,21 @@ class NativeLibrary:
         self.start()
         if self._thread is not None:
             self._thread.join(timeout)
+
+    def _finish(self) -> None:
+        """At the process's end: what is compiled is for the next start, and an interpreter that ends under a thread that loads a
+        library aborts. Ctrl-C ends this as if nobody had asked for it."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        logger.warning("CPU kernels are still being compiled, for the next start: this process ends when they are, or by Ctrl-C")
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # closed, or nobody reads it
+                    stream.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
 
     def select(self, name: str) -> str:
         """Let the loaded operators use this instruction set at most (empty: the best), and compile it if need be; returns the one

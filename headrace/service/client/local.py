@@ -193,14 +193,13 @@ class LocalClient:
         with self._touch:
             self._engine.check()
 
-    def close(self, *, waits: bool = True) -> None:
-        """Free the model and the device memory, once a run in another thread has noticed; closing twice is allowed. ``waits`` as for
-        `Executor.close`."""
+    def close(self) -> None:
+        """Free the model and the device memory, once a run in another thread has noticed; closing twice is allowed."""
         self._is_closed = True
         with self._turn, self._touch:
             if not self._is_freed:
                 self._is_freed = True
-                self._engine.close(waits=waits)
+                self._engine.close()
 
     def _drive(self, intake: _Intake, interrupt: threading.Event, on_finish: Callable[[], None]) -> None:
         while intake.has_work:

@@ -71,7 +71,11 @@ def read_items(words: list[str], options: GenerateOptions, stack: contextlib.Exi
         raise ConfigError('no prompt: give one as an argument, with --input FILE, or on stdin; e.g. headrace generate "Hello"', param="input")
     is_stdin = options.input in (None, "-")
     lines = sys.stdin if is_stdin else stack.enter_context(_open(options.input or "", "r"))
-    items = list(_read_lines(lines, options, "stdin" if is_stdin else options.input or ""))
+    name = "stdin" if is_stdin else options.input or ""
+    try:
+        items = list(_read_lines(lines, options, name))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} must be UTF-8 text: {error.reason} at byte {error.start} of what was read", param="input") from error
     if not items:
         raise ConfigError("no prompt: the input is empty", param="input")
     return items

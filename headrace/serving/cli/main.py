@@ -6,6 +6,7 @@ Refuses: torch, and importing what the command does not need: ``--help`` is prin
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from headrace.serving.cli.flags import parse_command, print_error
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 LAST_STREAM = 2
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,9 +52,19 @@ def main(argv: list[str] | None = None) -> int:
             _leave(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone; what is buffered must not be written again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forgo_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _forgo_output()
+        print_error(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+        return USER_ERROR
+
+
+def _forgo_output() -> None:
+    """Nobody takes it any more: what is buffered must not be written again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(code: int) -> NoReturn:
