@@ -18,6 +18,8 @@ from headrace.service.tokenization.token_bytes import TokenBytes
 LONG_TEXT = 20_000
 """Letters from which on encoding takes longer than others should wait: callers with an event loop encode on a thread, beside which
 others run."""
+LETTERS_READ, CUT_TOKENS = 8, 64
+"""Letters of a text that are read for each id looked for, and ids that may be others where it is cut off."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,14 @@ class Tokenizer:
         return [*before, *self._encode_bare(text, room)[:room], *after]
 
     def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int] | None:
-        """Ids as of `encode`, or None for a text that has more than ``most`` and is long, of which no more is read than shows it."""
-        ids = list(self._before) if add_special_tokens else []
-        for piece in encode_pieces(text, self._encode_piece):
-            if len(ids) > most:
+        """Ids as of `encode`, or None for a long text that has more than ``most``, told by as little of its beginning as shows it.
+        One of hardly more, or of not many letters, has its ids all the same."""
+        length = LETTERS_READ * (most + CUT_TOKENS)
+        while length < len(text):
+            if len(self._encode_bare(text[:length])) > most + CUT_TOKENS:
                 return None
-            ids += piece
-        return ids + self._after if add_special_tokens else ids
+            length *= LETTERS_READ
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_pieces(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
         """Ids as of `encode`, some ten thousand at a time."""
