@@ -15,7 +15,7 @@ from headrace.service.client.prompts import encode_prompt
 from headrace.service.client.texts import Reader
 from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.pieces import AROUND, PIECE, encode_pieces
-from headrace.service.tokenization.tokenizer import CUT_TOKENS, LETTERS_READ, LONG_TEXT, TokenizerFacts
+from headrace.service.tokenization.tokenizer import CUT_TOKENS, IDS_AT_ONCE, LETTERS_READ, LONG_TEXT, TokenizerFacts
 
 
 def unigram() -> Tokenizer:
@@ -122,5 +122,7 @@ def test_only_the_beginning_of_what_is_refused_is_read(monkeypatch: pytest.Monke
 
 def test_many_ids_become_text():
     tokenizer = byte_level()
-    ids = tokenizer.encode("the mill race ", add_special_tokens=False) * 50_000
-    assert tokenizer.decode(ids) == "the mill race " * 50_000
+    text = "the mill 水 race "
+    ids = tokenizer.encode(text, add_special_tokens=False) * (2 * IDS_AT_ONCE // 7)
+    assert len(ids) > 2 * IDS_AT_ONCE and tokenizer.decode(ids) == text * (2 * IDS_AT_ONCE // 7)
+    assert tokenizer.decode([]) == ""

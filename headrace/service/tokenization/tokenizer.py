@@ -18,6 +18,7 @@ from headrace.service.tokenization.token_bytes import TokenBytes
 LONG_TEXT = 20_000
 """Letters from which on encoding takes longer than others should wait: callers with an event loop encode on a thread, beside which
 others run."""
+IDS_AT_ONCE = 1 << 16
 LETTERS_READ, CUT_TOKENS = 8, 64
 """Letters of a text that are read for each id looked for, and ids that may be others where it is cut off."""
 
@@ -104,7 +105,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; wrong or incomplete characters become U+FFFD."""
         decoder = TextDecoder(self.bytes_table, skip_special_tokens=skip_special_tokens)
-        return decoder.push(ids) + decoder.finish()
+        pieces = [decoder.push(ids[i : i + IDS_AT_ONCE]) for i in range(0, len(ids), IDS_AT_ONCE)]  # between which other threads run
+        return "".join(pieces) + decoder.finish()
 
     def token_text(self, token_id: int) -> str:
         """Text of one token amid others, special or not; U+FFFD where it holds part of a character."""
