@@ -98,9 +98,17 @@ async def _answer_typed(request: Request, error: Exception) -> Response:
     return respond_error(error, request.scope)
 
 
+def _hint(request: Request) -> str:
+    """The path that is meant by clients whose base URL has ``/v1`` once too often or not at all, or that end it with a slash."""
+    path = path_of(request.scope).rstrip("/")
+    routes = {getattr(route, "path", "") for route in request.app.routes} - {"", "/"}
+    found = next((near for near in (path, f"/v1{path}", path.removeprefix("/v1")) if near in routes), None)
+    return f"; did you mean {found}?" if found else ""
+
+
 async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed here"}.get(error.status_code, str(error.detail))
+    message = {404: f"there is no {request.url.path}{_hint(request)}", 405: f"{request.method} is not allowed here"}.get(error.status_code, str(error.detail))
     plain = HeadraceError(message)
     plain.status = error.status_code
     answer = respond_error(plain, request.scope)

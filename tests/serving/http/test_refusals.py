@@ -151,6 +151,15 @@ async def test_unknown_paths_and_methods(http):
     assert "POST" in (await http.get(TEXT)).headers["allow"]
 
 
+@pytest.mark.parametrize(("path", "meant"), [
+    ("/chat/completions", CHAT), ("/v1/v1/chat/completions", CHAT), (TEXT + "/", TEXT), ("/completions/", TEXT), ("/v1/health", "/health"), ("/v1/", None), ("/nope", None), ("/v1", None),
+])
+async def test_paths_that_are_nearly_right_are_told_the_right_one(http, path, meant):
+    answer = await http.post(path, json={})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 404 and message.partition(";")[2] == (f" did you mean {meant}?" if meant else "")
+
+
 async def test_a_fault_of_ours_is_a_500_without_details(http, client):
     client.tokenizer.render_chat = lambda *_, **__: 1 / 0
     answer = await http.post(CHAT, json={"messages": [USER]})
