@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import pytest
-import torch
 from tiny_models import write_tiny_model
 
 from headrace import LLM, Grammar, SamplingParams
 from headrace.base.errors import HeadraceError, RequestError
-from headrace.layers.batch import ForwardBatch
 
 pytest.importorskip("llguidance")
 pytest.importorskip("xgrammar")
@@ -118,15 +118,19 @@ def test_retracted_requests_go_on_where_they_were(folder: Path, llm: LLM):
 def test_masks_of_a_failed_step_are_not_taken_for_those_of_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
     params = [SamplingParams(grammar=Grammar.json_schema(schema), max_tokens=90, seed=i) for i, schema in enumerate((PLAIN, HARDER))]  # neither ends within three steps, whichever begins first
     with LLM(str(folder), **BASE) as llm:
-        model = llm._client._engine.executor._runner._model
-        forward, calls = model.forward, iter(range(1, 10**6))
+        model, calls = llm._client._engine.executor._runner._model, iter(range(1, 10**6))
 
-        def fail_once(batch: ForwardBatch) -> torch.Tensor:
-            if next(calls) == fails_at:
-                raise RuntimeError("the device hiccuped")
-            return forward(batch)
+        def fail_once(run: Callable[..., Any]) -> Callable[..., Any]:
+            def step(*arguments: Any, **options: Any) -> Any:
+                if next(calls) == fails_at:
+                    raise RuntimeError("the device hiccuped")
+                return run(*arguments, **options)
 
-        monkeypatch.setattr(model, "forward", fail_once)
+            return step
+
+        join = model.join_decodes  # decodes in one call, once there are kernels for it
+        monkeypatch.setattr(model, "forward", fail_once(model.forward))
+        monkeypatch.setattr(model, "join_decodes", lambda: (step := join()) and SimpleNamespace(run=fail_once(step.run)))
         broken = llm.generate(["x", "y"], params, errors="return")
         assert {choice.error.kind for output in broken for choice in output.outputs if choice.error} == {"step_failed"}
         for _ in range(2):
