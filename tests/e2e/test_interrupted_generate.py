@@ -35,10 +35,10 @@ def test_ctrl_c_while_kernels_are_compiled(tiny_model: Path, tmp_path: Path, rea
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, start_new_session=True, text=True)
     try:
         for _ in range(1200):
-            if process.poll() is not None or (output.exists() and output.read_text().endswith("\n")):
+            compilers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            if process.poll() is not None or (compilers and output.exists() and output.read_text().endswith("\n")):
                 break
             time.sleep(0.05)
-        compilers = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         time.sleep(0.3)
         os.kill(process.pid, signal.SIGINT) if reaches == "process" else os.killpg(process.pid, signal.SIGINT)
         printed, told = process.communicate(timeout=30)
