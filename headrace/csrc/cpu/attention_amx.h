@@ -181,23 +181,11 @@ struct Unit {
   bool is_whole = false;  // its logits are products of codes still
 };
 
-// Weights are found in 16 bits: of a logit in units of log2 the row's top is taken away, 8 bits are kept below the point, and the
-// exponent is that of bfloat16 with a bit more below. So the top is any number that is not 2^64 times too small or too large: that
-// of the first keys. Where the sum of weights says that it was not (`kMostTotal`), the tile is done again from the true tops.
-constexpr float kFixedOne = 256.0f, kFixedTop = 127 * 256.0f + 0.5f;
+// As weights keep bfloat16's exponents, the top is any number that is not 2^64 times too small or too large: that of the first keys.
+// Where the sum of weights says that it was not, the tile is done again from the true tops.
 constexpr float kMostTotal = 0x1p64f;
 
-// 1 + f - 2^f, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004, in units of 1 / 256: one number for four of 8 bits.
-struct alignas(64) Arc {
-  uint8_t heights[64] = {};
-  constexpr Arc() {
-    for (int i = 0; i < 64; ++i) {
-      const double f = (4 * i + 1) / 256.0;
-      heights[i] = static_cast<uint8_t>(256.0 * f * (1.0 - f) * (0.344 + 0.073 * (f - 0.5)) + 0.5);
-    }
-  }
-};
-static constexpr Arc kArc;
+static constexpr Arc<uint8_t> kArc;
 
 // Weights 2^x of two vectors as bfloat16. Of x = i + f, i becomes the exponent and f, less its distance from 2^f - 1, the mantissa.
 HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shift, __m512i arc) {
@@ -255,8 +243,8 @@ struct Softening {
     }
     _mm512_store_si512(reinterpret_cast<bf16*>(at) + n * kPiece, weight);
     // They are added up as rounded, as they must add up to 1. VDPBF16PS would wait for tiles.
-    const __m512 even = (__m512)_mm512_slli_epi32(weight, 16), odd = (__m512)_mm512_and_si512(weight, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
-    sum = _mm512_add_ps(n == 0 ? _mm512_load_ps(total + row * 16) : sum, _mm512_add_ps(even, odd));
+    const Halves halves(weight);
+    sum = _mm512_add_ps(n == 0 ? _mm512_load_ps(total + row * 16) : sum, (halves.even + halves.odd).v);
     if (n == kPieces - 1) _mm512_store_ps(total + row++ * 16, sum);
   }
 };
@@ -420,11 +408,11 @@ constexpr float kUnseen = -1.0e30f;  // a logit whose weight is 0
 HEADRACE_INLINE void hide_before(float* logits, int64_t end) {
   int64_t i = 0;
   for (; i + 16 <= end; i += 16) _mm512_store_ps(logits + i, _mm512_set1_ps(kUnseen));
-  if (i < end) _mm512_mask_store_ps(logits + i, static_cast<__mmask16>((1 << (end - i)) - 1), _mm512_set1_ps(kUnseen));
+  if (i < end) _mm512_mask_store_ps(logits + i, first(static_cast<int>(end - i)), _mm512_set1_ps(kUnseen));
 }
 HEADRACE_INLINE void hide_from(float* logits, int64_t start) {
   int64_t i = start / 16 * 16;
-  if (i < start) _mm512_mask_store_ps(logits + i, static_cast<__mmask16>(0xffff << (start - i)), _mm512_set1_ps(kUnseen)), i += 16;
+  if (i < start) _mm512_mask_store_ps(logits + i, ~first(static_cast<int>(start - i)), _mm512_set1_ps(kUnseen)), i += 16;
   for (; i < kAmxStep; i += 16) _mm512_store_ps(logits + i, _mm512_set1_ps(kUnseen));
 }
 
@@ -608,7 +596,7 @@ static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
   const AmxBuffers t(a, tile.num_rows, scratch);
   const Span span(a, tile);
   const LotRoom room(a, scratch + AmxBuffers::floats(a, tile.num_rows));
-  constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+  constexpr float kLog2e = 1.44269504088896341f;
   const float factor = a.softcap > 0.0f ? kLog2e : product_scale(a) * kLog2e;
   for (int64_t r = 0; r < t.rows; ++r) t.top[r] = kMasked, t.shift[r] = kFixedTop;
   pack_queries<kIsBytes>(t, a, tile);

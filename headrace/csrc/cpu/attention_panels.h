@@ -2,9 +2,7 @@
 // lie side by side in the lanes, a panel of two vectors of them at a time. A key is a row of words, of two bfloat16 or four codes
 // each, of two values another; a word is multiplied with those of all rows at once, and logits stay in registers until they are weights.
 //
-// Weights are found in 16 bits: of a logit in units of log2 a number near the row's top is taken away and 8 bits are kept below the
-// point, which are the exponent and the mantissa of a bfloat16 with a bit more, but for the distance of an arc from its chord, which a
-// table holds. A weight may be 2^64; where one would be larger, the row's top rises and what it has summed up fades.
+// Weights are found in 16 bits. A weight may be 2^64; where one would be larger, the row's top rises and what it has summed up fades.
 #pragma once
 
 #include "attention_tile.h"
@@ -14,22 +12,11 @@ namespace headrace::HEADRACE_ISA {
 
 constexpr int64_t kTurn = 8;          // keys, or dimensions of values, whose sums fill the registers
 constexpr int64_t kPackedKeys = 192;  // keys of a block: whole lots of 16
-constexpr float kLn2 = 0.693147180559945309f;
-constexpr float kFixedOne = 256.0f, kLogitUnits = kFixedOne / kLn2;  // a factor of two, of e
-constexpr float kFixedTop = 127 * kFixedOne + 0.5f, kFixedMost = kFixedTop + 64 * kFixedOne;  // the weights 1 and 2^64
+constexpr float kLogitUnits = kFixedOne / kLn2;               // a factor of e
+constexpr float kFixedMost = kFixedTop + 64 * kFixedOne;     // the weight 2^64
 constexpr float kNoTop = 1.0e30f;     // the shift of a row that has seen no key
 
-// 1 + f - 2^f in units of 1 / 256, for 64 steps of f: f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004.
-struct alignas(64) Arc {
-  uint16_t heights[64] = {};
-  constexpr Arc() {
-    for (int i = 0; i < 64; ++i) {
-      const double f = (4 * i + 1.5) / 256.0;
-      heights[i] = static_cast<uint16_t>(256.0 * f * (1.0 - f) * (0.344 + 0.073 * (f - 0.5)) + 0.5);
-    }
-  }
-};
-static constexpr Arc kArc;
+static constexpr Arc<uint16_t> kArc;
 
 // Buffers of a tile in its scratch. M rows, padded to whole panels of W; N packed keys; V padded to whole turns.
 struct PanelBuffers {
@@ -77,7 +64,7 @@ HEADRACE_INLINE void transpose(__m512i (&r)[16]) {
 
 // Up to 32 values, zeros beyond n.
 HEADRACE_INLINE __m512i load_bits(const bf16* p, int64_t n) {
-  return n >= 32 ? _mm512_loadu_si512(p) : n <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << n) - 1), p);
+  return _mm512_maskz_loadu_epi16(first_halves(n), p);
 }
 
 // Where one of keys [j, j + 16) of a block is no number, its value becomes none: weights do not tell.

@@ -14,6 +14,26 @@ constexpr float kMasked = -1.0e38f;  // finite: a row whose first keys are all m
 
 HEADRACE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
+// Whether products are of pairs of bfloat16 or of codes, where processors have such.
+HEADRACE_INLINE bool is_narrow(const Attention& a) { return a.kv_type == kCodes || (a.kv_type == kBFloat16 && a.q_type == kBFloat16); }
+
+// Weights that are found in 16 bits: of a logit in units of log2 a number near the row's top is taken away and 8 bits are kept below
+// the point, which are the exponent and the mantissa of a bfloat16 with a bit more, but for the distance of an arc from its chord.
+constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kFixedOne = 256.0f, kFixedTop = 127 * kFixedOne + 0.5f;  // a factor of two, the weight 1
+
+// That distance, 1 + f - 2^f, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004, in units of 1 / 256: one number for four of 8 bits.
+template <class T>
+struct alignas(64) Arc {
+  T heights[64] = {};
+  constexpr Arc() {
+    for (int i = 0; i < 64; ++i) {
+      const double f = (4 * i + 1) / 256.0;
+      heights[i] = static_cast<T>(256.0 * f * (1.0 - f) * (0.344 + 0.073 * (f - 0.5)) + 0.5);
+    }
+  }
+};
+
 // c [kCount, W] = fades * c + a b, W a panel's rows: a [kCount, depth] at any strides, b [depth, W]; fades [W], or null: c is not read.
 template <int kCount>
 HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t depth, const float* fades) {

@@ -38,13 +38,20 @@ RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
   return avx512::packed_kernels.choose_form(weight, num_rows, is_half);
 }
 
+// Where bytes are after packing: of each lane, those at even and odd places of the first 32 numbers and of the others.
+struct alignas(64) CodeOrder {
+  uint8_t places[64] = {};
+  constexpr CodeOrder() {
+    for (int i = 0; i < 64; ++i) places[i] = static_cast<uint8_t>(i % 32 / 8 * 16 + i / 32 * 8 + i % 2 * 4 + i % 8 / 2);
+  }
+};
+constexpr CodeOrder kCodeOrder;
+
 // Rows [first, last) of bfloat16 as codes in tiles, as `quantise` finds them.
 void quantise_halves(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
   const int64_t inputs = weight.inputs, padded = weight.padded();
   const __m512i unsign = _mm512_set1_epi16(0x7fff);
-  alignas(64) uint8_t order[64];  // of bytes after packing: of each lane, those at even and odd places of the first 32 numbers and of the others
-  for (int i = 0; i < 64; ++i) order[i] = static_cast<uint8_t>(i % 32 / 8 * 16 + i / 32 * 8 + i % 2 * 4 + i % 8 / 2);
-  const __m512i in_order = _mm512_load_si512(order);
+  const __m512i in_order = _mm512_load_si512(kCodeOrder.places);
   for (int64_t m = first; m < last; ++m) {
     const bf16* x = static_cast<const bf16*>(input.data) + m * input.stride;
     __m512i top = _mm512_setzero_si512();
