@@ -25,12 +25,12 @@ def build_reading(
     when the text is longer than ``facts.max_model_len``."""
     if not token_ids:
         raise RequestError("the text must hold at least one token", param="input")
-    check_ids(token_ids, "input", facts.vocab_size)
     if len(token_ids) > facts.max_model_len:
         raise ContextLengthExceeded(
             f"the text has {len(token_ids)} tokens; the model takes at most {facts.max_model_len}. Shorten it, or send "
             "truncate_prompt_tokens: -1 to have its end cut off", param="input",
         )
+    check_ids(token_ids, "input", facts.vocab_size)
     check_schedule(priority, deadline_s)
     check_ids(spec.label_ids, "label_token_ids", facts.vocab_size)
     if facts.pooling is None and not spec.label_ids:

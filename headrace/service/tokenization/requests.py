@@ -85,12 +85,12 @@ def check_schedule(priority: int, deadline_s: float | None) -> None:
 def _check_prompt(ids: Sequence[int], facts: ModelFacts) -> None:
     if not ids:
         raise RequestError("the prompt must hold at least one token", param="prompt")
-    check_ids(ids, "prompt", facts.vocab_size)
     if len(ids) >= facts.max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {len(ids)} tokens; the model takes at most {facts.max_model_len - 1} and one of output (max_model_len {facts.max_model_len})",
             param="prompt",
         )
+    check_ids(ids, "prompt", facts.vocab_size)
 
 
 @lru_cache(maxsize=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -104,9 +104,14 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; wrong or incomplete characters become U+FFFD."""
+        pieces = (ids[i : i + IDS_AT_ONCE] for i in range(0, len(ids), IDS_AT_ONCE))  # between which other threads run
+        return "".join(self.decode_pieces(pieces, skip_special_tokens=skip_special_tokens))
+
+    def decode_pieces(self, pieces: Iterable[Sequence[int]], *, skip_special_tokens: bool = True) -> Iterator[str]:
+        """Text as of `decode`, of ids that come in pieces."""
         decoder = TextDecoder(self.bytes_table, skip_special_tokens=skip_special_tokens)
-        pieces = [decoder.push(ids[i : i + IDS_AT_ONCE]) for i in range(0, len(ids), IDS_AT_ONCE)]  # between which other threads run
-        return "".join(pieces) + decoder.finish()
+        yield from map(decoder.push, pieces)
+        yield decoder.finish()
 
     def token_text(self, token_id: int) -> str:
         """Text of one token amid others, special or not; U+FFFD where it holds part of a character."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -63,6 +63,9 @@ class ByteTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text = b"".join(bytes([i]) if i < 256 else b"" if skip_special_tokens else self.token_text(i).encode() for i in ids)
         return text.decode(errors="replace")
+
+    def decode_pieces(self, pieces: Iterable[list[int]], *, skip_special_tokens: bool = True) -> Iterator[str]:
+        yield self.decode([i for piece in pieces for i in piece], skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         return bytes([token_id]).decode(errors="replace") if token_id < 256 else f"<{token_id}>"

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from headrace.serving.http.protocol.chat import ChatMessage
-from headrace.serving.http.protocol.fields import TokenId
+from headrace.serving.http.protocol.fields import INT32
 from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
 
+GivenIds = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}})]
 WrittenIds = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})]
 WrittenTexts = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "string"}})]
+WrittenText = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -39,18 +41,18 @@ class Tokenized(Struct):
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Token ids to turn into text."""
+    """Token ids to turn into text. ``tokens`` is JSON still, to be read in pieces."""
 
-    tokens: list[TokenId]
+    tokens: GivenIds
     model: Annotated[str, Meta(max_length=512)] | None = None
     skip_special_tokens: bool | None = None
 
 
 class Detokenized(Struct):
-    """The text, under vLLM's name (``prompt``) and SGLang's (``text``)."""
+    """The text, under vLLM's name (``prompt``) and SGLang's (``text``); JSON already."""
 
-    prompt: str
-    text: str
+    prompt: WrittenText
+    text: WrittenText
 
 
 class TokenizerInfo(Struct):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec import UNSET
@@ -16,6 +17,7 @@ from headrace.serving.http.context import context_of
 from headrace.serving.http.conversation import render_conversation
 from headrace.serving.http.endpoint import Endpoint
 from headrace.serving.http.errors import JsonResponse
+from headrace.serving.http.protocol.fields import TokenId
 from headrace.serving.http.protocol.tokens import (
     Detokenized,
     DetokenizeRequest,
@@ -26,6 +28,10 @@ from headrace.serving.http.protocol.tokens import (
 
 TOKENIZE_BODY = JsonBody(TokenizeRequest)
 DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
+LETTERS_AT_ONCE = 1 << 18
+"""Of ids in JSON. What is made of them takes a millisecond or two, in which no other thread runs."""
+_IDS = msgspec.json.Decoder(list[TokenId])
+_PLACE = re.compile(r" - at `\$\[(?P<index>\d+)\]`$")
 
 
 async def tokenize(request: Request) -> JsonResponse:
@@ -71,15 +77,42 @@ async def detokenize(request: Request) -> JsonResponse:
     context.facts()
     tokenizer = context.tokenizer()
     context.check_model(body.model)
-
-    def decode() -> str:
-        largest = max(body.tokens, default=0)
-        if largest >= tokenizer.vocab_size:
-            raise RequestError(f"tokens must be below the vocabulary's size {tokenizer.vocab_size}, got {largest}", param="tokens")
-        return tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
-
-    text = await asyncio.to_thread(decode)
+    text = await asyncio.to_thread(_write_text, tokenizer, bytes(body.tokens), skips_special=bool(body.skip_special_tokens))
     return JsonResponse(Detokenized(text, text))
+
+
+def _write_text(tokenizer: Tokenizer, tokens: bytes, *, skips_special: bool) -> msgspec.Raw:
+    """The text of ids in JSON as JSON, read and written piece by piece."""
+    texts = tokenizer.decode_pieces(_read_ids(tokens, tokenizer.vocab_size), skip_special_tokens=skips_special)
+    return msgspec.Raw(b'"' + b"".join(msgspec.json.encode(text)[1:-1] for text in texts) + b'"')
+
+
+def _read_ids(tokens: bytes, vocab_size: int) -> Iterator[list[int]]:
+    """The ids of a list in JSON, some ten thousand at a time."""
+    begin, count = 0, 0
+    while begin < len(tokens):
+        comma = tokens.find(b",", begin + LETTERS_AT_ONCE) if tokens.startswith(b"[") else -1
+        end = comma if comma >= 0 else len(tokens)
+        piece = (b"[" if begin else b"") + tokens[begin:end] + (b"]" if comma >= 0 else b"")
+        try:
+            ids = _IDS.decode(piece)
+        except msgspec.ValidationError as error:
+            raise _explain(error, count) from None
+        except msgspec.DecodeError:  # it was cut inside of what is no number
+            raise RequestError("tokens must be a list of token ids", param="tokens") from None
+        largest = max(ids, default=0)
+        if largest >= vocab_size:
+            raise RequestError(f"tokens must be below the vocabulary's size {vocab_size}, got {largest}", param="tokens")
+        yield ids
+        begin, count = end + 1, count + len(ids)
+
+
+def _explain(error: msgspec.ValidationError, num_before: int) -> RequestError:
+    """What is wrong with one of the ids after ``num_before`` others, or with their list."""
+    text = str(error).replace("Expected", "expected")
+    place = _PLACE.search(text)
+    name = f"tokens[{num_before + int(place['index'])}]" if place else "tokens"
+    return RequestError(f"{name}: {text[: place.start() if place else None].replace('`', '')}", param=name)
 
 
 async def show_tokenizer(request: Request) -> JsonResponse:
