@@ -11,10 +11,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.base.errors import ContextLengthExceeded
-from headrace.service.client.prompts import encode_prompt
+from headrace.service.client.prompts import encode_prompt, encode_prompt_end
 from headrace.service.client.texts import Reader
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.pieces import AROUND, PIECE, encode_pieces
+from headrace.service.tokenization.pieces import AROUND, PIECE, encode_end, encode_pieces
 from headrace.service.tokenization.tokenizer import CUT_TOKENS, IDS_AT_ONCE, LETTERS_READ, LONG_TEXT, TokenizerFacts
 
 
@@ -118,6 +118,40 @@ def test_only_the_beginning_of_what_is_refused_is_read(monkeypatch: pytest.Monke
     tokenizer.encode_pair("the mill " * 500_000, "a race " * 500_000, limit=9)
     assert max(read) <= PIECE + 2 * AROUND
     assert sum(read) <= 3 * LETTERS_READ**2 * (facts.max_model_len + CUT_TOKENS) + 6 * (PIECE + 8 * AROUND)
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("text", [draw_text(40_000), draw_text(40_000, repeats=(1,)), "a" * 30_000, " " * 30_000, "1234567890" * 3000, "水车轮" * 10_000, "<s>the mill</s> race " * 2000])
+def test_ends_of_texts_have_the_ids_of_the_whole(make: Any, text: str):
+    tokenizer = make()
+    whole = tokenizer.encode(text)
+    for enough in (1, 7, 500, len(whole) - 1, len(whole), len(whole) + 1):
+        found = encode_end(text, enough, tokenizer._encode_piece, length=max(60, enough), size=5000, around=200)
+        assert found is None or (len(found) >= enough and found == tokenizer._encode_piece(text)[-len(found) :])
+        assert found is not None or enough > 7 or len(set(text)) < 12
+        ends = tokenizer.encode_ends(text, enough)
+        assert len(ends) > enough or ends == whole
+        assert ends[-enough:] == whole[-enough:] and ends[0] == whole[0]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_ends_of_real_texts_have_the_ids_of_the_whole(name: str):
+    package_path(name)
+    tokenizer = REAL[name](name)
+    text = draw_text(150_000, "Of mills and of races, in 1789; and so on.\n\n")
+    for has_special, most in ((True, 40), (False, 500)):
+        whole = tokenizer.encode(text, add_special_tokens=has_special)
+        ends = tokenizer.encode_ends(text, most, add_special_tokens=has_special)
+        assert ends[-most:] == whole[-most:] and ends[0] == whole[0] and most < len(ends) < len(whole) // 4
+
+
+def test_only_the_end_of_what_is_cut_is_read(monkeypatch: pytest.MonkeyPatch):
+    tokenizer, read = byte_level(), []
+    encode = Tokenizer._encode_piece
+    monkeypatch.setattr(Tokenizer, "_encode_piece", lambda self, text: (read.append(len(text)), encode(self, text))[1])
+    text = "<s>" + "the mill race, " * 500_000
+    assert encode_prompt_end(text, tokenizer, 9) == [tokenizer.bos_id, *encode(tokenizer, text[-1000:])[-8:]]
+    assert sum(read) <= 20 * AROUND + LETTERS_READ * (9 + CUT_TOKENS)
 
 
 def test_many_ids_become_text():

@@ -52,6 +52,17 @@ def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer | None, *, add_s
     return encode_text(prompt, require_tokenizer(tokenizer), most, "prompt", add_special_tokens=add_special_tokens)
 
 
+def encode_prompt_end(prompt: str | list[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True) -> list[int]:
+    """The last ``kept`` ids of a prompt, of which the first is the one that begins all of the model's texts if this one begins so."""
+    ids = prompt
+    if isinstance(prompt, str):
+        ids = require_tokenizer(tokenizer).encode_ends(prompt, kept, add_special_tokens=add_special_tokens)
+    if len(ids) <= kept:
+        return list(ids)
+    begin = ids[:1] if kept > 1 and tokenizer is not None and ids[0] == tokenizer.bos_id else []
+    return [*begin, *ids[len(ids) - kept + len(begin) :]]
+
+
 def encode_text(text: str, tokenizer: Tokenizer, most: int | None, param: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a text. Raises `ContextLengthExceeded` for a long one of more than ``most``."""
     if most is None:

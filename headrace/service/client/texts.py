@@ -61,6 +61,8 @@ class Reader:
         """The question whether a document suits a query, as the model's chat template words it; the document's end is cut
         off where the whole is too long."""
         tokenizer = require_tokenizer(self.tokenizer)
+        if self.limit is not None and tokenizer.encode_within(document, self.limit, add_special_tokens=False) is None:
+            document = tokenizer.decode(tokenizer.encode(document, add_special_tokens=False, limit=self.limit))
         ids = tokenizer.encode(_ask(tokenizer, query, document, instruction), add_special_tokens=False)
         if self.limit is not None and len(ids) > self.limit:
             kept = tokenizer.encode(document, add_special_tokens=False)[: self.limit - len(ids)]

@@ -36,6 +36,31 @@ def encode_pieces(text: str, encode: Encode, *, size: int = PIECE, around: int =
     yield ids[num_before:]
 
 
+def encode_end(text: str, enough: int, encode: Encode, *, length: int, size: int = PIECE, around: int = AROUND) -> list[int] | None:
+    """``enough`` or more of the last ids that ``encode`` makes of a text, by some ``length`` letters of its end, or more where these
+    do not have so many. None where only the whole text shows them."""
+    while length + 2 * around < len(text):
+        found = _find_begin(text, len(text) - length, encode, around)
+        if found is not None:
+            begin, before = found
+            ids = [i for piece in encode_pieces(text[begin - around :], encode, size=size, around=around) for i in piece]
+            if ids[: len(before)] == before and len(ids) - len(before) >= enough:
+                return ids[len(before) :]
+        length *= 2
+    return None
+
+
+def _find_begin(text: str, latest: int, encode: Encode, around: int) -> tuple[int, list[int]] | None:
+    """``(place, ids of the letters before it)`` where ids before the place are the same without what comes after, and those around it
+    the same wherever the encoding begins."""
+    for place in _places(text, latest - around, latest):
+        before, more, both = (encode(text[place - back : place + ahead]) for back, ahead in ((around, 0), (2 * around, 0), (around, around)))
+        num_alike = min(NUM_ALIKE, len(before) // 2)
+        if num_alike and both[: len(before)] == before and more[-num_alike:] == before[-num_alike:]:
+            return place, before
+    return None
+
+
 def _encode_behind(text: str, begin: int, end: int, before: list[int], encode: Encode, around: int) -> tuple[list[int], int]:
     """``(ids from letters before begin to end, how many are of letters before)``."""
     ids = encode(text[max(0, begin - around) : end])

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from headrace.base.errors import RequestError
 from headrace.service.tokenization.chat_template import ChatTemplates
-from headrace.service.tokenization.pieces import encode_pieces
+from headrace.service.tokenization.pieces import AROUND, encode_end, encode_pieces
 from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.token_bytes import TokenBytes
 
@@ -84,6 +84,17 @@ class Tokenizer:
                 return None
             length *= LETTERS_READ
         return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_ends(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids as of `encode`, or of a long text that has more than ``most`` its first and at least so many of its last."""
+        length = LETTERS_READ * (most + CUT_TOKENS)
+        if len(text) <= 2 * length:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        before, after = (self._before, self._after) if add_special_tokens else ([], [])
+        last = encode_end(text, most, self._encode_piece, length=length)
+        if last is None:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return [*(before[:1] or self._encode_piece(text[:AROUND])[:1]), *last, *after]
 
     def encode_pieces(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
         """Ids as of `encode`, some ten thousand at a time."""

@@ -19,7 +19,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.collect import Collector, first_error
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
-from headrace.service.client.prompts import encode_prompt, read_truncation
+from headrace.service.client.prompts import encode_prompt, encode_prompt_end, read_truncation
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.context import AppContext, context_of
 from headrace.serving.http.errors import conceal
@@ -235,28 +235,19 @@ async def _encode_prompts(context: AppContext, ask: Ask) -> list[Prompt]:
     is_long = sum(len(p) for p in ask.prompts if isinstance(p, str)) > LONG_TEXT
     if ask.truncate is None and not is_long:
         return ask.prompts
-    most = context.facts().max_model_len if ask.truncate is None else None
+    facts, tokenizer = context.facts(), context.client.tokenizer
 
-    def encode(prompt: Prompt) -> list[int]:
-        return encode_prompt(prompt, context.client.tokenizer, add_special_tokens=ask.add_special_tokens, most=most) if isinstance(prompt, str) else prompt
+    def encode(prompt: Prompt, params: SamplingParams | PoolingSpec) -> Prompt:
+        if ask.truncate is None:
+            return encode_prompt(prompt, tokenizer, add_special_tokens=ask.add_special_tokens, most=facts.max_model_len) if isinstance(prompt, str) else prompt
+        num_out = (params.max_tokens or 1) if isinstance(params, SamplingParams) else 0
+        kept = read_truncation(ask.truncate, facts.max_model_len, num_out)
+        return encode_prompt_end(prompt, tokenizer, kept, add_special_tokens=ask.add_special_tokens)
 
     def encode_all() -> list[Prompt]:
-        return [_keep_end(context, encode(p), params, ask.truncate) for p, params in zip(ask.prompts, ask.params, strict=True)]
+        return [encode(prompt, params) for prompt, params in zip(ask.prompts, ask.params, strict=True)]
 
     return await asyncio.to_thread(encode_all) if is_long else encode_all()
-
-
-def _keep_end(context: AppContext, ids: list[int], params: SamplingParams | PoolingSpec, truncate: int | None) -> list[int]:
-    """The last ``truncate`` tokens, after the one that begins every text of the model, if this one begins so."""
-    if truncate is None:
-        return ids
-    num_out = (params.max_tokens or 1) if isinstance(params, SamplingParams) else 0
-    kept = read_truncation(truncate, context.facts().max_model_len, num_out)
-    if len(ids) <= kept:
-        return ids
-    tokenizer = context.client.tokenizer
-    begin = ids[:1] if kept > 1 and tokenizer is not None and ids[0] == tokenizer.bos_id else []
-    return begin + ids[len(ids) - kept + len(begin) :]
 
 
 async def collect_generation(request: Request, ask: Ask) -> tuple[Generation, list[GenerationOutput]]:

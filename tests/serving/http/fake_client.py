@@ -53,6 +53,9 @@ class ByteTokenizer:
     def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_ends(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
     def encode_pieces(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
         yield [BOS] * add_special_tokens
         yield from ([byte] for byte in text.encode())
