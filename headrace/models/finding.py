@@ -96,7 +96,7 @@ def _open_path(path: Path, load_format: str) -> Found:
 def _open_folder(folder: Path, load_format: str) -> Found:
     has_config = (folder / "config.json").is_file()
     tensors = find_safetensors(folder) if has_config else ()
-    starts = [file for file in sorted(folder.glob("*.gguf")) if _is_first_part(file)]
+    starts = [file for file in sorted(folder.glob("*.gguf")) if _is_first_part(file) and not file.is_dir()]
     if has_config and (tensors or load_format == "dummy" or (load_format == "safetensors" and not starts)):
         if load_format == "gguf":
             raise ConfigError(f"load_format is gguf, but {folder} holds safetensors; name a .gguf file or leave load_format at auto", param="load_format")

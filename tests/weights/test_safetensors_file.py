@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 
 import pytest
@@ -117,6 +118,15 @@ def test_what_a_clone_without_lfs_leaves_is_told_as_such(tmp_path, name):
     read = {".safetensors": read_header, ".gguf": read_gguf_header}.get(path.suffix) or (lambda at: load_tokenizer(ModelSource("m", "folder", at.parent, {})))
     with pytest.raises(WeightError, match=f"{name} is a pointer of Git LFS.* git lfs pull"):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "tokenizer.json", "tokenizer.model"])
+def test_pipes_are_refused_before_they_are_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    path = tmp_path / name
+    read = {".safetensors": read_header, ".gguf": read_gguf_header}.get(path.suffix)
+    with pytest.raises(WeightError, match=f"{name} is no regular file"):
+        read(path) if read else load_tokenizer(ModelSource("m", "folder", tmp_path, {}), tokenizer=str(path))
 
 
 @settings(max_examples=300, deadline=None)

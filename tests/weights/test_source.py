@@ -136,6 +136,15 @@ def test_a_gguf_file_alone_or_in_a_folder(tmp_path):
         resolve(path.parent)
 
 
+def test_what_is_named_like_a_file_and_is_none(tmp_path):
+    path = make_gguf(tmp_path / "m" / "tiny.gguf")
+    (path.parent / "old.gguf").mkdir()
+    assert resolve(path.parent).path == path
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelError, match=r"pipe\.gguf is no regular file but a pipe"):
+        resolve(tmp_path / "pipe.gguf")
+
+
 def test_a_split_gguf_file(tmp_path):
     parts = [make_gguf(tmp_path / "s" / f"m-0000{i + 1}-of-00003.gguf", split=(i, 3)) for i in range(3)]
     for typed in (*parts, tmp_path / "s"):

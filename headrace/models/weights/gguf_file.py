@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import WeightError
-from headrace.models.weights.pointers import refuse_pointer
+from headrace.models.weights.pointers import require_content
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -68,7 +68,7 @@ def read_gguf_metadata(path: Path | str) -> dict[str, Any]:
 def read_gguf_header(path: Path | str) -> GgufHeader:
     """Parse one GGUF file's header; raises `WeightError` (with the byte offset) when it is truncated or corrupt."""
     path = Path(path)
-    refuse_pointer(path)
+    require_content(path)
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -18,7 +18,7 @@ import torch
 
 from headrace.base.errors import WeightError
 from headrace.models.weights.mapping import map_file, view_bytes
-from headrace.models.weights.pointers import refuse_pointer
+from headrace.models.weights.pointers import require_content
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 32
@@ -46,7 +46,7 @@ class StoredTensor:
 
 def read_header(path: Path) -> list[StoredTensor]:
     """Every tensor of a safetensors file in file order; raises `WeightError` when the header is not sound."""
-    refuse_pointer(path)
+    require_content(path)
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

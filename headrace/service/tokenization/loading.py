@@ -21,7 +21,7 @@ from headrace.base.registry import load_target
 from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.gguf_file import read_gguf_metadata
-from headrace.models.weights.pointers import refuse_pointer
+from headrace.models.weights.pointers import require_content
 from headrace.service.tokenization.gguf_vocabulary import adds_bos, build_gguf
 from headrace.service.tokenization.sentencepiece_model import read_sentencepiece
 from headrace.service.tokenization.sentencepiece_vocabulary import build_sentencepiece
@@ -113,7 +113,7 @@ def _build(what: str, build: Callable[[], Backend]) -> Backend:
 
 
 def _load_json(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
-    refuse_pointer(path)
+    require_content(path)
     backend = _build(str(path), lambda: Backend.from_file(str(path)))
     config = _read_config(folder)
     _add_declared(backend, config)
@@ -126,7 +126,7 @@ def _load_json(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
 
 
 def _load_pieces(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
-    refuse_pointer(path)
+    require_content(path)
     model = read_sentencepiece(path)
     backend = _build(str(path), lambda: build_sentencepiece(model.vocabulary))
     config = _read_config(folder)

@@ -120,7 +120,8 @@ def _names_of_all_commands() -> set[str]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:  # a pipe, too, of which nobody knows the size
+            data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", param="config")
         content = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
