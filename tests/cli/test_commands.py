@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -62,6 +63,31 @@ def test_a_full_disk_is_one_line():
     code = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from headrace.serving.cli.main import main; sys.exit(main())"
     done = run_headrace("--help", code=code)
     assert (done.returncode, done.stderr) == (2, "headrace: error: cannot write the output: No space left on device\n")
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "headrace.serving.cli.flags":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+from headrace.__main__ import main
+signal.signal(signal.SIGINT, getattr(signal, sys.argv.pop()))
+sys.meta_path.insert(0, Interrupter())
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("handler", "code"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)])
+def test_ctrl_c_while_the_command_is_loaded_is_quiet(handler: str, code: int):
+    done = run_headrace("--version", handler, code=INTERRUPTED)
+    assert (done.returncode, done.stderr, "headrace" in done.stdout) == (code, "", code == 0)
+
+
+def test_ctrl_c_is_an_exception_again_once_the_command_runs():
+    code = "import signal, atexit; from headrace.__main__ import main; atexit.register(lambda: print(signal.getsignal(signal.SIGINT).__name__)); main()"
+    assert run_headrace("--version", code=code).stdout.split()[-1] == "default_int_handler"
 
 
 def test_version():
