@@ -161,6 +161,17 @@ def test_window_as_long_as_the_context_is_no_window():
     assert {layer.window for layer in spec.layers} == {0}
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text", "Phi3", "Olmo2", "Granite", "Glm4", "Glm", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3"])
+def test_norms_and_rotary_bases_left_out_are_those_transformers_fills_in(name: str):
+    architecture = name.removesuffix("Text") + "ForCausalLM"
+    shape = {key: value for key, value in WIDE.items() if key not in ("rms_norm_eps", "rope_theta")} | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    theirs = getattr(transformers, f"{name}Config")(**shape)
+    spec = find_family(architecture).read_config({**shape, "architectures": [architecture]})
+    rotations = theirs.rope_parameters if name == "Gemma3Text" else {"every layer": theirs.rope_parameters}
+    assert spec.norm.eps == theirs.rms_norm_eps
+    assert {layer.rope.theta for layer in spec.layers} == {rotation["rope_theta"] for rotation in rotations.values()}
+
+
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
 @pytest.mark.parametrize("stated", [{}, {"sliding_window": None}, {"max_window_layers": 3}, {"sliding_window": 100, "max_window_layers": 0}])
 def test_windows_left_out_are_those_transformers_fills_in(name: str, stated: dict[str, Any]):

@@ -9,13 +9,13 @@ from headrace.models.family import Family
 from headrace.models.gguf_config import read_shared
 from headrace.models.reading import Fields, read_attention, read_decoder, read_layers, read_rope, read_window
 
-TRAINED_LEN = 4096
+DEFAULTS = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """With LongRoPE, serving at most ``original_max_position_embeddings`` tokens (``max_model_len``) uses the short
     factors and anything longer the long ones, for every request alike."""
-    fields = Fields(_name_longrope({"original_max_position_embeddings": TRAINED_LEN, **config}))
+    fields = Fields(_name_longrope({**DEFAULTS, **config}))
     layers = read_layers(fields, read_rope(fields), window=read_window(fields))
     return read_decoder(fields, layers, attention=read_attention(fields, qkv_bias=False, output_bias=False))
 
