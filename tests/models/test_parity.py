@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
     "qwen3-biased-mqa": ("Qwen3", {"head_dim": 128, "num_key_value_heads": 1, "attention_bias": True}),
     "gemma3": ("Gemma3Text", {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 6, "layer_types": TYPES, "query_pre_attn_scalar": 20}),
+    "gemma3-softcap-left-over": ("Gemma3Text", {"head_dim": 16, "attn_logit_softcapping": 1.0}),
     "gemma3-head256": (
         "Gemma3Text",
         {

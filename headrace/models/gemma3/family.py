@@ -31,28 +31,25 @@ MULTIMODAL = "Gemma3ForConditionalGeneration"
 """Text and images; the text part is served."""
 
 GGUF_KEYS = {
-    "rope.freq_base_swa": "rope_local_base_freq", "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq", "final_logit_softcapping": "final_logit_softcapping",
 }
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """Raises `ConfigError` for the bidirectional variant, which is an encoder."""
+    """``attn_logit_softcapping`` is left over from Gemma 2: no published config sets it, and transformers does not apply it.
+    Raises `ConfigError` for the bidirectional variant, which is an encoder."""
     fields = Fields({**DEFAULTS, **_text_part(config)})
     if fields.flag("use_bidirectional_attention", False):
         raise ConfigError("config.json: use_bidirectional_attention must be false; this family serves causal models", param="use_bidirectional_attention")
     width, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps", 1e-6)
-    softcaps = {name: fields.number(name, 0.0) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
     return read_decoder(
         fields, _read_layers(fields),
-        attention=read_attention(
-            fields, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, softcap=softcaps["attn_logit_softcapping"], qk_norm="head"
-        ),
+        attention=read_attention(fields, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, qk_norm="head"),
         mlp=MlpSpec(fields.integer("intermediate_size"), fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")),
         norm=NormSpec(eps, offset=1.0, before=True, after=True),
         vocabulary=VocabularySpec(
             fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", True), embedding_scale=width**0.5,
-            softcap=softcaps["final_logit_softcapping"],
+            softcap=fields.number("final_logit_softcapping", 0.0),
         ),
     )
 
