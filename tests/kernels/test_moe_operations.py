@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,10 +15,17 @@ from hypothesis import given, settings
 from headrace.kernels.activation import CLAMPED_SWIGLU
 from headrace.kernels.moe import GROUPED_LINEAR, HASH_ROUTE, MASK_CHOICES, ROUTE
 from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
+from headrace.kernels.native import build
 from headrace.kernels.operation import KernelQuery
 
-route, dequantise = ROUTE.load("reference"), DEQUANTISE_MXFP4.load("reference")
+dequantise = DEQUANTISE_MXFP4.load("reference")
 SHAPE = dict(top_k=2, score="softmax", renormalise=False, scale=1.0, num_groups=1, top_groups=1, group_best=1)
+
+
+def load_route(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    if name == "native" and build().status != "ready":
+        pytest.skip("no native kernels")
+    return ROUTE.load(name)
 
 
 def score_densely(logits: list[float], kind: str) -> list[float]:
@@ -58,22 +66,40 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[s
     return logits, bias, shape
 
 
+@pytest.mark.parametrize("name", ["reference", "native"])
 @settings(max_examples=120, deadline=None)
 @given(routings())
-def test_routing_is_what_the_words_say(case: tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]):
+def test_routing_is_what_the_words_say(name: str, case: tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]):
     logits, bias, shape = case
-    ids, weights = route(logits, bias, **shape)
+    ids, weights = load_route(name)(logits, bias, **shape)
     assert ids.dtype == torch.int64 and weights.dtype == torch.float32
     for row, (row_ids, row_weights) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         expected = route_densely(logits[row].tolist(), None if bias is None else bias.tolist(), shape)
         assert dict(zip(row_ids, row_weights, strict=True)) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_weights_sum_to_the_scale_even_where_scores_vanish():
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_weights_sum_to_the_scale_even_where_scores_vanish(name: str):
     logits = torch.tensor([[-300.0, -310.0, 300.0, 0.0], [5e4, 0.0, 0.0, -5e4]]).bfloat16()
     for score in ("softmax", "sigmoid"):
-        _, weights = route(logits, None, **{**SHAPE, "score": score, "renormalise": True, "scale": 2.0})
+        _, weights = load_route(name)(logits, None, **{**SHAPE, "score": score, "renormalise": True, "scale": 2.0})
         torch.testing.assert_close(weights.sum(-1), torch.tensor([2.0, 2.0]))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "score": "sigmoid"}, {**SHAPE, "renormalise": True}, {**SHAPE, "num_groups": 2, "group_best": 2}])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_whatever_the_logits_two_experts_that_there_are_are_chosen(shape: dict[str, Any], value: float):
+    """Of a broken model: nothing else is read or written than there is."""
+    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    logits[::2, 1::2], logits[3], logits[5, 0] = value, value, -value
+    ids, _ = load_route("native")(logits, None, **shape)
+    assert all(len(set(row)) == 2 and min(row) >= 0 and max(row) < 6 for row in ids.tolist())
+
+
+def test_routes_that_cannot_be_are_refused():
+    for wrong in ({"top_k": 7}, {"num_groups": 4}, {"num_groups": 3, "top_k": 3}, {"num_groups": 2, "top_groups": 3}, {"num_groups": 2, "group_best": 4}):
+        with pytest.raises(RuntimeError, match="as many experts"):
+            load_route("native")(torch.zeros(2, 6), None, **{**SHAPE, **wrong})
 
 
 @settings(max_examples=60, deadline=None)

@@ -61,7 +61,7 @@ def check(harness: Harness, sequences: list[Sequence]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ["llama-tied-biased", "mistral", "gemma3", "qwen3", "phi3"])
+@pytest.mark.parametrize("case", ["llama-tied-biased", "mistral", "gemma3", "qwen3", "phi3", "mixtral", "qwen3-moe", "gpt-oss"])
 def test_families(case, dtype):
     found = next(name for name in CASES if name.startswith(case))
     harness = build(found, dtype)
@@ -83,10 +83,11 @@ def test_quantised_weights_and_threads(quantise, threads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ["llama", "gemma3"])
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3-moe"])
 def test_members_of_a_team_agree(case, dtype):
     """Layers large enough for several members, with fewer rows than these and with more: step by step what one thread computes."""
     before, sizes = torch.get_num_threads(), {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 4001}
+    sizes |= {"moe_intermediate_size": 320} if "moe" in case else {}
     try:
         for count in (1, 2, 5):
             drawn = []

@@ -6,12 +6,14 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <optional>
 
 #include "arena.h"
 #include "attention_work.h"
-#include "bind_packed.h"
+#include "bind_experts.h"
 #include "bind_rope.h"
 #include "bind_rows.h"
+#include "route.h"
 #include "team.h"
 
 namespace headrace {
@@ -31,11 +33,16 @@ struct Layer {
   int64_t cos_sin, rotary_dim, is_interleaved, q_norm, k_norm, head_norm_type;
   int64_t k_pages, v_pages, scales, page_type, page_size, group;
   int64_t num_heads, num_kv_heads, head_dim, window, sinks, activation;
+  // Of a mixture, else 0: `gate_up` and `down` are those of its experts one after the other.
+  int64_t num_experts, top_k, score, is_renormalised, choice_bias, num_groups, top_groups, group_best;
+  Product router;
 };
 constexpr int64_t kFields = sizeof(Layer) / sizeof(int64_t);
 struct Reals {
   double eps, offset, scale, softcap;
+  double route_scale, limit, alpha, up_offset;  // of a mixture
 };
+constexpr int64_t kReals = sizeof(Reals) / sizeof(double);
 struct Group {  // what a cache group has for this step
   int64_t slots, page_table, table_stride;
 };
@@ -50,6 +57,8 @@ inline packed::Weight weight_of(const Product& p) {
   else weight.group_scales = at<uint16_t>(p.scales), weight.group_mins = at<uint16_t>(p.mins);
   return weight;
 }
+
+inline experts::Stack stack_of(const Product& p, int64_t num_experts) { return {weight_of(p), p.outputs / num_experts, at(p.bias), p.bias_type == kBFloat16}; }
 
 // The requests of a step, or those of whom one token each is wanted.
 struct Requests {
@@ -95,28 +104,38 @@ class Step {
   // `head`: the product that comes after the layers, if it is to be multiplied by the same team.
   Step(const Layer* layers, const Reals* reals, int64_t num_layers, const Inputs& in, char* residual, char* branch, const Product* head = nullptr)
       : layers_(layers), reals_(reals), num_layers_(num_layers), in_(in), size_(in.type == kFloat32 ? 4 : 2), branch_(branch) {
-    int64_t qkv = 0, heads = 0, gate_bytes = 0, hidden = 0, bytes = 0, weight_bytes = 0, groups = 1;
+    int64_t qkv = 0, heads = 0, gate_bytes = 0, hidden = 0, bytes = 0, work = 0, groups = 1;
+    size_t routes = 0;
+    const auto add_work = [&](const packed::Weight& weight, int64_t rows) { work += weight.panels() * weight.num_words() * packed::kPanel * 4 * (1 + rows / 16); };
     const auto count = [&](const Product& product) {
       const packed::Weight weight = weight_of(product);
       groups = std::max(groups, weight.groups());
       bytes = std::max(bytes, packed::row_form_bytes(packed::RowForm::kFloat32, weight, in.rows));
-      weight_bytes += weight.panels() * weight.num_words() * packed::kPanel * 4;
+      add_work(weight, in.rows);
     };
     if (head) count(*head);
     for (int64_t i = 0; i < num_layers; ++i) {
       const Layer& layer = layers[i];
       qkv = std::max(qkv, layer.qkv.outputs), heads = std::max(heads, layer.num_heads * layer.head_dim);
+      for (const Product* p : {&layer.qkv, &layer.output}) count(*p);
+      if (layer.num_experts) {
+        count(layer.router);
+        routes = std::max(routes, route_bytes(in.rows, layer));
+        const int64_t chosen = std::min(layer.num_experts, in.rows * layer.top_k), each = in.rows * layer.top_k / chosen;
+        for (const Product* p : {&layer.gate_up, &layer.down}) add_work(stack_of(*p, layer.num_experts).of(0), chosen * each);
+        continue;
+      }
       hidden = std::max(hidden, layer.down.inputs);
       gate_bytes = std::max(gate_bytes, (is_gated_at_once(in.rows, layer) ? kRowBlock : in.rows) * layer.gate_up.outputs * size_);
-      for (const Product* p : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) count(*p);
+      for (const Product* p : {&layer.gate_up, &layer.down}) count(*p);
     }
-    num_members_ = std::clamp<int64_t>(weight_bytes * (1 + in.rows / 16) / ((num_layers + (head != nullptr)) * kMemberBytes), 1, torch::stable::get_num_threads());
+    num_members_ = std::clamp<int64_t>(work / ((num_layers + (head != nullptr)) * kMemberBytes), 1, torch::stable::get_num_threads());
     const auto row_bytes = [&](int64_t values) { return Arena::rounded(in_.rows * values * size_); };
     const size_t scale_bytes = Arena::rounded(in_.rows * groups * 4), attention_bytes = row_bytes(qkv) + 2 * row_bytes(heads);
     is_apart_ = num_members_ > 1 && in.rows <= kFewRows && in.places == nullptr;
     desks_.resize(is_apart_ ? num_members_ : 1);
     const size_t desk_bytes = 2 * row_bytes(in.width) + Arena::rounded(bytes) + 2 * scale_bytes;
-    const size_t shared_bytes = std::max<size_t>(attention_bytes, Arena::rounded(gate_bytes) + desks_.size() * row_bytes(hidden));
+    const size_t shared_bytes = std::max<size_t>({attention_bytes, Arena::rounded(gate_bytes) + desks_.size() * row_bytes(hidden), routes});
     static thread_local Arena arena;
     arena.reserve(desks_.size() * desk_bytes + shared_bytes);
     for (Desk& desk : desks_) {
@@ -208,9 +227,13 @@ class Step {
     prepare(crew, layer.output, attended_);
     multiply(crew, layer.output, attended_, branch_);
     leave(crew, layer.attention_post, reals);
-    enter(crew, layer.mlp_norm, reals, true, layer.gate_up);
-    gate(crew, layer);
-    multiply(crew, layer.down, own.hidden, branch_);
+    enter(crew, layer.mlp_norm, reals, true, layer.num_experts ? layer.router : layer.gate_up);
+    if (layer.num_experts) {
+      mix(crew, layer, reals);
+    } else {
+      gate(crew, layer);
+      multiply(crew, layer.down, own.hidden, branch_);
+    }
     leave(crew, layer.mlp_post, reals);
   }
 
@@ -234,6 +257,33 @@ class Step {
       best_row_kernels().gate(in_.type, gated, begin, end);
       prepare_rows(crew, down, own.hidden, begin, end);
     });
+  }
+
+  // Logits, ids and weights of a router.
+  static size_t logit_bytes(int64_t rows, const Layer& layer) { return Arena::rounded(rows * layer.num_experts * 4); }
+  static size_t route_bytes(int64_t rows, const Layer& layer) { return logit_bytes(rows, layer) + rows * layer.top_k * 12; }
+
+  // The mixture of experts of what `enter` left for its router.
+  void mix(const Crew& crew, const Layer& layer, const Reals& reals) {
+    int64_t* const ids = reinterpret_cast<int64_t*>(gates_ + logit_bytes(crew.rows, layer));
+    const experts::Routes routes{reinterpret_cast<const float*>(gates_), ids, reinterpret_cast<float*>(ids + crew.rows * layer.top_k)};
+    const char* const normed = desk(crew).normed;
+    multiply(crew, layer.router, normed, gates_, false);
+    const experts::Routing routing{layer.num_experts, layer.top_k, static_cast<experts::Score>(layer.score), layer.is_renormalised != 0, static_cast<float>(reals.route_scale),
+                                   at<float>(layer.choice_bias), layer.num_groups, layer.top_groups, layer.group_best};
+    crew.share_rows([&](int64_t begin, int64_t end) { routes.fill(routing, begin, end); });
+    const experts::Mixture mixture{stack_of(layer.gate_up, layer.num_experts), stack_of(layer.down, layer.num_experts), layer.num_experts, static_cast<Activation>(layer.activation),
+                                   {static_cast<float>(reals.limit), static_cast<float>(reals.alpha), static_cast<float>(reals.up_offset)}};
+    experts::Tokens tokens{in_.type, nullptr, nullptr, nullptr, 0, layer.top_k, in_.width};
+    const int64_t step = experts::tokens_at_once(mixture, tokens), row_bytes = in_.width * size_;
+    for (int64_t first = 0; first < crew.rows; first += step) {
+      crew.team.share(1, 1, [&](int64_t, int64_t) {
+        tokens.hidden = normed + first * row_bytes, tokens.ids = routes.ids + first * layer.top_k, tokens.weights = routes.weights + first * layer.top_k;
+        tokens.count = std::min(step, crew.rows - first);
+        mixture_.emplace(mixture, tokens, branch_ + first * row_bytes, crew.team.size());
+      });
+      mixture_->run(crew.team, crew.member);
+    }
   }
 
   static bool is_gated_at_once(int64_t rows, const Layer& layer) { return rows > kRowBlock && GatedProduct::suits(weight_of(layer.gate_up)); }
@@ -299,10 +349,11 @@ class Step {
     over_rows(crew, [&](int64_t begin, int64_t end) { prepare_rows(crew, weight, x, begin, end); });
   }
 
-  void multiply(const Crew& crew, const Product& product, const char* x, char* out) {
+  void multiply(const Crew& crew, const Product& product, const char* x, char* out) { multiply(crew, product, x, out, in_.type == kBFloat16); }
+  void multiply(const Crew& crew, const Product& product, const char* x, char* out, bool is_half) {
     const packed::Weight weight = weight_of(product);
     const packed::Rows rows = rows_of(crew, weight, x);
-    const packed::Output to{out, weight.outputs, in_.type == kBFloat16, at(product.bias), product.bias_type == kBFloat16};
+    const packed::Output to{out, weight.outputs, is_half, at(product.bias), product.bias_type == kBFloat16};
     const int64_t pairs = (weight.panels() + 1) / 2, pair_bytes = 2 * weight.num_words() * packed::kPanel * 4;
     const int64_t height = is_expanded(weight, rows.form) ? crew.rows : block_rows(weight, rows.form, crew.rows), blocks = (crew.rows + height - 1) / height;
     const int64_t least = std::min(pairs, kPieceBytes / (pair_bytes * (1 + std::min(crew.rows, height) / 16))) + 1;
@@ -336,11 +387,12 @@ class Step {
   std::vector<Desk> desks_;
   std::deque<Attention> attentions_;
   std::vector<std::shared_ptr<AttentionWork>> works_;
+  std::optional<experts::Step> mixture_;  // that all members are at
 };
 
 inline void check_table(const Tensor& table, const Tensor& reals) {
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.is_contiguous() && table.size(1) == kFields, "the table is not of this library");
-  STD_TORCH_CHECK(reals.scalar_type() == ScalarType::Double && reals.is_contiguous() && reals.size(0) == table.size(0) && reals.size(1) == 4, "reals must be float64 [L, 4]");
+  STD_TORCH_CHECK(reals.scalar_type() == ScalarType::Double && reals.is_contiguous() && reals.size(0) == table.size(0) && reals.size(1) == kReals, "the reals are not of this library");
 }
 
 }  // namespace layers

@@ -1,6 +1,6 @@
 """What a layer of a decoder is made of, as the fused kernel takes it: plain tensors and numbers, no modules.
 
-D model width, H heads, K kv heads, E head dim, F hidden units, P pages.
+D model width, H heads, K kv heads, E head dim, F hidden units, P pages, X experts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.kernels.moe import Gate, RouteShape
 from headrace.kernels.packed_linear.layout import PackedMatrix
 
 
@@ -21,15 +22,23 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Products:
-    """``qkv`` [(H + 2K) * E, D], ``output`` [D, H * E], ``gate_up`` [2F, D] with the gate first, ``down`` [D, F]."""
+class Mlp:
+    """``gate_up`` [2F, D] with the gate first, ``down`` [D, F]."""
 
-    qkv: Product
-    output: Product
     gate_up: Product
     down: Product
-    activation: int
-    """0 for SiLU, 1 for GELU by tanh."""
+    gate: Gate
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """``experts`` one after the other: ``gate_up`` [X * 2F, D], ``down`` [X * D, F]. ``router`` [X, D] and ``choice_bias`` [X] float32
+    are as `ROUTE` has them."""
+
+    experts: Mlp
+    router: Product
+    choice_bias: torch.Tensor | None
+    shape: RouteShape
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,11 @@ class LayerParts:
     """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``."""
 
     norms: Norms
-    products: Products
+    qkv: Product
+    """[(H + 2K) * E, D]"""
+    output: Product
+    """[D, H * E]"""
+    mlp: Mlp | Mixture
     heads: Heads
     rotation: Rotation
     pages: Pages

@@ -9,11 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.kernels.decoder_layers.parts import Heads, LayerParts, Pages, Product, Rotation
+from headrace.kernels.activation.cpu import NUMBERS
+from headrace.kernels.decoder_layers.parts import Heads, LayerParts, Mixture, Pages, Product, Rotation
+from headrace.kernels.moe.cpu import SCORES
 from headrace.kernels.native import NATIVE
 
 NOTHING_WANTED = (None,) * 4
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+NO_MIXTURE = ((0,) * 16, (0.0,) * 4)
+"""What is told of a layer without experts, in numbers and reals."""
 
 
 class LayerTable:
@@ -21,9 +25,9 @@ class LayerTable:
 
     def __init__(self, layers: Sequence[LayerParts]):
         self._kept: list[torch.Tensor] = []
-        self._numbers = torch.tensor([self._row(layer) for layer in layers], dtype=torch.int64)
-        reals = [(layer.norms.eps, layer.norms.offset, layer.heads.scale, layer.heads.softcap) for layer in layers]
-        self._reals = torch.tensor(reals, dtype=torch.float64)
+        rows = [self._row(layer) for layer in layers]
+        self._numbers = torch.tensor([numbers for numbers, _ in rows], dtype=torch.int64)
+        self._reals = torch.tensor([reals for _, reals in rows], dtype=torch.float64)
         self.last_group = layers[-1].pages.group
 
     def run(
@@ -49,12 +53,21 @@ class LayerTable:
         """What the kernels take."""
         return self._numbers, self._reals
 
-    def _row(self, layer: LayerParts) -> list[int]:
-        norms, products = layer.norms, layer.products
+    def _row(self, layer: LayerParts) -> tuple[list[int], list[float]]:
+        norms, mlp = layer.norms, layer.mlp.experts if isinstance(layer.mlp, Mixture) else layer.mlp
         row = [n for weight in (norms.attention, norms.attention_post, norms.mlp, norms.mlp_post) for n in (self._address(weight), _type(weight))]
-        for product in (products.qkv, products.output, products.gate_up, products.down):
+        for product in (layer.qkv, layer.output, mlp.gate_up, mlp.down):
             row += self.describe(product)
-        return row + self._rotation(layer.rotation) + self._pages(layer.pages) + self._heads(layer.heads) + [products.activation]
+        row += [*self._rotation(layer.rotation), *self._pages(layer.pages), *self._heads(layer.heads), NUMBERS[mlp.gate.kind]]
+        numbers, reals = self._mixture(layer.mlp) if isinstance(layer.mlp, Mixture) else NO_MIXTURE
+        return [*row, *numbers], [norms.eps, norms.offset, layer.heads.scale, layer.heads.softcap, *reals]
+
+    def _mixture(self, mixture: Mixture) -> tuple[list[int], list[float]]:
+        shape, router = mixture.shape, mixture.router
+        groups = [shape["num_groups"], shape["top_groups"], shape["group_best"]]
+        numbers = [router.weight.out_width, shape["top_k"], SCORES[shape["score"]], int(shape["renormalise"]), self._address(mixture.choice_bias), *groups]
+        gate = mixture.experts.gate
+        return [*numbers, *self.describe(router)], [shape["scale"], gate.limit, gate.alpha, gate.up_offset]
 
     def describe(self, product: Product) -> list[int]:
         """A product as the kernels read it, whose tensors are kept from now on."""

@@ -135,6 +135,7 @@ def _reason_against_route(query: KernelQuery) -> str | None:
     return None
 
 
+ROUTE.add("native", "headrace.kernels.moe.cpu:route", supports=requires(device="cpu"), priority=10, doc="own C++")
 ROUTE.add("triton", "headrace.kernels.moe.routing:route", supports=_reason_against_route, priority=10, doc="one kernel")
 ROUTE.add(
     "triton_pdl", "headrace.kernels.moe.routing:route_pdl", supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),

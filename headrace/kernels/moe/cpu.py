@@ -1,12 +1,28 @@
-"""Mixtures of experts by the native library, from choices to sums in one call; by the reference while that is not there."""
+"""Mixtures of experts by the native library: choices, and from these to sums in one call; by the reference while that is not there."""
 
 from __future__ import annotations
+
+from typing import Unpack
 
 import torch
 
 from headrace.kernels.activation.cpu import NUMBERS
-from headrace.kernels.moe import Gate, PackedStack, reference
+from headrace.kernels.moe import Gate, PackedStack, RouteShape, reference
 from headrace.kernels.native import NATIVE
+
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
+"""The kernels' numbers."""
+
+
+def route(logits: torch.Tensor, choice_bias: torch.Tensor | None, **shape: Unpack[RouteShape]) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ROUTE`."""
+    ops, rows, top_k = NATIVE.find(), logits.shape[0], shape["top_k"]
+    if ops is None:
+        return reference.route(logits, choice_bias, **shape)
+    ids, weights = torch.empty((rows, top_k), dtype=torch.int64), torch.empty((rows, top_k))
+    groups = (shape["num_groups"], shape["top_groups"], shape["group_best"])
+    ops.route(logits.float().contiguous(), choice_bias, ids, weights, SCORES[shape["score"]], shape["renormalise"], shape["scale"], *groups)
+    return ids, weights
 
 
 def packed_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: PackedStack, down: PackedStack, gate: Gate) -> torch.Tensor:

@@ -14,10 +14,22 @@ import torch
 
 from headrace.kernels.decoder_layers import MOST_TOKENS
 from headrace.kernels.decoder_layers.decode_step import DecodeStep
-from headrace.kernels.decoder_layers.parts import EndParts, Heads, LayerParts, Norms, Pages, Product, Products, Rotation
+from headrace.kernels.decoder_layers.parts import (
+    EndParts,
+    Heads,
+    LayerParts,
+    Mixture,
+    Mlp,
+    Norms,
+    Pages,
+    Product,
+    Rotation,
+)
 from headrace.kernels.decoder_layers.table import LayerTable
+from headrace.kernels.moe import Gate
 from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear.forms import PanelWeight
+from headrace.kernels.packed_linear.layout import PANEL, pack_floats
 from headrace.layers.attention.layer import Attention
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.decoder.block import DecoderBlock
@@ -25,11 +37,10 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
+from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.norm import NoNorm, RmsNorm
 
 logger = logging.getLogger(__name__)
-
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 class NotFusable(Exception):
@@ -86,12 +97,10 @@ def describe_layer(layer: Any) -> LayerParts:
     _require(type(layer) is DecoderBlock and layer.residual_scale == 1.0, "a block of another kind")
     attention, mlp = layer.attention, layer.mlp
     _require(type(attention) is Attention, "attention of another kind")
-    _require(type(mlp) is GatedMlp and mlp.activation in ACTIVATIONS, "an MLP of another kind")
-    norms = _describe_norms(layer)
-    products = Products(
-        *(_describe_product(linear) for linear in (attention.qkv, attention.output, mlp.gate_up, mlp.down)), activation=ACTIVATIONS[mlp.activation],
-    )
-    return LayerParts(norms, products, _describe_heads(attention), _describe_rotation(attention, norms), _describe_pages(attention))
+    _require(type(mlp) in (GatedMlp, MoeMlp), "an MLP of another kind")
+    norms, qkv, output = _describe_norms(layer), _describe_product(attention.qkv), _describe_product(attention.output)
+    parts = _describe_mixture(mlp) if type(mlp) is MoeMlp else _describe_mlp(mlp)
+    return LayerParts(norms, qkv, output, parts, _describe_heads(attention), _describe_rotation(attention, norms), _describe_pages(attention))
 
 
 def _require(condition: bool, reason: str) -> None:
@@ -112,6 +121,23 @@ def _describe_norms(layer: DecoderBlock) -> Norms:
 def _describe_product(linear: Any) -> Product:
     _require(type(linear) is Linear and isinstance(linear.stored, PanelWeight), "a weight that is not packed")
     return Product(linear.stored.matrix, None if linear.bias is None else linear.bias.data)
+
+
+def _describe_mlp(mlp: Any) -> Mlp:
+    _require(type(mlp) is GatedMlp and bool(mlp.activation), "a clamped activation outside of a mixture")
+    return Mlp(_describe_product(mlp.gate_up), _describe_product(mlp.down), Gate(mlp.activation))
+
+
+def _describe_mixture(mixture: MoeMlp) -> Mixture:
+    experts, router = mixture.experts, mixture.router
+    _require(mixture.shared is None, "an MLP beside the experts")
+    for stack in (experts.gate_up, experts.down):
+        _require(isinstance(stack.stored, PanelWeight), "experts that are not packed")
+        _require(stack.stored.matrix.out_width % (PANEL * stack.num_stacked) == 0, "experts without whole panels each")
+    stacks = [Product(stack.stored.matrix, None if stack.bias is None else stack.bias.data) for stack in (experts.gate_up, experts.down)]
+    logits = Product(pack_floats(router.logits.weight.data), None if router.logits.bias is None else router.logits.bias.data)
+    choice_bias = None if router.choice_bias is None else router.choice_bias.data
+    return Mixture(Mlp(*stacks, mixture.gate), logits, choice_bias, router.shape)
 
 
 def _describe_heads(attention: Attention) -> Heads:

@@ -9,6 +9,7 @@ from headrace.layers.build import Build
 from headrace.layers.decoder.spec import MoeSpec
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
+from headrace.layers.moe.joined import describe_gate
 from headrace.layers.moe.joining import join_experts
 from headrace.layers.moe.router import Router
 from headrace.layers.moe.weights import ExpertWeights
@@ -20,7 +21,7 @@ class MoeMlp(Branch):
     def __init__(self, spec: MoeSpec, width: int, build: Build):
         super().__init__()
         routing = spec.routing
-        self.num_experts = routing.num_experts
+        self.num_experts, self.gate = routing.num_experts, describe_gate(spec.expert)
         self.router = Router(routing, width, build)
         self.experts = ExpertWeights(routing.num_experts, spec.expert, width, build)
         self.shared = None if spec.shared is None else GatedMlp(spec.shared, width, build)
