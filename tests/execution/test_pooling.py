@@ -27,6 +27,16 @@ DECODER = {
     "head_dim": 8, "max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }
 ENCODER = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 96, "initializer_range": 0.3}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {}, "GlmForCausalLM": {}, "Glm4ForCausalLM": {},
+    **{
+        f"Deepseek{generation}ForCausalLM": {
+            "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": None,
+            "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        }
+        for generation in ("V2", "V3")
+    },
+}
 TEXTS = [random.Random(i).choices(range(3, VOCAB), k=length) for i, length in enumerate((23, 5, 41, 1, 17, 60, 23))]
 
 
@@ -102,9 +112,11 @@ def test_pages_running_out_change_nothing(tmp_path: Path):
         torch.testing.assert_close(found, states(model, ids).mean(0), atol=1e-5, rtol=1e-5)
 
 
-def test_a_causal_model_embeds_when_told_to(tmp_path: Path):
-    """Its head is left in the file, and names with and without the prefix load alike."""
-    model = write_checkpoint(tmp_path, "LlamaForCausalLM", {**DECODER, "tie_word_embeddings": False})
+@pytest.mark.parametrize(("architecture", "more"), CAUSAL.items(), ids=list(CAUSAL))
+def test_a_causal_model_embeds_when_told_to(tmp_path: Path, architecture: str, more: dict[str, Any]):
+    """Its head is left in the file, and names with and without the prefix load alike. Of a family's generations each stays
+    itself."""
+    model = write_checkpoint(tmp_path, architecture, {**DECODER, "tie_word_embeddings": False, **more})
     for ids, found in zip(TEXTS, read(start(tmp_path, task="embed")), strict=True):
         torch.testing.assert_close(found, torch.nn.functional.normalize(states(model.model, ids)[-1], dim=-1), atol=1e-5, rtol=1e-5)
 

@@ -29,7 +29,7 @@ V3_DEFAULTS = {
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """The newer generation scores by sigmoid and keeps its experts busy by a choice bias."""
-    is_v3 = config["architectures"][0] == "DeepseekV3ForCausalLM"
+    is_v3 = config["architectures"][0].startswith("DeepseekV3")
     named = {"n_routed_experts": config.get("num_local_experts"), **SHARED_DEFAULTS, **(V3_DEFAULTS if is_v3 else V2_DEFAULTS)}
     fields = Fields({**named, **{name: value for name, value in config.items() if value is not None}})
     fields.config["head_dim"] = fields.integer("qk_rope_head_dim")  # the dims that are rotated

@@ -18,7 +18,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     rope = read_rope(fields, partial=0.5, interleaved=True)
     return read_decoder(
         fields, read_layers(fields, rope), attention=read_attention(fields, output_bias=False),
-        norm=NormSpec(fields.number("rms_norm_eps", 1.5625e-7), after=config["architectures"][0] == "Glm4ForCausalLM"),
+        norm=NormSpec(fields.number("rms_norm_eps", 1.5625e-7), after=config["architectures"][0].startswith("Glm4")),
     )
 
 
