@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
@@ -13,12 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
-from headrace.serving.http.protocol.deferred import DEFERRED, MEDIA, RESTRICTED
+from headrace.serving.http.protocol.deferred import ASK_WHEN_EMPTY, DEFERRED, MEDIA, RESTRICTED
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 GAP_TIMEOUT_S = 60.0
 NESTED = "sampling_params"
+MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""What files begin with that are written on Windows."""
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
@@ -88,6 +91,8 @@ class JsonBody(Generic[T]):
             if "unknown field" not in str(error):
                 raise _explain(error, self.record) from None
         except msgspec.DecodeError as error:
+            if body.startswith(MARKS):
+                raise RequestError("the body begins with a byte order mark; send it as UTF-8 without one") from None
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except UnicodeDecodeError:
             raise RequestError("the body is not valid UTF-8") from None
@@ -122,7 +127,7 @@ def _refuse_fields(document: dict[str, Any], known: frozenset[str], *, within: s
         value = document[name]
         if name not in DEFERRED:
             raise _unknown_field(name, known, within)
-        if value is not None and value is not False and value not in ([], {}):
+        if value is not None and value is not False and (value not in ([], {}) or name in ASK_WHEN_EMPTY):
             raise UnsupportedFeature(f"{within}{name} is not supported: {DEFERRED[name]}", param=within + name)
         del document[name]
 

@@ -53,3 +53,6 @@ DEFERRED: dict[str, str] = {
 
 RESTRICTED = frozenset({"modalities", "suffix", "context_management"})
 """Those that some route takes, as long as they ask for nothing that is not served."""
+
+ASK_WHEN_EMPTY = frozenset({"web_search_options"})
+"""Those that an empty object asks for as it is."""
