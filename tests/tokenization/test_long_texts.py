@@ -109,7 +109,7 @@ def test_only_the_beginning_of_what_is_refused_is_read(monkeypatch: pytest.Monke
     tokenizer, facts, read = byte_level(), model_facts(500), []
     encode = Tokenizer._encode_piece
     monkeypatch.setattr(Tokenizer, "_encode_piece", lambda self, text: (read.append(len(text)), encode(self, text))[1])
-    with pytest.raises(ContextLengthExceeded, match=f"max_model_len, which is {facts.max_model_len}"):
+    with pytest.raises(ContextLengthExceeded, match=f"maximum context length is {facts.max_model_len} tokens"):
         encode_prompt("the mill " * 500_000, tokenizer, most=facts.max_model_len)
     with pytest.raises(ContextLengthExceeded) as caught:
         Reader(facts, tokenizer).read("the mill " * 500_000)

@@ -47,7 +47,7 @@ def test_output_fills_the_context_by_default():
 
 @pytest.mark.parametrize(("prompt", "params"), [([1] * 64, {"max_tokens": None}), ([1] * 60, {"max_tokens": 5}), ([1] * 100, {})])
 def test_what_does_not_fit_is_refused(prompt: list[int], params: dict):
-    with pytest.raises(ContextLengthExceeded, match="64"):
+    with pytest.raises(ContextLengthExceeded, match="this model's maximum context length is 64 tokens"):  # in words that clients look for
         build(prompt, **params)
 
 

@@ -69,7 +69,10 @@ def encode_text(text: str, tokenizer: Tokenizer, most: int | None, param: str, *
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids = tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
     if ids is None:
-        raise ContextLengthExceeded(f"the {param} has more tokens than max_model_len, which is {most}; shorten it, or have it cut off by truncate_prompt_tokens", param=param)
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {most} tokens (max_model_len); the {param} has more. Shorten it, or have it cut off by "
+            "truncate_prompt_tokens at the routes that take it", param=param,
+        )
     return ids
 
 

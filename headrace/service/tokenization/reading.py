@@ -27,7 +27,7 @@ def build_reading(
         raise RequestError("the text must hold at least one token", param="input")
     if len(token_ids) > facts.max_model_len:
         raise ContextLengthExceeded(
-            f"the text has {len(token_ids)} tokens; the model takes at most {facts.max_model_len}. Shorten it, or send "
+            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the text has {len(token_ids)}. Shorten it, or send "
             "truncate_prompt_tokens: -1 to have its end cut off", param="input",
         )
     check_ids(token_ids, "input", facts.vocab_size)

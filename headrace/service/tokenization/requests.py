@@ -87,7 +87,7 @@ def _check_prompt(ids: Sequence[int], facts: ModelFacts) -> None:
         raise RequestError("the prompt must hold at least one token", param="prompt")
     if len(ids) >= facts.max_model_len:
         raise ContextLengthExceeded(
-            f"the prompt has {len(ids)} tokens; the model takes at most {facts.max_model_len - 1} and one of output (max_model_len {facts.max_model_len})",
+            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len), one of output among them; the prompt has {len(ids)}",
             param="prompt",
         )
     check_ids(ids, "prompt", facts.vocab_size)
@@ -132,7 +132,7 @@ def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, token
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if max_tokens > room:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}; together they may be at most {facts.max_model_len} (max_model_len)",
+            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the prompt has {prompt_len} and max_tokens is {max_tokens}",
             param="max_tokens",
         )
     if params.min_tokens > max_tokens:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from headrace.base.errors import HeadraceError, UnsupportedFeature
+from headrace.base.errors import ContextLengthExceeded, HeadraceError, UnsupportedFeature
 from headrace.base.sampling import MAX_STOPS
 from headrace.serving.http.protocol.fields import Positive, StopText, TopK, TopP
 from headrace.serving.http.protocol.structure import Schema
@@ -319,4 +319,5 @@ def describe_messages_error(error: HeadraceError) -> MessagesError:
     """The error as Anthropic's clients know it."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
     details = error.details if isinstance(error, ThreadsNotServed) else UNSET
-    return MessagesError(MessagesErrorDetail(ERROR_TYPES.get(error.status, default), error.message, details))
+    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message  # coding agents look for these words
+    return MessagesError(MessagesErrorDetail(ERROR_TYPES.get(error.status, default), message, details))
