@@ -22,7 +22,7 @@ from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.service.client.prompts import encode_prompt, encode_prompt_end, read_truncation
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.context import AppContext, context_of
-from headrace.serving.http.errors import conceal
+from headrace.serving.http.errors import JsonResponse, conceal
 from headrace.serving.http.metrics import RequestTimer
 from headrace.serving.http.protocol.answers import Usage
 from headrace.serving.http.structure import name_field
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from headrace.service.client.stream import RequestStream
 
 Prompt = str | list[int]
+
+SUBMITTED_AT_ONCE = 32
+MANY_LOGPROBS = 20_000
+"""In an answer, from which on it takes longer to word than others should wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,14 @@ class Generation:
         """Token counts so far."""
         prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
         return Usage.of(prompt_tokens, self._num_completion, sum(self._num_cached))
+
+    async def answer(self, word: Callable[[], object]) -> JsonResponse:
+        """The answer that ``word`` makes of the output; on a thread where it tells many log probabilities."""
+        params, usage = [p for p in self.ask.params if isinstance(p, SamplingParams)], self.usage()
+        num_each = max((1 + max(p.logprobs or 0, p.prompt_logprobs or 0) for p in params if (p.logprobs, p.prompt_logprobs) != (None, None)), default=0)
+        if num_each * usage.total_tokens <= MANY_LOGPROBS:
+            return JsonResponse(word())
+        return await asyncio.to_thread(lambda: JsonResponse(word()))
 
     def num_cached(self, prompt_index: int) -> int:
         """Prompt tokens of one prompt that came from the prefix cache."""
@@ -219,13 +231,15 @@ async def open_generation(request: Request, ask: Ask) -> Generation:
     context.check_available()
     streams: list[RequestStream] = []
     with contextlib.ExitStack() as undo:
-        for request_id, prompt, params in zip(ask.ids(), prompts, ask.params, strict=True):
+        for index, (request_id, prompt, params) in enumerate(zip(ask.ids(), prompts, ask.params, strict=True), 1):
             stream = context.client.submit(
                 prompt, params, request_id=request_id, namespace=ask.namespace, priority=ask.priority, deadline_s=ask.deadline_s,
                 add_special_tokens=ask.add_special_tokens,
             )
             undo.callback(stream.abort)
             streams.append(stream)
+            if index % SUBMITTED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # others' turn
         undo.pop_all()
     return Generation(context, ask, streams, request)
 

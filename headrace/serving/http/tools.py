@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -11,9 +12,7 @@ from headrace.serving.http.protocol.tools import AllowedTools, NamedTool, Tool
 
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
-_ALLOWED_CONTROLS = {"\n", "\r", "\t"}
-
-
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def offered_tools(request: Any) -> list[dict[str, Any]]:
@@ -75,5 +74,5 @@ def _check_tool(tool: Tool, where: str) -> None:
 
 
 def _check_text(text: str, param: str) -> None:
-    if any((c < " " and c not in _ALLOWED_CONTROLS) or c == "\x7f" for c in text):
+    if _CONTROLS.search(text):
         raise RequestError(f"{param} must not hold control characters", param=param)

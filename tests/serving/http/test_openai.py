@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import openai
 import pytest
@@ -10,6 +11,7 @@ from fake_apps import live_server
 from fake_client import BOS, FakeClient, expected_text
 
 from headrace.base.config import ServerConfig
+from headrace.serving.http import generation
 from headrace.serving.http.app import create_app
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}]
@@ -187,6 +189,24 @@ async def test_models(api):
     assert (await api.models.retrieve("fake-model")).max_model_len == 4096
     with pytest.raises(openai.NotFoundError):
         await api.models.retrieve("other/model")
+
+
+async def test_many_logprobs_and_many_prompts_are_told_as_few_are(http, monkeypatch):
+    bodies = {
+        "/v1/completions": {"prompt": [f"prompt {i}" for i in range(70)], "echo": True, "logprobs": 2, "max_tokens": 3, "n": 2, "seed": 1},
+        "/v1/chat/completions": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "max_tokens": 3},
+        "/generate": {"text": ["a", "bc"], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "sampling_params": {"max_new_tokens": 3}},
+    }
+
+    async def ask() -> list[str]:
+        answers = [await http.post(path, json={"rid": "mine", **body}) if path != "/generate" else await http.post(path, json=body) for path, body in bodies.items()]
+        assert {answer.status_code for answer in answers} == {200}
+        return [re.sub(r'"(created|id|e2e_latency|call_id)":("[^"]*"|[\d.e-]+)', "", answer.text) for answer in answers]
+
+    few = await ask()
+    assert few[0].count('"text":"prompt ') == 140
+    monkeypatch.setattr(generation, "MANY_LOGPROBS", 0)
+    assert await ask() == few
 
 
 async def test_errors_have_their_classes(api, client):

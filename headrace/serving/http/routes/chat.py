@@ -33,7 +33,7 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
     if body.stream:
         return await start_stream(request, ask, lambda g: ChatEvents(body, g, plan, context.model_name, names))
     generation, (output,) = await collect_generation(request, ask)
-    return JsonResponse(ChatCompletion(
+    return await generation.answer(lambda: ChatCompletion(
         id=ask.request_id, created=int(time.time()), model=context.model_name,
         choices=[whole_choice(c, plan, names, has_ids=bool(body.return_token_ids)) for c in output.outputs],
         usage=generation.usage(),

@@ -83,7 +83,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
         return await start_stream(request, ask, lambda g: CompletionEvents(body, g, context))
     generation, outputs = await collect_generation(request, ask)
     writer = ChoiceWriter(body, generation, context)
-    return JsonResponse(Completion(
+    return await generation.answer(lambda: Completion(
         id=ask.request_id, created=int(time.time()), model=context.model_name, choices=[c for i, o in enumerate(outputs) for c in writer.write(i, o)],
         usage=generation.usage(),
     ))

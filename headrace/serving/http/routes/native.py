@@ -129,8 +129,12 @@ async def generate(request: Request) -> JsonResponse | EventStream:
         return await start_stream(request, ask, lambda g: NativeEvents(ResultWriter(body, g, texts), is_list=is_list))
     generation, outputs = await collect_generation(request, ask)
     writer = ResultWriter(body, generation, texts)
-    results = [writer.write(i, output, choice) for i, output in enumerate(outputs) for choice in output.outputs]
-    return JsonResponse(results if is_list else results[0])
+
+    def word() -> list[Generated] | Generated:
+        results = [writer.write(i, output, choice) for i, output in enumerate(outputs) for choice in output.outputs]
+        return results if is_list else results[0]
+
+    return await generation.answer(word)
 
 
 def _finish_reason(choice: CompletionOutput) -> FinishReason | None:
