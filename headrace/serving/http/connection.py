@@ -8,25 +8,37 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from headrace.base.errors import RequestError
 from headrace.serving.http.burst import BurstWriter
+from headrace.serving.http.protocol.answers import describe_error
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 60.0
 REST_TIMEOUT_S, MAX_REST_BYTES = 60.0, 1 << 30
 """How long, and how much, is read and dropped of what a client goes on sending after its answer. Most look at the answer only when
 all is sent; the bounds are far above what somebody sends by mistake, and dropping costs a gigabyte about a second."""
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 END_OF_HEAD = b"\r\n\r\n"
 EXTENSION = "headrace.body"
 """Under this name a scope's ``extensions`` have the request's `BodyWriter`, when the server is this one and nobody between it
 and the route looks at bodies."""
 
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+
+
+def _refusal(status: int, message: str) -> bytes:
+    """The whole answer to what could not be read as a request. In OpenAI's form: there is no path to tell another by."""
+    error = RequestError(message)
+    error.status = status
+    body = msgspec.json.encode(describe_error(error))
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    return head.encode() + body
 
 
 class BodyWriter:
@@ -172,6 +184,11 @@ class BoundedHttp(HttpToolsProtocol):
         if self.cycle.response_complete:  # and no other, whose body is read
             self._drop_rest()
 
+    def send_400_response(self, msg: str) -> None:
+        """Of uvicorn: answer what the parser does not take, and close."""
+        self.transport.write(_refusal(400, "this is no request of HTTP/1.1, as this server speaks it"))
+        self.transport.close()
+
     def _await_head(self) -> None:
         self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
@@ -193,5 +210,5 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self) -> None:
         self._is_in_head = False  # whatever still comes is of no head
         self._forget_patience()
-        self.transport.write(TOO_LARGE)
+        self.transport.write(_refusal(431, f"the request line and headers have more than {MAX_HEAD_BYTES} bytes"))
         self.transport.close()

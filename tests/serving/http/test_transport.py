@@ -90,6 +90,8 @@ async def test_ways_to_send_a_body(port):
 async def test_what_is_not_http_is_told_so_and_closed(port, nonsense):
     answer, is_closed = await talk(port, nonsense)
     assert answer.startswith(b"HTTP/1.1 400") and is_closed
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["type"] == "invalid_request_error" and "HTTP/1.1" in error["message"]
 
 
 async def test_no_body_is_told_as_such(port):
@@ -105,6 +107,7 @@ async def test_no_body_is_told_as_such(port):
 async def test_large_heads_are_refused(port, head):
     answer, is_closed = await talk(port, head)
     assert is_closed and (answer.startswith(b"HTTP/1.1 431") or answer.startswith(b"HTTP/1.1 400"))
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 async def test_heads_that_stop_coming_are_given_up(port, monkeypatch):
