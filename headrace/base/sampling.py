@@ -33,7 +33,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a user asks of sampling; names and meaning as in vLLM's class of the same name.
 
-    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens. ``logprobs=k`` returns the drawn token's logprob and
+    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the likeliest alone. ``logprobs=k`` returns the drawn token's logprob and
     the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes draws reproducible whatever else runs.
     ``keep_special_tokens`` are texts: special tokens that occur in them are not skipped.
     ``grammar`` confines the output; it ends where the grammar leaves nothing to write, whatever ``min_tokens`` and
@@ -112,7 +112,7 @@ def _check_number(p: SamplingParams, param: str, low: float, high: float, *, abo
 
 def _check_ranges(p: SamplingParams) -> None:
     _check_number(p, "temperature", 0.0, 100.0)
-    _check_number(p, "top_p", 0.0, 1.0, above=True)
+    _check_number(p, "top_p", 0.0, 1.0)
     _check_number(p, "min_p", 0.0, 1.0)
     _check_number(p, "repetition_penalty", 0.0, 10.0, above=True)
     _check_number(p, "presence_penalty", -2.0, 2.0)

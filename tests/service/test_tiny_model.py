@@ -101,6 +101,12 @@ def test_greedy_output_survives_retraction(folder: Path, depth: int):
         assert llm.stats().retracted_total > 0
 
 
+def test_a_nucleus_of_nothing_is_the_likeliest_token(folder: Path, alone: list[list[int]]):
+    params = [SamplingParams(temperature=1.5, top_p=0, top_k=20, max_tokens=len(expected), ignore_eos=True) for expected in alone]
+    with LLM(str(folder), **BASE) as llm:
+        assert token_ids(llm.generate(prompt_token_ids=make_prompts(), sampling_params=params)) == alone
+
+
 def test_seeded_sampling_is_the_same_however_it_is_scheduled(folder: Path):
     params = [SamplingParams(temperature=1.2, top_p=0.9, max_tokens=12, seed=i, ignore_eos=True) for i in range(8)]
 

@@ -189,8 +189,9 @@ def _bad_word_ids(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> li
 
 def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, choice: int) -> SamplingSpec:
     penalties = Penalties(float(params.repetition_penalty), float(params.presence_penalty), float(params.frequency_penalty))
+    is_first_alone = params.top_p == 0  # the least nucleus
     return SamplingSpec(
-        temperature=float(params.temperature), top_k=max(params.top_k, 0), top_p=float(params.top_p), min_p=float(params.min_p),
+        temperature=float(params.temperature), top_k=1 if is_first_alone else max(params.top_k, 0), top_p=1.0 if is_first_alone else float(params.top_p), min_p=float(params.min_p),
         seed=_wrap_64(seed + choice), num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None or choice else params.prompt_logprobs,
         penalties=None if penalties == Penalties() else penalties, rules=rules,
