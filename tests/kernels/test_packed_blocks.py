@@ -12,7 +12,7 @@ from headrace.kernels import native
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.layout import Format, unpack
 
-FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 INPUTS = 512
 
 
@@ -30,6 +30,8 @@ def draw_blocks(kind: str, rows: int, inputs: int = INPUTS) -> WeightBlocks:
     raw = rng.integers(0, 256, (rows * inputs // block.inputs, block.num_bytes), dtype=np.uint8)
     for place in FLOAT16_PLACES[kind]:
         raw[:, place : place + 2] = rng.uniform(0.001, 0.02, len(raw)).astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if kind == "MXFP4":  # a power of two
+        raw[:, 0] = rng.integers(104, 144, len(raw))
     return WeightBlocks(kind, torch.from_numpy(raw.reshape(rows, -1)))
 
 
@@ -53,8 +55,21 @@ def test_blocks_keep_their_values(kind: str):
     assert packed.shape == expected.shape and packed.num_bytes <= expected.numel() * (0.63 if packed.format is Format.INT4_GROUP else 1.13) * 48 / 41
 
 
+def test_scales_that_float16_does_not_hold():
+    """Numbers as small as these are nothing beside others; as large, they stay as they are in the file, which is expanded."""
+    blocks = draw_blocks("MXFP4", 3)
+    blocks.raw[1, 0] = 90
+    assert blocks.can_be_packed
+    expected = expected_of(blocks)
+    assert expected[1, :32].abs().max() < 1e-9
+    expected[1, :32] = 0
+    assert torch.equal(unpack(pack_blocks([blocks]), torch.float32), expected)
+    blocks.raw[2, 17] = 144
+    assert not blocks.can_be_packed
+
+
 def test_types_may_differ_within_a_stack():
-    parts = [draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33)]
+    parts = [draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33), draw_blocks("MXFP4", 9)]
     packed = pack_blocks(parts)
     assert packed.format is Format.INT8_GROUP
     assert torch.equal(unpack(packed, torch.float32), torch.cat([expected_of(part) for part in parts]))

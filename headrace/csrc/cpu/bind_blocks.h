@@ -12,11 +12,27 @@ namespace headrace {
 
 namespace blocks {
 
-// A block of 32 inputs: where its parts are, in bytes. `min` is -1 where there is none; nibbles hold input j and j + 16 in byte j.
+// What codes are. Nibbles hold input j and j + 16 in byte j; those of E2M1 numbers have a scale of one byte, an exponent.
+enum class Content : int64_t { kBytes = 0, kNibbles = 1, kE2m1 = 2 };
+
+// A block of 32 inputs: where its parts are, in bytes. `min` is -1 where there is none.
 struct Type {
   int64_t num_bytes, scale, min, codes;
-  bool has_nibbles;
+  Content content;
+
+  bool has_nibbles() const { return content != Content::kBytes; }
 };
+
+// Twice the value of an E2M1 number, in each byte of a word.
+inline uint32_t values_of_e2m1(uint32_t codes) {
+  constexpr int8_t kValues[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  uint32_t values = 0;
+  for (int i = 0; i < 32; i += 8) values |= static_cast<uint32_t>(static_cast<uint8_t>(kValues[codes >> i & 15])) << i;
+  return values;
+}
+
+// Half of the power of two that an exponent stands for, as float16; 0 below 2^-24.
+inline uint16_t half_of_e8m0(int exponent) { return static_cast<uint16_t>(exponent >= 114 ? (exponent - 113) << 10 : exponent >= 104 ? 1 << (exponent - 104) : 0); }
 
 inline uint32_t word_at(const uint8_t* p) {
   uint32_t word;
@@ -26,11 +42,12 @@ inline uint32_t word_at(const uint8_t* p) {
 
 // The 32 codes of a block as bytes, four a word.
 inline void read_bytes(const Type& type, const uint8_t* codes, uint32_t (&words)[8]) {
-  for (int w = 0; w < (type.has_nibbles ? 4 : 8); ++w) {
+  for (int w = 0; w < (type.has_nibbles() ? 4 : 8); ++w) {
     const uint32_t word = word_at(codes + 4 * w);
-    words[w] = type.has_nibbles ? word & 0x0f0f0f0fu : word;
-    if (type.has_nibbles) words[4 + w] = word >> 4 & 0x0f0f0f0fu;
+    words[w] = type.has_nibbles() ? word & 0x0f0f0f0fu : word;
+    if (type.has_nibbles()) words[4 + w] = word >> 4 & 0x0f0f0f0fu;
   }
+  for (int w = 0; w < 8 && type.content == Content::kE2m1; ++w) words[w] = values_of_e2m1(words[w]);
 }
 
 struct Target {
@@ -51,7 +68,8 @@ inline void pack_panel(const Type& type, const uint8_t* raw, int64_t row_bytes, 
       if (g < num_blocks) {
         const uint8_t* block = raw + (row - at) * row_bytes + g * type.num_bytes;
         read_bytes(type, block + type.codes, bytes);
-        std::memcpy(&scale, block + type.scale, 2);
+        if (type.content == Content::kE2m1) scale = half_of_e8m0(block[type.scale]);
+        else std::memcpy(&scale, block + type.scale, 2);
         if (type.min >= 0) std::memcpy(&min, block + type.min, 2);
       }
       to.scales[place] = scale;
@@ -64,13 +82,13 @@ inline void pack_panel(const Type& type, const uint8_t* raw, int64_t row_bytes, 
 }  // namespace blocks
 
 // Rows of `raw` [n, bytes] become rows `at` and on of a weight of a group format.
-inline void pack_blocks(Tensor raw, int64_t num_bytes, int64_t scale, int64_t min, int64_t codes, bool has_nibbles, int64_t at, Tensor words, Tensor scales, std::optional<Tensor> mins) {
+inline void pack_blocks(Tensor raw, int64_t num_bytes, int64_t scale, int64_t min, int64_t codes, int64_t content, int64_t at, Tensor words, Tensor scales, std::optional<Tensor> mins) {
   STD_TORCH_CHECK(raw.scalar_type() == ScalarType::Byte && raw.dim() == 2 && raw.is_contiguous() && raw.size(1) % num_bytes == 0, "blocks must be dense bytes");
   STD_TORCH_CHECK(words.is_contiguous() && scales.is_contiguous() && words.dim() == 3 && scales.dim() == 3 && words.size(1) % scales.size(1) == 0, "the weight does not fit");
   const int64_t rows = raw.size(0), row_bytes = raw.size(1), last = at + rows;
-  const blocks::Type type{num_bytes, scale, min, codes, has_nibbles};
+  const blocks::Type type{num_bytes, scale, min, codes, static_cast<blocks::Content>(content)};
   const blocks::Target to{writable<uint32_t>(words), writable<uint16_t>(scales), mins ? writable<uint16_t>(*mins) : nullptr, words.size(1) / scales.size(1), scales.size(1)};
-  STD_TORCH_CHECK(last <= words.size(0) * packed::kPanel && row_bytes / num_bytes <= to.groups && (to.words_of_group == 8 || (to.words_of_group == 4 && has_nibbles)),
+  STD_TORCH_CHECK(last <= words.size(0) * packed::kPanel && row_bytes / num_bytes <= to.groups && (to.words_of_group == 8 || (to.words_of_group == 4 && type.content == blocks::Content::kNibbles)),
                   "the blocks do not fit the weight");
   const uint8_t* from = pointer<uint8_t>(raw);
   const int64_t first_panel = at / packed::kPanel, num_panels = (last + packed::kPanel - 1) / packed::kPanel - first_panel;
@@ -82,7 +100,7 @@ inline void pack_blocks(Tensor raw, int64_t num_bytes, int64_t scale, int64_t mi
 
 inline void define_blocks(Library& m) {
   m.def(
-      "pack_blocks(Tensor raw, int num_bytes, int scale, int min, int codes, bool has_nibbles, int at, Tensor(a!) words, Tensor(b!) scales, Tensor(c!)? mins) -> ()");
+      "pack_blocks(Tensor raw, int num_bytes, int scale, int min, int codes, int content, int at, Tensor(a!) words, Tensor(b!) scales, Tensor(c!)? mins) -> ()");
 }
 
 inline void implement_blocks(Library& m) { m.impl("pack_blocks", TORCH_BOX(&pack_blocks)); }

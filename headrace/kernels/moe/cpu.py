@@ -19,7 +19,7 @@ def route(logits: torch.Tensor, choice_bias: torch.Tensor | None, **shape: Unpac
     ops, rows, top_k = NATIVE.find(), logits.shape[0], shape["top_k"]
     if ops is None:
         return reference.route(logits, choice_bias, **shape)
-    ids, weights = torch.empty((rows, top_k), dtype=torch.int64), torch.empty((rows, top_k))
+    ids, weights = (torch.empty((rows, top_k), dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32))
     groups = (shape["num_groups"], shape["top_groups"], shape["group_best"])
     ops.route(logits.float().contiguous(), choice_bias, ids, weights, SCORES[shape["score"]], shape["renormalise"], shape["scale"], *groups)
     return ids, weights

@@ -34,8 +34,9 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 @dataclass(frozen=True)
 class BlockType:
     """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins. ``places``: at
-    which bytes float16 scale and min (-1: none) and the codes lie, where all are taken as they are; ``min_factor``: mins
-    are scales times this."""
+    which bytes float16 scale and min (-1: none) and the codes lie, where C++ reads them; ``min_factor``: mins
+    are scales times this. ``fits`` says of uint8 [n, num_bytes] whether float16 holds their scales, where it need not;
+    ``is_e2m1``: codes are numbers of 4 bits, scales powers of two."""
 
     inputs: int
     num_bytes: int
@@ -44,6 +45,13 @@ class BlockType:
     has_mins: bool = False
     places: tuple[int, int, int] | None = None
     min_factor: float | None = None
+    fits: Callable[[torch.Tensor], bool] | None = None
+    is_e2m1: bool = False
+
+    @property
+    def content(self) -> int:
+        """The number that C++ has for what the codes are."""
+        return 2 if self.is_e2m1 else int(self.format is Format.INT4_GROUP)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,12 @@ class WeightBlocks:
     def in_width(self) -> int:
         kind = BLOCK_TYPES[self.kind]
         return self.raw.shape[1] // kind.num_bytes * kind.inputs
+
+    @property
+    def can_be_packed(self) -> bool:
+        """Whether packed layout holds these numbers."""
+        kind = BLOCK_TYPES[self.kind]
+        return kind.fits is None or kind.fits(self.raw.view(-1, kind.num_bytes))
 
 
 def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
@@ -92,7 +106,7 @@ def _pack_natively(ops: NativeOps, parts: list[WeightBlocks], packed: PackedMatr
     for part in parts:
         kind, last = BLOCK_TYPES[part.kind], at + part.out_width
         assert kind.places is not None and packed.scales is not None
-        ops.pack_blocks(part.raw, kind.num_bytes, *kind.places, kind.format is Format.INT4_GROUP, at, packed.words, packed.scales, packed.mins)
+        ops.pack_blocks(part.raw, kind.num_bytes, *kind.places, kind.content, at, packed.words, packed.scales, packed.mins)
         if kind.min_factor is not None:
             rows = torch.arange(at, last)
             panels, places = rows // PANEL, rows % PANEL
@@ -175,6 +189,16 @@ def _read_q6_k(blocks: torch.Tensor) -> Parts:
     return (groups * inverse.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8).flatten(1), scales, None
 
 
+MOST_SCALE = 128 + 15
+"""The byte of the greatest power of two that float16 holds."""
+
+
+def _read_mxfp4(blocks: torch.Tensor) -> Parts:
+    """E2M1 numbers, twice as large, times half of an E8M0 scale: OCP Microscaling Formats 1.0, sections 5.3 and 5.4. Scales below 2^-24 become 0."""
+    values = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+    return values[_nibbles(blocks[:, 1:]).int()], torch.exp2(blocks[:, :1].float() - 128), None
+
+
 BLOCK_TYPES = {
     "Q4_0": BlockType(32, 18, Format.INT4_GROUP, _read_q4_0, has_mins=True, places=(0, -1, 2), min_factor=-8.0),
     "Q4_1": BlockType(32, 20, Format.INT4_GROUP, _read_q4_1, has_mins=True, places=(0, 2, 4)),
@@ -184,5 +208,6 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(SUPER, 144, Format.INT4_GROUP, _read_q4_k, has_mins=True),
     "Q5_K": BlockType(SUPER, 176, Format.INT8_GROUP, _read_q5_k, has_mins=True),
     "Q6_K": BlockType(SUPER, 210, Format.INT8_GROUP, _read_q6_k),
+    "MXFP4": BlockType(32, 17, Format.INT8_GROUP, _read_mxfp4, places=(0, -1, 1), fits=lambda blocks: int(blocks[:, 0].amax()) <= MOST_SCALE, is_e2m1=True),
 }
 """By ggml's names."""

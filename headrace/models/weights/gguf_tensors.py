@@ -97,7 +97,8 @@ def _read_one(tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, *, 
         return values.float() - tensor.offset if tensor.offset else values
     if keeps_blocks and len(shape) in (2, 3) and kind.name in BLOCK_TYPES and not tensor.offset:
         blocks = WeightBlocks(kind.name, raw.view(math.prod(shape[:-1]), -1))
-        return BlockTensor(blocks, dtype, partial(_read_one, tensor, stored, dtype), num_stacked=shape[0] if len(shape) == 3 else 0)
+        if blocks.can_be_packed:
+            return BlockTensor(blocks, dtype, partial(_read_one, tensor, stored, dtype), num_stacked=shape[0] if len(shape) == 3 else 0)
     out = torch.empty(shape, dtype=dtype if len(shape) > 1 else torch.float32)
     _dequantise(tensor.stored, kind, raw.numpy(), out.view(-1))
     return out.sub_(tensor.offset) if tensor.offset else out
