@@ -75,9 +75,12 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     max_model_len = _limit_context(config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0)
     try:
         schemes = _choose_schemes(source, config, dtype, device)
-        build = Build(device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts, schemes=schemes)
+        build = Build(
+            device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts, schemes=schemes,
+            keeps_blocks=_keeps_blocks(config.model, device, dtype),
+        )
         model = load_target(family.model)(spec, build)
-        _fill(model, source, config, dtype, device, progress)
+        _fill(model, source, config, build, progress)
         schemes.finish(model)
         if device.type == "cpu":
             store_fastest(model)
@@ -145,15 +148,19 @@ def _choose_schemes(source: ModelSource, config: EngineConfig, dtype: torch.dtyp
     ))
 
 
+def _keeps_blocks(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    if model.load_format == "dummy" or model.quantization not in (None, AS_STORED):
+        return False
+    return can_store_blocks(device, dtype, waits=model.quantization == AS_STORED)
+
+
 @torch.no_grad()
-def _fill(model: Any, source: ModelSource, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, progress: Progress) -> None:
     if config.model.load_format == "dummy":
         progress("drawing random weights", 0.1)
         draw_dummy_weights(model, config.model.seed, std=_initializer_range(source.config))
         return
-    form = config.model.quantization
-    keeps = form in (None, AS_STORED) and can_store_blocks(device, dtype, waits=form == AS_STORED)
-    tensors = open_weights(source, load_format=config.model.load_format, device=device, dtype=dtype, keeps_blocks=keeps)
+    tensors = open_weights(source, load_format=config.model.load_format, device=build.device, dtype=build.dtype, keeps_blocks=build.keeps_blocks)
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
 
 

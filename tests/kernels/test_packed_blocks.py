@@ -9,10 +9,11 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from headrace.kernels import native
+from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.layout import Format, unpack
 
-FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (), "MXFP4_PAIRS": ()}
 INPUTS = 512
 
 
@@ -30,12 +31,15 @@ def draw_blocks(kind: str, rows: int, inputs: int = INPUTS) -> WeightBlocks:
     raw = rng.integers(0, 256, (rows * inputs // block.inputs, block.num_bytes), dtype=np.uint8)
     for place in FLOAT16_PLACES[kind]:
         raw[:, place : place + 2] = rng.uniform(0.001, 0.02, len(raw)).astype(np.float16).view(np.uint8).reshape(-1, 2)
-    if kind == "MXFP4":  # a power of two
+    if kind.startswith("MXFP4"):  # a power of two
         raw[:, 0] = rng.integers(104, 144, len(raw))
     return WeightBlocks(kind, torch.from_numpy(raw.reshape(rows, -1)))
 
 
 def expected_of(blocks: WeightBlocks) -> torch.Tensor:
+    if blocks.kind == "MXFP4_PAIRS":
+        rows = blocks.raw.view(len(blocks.raw), -1, 17)
+        return torch.stack([dequantise_mxfp4(row[:, 1:].flatten()[None], row[None, :, 0], torch.float32)[0] for row in rows])
     return torch.from_numpy(dequantize(blocks.raw.numpy(), GGMLQuantizationType[blocks.kind]))
 
 
@@ -69,7 +73,7 @@ def test_scales_that_float16_does_not_hold():
 
 
 def test_types_may_differ_within_a_stack():
-    parts = [draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33), draw_blocks("MXFP4", 9)]
+    parts = [draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33), draw_blocks("MXFP4", 9), draw_blocks("MXFP4_PAIRS", 18)]
     packed = pack_blocks(parts)
     assert packed.format is Format.INT8_GROUP
     assert torch.equal(unpack(packed, torch.float32), torch.cat([expected_of(part) for part in parts]))

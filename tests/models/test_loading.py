@@ -160,12 +160,13 @@ def test_a_missing_expert_is_named():
         model.load_weights(tensors.items())
 
 
+@pytest.mark.parametrize("keeps_blocks", [False, True])
 @pytest.mark.parametrize("scales_first", [False, True])
-def test_experts_in_mxfp4(scales_first: bool):
-    """Blocks and scales in either order become what transformers makes of them; other layers may be plain."""
+def test_experts_in_mxfp4(scales_first: bool, keeps_blocks: bool):
+    """Blocks and scales in either order become what transformers makes of them, or stay what they are; other layers may be plain."""
     config = {**MOE_CONFIG, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "architectures": ["GptOssForCausalLM"]}
     family = find_family("GptOssForCausalLM")
-    model = load_target(family.model)(family.read_config(config), Build(torch.device("cpu"), torch.float32))
+    model = load_target(family.model)(family.read_config(config), Build(torch.device("cpu"), torch.float32, keeps_blocks=keeps_blocks))
     oracle = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{k: v for k, v in config.items() if k != "architectures"}))
     tensors = {name: torch.randn(t.shape) for name, t in oracle.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
@@ -180,10 +181,14 @@ def test_experts_in_mxfp4(scales_first: bool):
         tensors |= dict(reversed(pair.items())) if scales_first else pair
     model.load_weights(tensors.items())
     experts = model.layers[1].mlp.experts
-    assert torch.equal(experts.gate_up.weight[:, :32], expected["gate_up_proj"].transpose(1, 2)[:, 0::2])
-    assert torch.equal(experts.gate_up.weight[:, 32:], expected["gate_up_proj"].transpose(1, 2)[:, 1::2])
-    assert torch.equal(experts.down.weight, expected["down_proj"].transpose(1, 2))
+    assert (experts.gate_up.stored is not None) == (experts.down.stored is not None) == keeps_blocks
+    gate_up, down = (matrix.unpack(torch.float32) if keeps_blocks else matrix.weight for matrix in (experts.gate_up, experts.down))
+    assert torch.equal(gate_up[:, :32], expected["gate_up_proj"].transpose(1, 2)[:, 0::2])
+    assert torch.equal(gate_up[:, 32:], expected["gate_up_proj"].transpose(1, 2)[:, 1::2])
+    assert torch.equal(down, expected["down_proj"].transpose(1, 2))
     assert torch.equal(model.layers[0].mlp.experts.down.weight, tensors["model.layers.0.mlp.experts.down_proj"].transpose(1, 2))
+    if keeps_blocks:
+        return
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]
     with pytest.raises(WeightError, match=r"not expected \(1\): model.layers.1.mlp.experts.down_proj_blocks"):
         model.load_weights(tensors.items())

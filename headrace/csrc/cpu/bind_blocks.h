@@ -12,15 +12,15 @@ namespace headrace {
 
 namespace blocks {
 
-// What codes are. Nibbles hold input j and j + 16 in byte j; those of E2M1 numbers have a scale of one byte, an exponent.
-enum class Content : int64_t { kBytes = 0, kNibbles = 1, kE2m1 = 2 };
+// What codes are. Nibbles hold input j and j + 16 in byte j, or pairs of neighbours; E2M1 numbers have a scale of one byte, an exponent.
+enum class Content : int64_t { kBytes = 0, kNibbles = 1, kE2m1 = 2, kE2m1Pairs = 3 };
 
 // A block of 32 inputs: where its parts are, in bytes. `min` is -1 where there is none.
 struct Type {
   int64_t num_bytes, scale, min, codes;
   Content content;
 
-  bool has_nibbles() const { return content != Content::kBytes; }
+  bool is_e2m1() const { return content >= Content::kE2m1; }
 };
 
 // Twice the value of an E2M1 number, in each byte of a word.
@@ -42,12 +42,20 @@ inline uint32_t word_at(const uint8_t* p) {
 
 // The 32 codes of a block as bytes, four a word.
 inline void read_bytes(const Type& type, const uint8_t* codes, uint32_t (&words)[8]) {
-  for (int w = 0; w < (type.has_nibbles() ? 4 : 8); ++w) {
-    const uint32_t word = word_at(codes + 4 * w);
-    words[w] = type.has_nibbles() ? word & 0x0f0f0f0fu : word;
-    if (type.has_nibbles()) words[4 + w] = word >> 4 & 0x0f0f0f0fu;
+  const auto spread = [](uint32_t pairs) {  // two bytes to four
+    const uint32_t apart = (pairs | pairs << 8) & 0x00ff00ffu;
+    return (apart | apart << 4) & 0x0f0f0f0fu;
+  };
+  if (type.content == Content::kBytes) {
+    for (int w = 0; w < 8; ++w) words[w] = word_at(codes + 4 * w);
+    return;
   }
-  for (int w = 0; w < 8 && type.content == Content::kE2m1; ++w) words[w] = values_of_e2m1(words[w]);
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t word = word_at(codes + 4 * w);
+    if (type.content == Content::kE2m1Pairs) words[2 * w] = spread(word & 0xffffu), words[2 * w + 1] = spread(word >> 16);
+    else words[w] = word & 0x0f0f0f0fu, words[4 + w] = word >> 4 & 0x0f0f0f0fu;
+  }
+  for (int w = 0; w < 8 && type.is_e2m1(); ++w) words[w] = values_of_e2m1(words[w]);
 }
 
 struct Target {
@@ -68,7 +76,7 @@ inline void pack_panel(const Type& type, const uint8_t* raw, int64_t row_bytes, 
       if (g < num_blocks) {
         const uint8_t* block = raw + (row - at) * row_bytes + g * type.num_bytes;
         read_bytes(type, block + type.codes, bytes);
-        if (type.content == Content::kE2m1) scale = half_of_e8m0(block[type.scale]);
+        if (type.is_e2m1()) scale = half_of_e8m0(block[type.scale]);
         else std::memcpy(&scale, block + type.scale, 2);
         if (type.min >= 0) std::memcpy(&min, block + type.min, 2);
       }

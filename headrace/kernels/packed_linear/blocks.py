@@ -27,6 +27,9 @@ SUPER = 256
 """Inputs of a K-type's block."""
 CHUNK_BLOCKS = 1 << 15
 
+BYTES, NIBBLES, E2M1, E2M1_PAIRS = range(4)
+"""What codes are, in C++."""
+
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes [n, inputs], uint8 below 16 or int8; scales and mins float32 [n, groups]."""
 
@@ -36,7 +39,7 @@ class BlockType:
     """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins. ``places``: at
     which bytes float16 scale and min (-1: none) and the codes lie, where C++ reads them; ``min_factor``: mins
     are scales times this. ``fits`` says of uint8 [n, num_bytes] whether float16 holds their scales, where it need not;
-    ``is_e2m1``: codes are numbers of 4 bits, scales powers of two."""
+    ``content``: what C++ has to know of the codes."""
 
     inputs: int
     num_bytes: int
@@ -46,12 +49,7 @@ class BlockType:
     places: tuple[int, int, int] | None = None
     min_factor: float | None = None
     fits: Callable[[torch.Tensor], bool] | None = None
-    is_e2m1: bool = False
-
-    @property
-    def content(self) -> int:
-        """The number that C++ has for what the codes are."""
-        return 2 if self.is_e2m1 else int(self.format is Format.INT4_GROUP)
+    content: int = BYTES
 
 
 @dataclass(frozen=True)
@@ -199,15 +197,26 @@ def _read_mxfp4(blocks: torch.Tensor) -> Parts:
     return values[_nibbles(blocks[:, 1:]).int()], torch.exp2(blocks[:, :1].float() - 128), None
 
 
+def _read_mxfp4_pairs(blocks: torch.Tensor) -> Parts:
+    codes = blocks[:, 1:]
+    in_order = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    return _read_mxfp4(torch.cat((blocks[:, :1], in_order[:, :16] | in_order[:, 16:] << 4), dim=1))
+
+
+def _has_small_scales(blocks: torch.Tensor) -> bool:
+    return not blocks.numel() or int(blocks[:, 0].amax()) <= MOST_SCALE
+
+
 BLOCK_TYPES = {
-    "Q4_0": BlockType(32, 18, Format.INT4_GROUP, _read_q4_0, has_mins=True, places=(0, -1, 2), min_factor=-8.0),
-    "Q4_1": BlockType(32, 20, Format.INT4_GROUP, _read_q4_1, has_mins=True, places=(0, 2, 4)),
+    "Q4_0": BlockType(32, 18, Format.INT4_GROUP, _read_q4_0, has_mins=True, places=(0, -1, 2), min_factor=-8.0, content=NIBBLES),
+    "Q4_1": BlockType(32, 20, Format.INT4_GROUP, _read_q4_1, has_mins=True, places=(0, 2, 4), content=NIBBLES),
     "Q5_0": BlockType(32, 22, Format.INT8_GROUP, _read_q5_0),
     "Q5_1": BlockType(32, 24, Format.INT8_GROUP, _read_q5_1, has_mins=True),
     "Q8_0": BlockType(32, 34, Format.INT8_GROUP, _read_q8_0, places=(0, -1, 2)),
     "Q4_K": BlockType(SUPER, 144, Format.INT4_GROUP, _read_q4_k, has_mins=True),
     "Q5_K": BlockType(SUPER, 176, Format.INT8_GROUP, _read_q5_k, has_mins=True),
     "Q6_K": BlockType(SUPER, 210, Format.INT8_GROUP, _read_q6_k),
-    "MXFP4": BlockType(32, 17, Format.INT8_GROUP, _read_mxfp4, places=(0, -1, 1), fits=lambda blocks: int(blocks[:, 0].amax()) <= MOST_SCALE, is_e2m1=True),
+    "MXFP4": BlockType(32, 17, Format.INT8_GROUP, _read_mxfp4, places=(0, -1, 1), fits=_has_small_scales, content=E2M1),
+    "MXFP4_PAIRS": BlockType(32, 17, Format.INT8_GROUP, _read_mxfp4_pairs, places=(0, -1, 1), fits=_has_small_scales, content=E2M1_PAIRS),
 }
-"""By ggml's names."""
+"""By ggml's names. In MXFP4_PAIRS, which is none of them, two neighbours share a byte, as in checkpoints of transformers."""

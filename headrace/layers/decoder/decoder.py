@@ -40,7 +40,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
-        self.spec, self._schemes = spec, build.schemes
+        self.spec, self._schemes, self._keeps_blocks = spec, build.schemes, build.keeps_blocks
         vocabulary = spec.vocabulary
         tables: dict[RopeSpec, RotaryTable] = {
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)

@@ -7,11 +7,14 @@ Works on a stream of ``(name, tensor)`` in any order, and makes views where it c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 
 from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.packed_linear.blocks import WeightBlocks
+from headrace.layers.quantization.blocks import BlockTensor
 
 Named = tuple[str, torch.Tensor]
 Split = Callable[[torch.Tensor], dict[str, torch.Tensor]]
@@ -76,9 +79,10 @@ def unstack_experts(tensors: Iterable[Named], splits: Mapping[str, Split]) -> It
             yield name, tensor
 
 
-def unstack_mxfp4_experts(tensors: Iterable[Named], splits: Mapping[str, Split]) -> Iterator[Named]:
+def unstack_mxfp4_experts(tensors: Iterable[Named], splits: Mapping[str, Split], *, keeps_blocks: bool = False) -> Iterator[Named]:
     """The same where a stacked tensor may come as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O, I / 32]
-    of MXFP4, standing for [X, I, O]. They are dequantised to bfloat16, which holds them exactly, an expert at a time."""
+    of MXFP4, standing for [X, I, O]. They are dequantised to bfloat16, which holds them exactly, an expert at a time, or with
+    ``keeps_blocks`` when a layer asks for plain numbers."""
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         stem, _, kind = name.rpartition("_")
@@ -92,7 +96,8 @@ def unstack_mxfp4_experts(tensors: Iterable[Named], splits: Mapping[str, Split])
             continue
         halves = {kind: tensor, **waiting.pop(stem)}
         for expert, (blocks, scales) in enumerate(zip(halves["blocks"], halves["scales"], strict=True)):
-            yield from _number(prefix, splits[last](_dequantise(blocks, scales)), first=expert)
+            own = _keep_blocks(last, blocks, scales) if keeps_blocks else None
+            yield from _number(prefix, splits[last](_dequantise(blocks, scales)) if own is None else own, first=expert)
     yield from ((f"{stem}_{kind}", tensor) for stem, halves in waiting.items() for kind, tensor in halves.items())
 
 
@@ -100,6 +105,23 @@ def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterato
     for name, stacked in own.items():
         for expert, tensor in enumerate(stacked.unbind(), first):
             yield f"{prefix}.experts.{expert}.{name}", tensor
+
+
+def _keep_blocks(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """One expert's, with the gate's rows and those of up by turns; None where layers cannot keep them."""
+    rows = torch.cat((scales.unsqueeze(-1), blocks), dim=-1).flatten(1)
+    parts = separate_halves(rows, group=1, dim=0) if name == "gate_up_proj" else (rows,)
+    kept = [WeightBlocks("MXFP4_PAIRS", part.contiguous()) for part in parts]
+    if not all(part.can_be_packed for part in kept):
+        return None
+    names = ("gate_proj.weight", "up_proj.weight") if len(kept) > 1 else ("down_proj.weight",)
+    return {name: BlockTensor(part, torch.bfloat16, partial(_make_plain, part), num_stacked=1) for name, part in zip(names, kept, strict=True)}
+
+
+def _make_plain(blocks: WeightBlocks) -> torch.Tensor:
+    """[1, O, I]"""
+    rows = blocks.raw.unflatten(1, (-1, 17))
+    return _dequantise(rows[..., 1:], rows[..., 0]).transpose(1, 2)
 
 
 def _dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
