@@ -44,7 +44,7 @@ def nested(key: str, depth: int, inner: str = "{}") -> str:
 NUMBERS = (
     *(("n", v) for v in ("1000000000", "0", "-1", "NaN", "1e9", "1.5", HUGE_INT, "129", "true")),
     *(("temperature", v) for v in ("NaN", "Infinity", "-Infinity", "1e999", "-0.1", "101", HUGE_INT, '"1"', "1e308")),
-    *(("top_p", v) for v in ("NaN", "0", "1.0000001", "-1", "1e-400", "Infinity")),
+    *(("top_p", v) for v in ("NaN", "-1e-9", "1.0000001", "-1", "1e-400", "Infinity")),
     *(("top_k", v) for v in ("-2", "1e99", "2147483648", HUGE_INT, "0.5")),
     *(("min_p", v) for v in ("NaN", "2", "-1e-9", "Infinity")),
     *(("max_tokens", v) for v in ("-1", "2147483648", "1e400", HUGE_INT, "2147483647", "1.5")),
@@ -255,6 +255,7 @@ def prompt_cases() -> Iterator[Case]:
     yield _case("one allowed token", COMPLETIONS, {**PROMPT, "allowed_token_ids": [5]}, "answer")
     yield _case("tiny temperature", COMPLETIONS, {**PROMPT, "temperature": 5e-324}, "answer")
     yield _case("hot", COMPLETIONS, {**PROMPT, "temperature": 100, "top_p": 5e-324}, "answer")
+    yield _case("a nucleus of nothing", COMPLETIONS, {**PROMPT, "temperature": 1.5, "top_p": 0}, "answer")
     yield _case("echo with everything", COMPLETIONS, {**PROMPT, "echo": True, "logprobs": 5, "n": 8, "prompt_logprobs": 5}, "either")
     yield _raw("duplicate keys", COMPLETIONS, '"n": 1, "n": 1000000000, "n": 1', "either")
     yield _raw("duplicate prompts", COMPLETIONS, '"prompt": "y"', "answer")

@@ -39,7 +39,7 @@ async def test_malformed_bodies(http, path, name):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("temperature", -1), ("temperature", 101), ("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 129), ("presence_penalty", 3),
+    ("temperature", -1), ("temperature", 101), ("top_p", -0.1), ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 129), ("presence_penalty", 3),
     ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -1), ("min_tokens", -1), ("stop", ""), ("stop", ["x"] * 33), ("stop", "x" * 1025),
     ("stop_token_ids", [-1]), ("logit_bias", {"5": 101}), ("logit_bias", {"a": 1}), ("allowed_token_ids", []), ("bad_words", [""]), ("logprobs", 51),
     ("prompt_logprobs", -1), ("seed", 2**64), ("cache_salt", ""), ("request_id", "a/b"), ("request_id", "x" * 129), ("prompt", []), ("prompt", [1, "x"]),
