@@ -1,5 +1,6 @@
-// route: which experts tokens go to. packed_experts: a mixture of experts whose matrices are in packed layout; see kernels/moe for what it computes. Tokens are
-// sorted by expert, and a team of threads goes through gathering, both products, the gate between them and the weighted sums.
+// route: which experts tokens go to. packed_experts: a mixture of experts whose matrices are in packed layout; see kernels/moe
+// for what they compute. Tokens are sorted by expert, and a team of threads goes through gathering, both products, the gate between
+// them and the weighted sums.
 // T tokens, k experts a token, N pairs of token and expert, D model width, F expert width.
 #pragma once
 
@@ -36,26 +37,11 @@ struct Stack {
   const void* bias_of(int64_t expert) const { return biases ? static_cast<const char*>(biases) + expert * outputs * (is_bias_half ? 2 : 4) : nullptr; }
 };
 
-// An expert.
-struct Mlp {
-  packed::Weight gate_up, down;
-  const void *gate_up_bias, *down_bias;
-  bool is_gate_up_bias_half, is_down_bias_half;
-  Activation activation;
-  Clamp clamp;
-
-  int64_t inner() const { return gate_up.outputs / 2; }
-};
-
 struct Mixture {
   Stack gate_up, down;
   int64_t num_experts;
   Activation activation;
   Clamp clamp;
-
-  Mlp expert(int64_t e) const {
-    return {gate_up.of(e), down.of(e), gate_up.bias_of(e), down.bias_of(e), gate_up.is_bias_half, down.is_bias_half, activation, clamp};
-  }
 };
 
 struct Tokens {
@@ -68,10 +54,8 @@ struct Tokens {
 
 // The pairs of an expert that somebody chose, and their rows in the forms that its two products take.
 struct Group {
-  Mlp mlp;
-  int64_t first, count;
-  packed::Rows in = {}, hidden = {};
-  char *gathered = nullptr, *gates = nullptr, *gated = nullptr;
+  int64_t expert, first, count;
+  packed::Rows in, hidden;
 };
 
 // Part of a product, or some rows of a group.
@@ -82,17 +66,18 @@ struct Piece {
 class Step {
  public:
   // For a team of `most_members`, or of fewer where there is little to do. Memory is that of the calling thread, until its next step.
-  Step(const Mixture& mixture, const Tokens& tokens, char* out, int64_t most_members) : tokens_(tokens), out_(out), size_(tokens.type == kFloat32 ? 4 : 2) {
-    sort(mixture);
+  Step(const Mixture& mixture, const Tokens& tokens, char* out, int64_t most_members) : mixture_(mixture), tokens_(tokens), out_(out), size_(tokens.type == kFloat32 ? 4 : 2) {
+    sort();
     reserve();
     int64_t work = 0;
     for (const Group& group : groups_) {
-      work += (bytes_of(group.mlp.gate_up) + bytes_of(group.mlp.down)) * (1 + group.count / 16);
+      const int64_t words = (mixture_.gate_up.of(group.expert).num_words() * mixture_.gate_up.outputs + mixture_.down.of(group.expert).num_words() * mixture_.down.outputs);
+      work += words * 4 * (1 + group.count / 16);
       for (int64_t row = 0; row < group.count; row += kRows) rows_.push_back({&group - groups_.data(), row, std::min(row + kRows, group.count), 0, 0});
     }
     members_ = std::clamp<int64_t>(work / kMemberBytes, 1, most_members);
-    cut([](const Group& group) { return group.mlp.gate_up; }, [](const Group& group) { return group.in.form; }, gate_pieces_);
-    cut([](const Group& group) { return group.mlp.down; }, [](const Group& group) { return group.hidden.form; }, down_pieces_);
+    cut(mixture_.gate_up, [](const Group& group) { return group.in.form; }, gate_pieces_);
+    cut(mixture_.down, [](const Group& group) { return group.hidden.form; }, down_pieces_);
   }
 
   int64_t num_members() const { return members_; }
@@ -106,14 +91,9 @@ class Step {
       });
     };
     over(rows_, [&](Group& group, const Piece& piece) { gather(group, piece); });
-    over(gate_pieces_, [&](Group& group, const Piece& piece) {
-      const Mlp& mlp = group.mlp;
-      multiply(mlp.gate_up, group.in, piece, {group.gates, mlp.gate_up.outputs, tokens_.type == kBFloat16, mlp.gate_up_bias, mlp.is_gate_up_bias_half});
-    });
+    over(gate_pieces_, [&](Group& group, const Piece& piece) { multiply(mixture_.gate_up, group, group.in, piece, gates_, tokens_.type == kBFloat16); });
     over(rows_, [&](Group& group, const Piece& piece) { gate(group, piece); });
-    over(down_pieces_, [&](Group& group, const Piece& piece) {
-      multiply(group.mlp.down, group.hidden, piece, {products_ + group.first * tokens_.width, tokens_.width, false, group.mlp.down_bias, group.mlp.is_down_bias_half});
-    });
+    over(down_pieces_, [&](Group& group, const Piece& piece) { multiply(mixture_.down, group, group.hidden, piece, reinterpret_cast<char*>(products_), false); });
     const int64_t rows = 1 + tokens_.count / (4 * team.size());
     team.share_parts(tokens_.count, rows, rows, member, [&](int64_t begin, int64_t end) {
       best_row_kernels().weigh(tokens_.type, {products_, tokens_.width, places_.data(), tokens_.weights, tokens_.top_k, out_}, begin, end);
@@ -121,16 +101,16 @@ class Step {
   }
 
  private:
-  void sort(const Mixture& mixture) {
+  void sort() {
     const int64_t pairs = tokens_.count * tokens_.top_k;
-    std::vector<int64_t> next(mixture.num_experts + 1);
+    std::vector<int64_t> next(mixture_.num_experts + 1);
     for (int64_t n = 0; n < pairs; ++n)
       if (tokens_.ids[n] >= 0) ++next[tokens_.ids[n] + 1];
-    for (int64_t e = 0; e < mixture.num_experts; ++e) {
-      if (next[e + 1]) groups_.push_back({mixture.expert(e), next[e], next[e + 1]});
+    for (int64_t e = 0; e < mixture_.num_experts; ++e) {
+      if (next[e + 1]) groups_.push_back({e, next[e], next[e + 1], {}, {}});
       next[e + 1] += next[e];
     }
-    order_.resize(next[mixture.num_experts]), places_.assign(pairs, -1);
+    order_.resize(next[mixture_.num_experts]), places_.assign(pairs, -1);
     for (int64_t n = 0; n < pairs; ++n) {
       if (tokens_.ids[n] < 0) continue;
       const int64_t place = next[tokens_.ids[n]]++;
@@ -139,28 +119,25 @@ class Step {
   }
 
   void reserve() {
-    const int64_t width = tokens_.width;
+    const int64_t pairs = order_.size(), width = tokens_.width, inner = mixture_.gate_up.outputs / 2;
     const bool is_half = tokens_.type == kBFloat16;
-    const size_t product_bytes = Arena::rounded(order_.size() * width * 4);
-    size_t bytes = product_bytes;
+    size_t bytes = Arena::rounded(pairs * width * size_) + Arena::rounded(pairs * 2 * inner * size_) + Arena::rounded(pairs * inner * size_) + Arena::rounded(pairs * width * 4);
     for (Group& group : groups_) {
-      group.in = {best_packed_kernels().choose_form(group.mlp.gate_up, group.count, is_half), group.count, nullptr, nullptr, nullptr};
-      group.hidden = {best_packed_kernels().choose_form(group.mlp.down, group.count, is_half), group.count, nullptr, nullptr, nullptr};
-      bytes += row_bytes(group, width) + row_bytes(group, group.mlp.gate_up.outputs) + row_bytes(group, group.mlp.inner());
-      bytes += form_bytes(group.mlp.gate_up, group.in) + form_bytes(group.mlp.down, group.hidden);
+      const packed::Weight first = mixture_.gate_up.of(group.expert), second = mixture_.down.of(group.expert);
+      group.in = {best_packed_kernels().choose_form(first, group.count, is_half), group.count, nullptr, nullptr, nullptr};
+      group.hidden = {best_packed_kernels().choose_form(second, group.count, is_half), group.count, nullptr, nullptr, nullptr};
+      bytes += form_bytes(first, group.in) + form_bytes(second, group.hidden);
     }
     static thread_local Arena arena;
     arena.reserve(bytes);
-    products_ = reinterpret_cast<float*>(arena.take(product_bytes));
+    gathered_ = arena.take(pairs * width * size_), gates_ = arena.take(pairs * 2 * inner * size_), hidden_ = arena.take(pairs * inner * size_);
+    products_ = reinterpret_cast<float*>(arena.take(pairs * width * 4));
     for (Group& group : groups_) {
-      group.gathered = arena.take(row_bytes(group, width)), group.gates = arena.take(row_bytes(group, group.mlp.gate_up.outputs));
-      group.gated = arena.take(row_bytes(group, group.mlp.inner()));
-      place_form(group.mlp.gate_up, group.in, arena);
-      place_form(group.mlp.down, group.hidden, arena);
+      place_form(mixture_.gate_up.of(group.expert), group.in, arena);
+      place_form(mixture_.down.of(group.expert), group.hidden, arena);
     }
   }
 
-  size_t row_bytes(const Group& group, int64_t values) const { return Arena::rounded(group.count * values * size_); }
   static size_t scale_bytes(const packed::Weight& weight, const packed::Rows& rows) { return Arena::rounded(rows.count * weight.groups() * 4); }
   static size_t form_bytes(const packed::Weight& weight, const packed::Rows& rows) {
     return Arena::rounded(packed::row_form_bytes(rows.form, weight, rows.count)) + 2 * scale_bytes(weight, rows);
@@ -170,20 +147,18 @@ class Step {
     rows.scales = reinterpret_cast<float*>(arena.take(scale_bytes(weight, rows))), rows.sums = reinterpret_cast<float*>(arena.take(scale_bytes(weight, rows)));
   }
 
-  static int64_t panel_bytes(const packed::Weight& weight) { return weight.num_words() * packed::kPanel * 4; }
-  static int64_t bytes_of(const packed::Weight& weight) { return weight.panels() * panel_bytes(weight); }
-
   // A product of each group as pieces of like cost; pieces of an expert lie side by side.
-  template <class W, class F>
-  void cut(const W& weight_of, const F& form_of, std::vector<Piece>& pieces) const {
+  template <class F>
+  void cut(const Stack& stack, const F& form_of, std::vector<Piece>& pieces) const {
+    const int64_t pairs = (stack.outputs / packed::kPanel + 1) / 2, pair_bytes = 2 * stack.all.num_words() * packed::kPanel * 4;
     int64_t total = 0;
-    for (const Group& group : groups_) total += bytes_of(weight_of(group)) * (1 + group.count / 16);
+    for (const Group& group : groups_) total += pairs * pair_bytes * (1 + group.count / 16);
     const int64_t cost = std::max(total / (kPieces * members_), kPieceBytes);
     for (const Group& group : groups_) {
-      const packed::Weight weight = weight_of(group);
+      const packed::Weight weight = stack.of(group.expert);
       const packed::RowForm form = form_of(group);
-      const int64_t pairs = (weight.panels() + 1) / 2, height = group.count <= kRowBlock || is_expanded(weight, form) ? group.count : block_rows(weight, form, group.count);
-      const int64_t step = std::clamp<int64_t>(cost / (2 * panel_bytes(weight) * (1 + std::min(height, group.count) / 16)), 1, pairs);
+      const int64_t height = group.count <= kRowBlock || is_expanded(weight, form) ? group.count : block_rows(weight, form, group.count);
+      const int64_t step = std::clamp<int64_t>(cost / (pair_bytes * (1 + std::min(height, group.count) / 16)), 1, pairs);
       for (int64_t row = 0; row < group.count; row += height)
         for (int64_t pair = 0; pair < pairs; pair += step)
           pieces.push_back({&group - groups_.data(), row, std::min(row + height, group.count), 2 * pair, std::min(2 * (pair + step), weight.panels())});
@@ -191,24 +166,25 @@ class Step {
   }
 
   void gather(const Group& group, const Piece& piece) {
-    const int64_t bytes = tokens_.width * size_;
-    for (int64_t row = piece.row; row < piece.last_row; ++row)
-      std::memcpy(group.gathered + row * bytes, tokens_.hidden + order_[group.first + row] * bytes, bytes);
-    prepare(group.mlp.gate_up, group.in, group.gathered, piece);
+    const int64_t row_bytes = tokens_.width * size_;
+    for (int64_t row = piece.row; row < piece.last_row; ++row) std::memcpy(gathered_ + (group.first + row) * row_bytes, tokens_.hidden + order_[group.first + row] * row_bytes, row_bytes);
+    prepare(mixture_.gate_up, group, group.in, gathered_, tokens_.width, piece);
   }
 
   void gate(const Group& group, const Piece& piece) {
-    const int64_t inner = group.mlp.inner();
-    best_row_kernels().gate(tokens_.type, {group.gates, 2 * inner, group.gated, inner, group.mlp.activation, 0, group.mlp.clamp}, piece.row, piece.last_row);
-    prepare(group.mlp.down, group.hidden, group.gated, piece);
+    const int64_t inner = mixture_.gate_up.outputs / 2;
+    best_row_kernels().gate(tokens_.type, {gates_, 2 * inner, hidden_, inner, mixture_.activation, 0, mixture_.clamp}, group.first + piece.row, group.first + piece.last_row);
+    prepare(mixture_.down, group, group.hidden, hidden_, inner, piece);
   }
 
-  void prepare(const packed::Weight& weight, const packed::Rows& rows, const char* from, const Piece& piece) const {
-    best_packed_kernels().prepare(weight, {from, rows.count, weight.inputs, tokens_.type == kBFloat16}, rows, piece.row, piece.last_row);
+  void prepare(const Stack& stack, const Group& group, const packed::Rows& rows, const char* from, int64_t width, const Piece& piece) const {
+    const packed::Input input{from + group.first * width * size_, group.count, width, tokens_.type == kBFloat16};
+    best_packed_kernels().prepare(stack.of(group.expert), input, rows, piece.row, piece.last_row);
   }
 
-  static void multiply(const packed::Weight& weight, const packed::Rows& rows, const Piece& piece, const packed::Output& out) {
-    best_packed_kernels().multiply(weight, rows, out, piece.row, piece.last_row, piece.panel, piece.last_panel);
+  void multiply(const Stack& stack, const Group& group, const packed::Rows& rows, const Piece& piece, char* to, bool is_half) const {
+    const packed::Output out{to + group.first * stack.outputs * (is_half ? 2 : 4), stack.outputs, is_half, stack.bias_of(group.expert), stack.is_bias_half};
+    best_packed_kernels().multiply(stack.of(group.expert), rows, out, piece.row, piece.last_row, piece.panel, piece.last_panel);
   }
 
   static constexpr int64_t kRows = 16;                 // forms are made of so many at a time
@@ -216,6 +192,7 @@ class Step {
   static constexpr int64_t kPieceBytes = 32 * 1024;    // fewer are not worth an atomic operation
   static constexpr int64_t kMemberBytes = 256 * 1024;  // of weights for each member: with less, they would mostly wait
 
+  const Mixture mixture_;
   const Tokens tokens_;
   char* const out_;
   const int64_t size_;
@@ -224,7 +201,8 @@ class Step {
   std::vector<int64_t> order_;   // the token of each pair, sorted by expert
   std::vector<int32_t> places_;  // where each pair is in that order
   std::vector<Piece> rows_, gate_pieces_, down_pieces_;
-  float* products_ = nullptr;
+  char *gathered_, *gates_, *hidden_;
+  float* products_;
 };
 
 // Tokens at a time, so that what is made on the way stays small.

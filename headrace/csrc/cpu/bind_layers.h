@@ -106,7 +106,9 @@ class Step {
       : layers_(layers), reals_(reals), num_layers_(num_layers), in_(in), size_(in.type == kFloat32 ? 4 : 2), branch_(branch) {
     int64_t qkv = 0, heads = 0, gate_bytes = 0, hidden = 0, bytes = 0, work = 0, groups = 1;
     size_t routes = 0;
-    const auto add_work = [&](const packed::Weight& weight, int64_t rows) { work += weight.panels() * weight.num_words() * packed::kPanel * 4 * (1 + rows / 16); };
+    const auto add_work = [&](const packed::Weight& weight, int64_t rows, int64_t times = 1) {
+      work += times * weight.panels() * weight.num_words() * packed::kPanel * 4 * (1 + rows / 16);
+    };
     const auto count = [&](const Product& product) {
       const packed::Weight weight = weight_of(product);
       groups = std::max(groups, weight.groups());
@@ -122,7 +124,7 @@ class Step {
         count(layer.router);
         routes = std::max(routes, route_bytes(in.rows, layer));
         const int64_t chosen = std::min(layer.num_experts, in.rows * layer.top_k), each = in.rows * layer.top_k / chosen;
-        for (const Product* p : {&layer.gate_up, &layer.down}) add_work(stack_of(*p, layer.num_experts).of(0), chosen * each);
+        for (const Product* p : {&layer.gate_up, &layer.down}) add_work(stack_of(*p, layer.num_experts).of(0), each, chosen);
         continue;
       }
       hidden = std::max(hidden, layer.down.inputs);

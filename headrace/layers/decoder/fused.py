@@ -120,7 +120,11 @@ def _describe_norms(layer: DecoderBlock) -> Norms:
 
 def _describe_product(linear: Any) -> Product:
     _require(type(linear) is Linear and isinstance(linear.stored, PanelWeight), "a weight that is not packed")
-    return Product(linear.stored.matrix, None if linear.bias is None else linear.bias.data)
+    return Product(linear.stored.matrix, _data(linear.bias))
+
+
+def _data(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return None if parameter is None else parameter.data
 
 
 def _describe_mlp(mlp: Any) -> Mlp:
@@ -134,10 +138,9 @@ def _describe_mixture(mixture: MoeMlp) -> Mixture:
     for stack in (experts.gate_up, experts.down):
         _require(isinstance(stack.stored, PanelWeight), "experts that are not packed")
         _require(stack.stored.matrix.out_width % (PANEL * stack.num_stacked) == 0, "experts without whole panels each")
-    stacks = [Product(stack.stored.matrix, None if stack.bias is None else stack.bias.data) for stack in (experts.gate_up, experts.down)]
-    logits = Product(pack_floats(router.logits.weight.data), None if router.logits.bias is None else router.logits.bias.data)
-    choice_bias = None if router.choice_bias is None else router.choice_bias.data
-    return Mixture(Mlp(*stacks, mixture.gate), logits, choice_bias, router.shape)
+    stacks = [Product(stack.stored.matrix, _data(stack.bias)) for stack in (experts.gate_up, experts.down)]
+    logits = Product(pack_floats(router.logits.weight.data), _data(router.logits.bias))
+    return Mixture(Mlp(*stacks, mixture.gate), logits, _data(router.choice_bias), router.shape)
 
 
 def _describe_heads(attention: Attention) -> Heads:

@@ -96,7 +96,7 @@ def unstack_mxfp4_experts(tensors: Iterable[Named], splits: Mapping[str, Split],
             continue
         halves = {kind: tensor, **waiting.pop(stem)}
         for expert, (blocks, scales) in enumerate(zip(halves["blocks"], halves["scales"], strict=True)):
-            own = _keep_blocks(last, blocks, scales) if keeps_blocks else None
+            own = _keep_blocks(splits[last], blocks, scales) if keeps_blocks else None
             yield from _number(prefix, splits[last](_dequantise(blocks, scales)) if own is None else own, first=expert)
     yield from ((f"{stem}_{kind}", tensor) for stem, halves in waiting.items() for kind, tensor in halves.items())
 
@@ -107,15 +107,13 @@ def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterato
             yield f"{prefix}.experts.{expert}.{name}", tensor
 
 
-def _keep_blocks(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """One expert's, with the gate's rows and those of up by turns; None where layers cannot keep them."""
+def _keep_blocks(split: Split, blocks: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """One expert's rows of blocks, taken apart as rows of numbers would be; None where layers cannot keep them."""
     rows = torch.cat((scales.unsqueeze(-1), blocks), dim=-1).flatten(1)
-    parts = separate_halves(rows, group=1, dim=0) if name == "gate_up_proj" else (rows,)
-    kept = [WeightBlocks("MXFP4_PAIRS", part.contiguous()) for part in parts]
-    if not all(part.can_be_packed for part in kept):
+    kept = {name: WeightBlocks("MXFP4_PAIRS", part[0].contiguous()) for name, part in split(rows.T.unsqueeze(0)).items()}
+    if not all(part.can_be_packed for part in kept.values()):
         return None
-    names = ("gate_proj.weight", "up_proj.weight") if len(kept) > 1 else ("down_proj.weight",)
-    return {name: BlockTensor(part, torch.bfloat16, partial(_make_plain, part), num_stacked=1) for name, part in zip(names, kept, strict=True)}
+    return {name: BlockTensor(part, torch.bfloat16, partial(_make_plain, part), num_stacked=1) for name, part in kept.items()}
 
 
 def _make_plain(blocks: WeightBlocks) -> torch.Tensor:
