@@ -15,7 +15,7 @@ import torch
 
 from headrace.base.errors import ConfigError
 from headrace.kernels.native import compilation, loading
-from headrace.kernels.native.compilation import CompilationFailed, compile_libraries
+from headrace.kernels.native.compilation import CompilationFailed, CompilationStopped, compile_libraries
 from headrace.kernels.native.loading import NativeLibrary
 from headrace.kernels.native.sources import FOLDER, OPERATORS, included, library, list_objects, shipped_path
 from headrace.kernels.native.toolchain import ISAS, Compiler, find_compiler, machine_isas
@@ -166,6 +166,16 @@ def test_compilers_that_make_nothing_are_told_of(tmp_path: Path, monkeypatch: py
     with pytest.raises(CompilationFailed, match=told):
         compile_libraries([library("scalar")], Compiler(str(broken), script), tmp_path / "cache", workers=2)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+def test_when_compilers_are_told_to_end_no_other_begins(tmp_path: Path):
+    """As by Ctrl-C, which a terminal sends to all its processes."""
+    begun, interrupted = tmp_path / "begun", tmp_path / "g++"
+    interrupted.write_text(f'#!/bin/sh\necho >> {begun}\nkill -INT $$\n')
+    interrupted.chmod(0o755)
+    with pytest.raises(CompilationStopped):
+        compile_libraries([library("scalar")], Compiler(str(interrupted), "interrupted"), tmp_path / "cache", workers=1)
+    assert len(library("scalar").units) > 1 and begun.read_text() == "\n"
 
 
 def test_kernels_can_be_switched_off(monkeypatch):

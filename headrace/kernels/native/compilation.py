@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import psutil
 
@@ -67,11 +67,12 @@ def compile_libraries(libraries: list[Library], compiler: Compiler, folder: Path
 
 class _Workers:
     """Threads that run compilers. Other than for those of `concurrent.futures`, nobody waits for them when the process ends: whoever
-    had them started does, and is not disturbed in saying so. Leaving drops what has not begun."""
+    had them started does, and is not disturbed in saying so. After leaving, or when a compiler was told to end, none is begun."""
 
     def __init__(self, count: int):
         self._jobs: SimpleQueue[tuple[Future[None], tuple[list[str], Path, int]] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._work, name=f"compiler-{i}", daemon=True) for i in range(count)]
+        self._is_stopped = False
 
     def __enter__(self) -> _Workers:
         for thread in self._threads:
@@ -79,9 +80,7 @@ class _Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(Empty):
-            while True:
-                self._jobs.get_nowait()
+        self._is_stopped = True
         for _thread in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -97,8 +96,11 @@ class _Workers:
         while (job := self._jobs.get()) is not None:
             future, arguments = job
             try:
+                if self._is_stopped:
+                    raise CompilationStopped("compilers were told to end")
                 future.set_result(_run(*arguments))
             except (CompilationFailed, OSError, ValueError) as error:  # for whoever waits for it
+                self._is_stopped = self._is_stopped or isinstance(error, CompilationStopped)
                 future.set_exception(error)
 
 

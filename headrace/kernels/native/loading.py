@@ -111,18 +111,18 @@ class NativeLibrary:
 
     def _finish(self) -> None:
         """At the process's end: what is compiled is for the next start, and an interpreter that ends under a thread that loads a
-        library aborts. Ctrl-C ends this as if nobody had asked for it."""
+        library aborts. Ctrl-C ends this as if nobody had asked for it: by the system, as Python may not hear of a signal that a
+        thread takes which starts a compiler (its handlers run in the main thread, and that sleeps on)."""
         if self._thread is None or not self._thread.is_alive():
             return
-        logger.warning("CPU kernels are still being compiled, for the next start: this process ends when they are, or by Ctrl-C")
-        try:
-            self._thread.join()
-        except KeyboardInterrupt:
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):  # closed, or nobody reads it
-                    stream.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+        logger.warning("CPU kernels are still being compiled, for the next start: this process ends when they are, or by Ctrl-C")
+        self._thread.join()
 
     def select(self, name: str) -> str:
         """Let the loaded operators use this instruction set at most (empty: the best), and compile it if need be; returns the one
