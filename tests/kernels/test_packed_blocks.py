@@ -13,7 +13,7 @@ from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.layout import Format, unpack
 
-FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (), "MXFP4_PAIRS": ()}
+FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "MXFP4_PAIRS": ()}
 INPUTS = 512
 
 
@@ -51,12 +51,13 @@ def test_blocks_keep_their_values(kind: str):
     error = (unpack(packed, torch.float32) - expected).abs()
     if kind == "Q6_K":  # 16 values a scale become 32
         allowed = expected.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 253
-    elif kind.endswith("K"):  # scale and min are products, rounded to float16
+    elif kind.endswith("K") or kind == "IQ4_XS":  # scale and min are products, rounded to float16
         allowed = expected.abs() * 2**-10 + 0.02 * 63 * 2**-10
     else:
         allowed = torch.zeros_like(expected)
     assert (error <= allowed).all()
-    assert packed.shape == expected.shape and packed.num_bytes <= expected.numel() * (0.63 if packed.format is Format.INT4_GROUP else 1.13) * 48 / 41
+    assert packed.shape == expected.shape and packed.num_bytes <= expected.numel() * (0.63 if packed.format.has_nibbles else 1.13) * 48 / 41
+    assert packed.format.has_nibbles == (BLOCK_TYPES[kind].num_bytes * 8 / BLOCK_TYPES[kind].inputs <= 5)
 
 
 def test_scales_that_float16_does_not_hold():
@@ -73,7 +74,7 @@ def test_scales_that_float16_does_not_hold():
 
 
 def test_types_may_differ_within_a_stack():
-    parts = [draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33), draw_blocks("MXFP4", 9), draw_blocks("MXFP4_PAIRS", 18)]
+    parts = [draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33), draw_blocks("MXFP4", 9), draw_blocks("MXFP4_PAIRS", 18), draw_blocks("IQ4_NL", 7)]
     packed = pack_blocks(parts)
     assert packed.format is Format.INT8_GROUP
     assert torch.equal(unpack(packed, torch.float32), torch.cat([expected_of(part) for part in parts]))

@@ -10,6 +10,7 @@ from headrace.kernels import native
 from headrace.kernels.native.toolchain import machine_isas
 from headrace.kernels.packed_linear import PACKED_GATED, PACKED_LINEAR, PACKED_ROWS
 from headrace.kernels.packed_linear.layout import (
+    TABLES,
     Format,
     PackedMatrix,
     allocate,
@@ -52,6 +53,15 @@ def pack_int8_groups(weight: torch.Tensor) -> PackedMatrix:
     return packed
 
 
+def pack_looked_up(weight: torch.Tensor, form: Format) -> PackedMatrix:
+    """Nibbles at random, all of them; the scales are what the weight's largest magnitude takes."""
+    packed, groups = allocate(form, *weight.shape, has_mins=False), F.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    nibbles = torch.randint(0, 16, weight.shape, generator=torch.Generator().manual_seed(weight.numel()), dtype=torch.uint8)
+    put_codes(packed, 0, nibbles)
+    put_groups(packed, 0, groups.abs().amax(2) / TABLES[form].abs().max(), None)
+    return packed
+
+
 def fake_quantise(values: torch.Tensor, group: int) -> torch.Tensor:
     """Independent oracle of what is done to activations: steps of largest magnitude / 127 per group, in float64."""
     width = values.shape[1]
@@ -67,6 +77,8 @@ FORMS = {
     "int4_group": quantise_int4,
     "int8_group": pack_int8_groups,
     "int8_group_symmetric": quantise_int8_groups,
+    "e2m1_group": lambda w: pack_looked_up(w, Format.E2M1_GROUP),
+    "iq4_group": lambda w: pack_looked_up(w, Format.IQ4_GROUP),
 }
 
 
@@ -99,7 +111,7 @@ def test_reference_products_match_the_oracle(form: str):
     check(FORMS[form](draw(33, 100)), torch.randn(5, 100), name="reference", uses_half=False)
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4_group"])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4_group", "e2m1_group"])
 def test_several_threads_and_row_blocks_give_what_one_gives(form: str, isa: str):
     packed = FORMS[form](draw(530, 320))
     before = torch.get_num_threads()
@@ -112,7 +124,7 @@ def test_several_threads_and_row_blocks_give_what_one_gives(form: str, isa: str)
         assert torch.equal(one, three)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4_group", "int8_group", "int8_group_symmetric"])
+@pytest.mark.parametrize("form", ["int8", "int4_group", "int8_group", "int8_group_symmetric", "e2m1_group", "iq4_group"])
 def test_a_row_of_codes_does_not_depend_on_how_many_there_are(form: str, isa: str):
     if isa in ("avx512", "amx"):
         pytest.skip("takes many rows by other instructions")

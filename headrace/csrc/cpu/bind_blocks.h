@@ -13,21 +13,20 @@ namespace headrace {
 namespace blocks {
 
 // What codes are. Nibbles hold input j and j + 16 in byte j, or pairs of neighbours; E2M1 numbers have a scale of one byte, an exponent.
-enum class Content : int64_t { kBytes = 0, kNibbles = 1, kE2m1 = 2, kE2m1Pairs = 3 };
+enum class Content : int64_t { kBytes = 0, kNibbles = 1, kE2m1 = 2, kE2m1Pairs = 3, kIq4 = 4 };
 
 // A block of 32 inputs: where its parts are, in bytes. `min` is -1 where there is none.
 struct Type {
   int64_t num_bytes, scale, min, codes;
   Content content;
 
-  bool is_e2m1() const { return content >= Content::kE2m1; }
+  bool is_e2m1() const { return content == Content::kE2m1 || content == Content::kE2m1Pairs; }
 };
 
-// Twice the value of an E2M1 number, in each byte of a word.
-inline uint32_t values_of_e2m1(uint32_t codes) {
-  constexpr int8_t kValues[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+// What the nibbles in each byte of a word stand for.
+inline uint32_t look_up(const packed::Table& table, uint32_t nibbles) {
   uint32_t values = 0;
-  for (int i = 0; i < 32; i += 8) values |= static_cast<uint32_t>(static_cast<uint8_t>(kValues[codes >> i & 15])) << i;
+  for (int i = 0; i < 32; i += 8) values |= static_cast<uint32_t>(static_cast<uint8_t>(table.values[nibbles >> i & 15])) << i;
   return values;
 }
 
@@ -40,7 +39,7 @@ inline uint32_t word_at(const uint8_t* p) {
   return word;
 }
 
-// The 32 codes of a block as bytes, four a word.
+// The 32 codes of a block as bytes, four a word; nibbles as they are.
 inline void read_bytes(const Type& type, const uint8_t* codes, uint32_t (&words)[8]) {
   const auto spread = [](uint32_t pairs) {  // two bytes to four
     const uint32_t apart = (pairs | pairs << 8) & 0x00ff00ffu;
@@ -55,7 +54,6 @@ inline void read_bytes(const Type& type, const uint8_t* codes, uint32_t (&words)
     if (type.content == Content::kE2m1Pairs) words[2 * w] = spread(word & 0xffffu), words[2 * w + 1] = spread(word >> 16);
     else words[w] = word & 0x0f0f0f0fu, words[4 + w] = word >> 4 & 0x0f0f0f0fu;
   }
-  for (int w = 0; w < 8 && type.is_e2m1(); ++w) words[w] = values_of_e2m1(words[w]);
 }
 
 struct Target {
@@ -76,6 +74,7 @@ inline void pack_panel(const Type& type, const uint8_t* raw, int64_t row_bytes, 
       if (g < num_blocks) {
         const uint8_t* block = raw + (row - at) * row_bytes + g * type.num_bytes;
         read_bytes(type, block + type.codes, bytes);
+        for (int w = 0; w < 8 && to.words_of_group == 8 && type.content >= Content::kE2m1; ++w) bytes[w] = look_up(type.is_e2m1() ? packed::kE2m1 : packed::kIq4, bytes[w]);
         if (type.is_e2m1()) scale = half_of_e8m0(block[type.scale]);
         else std::memcpy(&scale, block + type.scale, 2);
         if (type.min >= 0) std::memcpy(&min, block + type.min, 2);
@@ -96,7 +95,7 @@ inline void pack_blocks(Tensor raw, int64_t num_bytes, int64_t scale, int64_t mi
   const int64_t rows = raw.size(0), row_bytes = raw.size(1), last = at + rows;
   const blocks::Type type{num_bytes, scale, min, codes, static_cast<blocks::Content>(content)};
   const blocks::Target to{writable<uint32_t>(words), writable<uint16_t>(scales), mins ? writable<uint16_t>(*mins) : nullptr, words.size(1) / scales.size(1), scales.size(1)};
-  STD_TORCH_CHECK(last <= words.size(0) * packed::kPanel && row_bytes / num_bytes <= to.groups && (to.words_of_group == 8 || (to.words_of_group == 4 && type.content == blocks::Content::kNibbles)),
+  STD_TORCH_CHECK(last <= words.size(0) * packed::kPanel && row_bytes / num_bytes <= to.groups && (to.words_of_group == 8 || (to.words_of_group == 4 && type.content != blocks::Content::kBytes)),
                   "the blocks do not fit the weight");
   const uint8_t* from = pointer<uint8_t>(raw);
   const int64_t first_panel = at / packed::kPanel, num_panels = (last + packed::kPanel - 1) / packed::kPanel - first_panel;

@@ -13,6 +13,7 @@ inline void pack_weight(Tensor weight, int64_t format, Tensor words, std::option
   const PackSource source{pointer(weight), float_type(weight), weight.size(0), weight.size(1), weight.stride(0)};
   const packed::Weight about{static_cast<packed::Format>(format), source.outputs, source.inputs, nullptr};
   STD_TORCH_CHECK(words.numel() == about.panels() * about.num_words() * packed::kPanel, "the words do not fit the weight");
+  STD_TORCH_CHECK(!packed::is_looked_up(about.format), "no weight is rounded to numbers that are looked up");
   PackTarget target{about.format, writable<uint32_t>(words), nullptr, nullptr, nullptr};
   if (about.format <= packed::Format::kBfloat16) {
     STD_TORCH_CHECK(source.type == (about.format == packed::Format::kFloat32 ? kFloat32 : kBFloat16), "plain numbers are packed as what they are");

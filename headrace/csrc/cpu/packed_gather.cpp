@@ -21,15 +21,10 @@ void read_codes(const Weight& weight, int64_t row, float* out) {
         out[2 * w] = half_to_float(static_cast<uint16_t>(word)), out[2 * w + 1] = half_to_float(static_cast<uint16_t>(word >> 16));
       }
       break;
-    case Format::kInt8:
-    case Format::kInt8Group:
-      for (int64_t w = 0; w < count; ++w)
-        for (int64_t j = 0; j < 4; ++j) out[4 * w + j] = static_cast<float>(static_cast<int8_t>(at[w * kPanel] >> (8 * j)));
-      break;
-    case Format::kInt4Group:
-      for (int64_t w = 0; w < count; ++w)
-        for (int64_t j = 0; j < 8; ++j) out[8 * w + j] = static_cast<float>(at[w * kPanel] >> (j % 4 * 8 + j / 4 * 4) & 15);
-      break;
+    default: {
+      const int64_t per_word = inputs_per_word(weight.format);
+      for (int64_t k = 0; k < weight.padded(); ++k) out[k] = static_cast<float>(code_of(weight.format, at[k / per_word * kPanel], k));
+    }
   }
 }
 

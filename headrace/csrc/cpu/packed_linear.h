@@ -3,10 +3,11 @@
 // A weight [N, K] is stored as 32-bit words [panels, words, 16], so that word w of all 16 outputs of a panel is 64
 // contiguous bytes and a product reads memory once, in order. A word holds, by format, inputs of one output:
 //   float32  one float                              int8, int8_group  four signed bytes
-//   bfloat16 two, the even input in the low half    int4_group        eight nibbles: byte j has input j in its low and
-//                                                                     input j + 4 in its high half, unsigned
+//   bfloat16 two, the even input in the low half    the others        eight nibbles: byte j has input j in its low and
+//                                                                     input j + 4 in its high half
 // Inputs are padded with zeros to a multiple of 64. value = code * scale for int8 (a scale per output) and
-// code * scale + min for the group formats (a scale and a min per output and 32 inputs, float16 [panels, groups, 16]).
+// code * scale + min for the group formats (a scale and a min per output and 32 inputs, float16 [panels, groups, 16]). The code is
+// the nibble itself for int4_group; e2m1_group and iq4_group look it up in a table, and have no mins.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +20,23 @@ constexpr int64_t kPanel = 16;  // outputs of a panel
 constexpr int64_t kGroup = 32;  // inputs that share a scale
 constexpr int64_t kPad = 64;    // inputs are padded to a multiple
 
-enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt8Group = 3, kInt4Group = 4 };
+enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt8Group = 3, kInt4Group = 4, kE2m1Group = 5, kIq4Group = 6 };
 
 HEADRACE_PACKED_INLINE int64_t inputs_per_word(Format format) {
-  constexpr int64_t counts[] = {1, 2, 4, 4, 8};
+  constexpr int64_t counts[] = {1, 2, 4, 4, 8, 8, 8};
   return counts[static_cast<int64_t>(format)];
 }
+
+// What nibbles stand for where they are looked up: twice an E2M1 number (OCP Microscaling Formats 1.0, 5.3.3), and ggml's IQ4_NL.
+struct Table {
+  int8_t values[16];
+};
+constexpr Table kE2m1 = {{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
+constexpr Table kIq4 = {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
+
+HEADRACE_PACKED_INLINE constexpr const Table& table_of(Format format) { return format == Format::kE2m1Group ? kE2m1 : kIq4; }
+
+HEADRACE_PACKED_INLINE constexpr bool is_looked_up(Format format) { return format >= Format::kE2m1Group; }
 
 struct Weight {
   Format format;

@@ -29,11 +29,9 @@ RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
     case Format::kInt8:
       if (num_rows >= kLeastRows) return RowForm::kInt8Tile;
       break;
-    case Format::kInt8Group:
-    case Format::kInt4Group:
+    case Format::kFloat32: break;
+    default:
       if (num_rows >= kLeastGroupRows) return RowForm::kBfloat16Tile;
-      break;
-    default: break;
   }
   return avx512::packed_kernels.choose_form(weight, num_rows, is_half);
 }
@@ -82,9 +80,9 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// Inputs k and k + 1 of the 16 outputs whose codes lie at `words`, as bfloat16 pairs.
-inline __m512i join_pair(__m512i even, __m512i odd, __m512 scale, __m512 least) {
-  const __m512 low = _mm512_fmadd_ps(_mm512_cvtepi32_ps(even), scale, least), high = _mm512_fmadd_ps(_mm512_cvtepi32_ps(odd), scale, least);
+// Inputs k and k + 1 of 16 outputs, of which these are the codes, as bfloat16 pairs.
+inline __m512i join_pair(__m512 even, __m512 odd, __m512 scale, __m512 least) {
+  const __m512 low = _mm512_fmadd_ps(even, scale, least), high = _mm512_fmadd_ps(odd, scale, least);
   const __m512i low_half = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
   const __m512i high_half = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(high));
   return _mm512_or_si512(low_half, _mm512_slli_epi32(high_half, 16));
@@ -94,21 +92,25 @@ inline __m512i join_pair(__m512i even, __m512i odd, __m512 scale, __m512 least) 
 void expand_panel(const Weight& weight, int64_t p, uint32_t* out) {
   const int64_t groups = weight.groups();
   const uint32_t* at = weight.panel(p);
-  const __m512i nibble = _mm512_set1_epi32(15);
+  const bool has_table = is_looked_up(weight.format);
+  const __m512 table = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(weight.format).values))));
+  const auto code_of_low_half = [&](__m512i words) {
+    const __m512i nibble = _mm512_and_si512(words, _mm512_set1_epi32(15));
+    return has_table ? _mm512_permutexvar_ps(nibble, table) : _mm512_cvtepi32_ps(nibble);
+  };
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t place = (p * groups + g) * kPanel;
     const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight.group_scales + place)));
     const __m512 least = weight.group_mins == nullptr
                              ? _mm512_setzero_ps()
                              : _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight.group_mins + place)));
-    if (weight.format == Format::kInt4Group) {
+    if (weight.format >= Format::kInt4Group) {
       for (int w = 0; w < 4; ++w, at += kPanel, out += 4 * kPanel) {
         const __m512i words = _mm512_loadu_si512(at);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {  // nibbles lie 0 4 1 5 2 6 3 7 from the low end
           const int shift = i % 2 * 16 + i / 2 * 4;
-          const __m512i even = _mm512_and_si512(_mm512_srli_epi32(words, shift), nibble);
-          const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(words, shift + 8), nibble);
+          const __m512 even = code_of_low_half(_mm512_srli_epi32(words, shift)), odd = code_of_low_half(_mm512_srli_epi32(words, shift + 8));
           _mm512_storeu_si512(out + i * kPanel, join_pair(even, odd, scale, least));
         }
       }
@@ -117,8 +119,8 @@ void expand_panel(const Weight& weight, int64_t p, uint32_t* out) {
         const __m512i words = _mm512_loadu_si512(at);
 #pragma GCC unroll 2
         for (int i = 0; i < 2; ++i) {
-          const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(words, 24 - 16 * i), 24);
-          const __m512i odd = _mm512_srai_epi32(_mm512_slli_epi32(words, 16 - 16 * i), 24);
+          const __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24 - 16 * i), 24));
+          const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16 - 16 * i), 24));
           _mm512_storeu_si512(out + i * kPanel, join_pair(even, odd, scale, least));
         }
       }

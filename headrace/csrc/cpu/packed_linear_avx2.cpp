@@ -93,7 +93,8 @@ inline __m256i add_dot(__m256i sum, __m256i sizes, __m256i x) {
 struct SignedCodes {
   __m256i low, high, low_size, high_size;
 
-  explicit SignedCodes(const uint32_t* at) : low(load(at)), high(load(at + 8)), low_size(_mm256_abs_epi8(low)), high_size(_mm256_abs_epi8(high)) {}
+  SignedCodes(__m256i low_words, __m256i high_words) : low(low_words), high(high_words), low_size(_mm256_abs_epi8(low)), high_size(_mm256_abs_epi8(high)) {}
+  explicit SignedCodes(const uint32_t* at) : SignedCodes(load(at), load(at + 8)) {}
   void add(__m256i acc[2], __m256i x) const {
     acc[0] = add_dot(acc[0], low_size, _mm256_sign_epi8(x, low));
     acc[1] = add_dot(acc[1], high_size, _mm256_sign_epi8(x, high));
@@ -101,12 +102,24 @@ struct SignedCodes {
   static void finish(__m256i[2]) {}
 };
 
-// The same of nibbles, which are unsigned: without VNNI, eight sums of two products are at most 8 * 2 * 15 * 127 < 2^15, and
+inline __m256i low_nibbles(__m256i words) { return _mm256_and_si256(words, _mm256_set1_epi8(15)); }
+
+// Those of nibbles that are looked up.
+template <Format F>
+struct LookedUpCodes : SignedCodes {
+  LookedUpCodes(__m256i low_words, __m256i high_words) : SignedCodes(look_up(low_words), look_up(high_words)) {}
+  static __m256i look_up(__m256i words) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(F).values));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), low_nibbles(words));
+  }
+};
+
+// The same of nibbles as they are, which are unsigned: without VNNI, eight sums of two products are at most 8 * 2 * 15 * 127 < 2^15, and
 // stay 16 bits until a group is over.
 struct Nibbles {
   __m256i low, high;
 
-  Nibbles(__m256i low_words, __m256i high_words) : low(_mm256_and_si256(low_words, _mm256_set1_epi8(15))), high(_mm256_and_si256(high_words, _mm256_set1_epi8(15))) {}
+  Nibbles(__m256i low_words, __m256i high_words) : low(low_nibbles(low_words)), high(low_nibbles(high_words)) {}
   void add(__m256i acc[2], __m256i x) const {
     acc[0] = kHasVnni ? add_dot(acc[0], low, x) : _mm256_add_epi16(acc[0], _mm256_maddubs_epi16(low, x));
     acc[1] = kHasVnni ? add_dot(acc[1], high, x) : _mm256_add_epi16(acc[1], _mm256_maddubs_epi16(high, x));
@@ -161,21 +174,24 @@ inline const uint32_t* dot_bytes(const uint32_t* at, const int8_t* x, int64_t pa
   return at;
 }
 
-template <int R>
+template <class Codes, int R>
 inline const uint32_t* dot_nibbles(const uint32_t* at, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
 #pragma GCC unroll 4
   for (int word = 0; word < 4; ++word, at += kPanel) {
     fetch_ahead(at);
     const __m256i low = load(at), high = load(at + 8);
-    add_products<R>(Nibbles(low, high), x + 8 * word, padded, acc);
-    add_products<R>(Nibbles(_mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4)), x + 8 * word + 4, padded, acc);
+    add_products<R>(Codes(low, high), x + 8 * word, padded, acc);
+    add_products<R>(Codes(_mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4)), x + 8 * word + 4, padded, acc);
   }
   return at;
 }
 
-template <bool kIsInt4, int R>
+template <Format F>
+using CodesOf = std::conditional_t<F == Format::kInt8Group, SignedCodes, std::conditional_t<F == Format::kInt4Group, Nibbles, LookedUpCodes<F>>>;
+
+template <Format F, int R>
 void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  using Codes = std::conditional_t<kIsInt4, Nibbles, SignedCodes>;
+  using Codes = CodesOf<F>;
   const int64_t padded = weight.padded(), groups = weight.groups();
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
@@ -187,7 +203,8 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   for (int64_t g = 0; g < groups; ++g, x += kGroup) {
     __m256i acc[R][2];
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-    at = kIsInt4 ? dot_nibbles<R>(at, x, padded, acc) : dot_bytes<R>(at, x, padded, acc);
+    if constexpr (F == Format::kInt8Group) at = dot_bytes<R>(at, x, padded, acc);
+    else at = dot_nibbles<Codes, R>(at, x, padded, acc);
     for (int r = 0; r < R; ++r) Codes::finish(acc[r]);
     __m256 scale[2], least[2];
     for (int i = 0; i < 2; ++i) {
@@ -225,12 +242,12 @@ inline int64_t rows_at_once(int64_t left, int64_t most) {
   return (left + times - 1) / times;
 }
 
-template <bool kIsInt4>
+template <Format F>
 void multiply_group_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
   float sums[4][kPanel];
   for (int64_t m = first_row, count; m < last_row; m += count) {
     count = rows_at_once(last_row - m, 4);
-    with_rows<4>(count, [&]<int R>() { multiply_groups<kIsInt4, R>(weight, rows, m, p, sums); });
+    with_rows<4>(count, [&]<int R>() { multiply_groups<F, R>(weight, rows, m, p, sums); });
     for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
   }
 }
@@ -256,7 +273,8 @@ void multiply_float_panel(const Weight& weight, const Rows& rows, const Output& 
 }
 
 void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
-  constexpr decltype(&multiply_int8_panel) kPanels[] = {multiply_float_panel<false>, multiply_float_panel<true>, multiply_int8_panel, multiply_group_panel<false>, multiply_group_panel<true>};
+  constexpr decltype(&multiply_int8_panel) kPanels[] = {multiply_float_panel<false>, multiply_float_panel<true>, multiply_int8_panel, multiply_group_panel<Format::kInt8Group>,
+                                                       multiply_group_panel<Format::kInt4Group>, multiply_group_panel<Format::kE2m1Group>, multiply_group_panel<Format::kIq4Group>};
   for (int64_t p = first; p < last; ++p) kPanels[static_cast<int64_t>(weight.format)](weight, rows, out, first_row, last_row, p);
 }
 

@@ -148,29 +148,42 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p,
 
 inline __m512 load_float16(const uint16_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
 
-// Integer sums of one group of 32 inputs; of bytes shifted by 128, of nibbles as they are. C chains.
-template <bool kIsInt4, int R, int P, int C>
+// What is added to codes, as vpdpbusd wants one side unsigned; so many times the sum of x is taken off again.
+constexpr int shift_of(Format format) { return format == Format::kInt8Group ? 128 : format == Format::kE2m1Group ? 12 : format == Format::kIq4Group ? 127 : 0; }
+
+// The shifted codes of nibbles, one a byte.
+template <Format F>
+inline __m512i codes_of(__m512i nibbles) {
+  const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
+  if constexpr (!is_looked_up(F)) return low;
+  const __m128i table = _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(F).values)), _mm_set1_epi8(shift_of(F)));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), low);
+}
+
+// Integer sums of one group of 32 inputs, of shifted codes. C chains.
+template <Format F, int R, int P, int C>
 inline void dot_group(const uint32_t* at, int64_t panel, const int8_t* x, int64_t padded, __m512i (&acc)[R][P][C]) {
+  constexpr bool kIsBytes = F == Format::kInt8Group;
   HEADRACE_EACH(r, R)
     HEADRACE_EACH(q, P)
       HEADRACE_EACH(c, C) acc[r][q][c] = _mm512_setzero_si512();
 #pragma GCC unroll 8
-  for (int k = 0; k < kGroup; k += kIsInt4 ? 8 : 4, at += kPanel) {
+  for (int k = 0; k < kGroup; k += kIsBytes ? 4 : 8, at += kPanel) {
     __m512i low[P], high[P];
     HEADRACE_EACH(q, P) {
-      if constexpr (kIsInt4) {
-        const __m512i nibbles = _mm512_set1_epi8(15), words = load<P>(at + q * panel);
-        low[q] = _mm512_and_si512(words, nibbles), high[q] = _mm512_and_si512(_mm512_srli_epi16(words, 4), nibbles);
-      } else {
+      if constexpr (kIsBytes) {
         low[q] = load_shifted<P>(at + q * panel);
+      } else {
+        const __m512i words = load<P>(at + q * panel);
+        low[q] = codes_of<F>(words), high[q] = codes_of<F>(_mm512_srli_epi16(words, 4));
       }
     }
     constexpr int kSecond = C - 1;
-    const int chain = kIsInt4 ? 0 : k / 4 % C;
+    const int chain = kIsBytes ? k / 4 % C : 0;
     HEADRACE_EACH(r, R) {
       const __m512i value = broadcast_word(x + r * padded + k);
       HEADRACE_EACH(q, P) acc[r][q][chain] = _mm512_dpbusd_epi32(acc[r][q][chain], low[q], value);
-      if constexpr (kIsInt4) {
+      if constexpr (!kIsBytes) {
         const __m512i next = broadcast_word(x + r * padded + k + 4);
         HEADRACE_EACH(q, P) acc[r][q][kSecond] = _mm512_dpbusd_epi32(acc[r][q][kSecond], high[q], next);
       }
@@ -178,7 +191,7 @@ inline void dot_group(const uint32_t* at, int64_t panel, const int8_t* x, int64_
   }
 }
 
-template <bool kIsInt4, int R, int P>
+template <Format F, int R, int P>
 void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
   constexpr int C = R * P < 8 ? 2 : 1;
   const int64_t padded = weight.padded(), groups = weight.groups(), panel = weight.num_words() * kPanel;
@@ -190,13 +203,13 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   __m512 total[R][P];
   HEADRACE_EACH(r, R)
     HEADRACE_EACH(q, P) total[r][q] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g, x += kGroup, at += kGroup / (kIsInt4 ? 8 : 4) * kPanel) {
+  for (int64_t g = 0; g < groups; ++g, x += kGroup, at += kGroup / (F == Format::kInt8Group ? 4 : 8) * kPanel) {
     __m512i acc[R][P][C];
-    dot_group<kIsInt4, R, P, C>(at, panel, x, padded, acc);
+    dot_group<F, R, P, C>(at, panel, x, padded, acc);
     HEADRACE_EACH(q, P) {
       const __m512 scale = load_float16(scales + (q * groups + g) * kPanel);
       __m512 least = mins == nullptr ? _mm512_setzero_ps() : load_float16(mins + (q * groups + g) * kPanel);
-      if constexpr (!kIsInt4) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-128.0f), least);
+      if constexpr (shift_of(F) != 0) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-shift_of(F)), least);
       HEADRACE_EACH(r, R) {
         const __m512 dots = _mm512_cvtepi32_ps(C > 1 ? _mm512_add_epi32(acc[r][q][0], acc[r][q][C - 1]) : acc[r][q][0]);
         total[r][q] = _mm512_fmadd_ps(dots, _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups + g])), total[r][q]);
@@ -236,8 +249,10 @@ void multiply_rows(const Weight& weight, const Rows& rows, const Output& out, in
     else if (weight.format == Format::kBfloat16) multiply_floats<true, R, P>(weight, rows, m, p, sums);
   }
   if constexpr (P == 1 || R == kGroupPairRows) {
-    if (weight.format == Format::kInt8Group) multiply_groups<false, R, P>(weight, rows, m, p, sums);
-    else if (weight.format == Format::kInt4Group) multiply_groups<true, R, P>(weight, rows, m, p, sums);
+    if (weight.format == Format::kInt8Group) multiply_groups<Format::kInt8Group, R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kInt4Group) multiply_groups<Format::kInt4Group, R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kE2m1Group) multiply_groups<Format::kE2m1Group, R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kIq4Group) multiply_groups<Format::kIq4Group, R, P>(weight, rows, m, p, sums);
   }
   for (int q = 0; q < P; ++q)
     for (int r = 0; r < R; ++r) store_sums(weight, out, m + r, p + q, sums[q * R + r]);

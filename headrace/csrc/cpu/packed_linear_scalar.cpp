@@ -10,11 +10,6 @@ RowForm choose_form(const Weight& weight, int64_t, bool) {
   return weight.format == Format::kInt8 ? RowForm::kInt8 : RowForm::kInt8Group;
 }
 
-int32_t code_of(const Weight& weight, uint32_t word, int64_t k) {
-  if (weight.format == Format::kInt4Group) return word >> (k % 4 * 8 + k % 8 / 4 * 4) & 15;
-  return static_cast<int8_t>(word >> (k % 4 * 8));
-}
-
 float multiply_floats(const Weight& weight, const float* x, const uint32_t* panel, int64_t i) {
   float sum = 0.0f;
   for (int64_t k = 0; k < weight.padded(); ++k) {
@@ -35,13 +30,13 @@ float multiply_codes(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   const int64_t per_word = inputs_per_word(weight.format), groups = weight.groups();
   if (weight.format == Format::kInt8) {
     int32_t sum = 0;
-    for (int64_t k = 0; k < weight.padded(); ++k) sum += x[k] * code_of(weight, panel[k / per_word * kPanel + i], k);
+    for (int64_t k = 0; k < weight.padded(); ++k) sum += x[k] * code_of(weight.format, panel[k / per_word * kPanel + i], k);
     return static_cast<float>(sum) * rows.scales[m] * weight.scales[p * kPanel + i];
   }
   float total = 0.0f;
   for (int64_t g = 0; g < groups; ++g) {
     int32_t sum = 0;
-    for (int64_t k = g * kGroup; k < (g + 1) * kGroup; ++k) sum += x[k] * code_of(weight, panel[k / per_word * kPanel + i], k);
+    for (int64_t k = g * kGroup; k < (g + 1) * kGroup; ++k) sum += x[k] * code_of(weight.format, panel[k / per_word * kPanel + i], k);
     const int64_t at = (p * groups + g) * kPanel + i;
     total += static_cast<float>(sum) * (rows.scales[m * groups + g] * float16_to_float(weight.group_scales[at]));
     if (weight.group_mins != nullptr) total += rows.sums[m * groups + g] * float16_to_float(weight.group_mins[at]);

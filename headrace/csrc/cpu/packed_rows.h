@@ -45,6 +45,13 @@ inline float float16_to_float(uint16_t half) {
   return value;
 }
 
+// The code of input k of an output, which lies in `word`.
+inline int32_t code_of(Format format, uint32_t word, int64_t k) {
+  if (format <= Format::kInt8Group) return static_cast<int8_t>(word >> (k % 4 * 8));
+  const int32_t nibble = word >> (k % 4 * 8 + k % 8 / 4 * 4) & 15;
+  return is_looked_up(format) ? table_of(format).values[nibble] : nibble;
+}
+
 // A row as floats [padded].
 inline void read_row(const Input& input, int64_t row, int64_t inputs, int64_t padded, float* out) {
   if (input.is_half) {

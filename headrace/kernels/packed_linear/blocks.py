@@ -15,6 +15,7 @@ from headrace.kernels.native.loading import NATIVE, NativeOps
 from headrace.kernels.packed_linear.layout import (
     GROUP,
     PANEL,
+    TABLES,
     Format,
     PackedMatrix,
     allocate,
@@ -27,11 +28,11 @@ SUPER = 256
 """Inputs of a K-type's block."""
 CHUNK_BLOCKS = 1 << 15
 
-BYTES, NIBBLES, E2M1, E2M1_PAIRS = range(4)
+BYTES, NIBBLES, E2M1, E2M1_PAIRS, IQ4 = range(5)
 """What codes are, in C++."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes [n, inputs], uint8 below 16 or int8; scales and mins float32 [n, groups]."""
+"""Codes [n, inputs], uint8 below 16 (nibbles, not looked up) or int8; scales and mins float32 [n, groups]."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ class WeightBlocks:
 
 
 def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
-    """Weights of equal inputs, stacked. Where their formats differ, all get the wider one."""
+    """Weights of equal inputs, stacked. Where their formats differ, all get 8 bits."""
     kinds = [BLOCK_TYPES[part.kind] for part in parts]
-    form = max((kind.format for kind in kinds), key=lambda f: -f.per_word)
+    form = kinds[0].format if len({kind.format for kind in kinds}) == 1 else Format.INT8_GROUP
     packed = allocate(form, sum(part.out_width for part in parts), parts[0].in_width, has_mins=any(kind.has_mins for kind in kinds))
     ops = NATIVE.find()
     if ops is not None and all(kind.places for kind in kinds):
@@ -90,7 +91,8 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
         for rows in part.raw.split(pad_up(max(1, CHUNK_BLOCKS * kind.num_bytes // part.raw.shape[1]), 16)):
             codes, scales, mins = kind.read(rows.reshape(-1, kind.num_bytes))
             mins = torch.zeros_like(scales) if mins is None else mins
-            codes = codes if codes.dtype == torch.uint8 and form is Format.INT4_GROUP else codes.to(torch.int8)
+            if not form.has_nibbles:
+                codes = TABLES[kind.format][codes.int()] if kind.format in TABLES else codes.to(torch.int8)
             waiting.append((codes.view(len(rows), -1), scales.view(len(rows), -1), mins.view(len(rows), -1)))
             num_waiting += len(rows)
             if num_waiting % 16 == 0 or at + num_waiting == packed.out_width:  # panels are written whole
@@ -187,20 +189,30 @@ def _read_q6_k(blocks: torch.Tensor) -> Parts:
     return (groups * inverse.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8).flatten(1), scales, None
 
 
+def _read_iq4_nl(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+
+
+def _read_iq4_xs(blocks: torch.Tensor) -> Parts:
+    """A float16, eight scales' two high bits each, then their low nibbles, then the codes of 32 inputs after those of 32."""
+    shifts = torch.arange(0, 16, 2, dtype=torch.int32)
+    high = (blocks[:, 2:3].int() | blocks[:, 3:4].int() << 8) >> shifts & 3
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
+    return _nibbles(blocks[:, 8:].unflatten(1, (8, 16))).flatten(1), (low.int() | high << 4).sub(32) * _half(blocks, 0), None
+
+
 MOST_SCALE = 128 + 15
 """The byte of the greatest power of two that float16 holds."""
 
 
 def _read_mxfp4(blocks: torch.Tensor) -> Parts:
     """E2M1 numbers, twice as large, times half of an E8M0 scale: OCP Microscaling Formats 1.0, sections 5.3 and 5.4. Scales below 2^-24 become 0."""
-    values = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-    return values[_nibbles(blocks[:, 1:]).int()], torch.exp2(blocks[:, :1].float() - 128), None
+    return _nibbles(blocks[:, 1:]), torch.exp2(blocks[:, :1].float() - 128), None
 
 
 def _read_mxfp4_pairs(blocks: torch.Tensor) -> Parts:
     codes = blocks[:, 1:]
-    in_order = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    return _read_mxfp4(torch.cat((blocks[:, :1], in_order[:, :16] | in_order[:, 16:] << 4), dim=1))
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1), *_read_mxfp4(blocks)[1:]
 
 
 def _has_small_scales(blocks: torch.Tensor) -> bool:
@@ -216,7 +228,9 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(SUPER, 144, Format.INT4_GROUP, _read_q4_k, has_mins=True),
     "Q5_K": BlockType(SUPER, 176, Format.INT8_GROUP, _read_q5_k, has_mins=True),
     "Q6_K": BlockType(SUPER, 210, Format.INT8_GROUP, _read_q6_k),
-    "MXFP4": BlockType(32, 17, Format.INT8_GROUP, _read_mxfp4, places=(0, -1, 1), fits=_has_small_scales, content=E2M1),
-    "MXFP4_PAIRS": BlockType(32, 17, Format.INT8_GROUP, _read_mxfp4_pairs, places=(0, -1, 1), fits=_has_small_scales, content=E2M1_PAIRS),
+    "IQ4_NL": BlockType(32, 18, Format.IQ4_GROUP, _read_iq4_nl, places=(0, -1, 2), content=IQ4),
+    "IQ4_XS": BlockType(SUPER, 136, Format.IQ4_GROUP, _read_iq4_xs),
+    "MXFP4": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4, places=(0, -1, 1), fits=_has_small_scales, content=E2M1),
+    "MXFP4_PAIRS": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4_pairs, places=(0, -1, 1), fits=_has_small_scales, content=E2M1_PAIRS),
 }
 """By ggml's names. In MXFP4_PAIRS, which is none of them, two neighbours share a byte, as in checkpoints of transformers."""

@@ -28,22 +28,36 @@ class Format(Enum):
     """The value is the kernels' number; ``per_word`` inputs share a word.
 
     ``int8`` has a scale per output; the group formats a float16 scale and min per output and group: code * scale + min.
-    Nibbles are unsigned; byte j of a word has input j in its low half and input j + 4 in its high half."""
+    Byte j of a word of nibbles has input j in its low half and input j + 4 in its high half. They are codes themselves, or looked
+    up in `TABLES`, and have no mins then."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
     INT8_GROUP = 3
     INT4_GROUP = 4
+    E2M1_GROUP = 5
+    IQ4_GROUP = 6
 
     @property
     def per_word(self) -> int:
-        return (1, 2, 4, 4, 8)[self.value]
+        return (1, 2, 4, 4, 8, 8, 8)[self.value]
+
+    @property
+    def has_nibbles(self) -> bool:
+        return self.per_word == 8
 
     @property
     def is_exact(self) -> bool:
         """Whether products take their inputs as they are; other formats round these to 8 bits."""
         return self in (Format.FLOAT32, Format.BFLOAT16)
+
+
+TABLES = {
+    Format.E2M1_GROUP: torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8),
+    Format.IQ4_GROUP: torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8),
+}
+"""The codes of nibbles: twice an E2M1 number (OCP Microscaling Formats 1.0, section 5.3.3), and those of ggml's IQ4_NL."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +151,9 @@ def put_words(packed: PackedMatrix, at: int, words: torch.Tensor) -> None:
 
 
 def put_codes(packed: PackedMatrix, at: int, codes: torch.Tensor) -> None:
-    """Store integer ``codes`` [n, I] as rows from ``at`` on: int8, or uint8 below 16 where a word holds nibbles."""
+    """Store integer ``codes`` [n, I] as rows from ``at`` on: int8, or uint8 below 16, not looked up, where a word holds nibbles."""
     codes = F.pad(codes, (0, -codes.shape[1] % PAD))
-    if packed.format is Format.INT4_GROUP:
+    if packed.format.has_nibbles:
         halves = codes.view(codes.shape[0], -1, 2, 4)
         codes = halves[:, :, 0] | halves[:, :, 1] << 4
     put_words(packed, at, codes.contiguous().view(codes.shape[0], -1).view(torch.int32))
@@ -189,7 +203,8 @@ def _decode(form: Format, words: torch.Tensor) -> torch.Tensor:
         return words.view(torch.float32)
     if form is Format.BFLOAT16:
         return words.contiguous().view(torch.bfloat16)
-    if form is not Format.INT4_GROUP:
+    if not form.has_nibbles:
         return words.contiguous().view(torch.int8).float()
     code_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, 1, 4))
-    return torch.cat((code_bytes & 15, code_bytes >> 4), dim=2).flatten(1).float()
+    nibbles = torch.cat((code_bytes & 15, code_bytes >> 4), dim=2).flatten(1)
+    return (TABLES[form][nibbles.int()] if form in TABLES else nibbles).float()
