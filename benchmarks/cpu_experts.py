@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.cpu_linear import quantise_mxfp4
 from headrace.kernels import native
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
@@ -32,6 +33,7 @@ FORMS: dict[str, Callable[[torch.Tensor], PanelWeight]] = {
     "w8a8": lambda weight: PanelWeight(quantise_int8(weight)),
     "int8": lambda weight: PanelWeight(quantise_int8_groups(weight)),
     "int4": lambda weight: PanelWeight(quantise_int4(weight)),
+    "mxfp4": lambda weight: PanelWeight(quantise_mxfp4(weight)),
 }
 
 Run = Callable[[ChosenTokens], torch.Tensor]

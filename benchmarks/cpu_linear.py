@@ -20,7 +20,9 @@ import torch.nn.functional as F
 
 from headrace.execution.device import has_fast_bfloat16
 from headrace.kernels import native
+from headrace.kernels.mxfp4 import QUANTISE_MXFP4
 from headrace.kernels.packed_linear import PACKED_LINEAR
+from headrace.kernels.packed_linear.blocks import WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import OnednnWeight, TurnedWeight
 from headrace.kernels.packed_linear.layout import PackedMatrix, pack_floats
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
@@ -55,6 +57,13 @@ def onednn_int8(weight: torch.Tensor) -> Product:
     return multiply
 
 
+def quantise_mxfp4(weight: torch.Tensor) -> PackedMatrix:
+    """As a checkpoint has them; inputs are a multiple of 32."""
+    codes, scales = QUANTISE_MXFP4.load("reference")(weight)
+    raw = torch.cat((scales.unsqueeze(-1), codes.unflatten(-1, (-1, 16))), dim=-1).flatten(1)
+    return pack_blocks([WeightBlocks("MXFP4_PAIRS", raw)])
+
+
 WAYS: dict[str, Callable[[torch.Tensor], Product]] = {
     "F.linear": lambda w: lambda x: F.linear(x, w),
     "turned": lambda w: (lambda kept: lambda x: kept.multiply(x, None))(TurnedWeight(w, 1 << 30)),
@@ -65,12 +74,13 @@ WAYS: dict[str, Callable[[torch.Tensor], Product]] = {
     "w8a8": lambda w: packed(quantise_int8, w),
     "int8": lambda w: packed(quantise_int8_groups, w),
     "int4": lambda w: packed(quantise_int4, w),
+    "mxfp4": lambda w: packed(quantise_mxfp4, w),
 }
 
 
 def check_products(dtype: torch.dtype) -> None:
     """Every native product against the reference."""
-    for name, pack in {"f32": lambda v: pack_floats(v.float()), "bf16": lambda v: pack_floats(v.bfloat16()), "w8a8": quantise_int8, "int8": quantise_int8_groups, "int4": quantise_int4}.items():
+    for name, pack in {"f32": lambda v: pack_floats(v.float()), "bf16": lambda v: pack_floats(v.bfloat16()), "w8a8": quantise_int8, "int8": quantise_int8_groups, "int4": quantise_int4, "mxfp4": quantise_mxfp4}.items():
         worst = 0.0
         for rows in (1, 5, 16, 33, 300):
             weight, x = torch.randn(200, 576) * 0.05, torch.randn(rows, 576).to(dtype)
