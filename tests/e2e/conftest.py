@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import TINY_CONFIG, LiveServer, require_package, running_server, tiny_arguments
+from live import LiveServer, require_package, running_server, tiny_arguments, write_config
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but a config.json: weights are drawn, the tokenizer comes from a model package."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    (folder / "config.json").write_text(json.dumps(TINY_CONFIG))
-    return folder
+    return write_config(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="session")

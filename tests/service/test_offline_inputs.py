@@ -115,32 +115,36 @@ def test_other_threads_may_look_on_and_close(config_only: Path):
     threads = [threading.Thread(target=run_long, args=(llm, results, i)) for i in range(3)]
     for thread in threads:
         thread.start()
-    begin = time.monotonic()
     while llm.stats().generation_tokens_total < 20:
-        assert time.monotonic() - begin < 30
         llm.check()
         llm.reset_prefix_cache()
     engine = llm._client._engine
     llm.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(200)
     assert not any(thread.is_alive() for thread in threads) and engine.executor.is_closed
     assert {type(result) for result in results.values()} == {EngineUnavailable} and len(results) == 3
     engine.check()
     assert engine.stats().num_running == 0
 
 
+def signal_midway(llm: LLM) -> None:
+    while llm.stats().generation_tokens_total < 10:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 def test_a_signal_handler_may_close(config_only: Path):
     """It runs in the middle of a step of the thread that owns the engine."""
     llm = LLM(str(config_only), skip_tokenizer=True, seed=5)
     before = signal.signal(signal.SIGUSR1, lambda *_: llm.close())
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.start()
+    signaller = threading.Thread(target=signal_midway, args=(llm,), daemon=True)
+    signaller.start()
     try:
         with pytest.raises(EngineUnavailable, match="closed"):
             llm.generate([[1], [2]], SamplingParams(temperature=0.0, max_tokens=4000))
     finally:
-        timer.join()
+        signaller.join()
         signal.signal(signal.SIGUSR1, before)
 
 
@@ -162,7 +166,7 @@ async def test_ids_of_choices_and_of_requests_are_told_apart(config_only: Path):
 
     async with AsyncLLM(str(config_only), skip_tokenizer=True, seed=2) as llm:
         for first, second in ((("a", 2), ("a/1", 1)), (("a/1", 1), ("a", 2))):
-            results = await asyncio.wait_for(asyncio.gather(finish(llm, *first), finish(llm, *second), return_exceptions=True), 30)
+            results = await asyncio.wait_for(asyncio.gather(finish(llm, *first), finish(llm, *second), return_exceptions=True), 200)
             assert results[0] == ["length"] * first[1] and isinstance(results[1], RequestError) and results[1].param == "request_id"
         assert await finish(llm, "a/1") == ["length"]
         with pytest.raises(RequestError, match="request_id"):

@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from fakes import FakeExecutor, continuation, engine_over, next_token
+from fakes import PATIENCE_S, FakeExecutor, continuation, engine_over, next_token
 
 from headrace.base.config import engine_config
 from headrace.base.errors import Conflict, EngineAsleep, EngineUnavailable, ModelError
@@ -158,6 +158,6 @@ async def test_over_a_process(start_client):
     os.kill(client.engine_pid, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
         await upkeep.wake()
-    await asyncio.wait_for(client.wait_ready(), 30)
+    await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
     assert client.state == "ready" and not upkeep.is_asleep
     assert client.config.model.model == "9"
