@@ -92,12 +92,23 @@ HARDER: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "format": "date-time"}, ["2024-02-29T12:00:00Z"], []),
     ({"type": "string", "format": "email"}, ["a@b.org"], ["a"]),
     ({"type": "string", "format": "password"}, ["", "a"], [1]),
+    ({"type": "string", "pattern": '^[^"]*$'}, ["", "a\n\\"], ['"', 'a"b']),
+    ({"type": "string", "pattern": r"^[^\\]+$"}, ['"', "é"], ["\\", ""]),
+    ({"type": "string", "pattern": "^[^ -~]$"}, ["\n", "é"], ['"', "\\", "a"]),
+    ({"type": "string", "pattern": r"^[\x00-\x1f]$"}, ["\t", "\n"], ['"', "\\", " "]),
+    ({"type": "string", "pattern": r"^\x00?a[^[]$"}, ["ab", "a]", 'a"'], ["a", "a["]),
+    ({"type": "string", "pattern": r"^[[a&&b!--]$"}, ["[", "a", "b", "&", "!", "-", ",", '"'], ["c", "."]),
+    ({"type": "object", "patternProperties": {'^[^"]$': I}, "additionalProperties": False}, [{"a": 1}], [{'"': 1}]),
+    ({"enum": [9000000000000000, -0.1, 1.5e-7, 123456789.12345]}, [9000000000000000, -0.1, 123456789.12345], [9000000000000001, 123456789.1234]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, [0.001, 1], [0, -0.1, 1.001]),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1], [-1]),
     (obj({"format": {"type": "array", "items": {"type": "string", "format": "path"}}, "f": {"const": {"format": "path"}}}, ["format", "f"], additionalProperties=False),
      [{"format": ["/a"], "f": {"format": "path"}}], [{"format": ["/a"], "f": {}}, {"format": [1], "f": {"format": "path"}}]),
 ]
 CASES = [*(("xgrammar", *case) for case in PLAIN), *(("llguidance", *case) for case in PLAIN + HARDER)]
 
 
+@pytest.mark.filterwarnings("ignore:Possible set", "ignore:Possible nested set")  # Python's notation may get operators in classes
 @pytest.mark.parametrize(("name", "schema", "right", "wrong"), CASES, ids=lambda value: value if isinstance(value, str) and value[0] in "lx" else "")
 def test_schemas_are_enforced(name: str, schema: Any, right: list[Any], wrong: list[Any]):
     grammar = Grammar.json_schema(schema)
@@ -146,6 +157,13 @@ def test_a_missing_library_names_what_to_install(monkeypatch: pytest.MonkeyPatch
     ("multipleOf", {"type": "integer", "multipleOf": 10**7}), ("x-guidance", {"type": "object", "x-guidance": {"lenient": True}}),
     ("ref", {"$ref": "#"}), ("http", {"$ref": "http://127.0.0.1/x"}), ("Unsatisfiable", {"allOf": [S, I]}), ("look", {"type": "string", "pattern": "^(?=a)b$"}),
     ("not whole", {"type": "string", "pattern": "a\\"}), ("not whole", {"type": "string", "pattern": "a)|(b"}), ("not whole", {"type": "object", "patternProperties": {"[a": {}}}),
+    ("\\$ref.*itself", {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "type": "array", "items": {"$ref": "#/$defs/a"}}),
+    ("\\$ref.*itself", strict({"a": {"$ref": "#/properties/a"}}, [])),
+    ("const.*9223372036854775808", {"type": "integer", "const": -(2**63)}), ("maximum", {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}),
+    ("imum", {"type": "integer", "minimum": -1e20, "maximum": -1e19}), ("enum.*1234567890123456789", {"enum": ["a", {"id": [1234567890123456789]}]}),
+    ("const", {"const": 123456789.12345679}), ("const.*control", {"const": "a\0"}), ("enum.*control", {"enum": ["a", ["\x1b["]]}),
+    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}), ("exclusiveMaximum", {"exclusiveMaximum": -1, "minimum": -1.5}),
+    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 1, "allOf": [{"exclusiveMaximum": 1.9}]}), ("empty", {"type": "string", "pattern": r"^a\x01b$"}),
     ("large", json.loads('{"items":' * 70 + "{}" + "}" * 70)), ("allows no output", False),
     ("ref", {"$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1500)}, "$ref": "#/$defs/d0"}),
 ])  # fmt: skip

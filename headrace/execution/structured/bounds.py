@@ -14,7 +14,7 @@ MAX_NESTING = 100
 
 _COUNTS = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
-_CLASS_BEGIN = re.compile(r"\[\^?\]?")
+_CLASS = re.compile(r"\[\^?\]?[^\]]*(\]|\Z)")
 """A bracket that comes first in a class belongs to it."""
 _RULE = re.compile(r"^\s*[\w?!.-]+\s*(?:\[[^\]\n]*\]\s*)?(?:::=|:)", re.MULTILINE)
 _DIRECTIVE = re.compile(r"%\s*(json|llguidance|lark)\b")
@@ -41,17 +41,13 @@ def check_ebnf(text: str, param: str) -> None:
 def check_whole(pattern: str, param: str) -> None:
     """Refuse a regular expression that ends in the middle of something, or closes what it has not opened: the library puts
     others around it, with which it would make sense of another kind."""
-    plain = _ESCAPED.sub("x", pattern)
-    depth, is_in_class = 0, False
-    for character in _CLASS_BEGIN.sub("[", plain):
-        if is_in_class:
-            is_in_class = character != "]"
-        else:
-            is_in_class = character == "["
-            depth += (character == "(") - (character == ")")
+    plain = _CLASS.sub(lambda found: "x" if found[1] else "[", _ESCAPED.sub("x", pattern))
+    depth = 0
+    for character in plain:
+        depth += (character == "(") - (character == ")")
         if depth < 0:
             break
-    if depth or is_in_class or plain.endswith("\\"):
+    if depth or "[" in plain or plain.endswith("\\"):
         raise RequestError(f"{param}: the regular expression {pattern[:40]!r} is not whole: a bracket or backslash has no partner", param=param)
 
 

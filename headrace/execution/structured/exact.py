@@ -50,6 +50,8 @@ class _Reader:
         if not isinstance(root, dict):
             return self._read(root, 1)
         self._defs = {f"#/{place}/{name}": value for place in ("$defs", "definitions") for name, value in dict(root.get(place) or {}).items()}
+        if any(isinstance(schema, dict) and "$ref" in schema for schema in self._defs.values()):
+            return "a '$ref' to another, which may be to itself"
         rest = {name: value for name, value in root.items() if name not in ("$defs", "definitions")}
         for schema in (*self._defs.values(), rest):
             if (reason := self._read(schema, 1)) is not None:

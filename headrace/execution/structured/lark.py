@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.execution.structured.schema import leave_out_free_formats
+from headrace.execution.structured.schema import reword
 
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Text that is forced is not tokenized on every step, at a cost that grows with its length: any tokens may spell it."""
@@ -28,5 +28,5 @@ def slash(pattern: str) -> str:
 
 def embed_json(schema: Mapping[str, Any] | bool, options: Mapping[str, Any]) -> str:
     """JSON by a schema, checked before."""
-    fields = leave_out_free_formats(schema) if isinstance(schema, Mapping) else {}
+    fields = reword(schema) if isinstance(schema, Mapping) else {}
     return "%json " + msgspec.json.encode({**fields, "x-guidance": dict(options)}).decode()

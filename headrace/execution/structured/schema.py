@@ -1,4 +1,4 @@
-"""Checks of JSON schemas before they are compiled: size, and keywords that no grammar here can enforce.
+"""Checks of JSON schemas before they are compiled: size, and keywords and values that no grammar here can enforce.
 
 What the grammar library refuses by itself is left to it. Refuses: changing what a schema allows.
 """
@@ -6,10 +6,12 @@ What the grammar library refuses by itself is left to it. Refuses: changing what
 from __future__ import annotations
 
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from headrace.base.errors import RequestError
 from headrace.execution.structured.bounds import check_whole
+from headrace.execution.structured.patterns import UNWRITTEN, reword_pattern
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -17,6 +19,9 @@ MAX_REFERRED_DEPTH = 512
 """Levels of all schemas that others refer to, taken together: libraries follow references by recursion."""
 MAX_MULTIPLE = 10_000
 """A multiple is found by an automaton with as many states."""
+MAX_DIGITS, MAX_EXPONENT, MAX_NUMBER = 2**53, 22, 2**63 - 1
+"""Of numbers in a schema, which llguidance reads as floats of 64 bits: beyond the first two by a digit's error, and its integers
+end at the third (it crashes at the other end)."""
 
 NOT_ENFORCED = frozenset({
     "uniqueItems", "contains", "minContains", "maxContains", "if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies",
@@ -28,23 +33,29 @@ NOT_ENFORCED = frozenset({
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_BOUNDS = _LOWER + _UPPER
 _DATA = frozenset({"const", "enum", "default", "example", "examples"})
 FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
 """Formats of strings that any string has (as OpenAPI and pydantic use them): they tell people something."""
 
 
-def leave_out_free_formats(schema: Any) -> Any:
-    """The schema, checked before, without formats that restrict nothing: libraries refuse those that they do not know."""
+def reword(schema: Any) -> Any:
+    """The schema, checked before, as llguidance takes it for what it says: without formats that restrict nothing, of which it
+    refuses those that it does not know, and without characters in patterns that it would mistake."""
     if isinstance(schema, list):
-        return [leave_out_free_formats(item) for item in schema]
+        return [reword(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, dict):
-            kept[name] = {key: leave_out_free_formats(child) for key, child in value.items()}
+            is_pattern = name == "patternProperties"
+            kept[name] = {reword_pattern(key) if is_pattern else key: reword(child) for key, child in value.items()}
         elif name in _LISTED or name in _SINGLE or (isinstance(value, dict) and name not in _DATA):
-            kept[name] = leave_out_free_formats(value)
+            kept[name] = reword(value)
+        elif name == "pattern" and isinstance(value, str):
+            kept[name] = reword_pattern(value)
         elif not (name == "format" and isinstance(value, str) and value in FREE_FORMATS):
             kept[name] = value
     return kept
@@ -60,8 +71,11 @@ def check_schema(schema: Any, param: str) -> None:
             raise RequestError(f"{param}: the schema is too large: at most {MAX_DEPTH} levels and {MAX_NODES} subschemas are taken", param=param)
         if isinstance(node, dict):
             _check_keywords(node, param)
+            _check_values(node, param)
             targets.update(target for target in (node.get("$ref"),) if isinstance(target, str))
             pending.extend((child, depth + 1) for child in _subschemas(node))
+    for target in targets:
+        _check_end(schema, target, param)
     if sum(_measure_depth(_find(schema, target)) for target in targets) > MAX_REFERRED_DEPTH:
         raise RequestError(f"{param}: the keyword '$ref' leads too deep: at most {MAX_REFERRED_DEPTH} levels of schemas may be referred to in all", param=param)
 
@@ -74,6 +88,16 @@ def _find(schema: Any, target: str) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         schema = schema.get(key) if isinstance(schema, dict) else None
     return schema
+
+
+def _check_end(schema: Any, target: str, param: str) -> None:
+    """Follow references that lead to nothing but others."""
+    passed, found = {target}, _find(schema, target)
+    while isinstance(found, dict) and isinstance(following := found.get("$ref"), str):
+        if following in passed:
+            raise RequestError(f"{param}: the keyword '$ref' leads back to itself: {following[:80]!r}", param=param)
+        passed.add(following)
+        found = _find(schema, following)
 
 
 def _measure_depth(schema: Any) -> int:
@@ -121,3 +145,43 @@ def _may_repeat_keys(node: dict[str, Any]) -> bool:
     if not isinstance(least, int | float) or not isinstance(required, list | tuple) or least <= len(set(map(str, required))):
         return False
     return node.get("additionalProperties", True) is not False or bool(node.get("patternProperties"))
+
+
+def _check_values(node: dict[str, Any], param: str) -> None:
+    """Numbers and strings that would be another one in the grammar."""
+    pending = [(name, node[name]) for name in ("const", "enum", *_BOUNDS, "multipleOf") if name in node]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, list | dict):
+            pending.extend((name, child) for child in (value if isinstance(value, list) else value.values()))
+        elif isinstance(value, str) and UNWRITTEN.search(value) is not None:
+            raise RequestError(f"{param}: the keyword {name!r} has a string with a control character, which outputs cannot spell: {value[:40]!r}", param=param)
+        elif type(value) in (int, float) and not _is_exact(value) and not (name in _UPPER and value >= MAX_NUMBER):
+            raise RequestError(f"{param}: the keyword {name!r} has the number {str(value)[:40]}, which cannot be enforced to the last digit; "
+                               "numbers of up to 15 digits can, others as strings", param=param)
+    bounds = [list(_read_bounds(node, names)) for names in (_LOWER, _UPPER)]
+    if any(_lets_bound_through(lower, upper) or _lets_bound_through((-upper[0], upper[1]), (-lower[0], lower[1])) for lower in bounds[0] for upper in bounds[1]):
+        raise RequestError(f"{param}: the keyword '{_LOWER[1]}' or '{_UPPER[1]}' cannot be enforced where it is a whole number, and the other bound "
+                           "less than one away; take another bound", param=param)
+
+
+def _is_exact(number: float) -> bool:
+    if abs(number) > MAX_NUMBER:
+        return False
+    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
+    return int("".join(map(str, digits))) <= MAX_DIGITS and isinstance(exponent, int) and abs(exponent) <= MAX_EXPONENT
+
+
+def _read_bounds(node: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[float, bool]]:
+    """The bounds ``(number, whether it is excluded)`` that a schema has by itself or by ``allOf``."""
+    yield from ((node[name], name.startswith("ex")) for name in names if type(node.get(name)) in (int, float))
+    branches = node.get("allOf")
+    for branch in branches if isinstance(branches, list) else ():
+        if isinstance(branch, dict):
+            yield from _read_bounds(branch, names)
+
+
+def _lets_bound_through(lower: tuple[float, bool], upper: tuple[float, bool]) -> bool:
+    """Whether llguidance takes 1 for above 1 and at most 1.5."""
+    (least, is_excluded), (most, _) = lower, upper
+    return is_excluded and least >= 0 and least == int(least) and least < most < least + 1

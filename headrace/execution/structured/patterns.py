@@ -1,0 +1,47 @@
+r"""`reword_pattern`: patterns of JSON strings in llguidance's notation, which is Rust's, without the characters that a string can
+hold only as ``\uXXXX``, which outputs never do.
+
+JSON schema means JavaScript's notation, where classes have no others within them and no operators. And llguidance drops those
+characters from the middle of a pattern, and takes a class that holds all of them for one with every escape, quotes and
+backslashes among them, so that ``[^"]`` would let a quote through. Refuses: understanding patterns; brackets and escapes are
+enough.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CONTROLS = "[\0-\x07\x0b\x0e-\x1f\x7f]"
+_LESS = r"--[\x00-\x07\x0B\x0E-\x1F\x7F]"
+UNWRITTEN = re.compile(_CONTROLS)
+"""A control character without a short escape, or the one that llguidance never writes."""
+
+_ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_CLASS = re.compile(r"(\[\^?\]?)((?:\\.|[^\]\\])*\\?(?:\]|\Z))", re.DOTALL)
+"""A bracket that comes first belongs to the class. One without an end takes the rest, to be refused elsewhere."""
+_SIGNS = re.compile(r"\\.|[\[&~]|--", re.DOTALL)
+_NAMING = "pPxuUav"
+"""Letters of escapes that may mean such a character, or a class with all of them."""
+
+
+def reword_pattern(pattern: str) -> str:
+    """The pattern of a schema as llguidance takes it for what it says."""
+    parts, at = [], 0
+    while at < len(pattern):
+        escape, bracket = _ESCAPE.match(pattern, at), _CLASS.match(pattern, at)
+        found = escape or bracket
+        part = written = pattern[at] if found is None else found[0]
+        is_wide = escape is not None and part[1] in _NAMING
+        if bracket is not None:
+            written = bracket[1] + _SIGNS.sub(_spell, bracket[2])
+            is_wide = part[1] == "^" or "\\" in part
+        parts.append(f"[{written}{_LESS}]" if is_wide or UNWRITTEN.search(part) is not None else written)
+        at += len(part)
+    return "".join(parts)
+
+
+def _spell(sign: re.Match[str]) -> str:
+    """What is an operator in a class of Rust's as characters, or as an end of a range."""
+    if sign[0] == "--":
+        return "-\\-" if sign.start() else "\\--"
+    return sign[0] if sign[0][0] == "\\" else "\\" + sign[0]
