@@ -10,10 +10,14 @@ from gguf.quants import dequantize
 
 from headrace.kernels import native
 from headrace.kernels.mxfp4.reference import dequantise_mxfp4
-from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
+from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, ROUNDED_SIZES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.layout import Format, unpack
 
-FLOAT16_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "MXFP4_PAIRS": ()}
+FLOAT16_PLACES = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+    "MXFP4": (), "MXFP4_PAIRS": (), "IQ1_M": (),
+}
+"""Of float16 numbers in a block; one at its start where nothing is said."""
 INPUTS = 512
 
 
@@ -29,10 +33,13 @@ def draw_blocks(kind: str, rows: int, inputs: int = INPUTS) -> WeightBlocks:
     """Random codes and scales that are sane numbers."""
     rng, block = np.random.default_rng(rows), BLOCK_TYPES[kind]
     raw = rng.integers(0, 256, (rows * inputs // block.inputs, block.num_bytes), dtype=np.uint8)
-    for place in FLOAT16_PLACES[kind]:
+    for place in FLOAT16_PLACES.get(kind, (0,)):
         raw[:, place : place + 2] = rng.uniform(0.001, 0.02, len(raw)).astype(np.float16).view(np.uint8).reshape(-1, 2)
     if kind.startswith("MXFP4"):  # a power of two
         raw[:, 0] = rng.integers(104, 144, len(raw))
+    if kind == "IQ1_M":  # its float16 lies in four pieces
+        raw[:, 49:56:2] &= 15
+        raw[:, 55] |= 32
     return WeightBlocks(kind, torch.from_numpy(raw.reshape(rows, -1)))
 
 
@@ -49,7 +56,7 @@ def test_blocks_keep_their_values(kind: str):
     packed = pack_blocks(parts)
     expected = torch.cat([expected_of(part) for part in parts])
     error = (unpack(packed, torch.float32) - expected).abs()
-    if kind == "Q6_K":  # 16 values a scale become 32
+    if kind == "Q6_K" or kind in ROUNDED_SIZES:  # 16 values a scale become 32
         allowed = expected.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 253
     elif kind.endswith("K") or kind == "IQ4_XS":  # scale and min are products, rounded to float16
         allowed = expected.abs() * 2**-10 + 0.02 * 63 * 2**-10
@@ -57,7 +64,7 @@ def test_blocks_keep_their_values(kind: str):
         allowed = torch.zeros_like(expected)
     assert (error <= allowed).all()
     assert packed.shape == expected.shape and packed.num_bytes <= expected.numel() * (0.63 if packed.format.has_nibbles else 1.13) * 48 / 41
-    assert packed.format.has_nibbles == (BLOCK_TYPES[kind].num_bytes * 8 / BLOCK_TYPES[kind].inputs <= 5)
+    assert packed.format.has_nibbles == (kind not in ROUNDED_SIZES and BLOCK_TYPES[kind].num_bytes * 8 / BLOCK_TYPES[kind].inputs <= 5)
 
 
 def test_scales_that_float16_does_not_hold():

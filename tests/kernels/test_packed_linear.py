@@ -164,6 +164,21 @@ def test_strided_rows_and_no_rows(isa: str):
     assert multiply(wide[:0, :64], packed, None).shape == (0, 20)
 
 
+@pytest.mark.parametrize(("form", "code"), [
+    (Format.INT8, 127), (Format.INT8, -127), (Format.INT8_GROUP, 127), (Format.INT8_GROUP, -127), (Format.INT4_GROUP, 15),
+    (Format.E2M1_GROUP, 7), (Format.E2M1_GROUP, 15), (Format.IQ4_GROUP, 0), (Format.IQ4_GROUP, 15),
+])
+def test_sums_of_the_largest_codes_fit(form: Format, code: int, isa: str):
+    packed = allocate(form, 32, 128, has_mins=False)
+    put_codes(packed, 0, torch.full((32, 128), code, dtype=torch.uint8 if form.has_nibbles else torch.int8))
+    packed.scales.fill_(1)
+    value = TABLES[form][code].item() if form in TABLES else code
+    for rows in (1, 4, 9, 40):
+        for x in (1.0, -1.0):
+            out = PACKED_LINEAR.load("native")(torch.full((rows, 128), x), packed, None)
+            assert torch.allclose(out, torch.full((rows, 32), 128.0 * value * x), rtol=1e-5), (rows, x)
+
+
 def test_what_is_not_finite_stays_visible(isa: str):
     for form in FORMS:
         packed = FORMS[form](draw(20, 64))

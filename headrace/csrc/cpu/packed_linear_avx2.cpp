@@ -102,31 +102,45 @@ struct SignedCodes {
   static void finish(__m256i[2]) {}
 };
 
+// Without VNNI, sums of a group stay 16 bits until it is over where codes are so small that eight sums of two products are below 2^15:
+// 8 * 2 * 15 * 127 of nibbles as they are, 8 * 2 * 12 * 127 of E2M1 numbers.
+inline __m256i add_small_dot(__m256i sum, __m256i sizes, __m256i x) {
+  return kHasVnni ? add_dot(sum, sizes, x) : _mm256_add_epi16(sum, _mm256_maddubs_epi16(sizes, x));
+}
+inline void finish_small_dots(__m256i acc[2]) {
+  for (int i = 0; i < 2 && !kHasVnni; ++i) acc[i] = _mm256_madd_epi16(acc[i], _mm256_set1_epi16(1));
+}
+
 inline __m256i low_nibbles(__m256i words) { return _mm256_and_si256(words, _mm256_set1_epi8(15)); }
 
 // Those of nibbles that are looked up.
 template <Format F>
 struct LookedUpCodes : SignedCodes {
   LookedUpCodes(__m256i low_words, __m256i high_words) : SignedCodes(look_up(low_words), look_up(high_words)) {}
+  void add(__m256i acc[2], __m256i x) const {
+    if constexpr (F != Format::kE2m1Group) return SignedCodes::add(acc, x);
+    acc[0] = add_small_dot(acc[0], low_size, _mm256_sign_epi8(x, low));
+    acc[1] = add_small_dot(acc[1], high_size, _mm256_sign_epi8(x, high));
+  }
+  static void finish(__m256i acc[2]) {
+    if constexpr (F == Format::kE2m1Group) finish_small_dots(acc);
+  }
   static __m256i look_up(__m256i words) {
     const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(F).values));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), low_nibbles(words));
   }
 };
 
-// The same of nibbles as they are, which are unsigned: without VNNI, eight sums of two products are at most 8 * 2 * 15 * 127 < 2^15, and
-// stay 16 bits until a group is over.
+// The same of nibbles as they are, which are unsigned.
 struct Nibbles {
   __m256i low, high;
 
   Nibbles(__m256i low_words, __m256i high_words) : low(low_nibbles(low_words)), high(low_nibbles(high_words)) {}
   void add(__m256i acc[2], __m256i x) const {
-    acc[0] = kHasVnni ? add_dot(acc[0], low, x) : _mm256_add_epi16(acc[0], _mm256_maddubs_epi16(low, x));
-    acc[1] = kHasVnni ? add_dot(acc[1], high, x) : _mm256_add_epi16(acc[1], _mm256_maddubs_epi16(high, x));
+    acc[0] = add_small_dot(acc[0], low, x);
+    acc[1] = add_small_dot(acc[1], high, x);
   }
-  static void finish(__m256i acc[2]) {
-    for (int i = 0; i < 2 && !kHasVnni; ++i) acc[i] = _mm256_madd_epi16(acc[i], _mm256_set1_epi16(1));
-  }
+  static void finish(__m256i acc[2]) { finish_small_dots(acc); }
 };
 
 // Adds the products of some codes with R rows, `padded` bytes apart.

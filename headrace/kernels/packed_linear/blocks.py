@@ -1,13 +1,15 @@
 """Weights that lie in blocks, as GGUF files hold them, into packed layout without being expanded to plain numbers.
 
 A block is a run of inputs of one output with its own scales. What each type holds is said by ggml's ``ggml-quants``; types
-with a scale per 16 inputs are rounded to 8 bits with one per 32, which is finer than they are. n blocks, O outputs.
+with a scale for fewer than 32 inputs, or with numbers that are no multiples of a few, are rounded to 8 bits with a scale per 32, which
+is finer than they are. n blocks, O outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -182,11 +184,28 @@ def _read_q6_k(blocks: torch.Tensor) -> Parts:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
     high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3).flatten(2) << 4
     codes = ((low | high).to(torch.int8) - 32).float().view(-1, SUPER // 16, 16)
-    values = codes * (blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)).unsqueeze(2)
+    return _round_to_bytes(codes * (blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)).unsqueeze(2))
+
+
+def _round_to_bytes(values: torch.Tensor) -> Parts:
     groups = values.view(-1, SUPER // GROUP, GROUP)
     scales = (groups.abs().amax(2) / 127).half().float()
     inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
     return (groups * inverse.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8).flatten(1), scales, None
+
+
+def _read_by_gguf(name: str, blocks: torch.Tensor) -> Parts:
+    """A type that the gguf package takes apart."""
+    from gguf.constants import GGMLQuantizationType  # costs 0.1 s, and hardly a file needs it
+    from gguf.quants import dequantize
+
+    return _round_to_bytes(torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[name])))
+
+
+ROUNDED_SIZES = {
+    "Q2_K": 84, "Q3_K": 110, "IQ1_S": 50, "IQ1_M": 56, "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110, "TQ1_0": 54, "TQ2_0": 66,
+}
+"""Bytes of 256 weights."""
 
 
 def _read_iq4_nl(blocks: torch.Tensor) -> Parts:
@@ -232,5 +251,6 @@ BLOCK_TYPES = {
     "IQ4_XS": BlockType(SUPER, 136, Format.IQ4_GROUP, _read_iq4_xs),
     "MXFP4": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4, places=(0, -1, 1), fits=_has_small_scales, content=E2M1),
     "MXFP4_PAIRS": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4_pairs, places=(0, -1, 1), fits=_has_small_scales, content=E2M1_PAIRS),
+    **{name: BlockType(SUPER, size, Format.INT8_GROUP, partial(_read_by_gguf, name)) for name, size in ROUNDED_SIZES.items()},
 }
 """By ggml's names. In MXFP4_PAIRS, which is none of them, two neighbours share a byte, as in checkpoints of transformers."""

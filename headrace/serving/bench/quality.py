@@ -61,7 +61,7 @@ def run_quality_bench(options: QualityOptions, console: Console | None = None, *
     text = read_text(options.text)
     plain = _read(PLAIN, text, options, engine_options)
     rows = [compare(PLAIN, plain, plain)]
-    rows += [compare(name, _read(name, text, options, engine_options), plain) for name in names]
+    rows += [compare(name, _read(name, text, options, engine_options), plain) for name in names if name != PLAIN]
     if console:
         print_rows(rows, f"{engine_options['model']}, {len(plain.places)} tokens", console)
     if options.output_file:
