@@ -99,11 +99,11 @@ async def test_a_kept_connection_that_was_closed_is_replaced_once():
 
 
 async def test_idle_connections_are_not_used_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_client, "IDLE_S", 0.02)
     script = Script(SIZED, SIZED, SIZED)
     async with talking_to(script) as client:
-        for pause in (0, 0.05, 0):
-            await asyncio.sleep(pause)
+        for idle_s in (60.0, 0.0, 60.0):
+            monkeypatch.setattr(http_client, "IDLE_S", idle_s)
+            await asyncio.sleep(0.01)
             await client.send("GET", "/")
     assert script.num_connections == 2
 

@@ -41,12 +41,12 @@ def serving(fake):
 
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
-    port, loop, stopping = started.result(10)
+    port, loop, stopping = started.result(120)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
         loop.call_soon_threadsafe(stopping.set)
-        thread.join(10)
+        thread.join(120)
 
 
 def bench(fake, **options):
@@ -87,7 +87,8 @@ def test_a_chat_run_sends_text_and_does_not_time_the_role_chunk():
 
 def test_latencies_are_those_of_the_stream():
     report = bench(FakeServer(gap_s=0.03), num_requests=4, output_len="5")
-    assert report.latencies["ttft_ms"].p50 >= 30 and report.latencies["itl_ms"].p50 >= 25
+    assert report.latencies["ttft_ms"].p50 >= 30
+    assert report.latencies["ttft_ms"].mean + 4 * report.latencies["itl_ms"].mean <= report.latencies["latency_ms"].mean + 1e-3
     assert report.latencies["tpot_ms"].mean == pytest.approx(report.latencies["itl_ms"].mean, rel=1e-6)
     assert report.latencies["latency_ms"].p50 >= 150
 
@@ -124,7 +125,7 @@ async def test_a_kept_connection_that_the_server_has_closed_is_replaced():
 
 
 def test_a_stuck_server_times_out():
-    report = bench(FakeServer(gap_s=30), num_requests=2, timeout_s=0.2)
+    report = bench(FakeServer(gap_s=30), num_requests=2, timeout_s=1.0)
     assert report.errors == {"timeout": 2} and report.num_completed == 0
     assert report.output_throughput == 0 and report.latencies["ttft_ms"] == Distribution()
 

@@ -33,7 +33,7 @@ class Page:
         call_id = next(self._ids)
         await self._socket.send(json.dumps({"id": call_id, "method": method, "params": params}))
         while True:
-            message = json.loads(await asyncio.wait_for(self._socket.recv(), 30))
+            message = json.loads(await asyncio.wait_for(self._socket.recv(), 120))
             if message.get("method") == "Log.entryAdded":
                 self.complaints.append(message["params"]["entry"]["text"])
             if message.get("method") == "Runtime.exceptionThrown":
@@ -48,7 +48,7 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    async def until(self, condition: str, seconds: float = 20) -> None:
+    async def until(self, condition: str, seconds: float = 120) -> None:
         """Wait until a JavaScript condition holds."""
         async with asyncio.timeout(seconds):
             while not await self.run(condition):
@@ -68,7 +68,7 @@ async def open_page(address: str, folder: Path) -> AsyncIterator[Page]:
     try:
         found = None
         while found is None:
-            line = await asyncio.wait_for(browser.stderr.readline(), 60)
+            line = await asyncio.wait_for(browser.stderr.readline(), 120)
             assert line, "the browser ended"
             found = re.search(rb"ws://([\d.:]+)/", line)
         async with httpx.AsyncClient() as http:

@@ -1,9 +1,12 @@
-"""A real server process over the fake client, for tests of signals: ``python server_process.py DELAY_S DRAIN_S MODE``."""
+"""A real server process over the fake client, for tests of signals: ``python server_process.py DELAY_S DRAIN_S MODE``.
+
+SIGUSR1 lets it answer without delay."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 
 from fake_client import FakeClient
@@ -21,6 +24,7 @@ class StartingClient(FakeClient):
 
     async def start(self) -> None:
         self.state = "starting"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, self, "delay_s", 0.0)
         if self.mode == "slow":
             await asyncio.sleep(600)
 

@@ -24,11 +24,11 @@ async def app(client):
 
 @pytest.fixture
 async def live(app):
-    async with live_server(app) as address, httpx.AsyncClient(base_url=address, timeout=30) as http:
+    async with live_server(app) as address, httpx.AsyncClient(base_url=address, timeout=120) as http:
         yield http
 
 
-async def until(condition, seconds: float = 5) -> None:
+async def until(condition, seconds: float = 120) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -67,7 +67,9 @@ async def test_abort_by_id_and_all(live, client):
     client.delay_s = 0.01
     asking = [asyncio.create_task(live.post("/generate", json={"text": "go", "rid": f"r{i}", "sampling_params": {"max_new_tokens": 3000}})) for i in range(3)]
     streaming = asyncio.create_task(live.post("/v1/completions", json={"prompt": "go", "max_tokens": 3000, "stream": True}))
-    await until(lambda: len(client.children) == 4 and client.num_tokens > 20)
+    await until(lambda: len(client.children) == 4)
+    so_far = client.num_tokens
+    await until(lambda: client.num_tokens > so_far + 20)  # then each has some
     assert (await live.post("/abort_request", json={"rid": "unknown"})).json() == {"aborted": 0}
     assert (await live.post("/abort_request", json={"rid": "r1"})).json() == {"aborted": 1}
     result = (await asking[1]).json()
@@ -160,27 +162,27 @@ async def soak(address: str, num_requests: int) -> None:
             else:
                 assert (await http.post(path, json=body)).status_code == 200
 
-    async with httpx.AsyncClient(base_url=address, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=address, timeout=120) as http:
         await asyncio.gather(*(one(http, i) for i in range(num_requests)))
 
 
 async def test_two_thousand_requests_leave_nothing_behind(app, client):
-    async def settled() -> tuple[int, int]:
-        await until(lambda: not client.children and not app.state.context.running, 10)
-        await asyncio.sleep(0.2)
+    def held() -> tuple[int, int]:
         gc.collect()
         return len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
 
     async with live_server(app) as address:
-        await soak(address, 100)
-        before = await settled()
-        await soak(address, 2000)
-        after = await settled()
+        before = held()
+        for num_requests in (100, 2000):
+            await soak(address, num_requests)
+            await until(lambda: not client.children and not app.state.context.running)
+        async with asyncio.timeout(120):
+            while any(now > then for now, then in zip(held(), before, strict=True)):  # connections are being closed
+                await asyncio.sleep(0.1)
     assert not client.tasks and client.aborted
-    assert after[0] <= before[0] and after[1] <= before[1], f"tasks and files grew from {before} to {after}"
     assert app.state.context.metrics.http_active._value.get() == 0
 
 
 def test_the_application_imports_nothing_heavy():
     code = "import sys, headrace.serving.http.app, headrace.serving.http.server; print({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert subprocess.run([sys.executable, "-c", code], timeout=200, capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -26,6 +26,7 @@ from headrace.base.errors import ConfigError
 from headrace.serving.http.announce import announce_ready, format_bytes
 from headrace.serving.http.server import address_of, open_listener, read_template, serve
 
+PATIENCE_S = 120.0
 SCRIPT = Path(__file__).with_name("server_process.py")
 
 
@@ -43,7 +44,7 @@ class Running:
             self.output += line
 
     def wait_for(self, pattern: str) -> str:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             found = re.search(pattern, self.output)
             if found:
@@ -52,8 +53,8 @@ class Running:
         raise AssertionError(f"no {pattern!r} in:\n{self.output}")
 
     def finish(self) -> tuple[int, str]:
-        code = self.process.wait(20)
-        self._reader.join(5)
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         return code, self.output
 
 
@@ -71,7 +72,7 @@ def test_start_and_orderly_end():
     with running() as server:
         address = server.wait_for(r"http://127\.0\.0\.1:\d+")
         server.wait_for("curl http")
-        assert httpx.get(address + "/ready").status_code == 200
+        assert httpx.get(address + "/ready", timeout=PATIENCE_S).status_code == 200
         assert "KV cache" in server.output and "2.00 MiB" in server.output and "chat page" in server.output
         server.process.send_signal(signal.SIGTERM)
         code, output = server.finish()
@@ -83,18 +84,19 @@ def one_stream(server: Running, max_tokens: int) -> Iterator[tuple[str, httpx.Re
     server.wait_for("curl http")
     address = server.wait_for(r"http://127\.0\.0\.1:\d+")
     body = {"prompt": "go", "max_tokens": max_tokens, "stream": True}
-    with httpx.stream("POST", address + "/v1/completions", json=body, timeout=20) as response:
+    with httpx.stream("POST", address + "/v1/completions", json=body, timeout=PATIENCE_S) as response:
         assert response.status_code == 200
         yield address, response
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones():
-    with running(delay_s=0.02) as server, one_stream(server, 60) as (address, response):
+    with running(delay_s=0.02, drain_s=PATIENCE_S) as server, one_stream(server, 4000) as (address, response):
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("shutting down: 1 requests running")
-        refused = httpx.post(address + "/v1/completions", json={"prompt": "x"})
+        refused = httpx.post(address + "/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_S)
         assert refused.status_code == 503 and refused.headers["retry-after"]
-        assert httpx.get(address + "/ready").status_code == 503
+        assert httpx.get(address + "/ready", timeout=PATIENCE_S).status_code == 503
+        server.process.send_signal(signal.SIGUSR1)
         frames = events_of(response.read().decode())
         assert frames[-1] == "[DONE]" and '"finish_reason":"length"' in frames[-2]
         assert server.finish()[0] == 0
@@ -128,7 +130,7 @@ def test_an_engine_that_cannot_start_or_is_given_up_ends_the_server():
 def test_while_the_model_is_loading_health_answers_and_sigterm_ends():
     with running(mode="slow") as server:
         address = server.wait_for(r"http://127\.0\.0\.1:\d+")
-        assert (httpx.get(address + "/health").status_code, httpx.get(address + "/ready").status_code) == (200, 503)
+        assert tuple(httpx.get(address + path, timeout=PATIENCE_S).status_code for path in ("/health", "/ready")) == (200, 503)
         server.process.send_signal(signal.SIGTERM)
         code, output = server.finish()
         assert code == 0 and "Traceback" not in output and "never retrieved" not in output, output
@@ -138,7 +140,7 @@ def test_endless_request_heads_are_cut_off():
     with running() as server:
         address = server.wait_for(r"127\.0\.0\.1:\d+")
         host, port = address.split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as client:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
             answer = b""
             try:
@@ -148,9 +150,18 @@ def test_endless_request_heads_are_cut_off():
             except (BrokenPipeError, ConnectionResetError):
                 answer = b"HTTP/1.1 431 (or the connection was reset)"
             assert answer.startswith(b"HTTP/1.1 431")
-        kept = httpx.Client(base_url=f"http://{address}")
+        kept = httpx.Client(base_url=f"http://{address}", timeout=PATIENCE_S)
         assert all(kept.get("/health", headers={"x": "y" * 20_000}).status_code == 200 for _ in range(8)), "the bound is for each request"
         kept.close()
+
+
+def has_both_protocols() -> bool:
+    """Whether the system has IPv6 in one socket with IPv4, and this machine an address of it: many containers have none."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return socket.has_dualstack_ipv6()
 
 
 def test_addresses():
@@ -159,10 +170,10 @@ def test_addresses():
         assert address_of(listener) == f"http://127.0.0.1:{port}"
         with pytest.raises(ConfigError, match=f"cannot listen on 0.0.0.0 port {port}: address already in use; choose"):
             open_listener(ServerConfig(port=port, host="0.0.0.0"))
-    if socket.has_dualstack_ipv6():
+    if has_both_protocols():
         with open_listener(ServerConfig(port=0, host="::")) as listener:
             for host in ("127.0.0.1", "::1"):
-                socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
+                socket.create_connection((host, listener.getsockname()[1]), timeout=PATIENCE_S).close()
     with pytest.raises(ConfigError, match="no-such-host"):
         open_listener(ServerConfig(host="no-such-host.invalid"))
 

@@ -177,5 +177,5 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.stdout.startswith("ConfigError") and "pip install 'headrace[otel]'" in done.stdout, done.stderr

@@ -8,7 +8,6 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import AsyncIterator, Callable
 
 import httpx
@@ -21,6 +20,7 @@ from headrace.serving.http import body, connection
 from headrace.serving.http.app import create_app
 from headrace.serving.http.connection import BoundedHttp
 
+PATIENCE_S = 120.0
 ASK = json.dumps({"prompt": "once", "max_tokens": 4}).encode()
 TEXT = b'"text":' + json.dumps(expected_text("once", 4)).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -42,15 +42,16 @@ async def port(client: FakeClient) -> AsyncIterator[int]:
         await task
 
 
-async def talk(port: int, *pieces: bytes, seconds: float = 0.4) -> tuple[bytes, bool]:
-    """What comes back, and whether the server closed the connection."""
+async def talk(port: int, *pieces: bytes, until: bytes = b"", count: int = 1, gap_s: float = 0.02, rest_s: float = 0.2) -> tuple[bytes, bool]:
+    """What comes back, and whether the server closed the connection. Waits for that, or for so many of ``until`` in the answer and
+    then for what comes within ``rest_s``."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:
         for piece in pieces:
             writer.write(piece)
-            await asyncio.sleep(0.02)
-        while chunk := await asyncio.wait_for(reader.read(65536), seconds):
+            await asyncio.sleep(gap_s)
+        while chunk := await asyncio.wait_for(reader.read(65536), PATIENCE_S if not until or answer.count(until) < count else rest_s):
             answer += chunk
         return answer, True
     except ConnectionError:
@@ -66,19 +67,19 @@ async def talk(port: int, *pieces: bytes, seconds: float = 0.4) -> tuple[bytes, 
     b"connection: upgrade\r\nupgrade: websocket\r\n",
 ])
 async def test_an_offered_upgrade_does_not_cost_the_body(port, offer):
-    answer, _ = await talk(port, SIZED + offer + b"\r\n" + ASK)
+    answer, _ = await talk(port, SIZED + offer + b"\r\n" + ASK, until=TEXT)
     assert answer.startswith(b"HTTP/1.1 200") and TEXT in answer
 
 
 async def test_ways_to_send_a_body(port):
-    expecting, _ = await talk(port, SIZED + b"Expect: 100-continue\r\n\r\n", ASK)
+    expecting, _ = await talk(port, SIZED + b"Expect: 100-continue\r\n\r\n", ASK, until=TEXT)
     assert expecting.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200") and TEXT in expecting
     chunks = [b"%x\r\n%s\r\n" % (len(part), part) for part in (ASK[:7], ASK[7:])]
-    chunked, _ = await talk(port, POST + b"Transfer-Encoding: chunked\r\n\r\n", *chunks, b"0\r\n\r\n")
+    chunked, _ = await talk(port, POST + b"Transfer-Encoding: chunked\r\n\r\n", *chunks, b"0\r\n\r\n", until=TEXT)
     assert chunked.startswith(b"HTTP/1.1 200") and TEXT in chunked
-    pipelined, is_closed = await talk(port, (SIZED + b"\r\n" + ASK) * 3)
+    pipelined, is_closed = await talk(port, (SIZED + b"\r\n" + ASK) * 3, until=TEXT, count=3)
     assert pipelined.count(TEXT) == 3 and not is_closed
-    byte_wise, _ = await talk(port, *(bytes([b]) for b in b"GET /health HTTP/1.1\r\n"), b"Host: x\r\n\r", b"\n")
+    byte_wise, _ = await talk(port, *(bytes([b]) for b in b"GET /health HTTP/1.1\r\n"), b"Host: x\r\n\r", b"\n", until=b"\r\n\r\n")
     assert byte_wise.startswith(b"HTTP/1.1 200")
 
 
@@ -95,7 +96,7 @@ async def test_what_is_not_http_is_told_so_and_closed(port, nonsense):
 
 
 async def test_no_body_is_told_as_such(port):
-    answer, _ = await talk(port, POST + b"\r\n")
+    answer, _ = await talk(port, POST + b"\r\n", until=b"}")
     assert answer.startswith(b"HTTP/1.1 400") and b"the body is empty" in answer
 
 
@@ -113,23 +114,25 @@ async def test_large_heads_are_refused(port, head):
 async def test_heads_that_stop_coming_are_given_up(port, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.15)
     for pieces in ((), (b"GET /health HT",), (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /hea")):
-        _, is_closed = await talk(port, *pieces, seconds=2)
+        _, is_closed = await talk(port, *pieces)
         assert is_closed
-    answer, is_closed = await talk(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
+    answer, is_closed = await talk(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", until=b"\r\n\r\n", rest_s=1.5)
     assert answer.startswith(b"HTTP/1.1 200") and not is_closed, "between requests the connection may rest"
 
 
 async def test_bodies_that_stop_coming_are_given_up(port, client, monkeypatch):
     monkeypatch.setattr(body, "GAP_TIMEOUT_S", 0.1)
-    answer, is_closed = await talk(port, SIZED + b"\r\n" + ASK[:5], seconds=2)
+    answer, is_closed = await talk(port, SIZED + b"\r\n" + ASK[:5])
     assert answer.startswith(b"HTTP/1.1 408") and b"body_too_slow" in answer and is_closed
-    slow, _ = await talk(port, SIZED + b"\r\n", *(ASK[i : i + 4] for i in range(0, len(ASK), 4)))
+    monkeypatch.setattr(body, "GAP_TIMEOUT_S", 1.5)
+    slow, _ = await talk(port, SIZED + b"\r\n", *(ASK[i : i + 8] for i in range(0, len(ASK), 8)), until=TEXT, gap_s=0.4)
     assert slow.startswith(b"HTTP/1.1 200"), "slow is not stopped"
     assert len(client.submitted) == 1
 
 
 def with_http_client(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request("POST", path, body, headers)
         answer = connection.getresponse()
@@ -139,13 +142,13 @@ def with_http_client(port: int, path: str, headers: dict[str, str], body: bytes)
 
 
 def with_httpx(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-    answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=body, headers=headers, timeout=20, trust_env=False)
+    answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=body, headers=headers, timeout=PATIENCE_S, trust_env=False)
     return answer.status_code, answer.content
 
 
 def with_httpx_in_pieces(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
     pieces = (body[i : i + 65536] for i in range(0, len(body), 65536))
-    answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=pieces, headers=headers, timeout=20, trust_env=False)
+    answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=pieces, headers=headers, timeout=PATIENCE_S, trust_env=False)
     return answer.status_code, answer.content
 
 
@@ -154,7 +157,7 @@ def with_curl(port: int, path: str, headers: dict[str, str], body: bytes, *more:
     if command is None:
         pytest.skip("curl is not installed")
     told = [part for name, value in headers.items() for part in ("-H", f"{name}: {value}")]
-    done = subprocess.run([command, "-sS", "-w", "\n%{http_code}", "-m", "20", *more, *told, "--data-binary", "@-", f"http://127.0.0.1:{port}{path}"], input=body,
+    done = subprocess.run([command, "-sS", "-w", "\n%{http_code}", "-m", str(PATIENCE_S), *more, *told, "--data-binary", "@-", f"http://127.0.0.1:{port}{path}"], input=body,
                           capture_output=True, check=True)
     text, _, status = done.stdout.rpartition(b"\n")
     return int(status), text
@@ -213,9 +216,8 @@ async def test_what_comes_after_an_answer_is_dropped_within_bounds(port, monkeyp
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
         await reader.readuntil(b"\r\n")
-        began = time.monotonic()
         with pytest.raises(ConnectionError):
-            while time.monotonic() < began + 10:
+            while True:
                 writer.write(b"x")
                 await writer.drain()
                 await asyncio.sleep(0.02)
@@ -224,7 +226,7 @@ async def test_what_comes_after_an_answer_is_dropped_within_bounds(port, monkeyp
 
 async def test_a_connection_goes_on_behind_a_body_that_was_not_read(port):
     unread = b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n"
-    answer, is_closed = await talk(port, unread, b"x" * 200_000, b"x" * 100_000, SIZED + b"\r\n" + ASK)
+    answer, is_closed = await talk(port, unread, b"x" * 200_000, b"x" * 100_000, SIZED + b"\r\n" + ASK, until=TEXT)
     assert answer.startswith(b"HTTP/1.1 404") and TEXT in answer and not is_closed
 
 
@@ -237,7 +239,7 @@ async def test_streams_to_clients_of_old_end_with_the_connection(port):
     pieces = events.split(b"\n\n")
     assert pieces[-2:] == [b"data: [DONE]", b""] and all(p.startswith(b"data: ") for p in pieces[:-1])
     assert "".join(json.loads(p[6:])["choices"][0]["text"] for p in pieces[:-2]) == expected_text("once", 4)
-    new, is_closed = await talk(port, head % (b"1.1", len(ask)) + ask)
+    new, is_closed = await talk(port, head % (b"1.1", len(ask)) + ask, until=b"0\r\n\r\n")
     assert not is_closed and b"transfer-encoding: chunked" in new.lower() and new.endswith(b"0\r\n\r\n")
     whole, is_closed = await talk(port, SIZED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + ASK)
     assert is_closed and b"content-length: " in whole.lower() and TEXT in whole

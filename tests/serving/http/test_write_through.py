@@ -64,7 +64,7 @@ async def ask(path: str, body: dict, wire: Wire, *, has_writer: bool = True, ope
         await asyncio.Event().wait()
         raise AssertionError
 
-    await asyncio.wait_for(app(scope, receive, wire.send), 10)
+    await asyncio.wait_for(app(scope, receive, wire.send), 120)
     *events, done, rest = wire.body.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
