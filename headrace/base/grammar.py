@@ -22,8 +22,10 @@ With ``"type": "triggered_tags", "triggers": ["<tool_call>"]`` text may stand ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -33,6 +35,11 @@ from headrace.base.errors import RequestError
 MAX_GRAMMAR_BYTES = 256 * 1024
 """Size of a schema, regular expression, grammar or structural tag."""
 MAX_CHOICES = 4096
+MAX_DIGITS, MAX_EXPONENT, MAX_NUMBER = 2**53, 22, 2**63 - 1
+"""Of numbers in a schema, which libraries read as floats of 64 bits: beyond the first two by a digit's error, and their integers
+end at the third (llguidance crashes at the other end)."""
+UNWRITTEN = re.compile("[\0-\x07\x0b\x0e-\x1f\x7f]")
+"""Control characters that no output in JSON spells: JSON has short escapes for the others."""
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -111,6 +118,26 @@ def _json_text(value: Any, param: str) -> str:
         return msgspec.json.encode(parsed).decode()
     except (msgspec.DecodeError, UnicodeError, TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{param} is not valid JSON: {error}", param=param) from error
+
+
+def is_exact(value: Any) -> bool:
+    """Whether a grammar can hold an output to this value of a schema (a constant, one of an enumeration, or a bound): whether
+    its numbers are kept to the last digit, and its strings to the last character."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list | dict):
+            pending.extend(part if isinstance(part, list) else part.values())
+        elif (isinstance(part, str) and UNWRITTEN.search(part) is not None) or (type(part) in (int, float) and not _is_exact_number(part)):
+            return False
+    return True
+
+
+def _is_exact_number(number: float) -> bool:
+    if not abs(number) <= MAX_NUMBER:
+        return False
+    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
+    return int("".join(map(str, digits))) <= MAX_DIGITS and isinstance(exponent, int) and abs(exponent) <= MAX_EXPONENT
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import re
 
-_CONTROLS = "[\0-\x07\x0b\x0e-\x1f\x7f]"
-_LESS = r"--[\x00-\x07\x0B\x0E-\x1F\x7F]"
-UNWRITTEN = re.compile(_CONTROLS)
-"""A control character without a short escape, or the one that llguidance never writes."""
+from headrace.base.grammar import UNWRITTEN
 
+_LESS = r"--[\x00-\x07\x0B\x0E-\x1F\x7F]"
 _ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _CLASS = re.compile(r"(\[\^?\]?)((?:\\.|[^\]\\])*\\?(?:\]|\Z))", re.DOTALL)
 """A bracket that comes first belongs to the class. One without an end takes the rest, to be refused elsewhere."""

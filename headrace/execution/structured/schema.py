@@ -6,12 +6,12 @@ What the grammar library refuses by itself is left to it. Refuses: changing what
 from __future__ import annotations
 
 from collections.abc import Iterator
-from decimal import Decimal
 from typing import Any
 
 from headrace.base.errors import RequestError
+from headrace.base.grammar import MAX_NUMBER, is_exact
 from headrace.execution.structured.bounds import check_whole
-from headrace.execution.structured.patterns import UNWRITTEN, reword_pattern
+from headrace.execution.structured.patterns import reword_pattern
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -19,9 +19,6 @@ MAX_REFERRED_DEPTH = 512
 """Levels of all schemas that others refer to, taken together: libraries follow references by recursion."""
 MAX_MULTIPLE = 10_000
 """A multiple is found by an automaton with as many states."""
-MAX_DIGITS, MAX_EXPONENT, MAX_NUMBER = 2**53, 22, 2**63 - 1
-"""Of numbers in a schema, which llguidance reads as floats of 64 bits: beyond the first two by a digit's error, and its integers
-end at the third (it crashes at the other end)."""
 
 NOT_ENFORCED = frozenset({
     "uniqueItems", "contains", "minContains", "maxContains", "if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies",
@@ -149,27 +146,15 @@ def _may_repeat_keys(node: dict[str, Any]) -> bool:
 
 def _check_values(node: dict[str, Any], param: str) -> None:
     """Numbers and strings that would be another one in the grammar."""
-    pending = [(name, node[name]) for name in ("const", "enum", *_BOUNDS, "multipleOf") if name in node]
-    while pending:
-        name, value = pending.pop()
-        if isinstance(value, list | dict):
-            pending.extend((name, child) for child in (value if isinstance(value, list) else value.values()))
-        elif isinstance(value, str) and UNWRITTEN.search(value) is not None:
-            raise RequestError(f"{param}: the keyword {name!r} has a string with a control character, which outputs cannot spell: {value[:40]!r}", param=param)
-        elif type(value) in (int, float) and not _is_exact(value) and not (name in _UPPER and value >= MAX_NUMBER):
-            raise RequestError(f"{param}: the keyword {name!r} has the number {str(value)[:40]}, which cannot be enforced to the last digit; "
-                               "numbers of up to 15 digits can, others as strings", param=param)
+    for name in ("const", "enum", *_BOUNDS, "multipleOf"):
+        value = node.get(name)
+        if name in node and not is_exact(value) and not (name in _UPPER and isinstance(value, int | float) and value >= MAX_NUMBER):
+            raise RequestError(f"{param}: the keyword {name!r} cannot be enforced to the letter: numbers can have up to 15 digits (longer ones can be strings), "
+                               f"strings no control characters but those that JSON has short escapes for; got {str(value)[:80]}", param=param)
     bounds = [list(_read_bounds(node, names)) for names in (_LOWER, _UPPER)]
     if any(_lets_bound_through(lower, upper) or _lets_bound_through((-upper[0], upper[1]), (-lower[0], lower[1])) for lower in bounds[0] for upper in bounds[1]):
         raise RequestError(f"{param}: the keyword '{_LOWER[1]}' or '{_UPPER[1]}' cannot be enforced where it is a whole number, and the other bound "
                            "less than one away; take another bound", param=param)
-
-
-def _is_exact(number: float) -> bool:
-    if abs(number) > MAX_NUMBER:
-        return False
-    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
-    return int("".join(map(str, digits))) <= MAX_DIGITS and isinstance(exponent, int) and abs(exponent) <= MAX_EXPONENT
 
 
 def _read_bounds(node: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[float, bool]]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from headrace.base.grammar import is_exact
 from headrace.service.parsing.json_text import LITERALS, copy_json, quote
 from headrace.service.parsing.python_text import copy_python
 from headrace.service.parsing.reader import read_whole
@@ -18,7 +19,7 @@ MAX_DEPTH = 8
 """How far references and alternatives are followed."""
 MAX_NESTING = 64
 STRING = frozenset({"string"})
-_PLAIN_WORDS = ("type", "required", "enum", "const")
+_PLAIN_WORDS, _VALUES = ("type", "required"), ("enum", "const")
 _MAPS = ("properties", "$defs", "definitions")
 _SINGLES = ("items", "additionalProperties")
 BOUNDS = {
@@ -95,6 +96,7 @@ def loosen(schema: Any, depth: int = MAX_NESTING) -> Any:
     if not isinstance(schema, Mapping) or depth == 0:
         return {} if schema is not False else False
     kept: dict[str, Any] = {word: schema[word] for word in _PLAIN_WORDS if word in schema}
+    kept |= {word: schema[word] for word in _VALUES if word in schema and is_exact(schema[word])}
     kept |= {word: {k: loosen(v, depth - 1) for k, v in schema[word].items()} for word in _MAPS if isinstance(schema.get(word), Mapping)}
     kept |= {word: loosen(schema[word], depth - 1) for word in _SINGLES if isinstance(schema.get(word), Mapping | bool)}
     for word in ("anyOf", "oneOf"):
@@ -115,7 +117,7 @@ def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in BOUNDS:
         return {}
     pairs, most = BOUNDS[kind], MAX_BOUNDS[kind]
-    found = {word: schema[word] for pair in pairs for word in pair if type(schema.get(word)) in (int, float) and abs(schema[word]) <= most}
+    found = {word: schema[word] for pair in pairs for word in pair if type(schema.get(word)) in (int, float) and abs(schema[word]) <= most and is_exact(schema[word])}
     if kind in ("string", "array") and not all(type(value) is int and value >= 0 for value in found.values()):
         return {}
     low = max((found[low] for low, _ in pairs if low in found), default=-math.inf)
