@@ -12,8 +12,12 @@ import hypothesis
 import pytest
 import torch
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # the first example compiles, imports and maps files
-hypothesis.settings.load_profile("untimed")
+# The same examples every time, so that a change is not refused for what it did not do; --hypothesis-profile=explore draws others.
+# No deadlines: the first example compiles, imports and maps files, and other work takes its share of the machine.
+UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("settled", derandomize=True, database=None, **UNTIMED)
+hypothesis.settings.register_profile("explore", **UNTIMED)
+hypothesis.settings.load_profile("settled")
 
 HAS_GPU = torch.cuda.is_available()
 

@@ -47,7 +47,7 @@ sys.meta_path.insert(0, Break())
 
 def run_python(code: str, **variables: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -17,7 +17,7 @@ ENTRY_POINTS = ("headrace", "headrace.scheduling.scheduler", "headrace.service.c
 def test_import_contracts():
     # In a process of its own: the linter configures logging, and with it silences every logger there is.
     code = f"import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(config_filename={str(ROOT / '.importlinter')!r}, no_cache=True))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -35,5 +35,5 @@ def test_torch_is_not_imported_in_torch_free_rooms():
 @pytest.mark.parametrize("module", ENTRY_POINTS)
 def test_edges_start_without_torch(module: str):
     code = f"import sys, {module}; sys.exit(1 if 'torch' in sys.modules or 'transformers' in sys.modules else 0)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr or f"importing {module} pulls in torch"

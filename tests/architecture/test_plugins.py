@@ -25,7 +25,7 @@ BROKEN = {
 def run_python(code: str, **variables: str) -> subprocess.CompletedProcess:
     import os
 
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, **variables})
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250, env={**os.environ, **variables})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -267,11 +267,11 @@ def test_weights_are_stored_when_the_library_has_been_compiled(monkeypatch: pyte
     toy, compiled = Toy(), threading.Event()
     expected = run(toy)
     monkeypatch.setattr(native, "state", lambda: native.NATIVE.state.__class__("compiling"))
-    monkeypatch.setattr(native, "build", lambda: compiled.wait(20))
+    monkeypatch.setattr(native, "build", lambda: compiled.wait(200))
     store_fastest(toy)
     assert toy.linear.stored is None
-    compiled.set()
     (thread,) = [t for t in threading.enumerate() if t.name == "weight-storing"]
+    compiled.set()
     while thread.is_alive():  # products run meanwhile
         for out, wanted in zip(run(toy), expected, strict=True):
             assert torch.allclose(out, wanted, atol=1e-4)

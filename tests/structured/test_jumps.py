@@ -120,7 +120,7 @@ class Bench:
     def __init__(self, grammar: Grammar, *, min_jump: int = 2, **sampling: Any):
         self.store = GrammarStore(lambda: VOCABULARY, len(TOKENS), [EOS])
         self.rows, self.grammars = Rows(2, torch.device("cpu")), GrammarRows(self.store, len(TOKENS), 2, torch.device("cpu"), min_jump=min_jump)
-        self.store.prepare(grammar).result(30)
+        self.store.prepare(grammar).result(200)
         self.grammars.start(0, self.rows.start(RowStart(0, "r", [1, 2], 2, SamplingSpec(grammar=grammar, **sampling))))
 
     def step(self, index: int, token: int, *, is_done: bool = True) -> tuple[Step, int]:

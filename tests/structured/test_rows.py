@@ -63,7 +63,7 @@ class CountLibrary:
         self.gate.set()
 
     def compile(self, grammar: Grammar) -> CountGrammar:
-        self.gate.wait(10)
+        self.gate.wait(200)
         self.compiled.append(grammar.text)
         if grammar.text == "bad":
             raise RequestError("a bad grammar", param="regex")
@@ -186,14 +186,14 @@ def test_the_store_compiles_each_grammar_once_and_forgets_the_oldest():
     library = CountLibrary()
     store = store_of(library, max_kept=2)
     first = store.prepare(Grammar("regex", "1"))
-    assert store.prepare(Grammar("regex", "1")) is first and first.result(10).end == 1
+    assert store.prepare(Grammar("regex", "1")) is first and first.result(200).end == 1
     for text in ("2", "3", "4"):
-        store.prepare(Grammar("regex", text)).result(10)
+        store.prepare(Grammar("regex", text)).result(200)
     again = store.prepare(Grammar("regex", "1"))
-    assert again is not first and again.result(10).end == 1
+    assert again is not first and again.result(200).end == 1
     assert store.find(Grammar("regex", "4")).end == 4 and library.compiled == ["1", "2", "3", "4", "1"]
     with pytest.raises(RequestError, match="bad grammar"):
-        store.prepare(Grammar("regex", "bad")).result(10)
+        store.prepare(Grammar("regex", "bad")).result(200)
     store.close()
 
 
@@ -204,20 +204,20 @@ def test_what_is_being_compiled_is_not_forgotten():
     futures: list[Future[Any]] = [store.prepare(Grammar("regex", str(i))) for i in range(4)]
     assert store.prepare(Grammar("regex", "0")) is futures[0] and not any(f.done() for f in futures)
     library.gate.set()
-    assert [f.result(10).end for f in futures] == [0, 1, 2, 3]
+    assert [f.result(200).end for f in futures] == [0, 1, 2, 3]
     store.close()
 
 
 def test_models_that_cannot_be_constrained_say_why():
     no_end = GrammarStore(lambda: Vocabulary([], frozenset()), VOCAB_SIZE, [], choose=lambda _: ("count", CountLibrary))
     with pytest.raises(UnsupportedFeature, match="end-of-text"):
-        no_end.prepare(Grammar.json_object()).result(10)
+        no_end.prepare(Grammar.json_object()).result(200)
 
     def no_tokenizer() -> Vocabulary:
         raise ConfigError("no tokenizer.json")
 
     with pytest.raises(UnsupportedFeature, match=r"no tokenizer\.json"):
-        GrammarStore(no_tokenizer, VOCAB_SIZE, [EOS], choose=lambda _: ("count", CountLibrary)).prepare(Grammar.json_object()).result(10)
+        GrammarStore(no_tokenizer, VOCAB_SIZE, [EOS], choose=lambda _: ("count", CountLibrary)).prepare(Grammar.json_object()).result(200)
 
 
 class StateGrammar(CountGrammar):

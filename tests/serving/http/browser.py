@@ -71,7 +71,7 @@ async def open_page(address: str, folder: Path) -> AsyncIterator[Page]:
             line = await asyncio.wait_for(browser.stderr.readline(), 120)
             assert line, "the browser ended"
             found = re.search(rb"ws://([\d.:]+)/", line)
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=120) as http:
             tabs = (await http.get(f"http://{found[1].decode()}/json/list")).json()
         url = next(t["webSocketDebuggerUrl"] for t in tabs if t["type"] == "page")
         async with websockets.connect(url, max_size=None) as socket:
