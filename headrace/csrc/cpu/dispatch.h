@@ -14,6 +14,7 @@ inline std::atomic<const Kernels*>& kernels_in_use() {
 }
 
 inline const AttentionKernels& best_attention_kernels() { return *kernels_in_use().load()->attention; }
+inline const BlockKernels& best_block_kernels() { return *kernels_in_use().load()->blocks; }
 inline const PackKernels& best_pack_kernels() { return *kernels_in_use().load()->pack; }
 inline const PackedKernels& best_packed_kernels() { return *kernels_in_use().load()->packed; }
 inline const PackedGather& best_packed_gather() { return *kernels_in_use().load()->gather; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "blocks.h"
 #include "pack.h"
 #include "packed_linear.h"
 #include "rope.h"
@@ -12,6 +13,7 @@ namespace headrace {
 
 struct Kernels {
   const AttentionKernels* attention;
+  const BlockKernels* blocks;
   const PackKernels* pack;
   const PackedKernels* packed;
   const PackedGather* gather;

@@ -3,26 +3,15 @@
 
 #include <algorithm>
 
-#include "vector.h"
+#include "columns.h"
 
 namespace headrace::HEADRACE_ISA {
 namespace {
 
-using packed::Format, packed::kGroup, packed::kPad, packed::kPanel;
+using packed::Format, packed::kGroup, packed::kPad;
 
 constexpr float kMostInt8 = 127.0f, kMostInt4 = 15.0f;
 constexpr double kShrinks[] = {1.0, 0.92, 0.84};
-
-// A value of each output of a panel.
-struct Column {
-  float at[kPanel];
-};
-
-template <class F>
-HEADRACE_INLINE void over_column(const F& f) {
-#pragma GCC unroll 4
-  for (int64_t i = 0; i < kPanel; i += kLanes) f(i);
-}
 
 // Not inlined: so that a product is rounded before it is added to something, as the reference has it.
 __attribute__((noinline)) void square(Column* x, int64_t count) {
@@ -36,19 +25,6 @@ __attribute__((noinline)) void multiply(const Column& x, float by, Column& out) 
 void add_up(Column* x, int64_t count) {
   for (int64_t half = count / 2; half > 0; half /= 2)
     for (int64_t k = 0; k < half; ++k) over_column([&](int64_t i) { store(x[k].at + i, load(x[k].at + i) + load(x[k + half].at + i)); });
-}
-
-void round_to_half(Column& x) {
-  fp16 halves[kPanel];
-  over_column([&](int64_t i) { store(halves + i, load(x.at + i)); });
-  over_column([&](int64_t i) { store(x.at + i, load(halves + i)); });
-}
-
-// 1 / x, 0 for 0.
-Column invert(const Column& x) {
-  Column out;
-  for (int64_t i = 0; i < kPanel; ++i) out.at[i] = x.at[i] > 0.0f ? 1.0f / x.at[i] : 0.0f;
-  return out;
 }
 
 // Where inputs [k, k + count) of a panel's outputs are, as columns; what lies beyond the weight is zero.

@@ -16,7 +16,6 @@ import torch
 from headrace.kernels.native.loading import NATIVE, NativeOps
 from headrace.kernels.packed_linear.layout import (
     GROUP,
-    PANEL,
     TABLES,
     Format,
     PackedMatrix,
@@ -30,8 +29,8 @@ SUPER = 256
 """Inputs of a K-type's block."""
 CHUNK_BLOCKS = 1 << 15
 
-BYTES, NIBBLES, E2M1, E2M1_PAIRS, IQ4 = range(5)
-"""What codes are, in C++."""
+NATIVE_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "MXFP4_PAIRS")
+"""Those that C++ takes apart, by its numbers."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes [n, inputs], uint8 below 16 (nibbles, not looked up) or int8; scales and mins float32 [n, groups]."""
@@ -39,20 +38,15 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class BlockType:
-    """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins. ``places``: at
-    which bytes float16 scale and min (-1: none) and the codes lie, where C++ reads them; ``min_factor``: mins
-    are scales times this. ``fits`` says of uint8 [n, num_bytes] whether float16 holds their scales, where it need not;
-    ``content``: what C++ has to know of the codes."""
+    """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins. ``fits`` says of
+    uint8 [n, num_bytes] whether float16 holds their scales, where it need not."""
 
     inputs: int
     num_bytes: int
     format: Format
     read: Callable[[torch.Tensor], Parts]
     has_mins: bool = False
-    places: tuple[int, int, int] | None = None
-    min_factor: float | None = None
     fits: Callable[[torch.Tensor], bool] | None = None
-    content: int = BYTES
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
     form = kinds[0].format if len({kind.format for kind in kinds}) == 1 else Format.INT8_GROUP
     packed = allocate(form, sum(part.out_width for part in parts), parts[0].in_width, has_mins=any(kind.has_mins for kind in kinds))
     ops = NATIVE.find()
-    if ops is not None and all(kind.places for kind in kinds):
+    if ops is not None and all(part.kind in NATIVE_KINDS for part in parts):
         _pack_natively(ops, parts, packed)
         return packed
     waiting: list[Parts] = []
@@ -106,14 +100,8 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
 def _pack_natively(ops: NativeOps, parts: list[WeightBlocks], packed: PackedMatrix) -> None:
     at = 0
     for part in parts:
-        kind, last = BLOCK_TYPES[part.kind], at + part.out_width
-        assert kind.places is not None and packed.scales is not None
-        ops.pack_blocks(part.raw, kind.num_bytes, *kind.places, kind.content, at, packed.words, packed.scales, packed.mins)
-        if kind.min_factor is not None:
-            rows = torch.arange(at, last)
-            panels, places = rows // PANEL, rows % PANEL
-            packed.mins[panels, :, places] = packed.scales[panels, :, places] * kind.min_factor
-        at = last
+        ops.pack_blocks(part.raw, NATIVE_KINDS.index(part.kind), at, packed.words, packed.scales, packed.mins)
+        at += part.out_width
 
 
 def _put(packed: PackedMatrix, at: int, parts: list[Parts]) -> None:
@@ -239,18 +227,18 @@ def _has_small_scales(blocks: torch.Tensor) -> bool:
 
 
 BLOCK_TYPES = {
-    "Q4_0": BlockType(32, 18, Format.INT4_GROUP, _read_q4_0, has_mins=True, places=(0, -1, 2), min_factor=-8.0, content=NIBBLES),
-    "Q4_1": BlockType(32, 20, Format.INT4_GROUP, _read_q4_1, has_mins=True, places=(0, 2, 4), content=NIBBLES),
+    "Q4_0": BlockType(32, 18, Format.INT4_GROUP, _read_q4_0, has_mins=True),
+    "Q4_1": BlockType(32, 20, Format.INT4_GROUP, _read_q4_1, has_mins=True),
     "Q5_0": BlockType(32, 22, Format.INT8_GROUP, _read_q5_0),
     "Q5_1": BlockType(32, 24, Format.INT8_GROUP, _read_q5_1, has_mins=True),
-    "Q8_0": BlockType(32, 34, Format.INT8_GROUP, _read_q8_0, places=(0, -1, 2)),
+    "Q8_0": BlockType(32, 34, Format.INT8_GROUP, _read_q8_0),
     "Q4_K": BlockType(SUPER, 144, Format.INT4_GROUP, _read_q4_k, has_mins=True),
     "Q5_K": BlockType(SUPER, 176, Format.INT8_GROUP, _read_q5_k, has_mins=True),
     "Q6_K": BlockType(SUPER, 210, Format.INT8_GROUP, _read_q6_k),
-    "IQ4_NL": BlockType(32, 18, Format.IQ4_GROUP, _read_iq4_nl, places=(0, -1, 2), content=IQ4),
+    "IQ4_NL": BlockType(32, 18, Format.IQ4_GROUP, _read_iq4_nl),
     "IQ4_XS": BlockType(SUPER, 136, Format.IQ4_GROUP, _read_iq4_xs),
-    "MXFP4": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4, places=(0, -1, 1), fits=_has_small_scales, content=E2M1),
-    "MXFP4_PAIRS": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4_pairs, places=(0, -1, 1), fits=_has_small_scales, content=E2M1_PAIRS),
+    "MXFP4": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4, fits=_has_small_scales),
+    "MXFP4_PAIRS": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4_pairs, fits=_has_small_scales),
     **{name: BlockType(SUPER, size, Format.INT8_GROUP, partial(_read_by_gguf, name)) for name, size in ROUNDED_SIZES.items()},
 }
 """By ggml's names. In MXFP4_PAIRS, which is none of them, two neighbours share a byte, as in checkpoints of transformers."""
