@@ -8,6 +8,7 @@ is finer than they are. n blocks, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ import torch
 from headrace.kernels.native.loading import NATIVE, NativeOps
 from headrace.kernels.packed_linear.layout import (
     GROUP,
+    PANEL,
     TABLES,
     Format,
     PackedMatrix,
@@ -27,7 +29,8 @@ from headrace.kernels.packed_linear.layout import (
 
 SUPER = 256
 """Inputs of a K-type's block."""
-CHUNK_BLOCKS = 1 << 15
+CHUNK_WEIGHTS = 1 << 20
+"""Taken apart by a thread at a time."""
 
 NATIVE_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "MXFP4_PAIRS")
 """Those that C++ takes apart, by its numbers."""
@@ -81,19 +84,7 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
     if ops is not None and all(part.kind in NATIVE_KINDS for part in parts):
         _pack_natively(ops, parts, packed)
         return packed
-    waiting: list[Parts] = []
-    at = num_waiting = 0
-    for part, kind in zip(parts, kinds, strict=True):
-        for rows in part.raw.split(pad_up(max(1, CHUNK_BLOCKS * kind.num_bytes // part.raw.shape[1]), 16)):
-            codes, scales, mins = kind.read(rows.reshape(-1, kind.num_bytes))
-            mins = torch.zeros_like(scales) if mins is None else mins
-            if not form.has_nibbles:
-                codes = TABLES[kind.format][codes.int()] if kind.format in TABLES else codes.to(torch.int8)
-            waiting.append((codes.view(len(rows), -1), scales.view(len(rows), -1), mins.view(len(rows), -1)))
-            num_waiting += len(rows)
-            if num_waiting % 16 == 0 or at + num_waiting == packed.out_width:  # panels are written whole
-                _put(packed, at, waiting)
-                at, num_waiting, waiting = at + num_waiting, 0, []
+    _pack_by_torch(parts, packed)
     return packed
 
 
@@ -102,6 +93,29 @@ def _pack_natively(ops: NativeOps, parts: list[WeightBlocks], packed: PackedMatr
     for part in parts:
         ops.pack_blocks(part.raw, NATIVE_KINDS.index(part.kind), at, packed.words, packed.scales, packed.mins)
         at += part.out_width
+
+
+def _pack_by_torch(parts: list[WeightBlocks], packed: PackedMatrix) -> None:
+    step = pad_up(max(1, CHUNK_WEIGHTS // packed.in_width), PANEL)
+    pieces = [(BLOCK_TYPES[part.kind], rows) for part in parts for rows in part.raw.split(step)]
+    waiting: list[Parts] = []
+    at = num_waiting = 0
+    with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="blocks") as pool:
+        for read in pool.map(lambda piece: _read_rows(*piece, packed.format), pieces):
+            waiting.append(read)
+            num_waiting += len(read[0])
+            if num_waiting % PANEL == 0 or at + num_waiting == packed.out_width:  # panels are written whole
+                _put(packed, at, waiting)
+                at, num_waiting, waiting = at + num_waiting, 0, []
+
+
+def _read_rows(kind: BlockType, rows: torch.Tensor, form: Format) -> Parts:
+    """``rows`` uint8 [n, bytes of a row] as codes of that format [n, I], scales and mins [n, groups]."""
+    codes, scales, mins = kind.read(rows.reshape(-1, kind.num_bytes))
+    mins = torch.zeros_like(scales) if mins is None else mins
+    if not form.has_nibbles:
+        codes = TABLES[kind.format][codes.int()] if kind.format in TABLES else codes.to(torch.int8)
+    return codes.view(len(rows), -1), scales.view(len(rows), -1), mins.view(len(rows), -1)
 
 
 def _put(packed: PackedMatrix, at: int, parts: list[Parts]) -> None:
