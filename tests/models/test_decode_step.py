@@ -12,8 +12,10 @@ from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels import native
 from headrace.kernels.decoder_layers.decode_step import DecodeStep
+from headrace.kernels.mxfp4.reference import quantise_mxfp4
+from headrace.kernels.packed_linear.blocks import WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
-from headrace.kernels.packed_linear.layout import unpack
+from headrace.kernels.packed_linear.layout import PackedMatrix, unpack
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8_groups
 from headrace.layers.attention.cpu import CpuAttention
 
@@ -70,13 +72,19 @@ def test_families(case, dtype):
     check(harness, sequences[:1])
 
 
-@pytest.mark.parametrize("quantise", [quantise_int8_groups, quantise_int4])
+def keep_in_mxfp4(weight: torch.Tensor) -> PackedMatrix:
+    codes, scales = quantise_mxfp4(weight)
+    raw = torch.cat((scales.unsqueeze(-1), codes.unflatten(-1, (-1, 16))), dim=-1)
+    return pack_blocks([WeightBlocks("MXFP4_PAIRS", raw.flatten(1))])
+
+
+@pytest.mark.parametrize("quantise", [quantise_int8_groups, quantise_int4, keep_in_mxfp4])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_quantised_weights_and_threads(quantise, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        harness = build("llama", store=lambda weight: PanelWeight(quantise(weight)), vocab_size=3001, hidden_size=64)
+        harness = build("llama", store=lambda weight: PanelWeight(quantise(weight)), vocab_size=3001, hidden_size=64, intermediate_size=160)
         check(harness, start(harness, tuple(range(1, 8))))
     finally:
         torch.set_num_threads(before)
