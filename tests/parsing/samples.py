@@ -103,6 +103,7 @@ VARIANTS = [
     ("gemma", '```json\n{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}\n{"name": "noop", "parameters": {}}\n```'),
     ("gemma", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"name": "noop"}'),
     ("granite", '<tool_call>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "noop", "arguments": {}}]</tool_call>'),
+    ("llama3_json", '{"type": "function", "name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"type": "function", "name": "noop", "parameters": {}}'),
 ]
 
 THOUGHT, ANSWER = "Let me think.\n\nYes: 1 < 2", "The answer is 42."

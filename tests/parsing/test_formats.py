@@ -126,6 +126,11 @@ def test_only_the_first_call_when_calls_are_not_parallel():
         assert (content, [n for n, _, _ in calls]) == ("", ["get_weather"])
 
 
+@pytest.mark.parametrize("text", ['{"type": "person", "name": "noop"}', '{"type": {"a": 1}, "name": "noop"}', '{"type": "function"}', '{"kind": "function", "name": "noop"}'])
+def test_json_that_is_no_call_is_an_answer(text):
+    assert summary(run(parser("llama3_json"), list(text))) == ("", text, [])
+
+
 def test_ids():
     def ids(name, text):
         return [e.call_id for e in run(parser(name), [text]) if isinstance(e, CallStart)]

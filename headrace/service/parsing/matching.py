@@ -189,7 +189,8 @@ class Matcher:
             else:
                 return (yield from self._keep_arguments())
         elif self._is_known_only and not self._calls.name:
-            raise Mismatch("not a call")
+            if key != "type" or (yield from read_string(self._reader)) != "function":
+                raise Mismatch("not a call")
         else:
             yield from copy_json(self._reader, _drop)
         return None
