@@ -25,7 +25,8 @@ print(package_without.part.VALUE, [path for path in compiled if "package_without
 
 def start(home: Path, *, writes: bool = False) -> str:
     """What a new process prints that imports the package."""
-    environment = {**os.environ, "HEADRACE_CACHE": str(home / "cache"), "PYTHONDONTWRITEBYTECODE": "" if writes else "1"}
+    told = {name: value for name, value in os.environ.items() if name != "PYTHONPYCACHEPREFIX"}
+    environment = {**told, "HEADRACE_CACHE": str(home / "cache"), "PYTHONDONTWRITEBYTECODE": "" if writes else "1"}
     done = subprocess.run([sys.executable, "-c", CODE, str(home)], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

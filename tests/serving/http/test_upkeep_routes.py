@@ -69,7 +69,8 @@ async def test_requests_stand_in_the_way_of_sleep(http, client):
 async def test_sleep_can_wait_for_requests(http, client):
     asking = await start_held(http)
     falling = asyncio.create_task(http.post("/sleep?mode=wait"))
-    await asyncio.sleep(0.05)
+    while client.state == "ready":
+        await asyncio.sleep(0.01)
     assert not falling.done() and (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
     await client.abort(None)
     assert (await falling).status_code == 200 and (await asking).status_code == 200
