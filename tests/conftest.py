@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -27,6 +29,13 @@ if not HAS_GPU:  # before any test module imports a kernel: Triton decides at th
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter; skipped where a GPU runs it")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before several processes begin: compile what CPU kernels are not there yet. Compilers run at a low priority, and beside all these
+    processes for longer than a test may take that waits for them."""
+    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
+        subprocess.run([sys.executable, "-c", "from headrace.kernels import native; native.build()"], cwd=session.config.rootpath, check=False)
 
 
 def _let_interpreter_loop_over_loaded_bounds() -> None:
