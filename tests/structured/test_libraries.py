@@ -89,7 +89,7 @@ HARDER: list[tuple[Any, list[Any], list[Any]]] = [
     ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer", "minimum": 0}}, "maximum": 3}, [0, 3], [-1, 4]),
     ({"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123"]),
     ({"type": "string", "format": "ipv4"}, ["127.0.0.1"], ["127.0.0.256", "1.2.3"]),
-    ({"type": "string", "format": "date-time"}, ["2024-02-29T12:00:00Z"], []),
+    ({"type": "string", "format": "date"}, ["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2024-04-31", "2024-00-01", "2024-1-1"]),
     ({"type": "string", "format": "email"}, ["a@b.org"], ["a"]),
     ({"type": "string", "format": "password"}, ["", "a"], [1]),
     ({"type": "string", "pattern": '^[^"]*$'}, ["", "a\n\\"], ['"', 'a"b']),
@@ -123,6 +123,17 @@ def test_schemas_are_enforced(name: str, schema: Any, right: list[Any], wrong: l
     for value in wrong:
         assert not validator.is_valid(value)
         assert not any(accepts(name, grammar, text) for text in spellings(value)), value
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), [
+    ({"type": "string", "format": "date-time"}, ["2024-02-29T12:00:00Z", "1999-12-31t23:59:59.5+01:00"], ["2023-02-29T12:00:00Z", "2024-02-29T24:00:00Z", "2024-02-29T12:00:00", "2024-02-29"]),
+    ({"type": ["string", "null"], "format": "time"}, ["12:00:00Z", "00:00:00.123-23:59", None], ["12:00:60Z", "12:00Z", "12:00:00+24:00"]),
+    ({"type": "string", "format": "date", "pattern": "^2", "maxLength": 10}, ["2024-02-29"], ["1996-02-29", "2023-02-29"]),
+    ({"enum": ["2024-01-01", "x"], "format": "date"}, ["2024-01-01"], ["x"]),
+])  # fmt: skip
+def test_times_are_times(schema: Any, right: list[Any], wrong: list[Any]):
+    grammar = Grammar.json_schema(schema)
+    assert [accepts("llguidance", grammar, json.dumps(value)) for value in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
@@ -163,6 +174,7 @@ def test_a_missing_library_names_what_to_install(monkeypatch: pytest.MonkeyPatch
     ("imum", {"type": "integer", "minimum": -1e20, "maximum": -1e19}), ("enum.*1234567890123456789", {"enum": ["a", {"id": [1234567890123456789]}]}),
     ("const.*15 digits", {"const": 123456789.12345679}), ("const.*control", {"const": "a\0"}), ("enum.*control", {"enum": ["a", ["\x1b["]]}),
     ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}), ("exclusiveMaximum", {"exclusiveMaximum": -1, "minimum": -1.5}),
+    ("exclusiveMinimum", {"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}),
     ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 1, "allOf": [{"exclusiveMaximum": 1.9}]}), ("empty", {"type": "string", "pattern": r"^a\x01b$"}),
     ("large", json.loads('{"items":' * 70 + "{}" + "}" * 70)), ("allows no output", False),
     ("ref", {"$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1500)}, "$ref": "#/$defs/d0"}),

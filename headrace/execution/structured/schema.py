@@ -11,7 +11,7 @@ from typing import Any
 from headrace.base.errors import RequestError
 from headrace.base.grammar import MAX_NUMBER, is_exact
 from headrace.execution.structured.bounds import check_whole
-from headrace.execution.structured.patterns import reword_pattern
+from headrace.execution.structured.patterns import FORMATS, reword_pattern
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -39,7 +39,7 @@ FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-
 
 def reword(schema: Any) -> Any:
     """The schema, checked before, as llguidance takes it for what it says: without formats that restrict nothing, of which it
-    refuses those that it does not know, and without characters in patterns that it would mistake."""
+    refuses those that it does not know, and with patterns in its notation, also in place of formats that it is lenient about."""
     if isinstance(schema, list):
         return [reword(item) for item in schema]
     if not isinstance(schema, dict):
@@ -47,15 +47,18 @@ def reword(schema: Any) -> Any:
     kept: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, dict):
-            is_pattern = name == "patternProperties"
-            kept[name] = {reword_pattern(key) if is_pattern else key: reword(child) for key, child in value.items()}
+            kept[name] = {reword_pattern(key) if name == "patternProperties" else key: reword(child) for key, child in value.items()}
         elif name in _LISTED or name in _SINGLE or (isinstance(value, dict) and name not in _DATA):
             kept[name] = reword(value)
         elif name == "pattern" and isinstance(value, str):
             kept[name] = reword_pattern(value)
-        elif not (name == "format" and isinstance(value, str) and value in FREE_FORMATS):
+        elif not (name == "format" and isinstance(value, str) and value in FREE_FORMATS | FORMATS.keys()):
             kept[name] = value
-    return kept
+    pattern = FORMATS.get(str(schema.get("format")))
+    if pattern is None:
+        return kept
+    parts = kept.get("allOf", [])
+    return {**kept, "allOf": [*parts, {"pattern": pattern}]} if "pattern" in kept and isinstance(parts, list) else {**kept, "pattern": pattern}
 
 
 def check_schema(schema: Any, param: str) -> None:
@@ -159,7 +162,8 @@ def _check_values(node: dict[str, Any], param: str) -> None:
 
 def _read_bounds(node: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[float, bool]]:
     """The bounds ``(number, whether it is excluded)`` that a schema has by itself or by ``allOf``."""
-    yield from ((node[name], name.startswith("ex")) for name in names if type(node.get(name)) in (int, float))
+    is_older = node.get(names[1]) is True  # draft 4
+    yield from ((node[name], is_older or name == names[1]) for name in names if type(node.get(name)) in (int, float))
     branches = node.get("allOf")
     for branch in branches if isinstance(branches, list) else ():
         if isinstance(branch, dict):
