@@ -217,12 +217,19 @@ def test_choices():
 
 
 @pytest.mark.parametrize("text", [
-    'root ::= "(" root ")" | "x"', 'start: "(" start ")" | "x"', "root ::= pair\npair ::= [(] root [)] | \"x\" # comment",
+    'root ::= "(" root ")" | "x"', 'start: "(" start ")" | "x"', '?start: "(" start ")" | "x"', 'root ::= start\nstart ::= "(" root ")" | "x"', "root ::= pair\npair ::= [(] root [)] | \"x\" # comment",
 ])  # fmt: skip
 def test_context_free_grammars_in_both_notations(text: str):
     for output in walks("llguidance", Grammar.ebnf(text), 20):
         depth = output.count("(")
         assert output == "(" * depth + "x" + ")" * depth
+
+
+@pytest.mark.parametrize("text", ['root ::= "a"{,2}', "root ::= [\\-]", "nonsense", '?start: missing', "start ::= 'a'"])
+def test_what_is_wrong_with_a_grammar_is_told_of_it(text: str):
+    with pytest.raises(RequestError, match="the ebnf cannot be used as a grammar") as info:
+        library("llguidance").compile(Grammar.ebnf(text))
+    assert info.value.param == "ebnf"
 
 
 ARGUMENTS = strict({"x": I})

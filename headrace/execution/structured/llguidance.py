@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import llguidance
 import msgspec
 import numpy as np
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
@@ -41,6 +41,10 @@ JSON_OPTIONS = {
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
 MAX_MESSAGE = 400
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+_LARK = re.compile(r"^\s*[?!]?start\s*:(?!:=)", re.MULTILINE)
+"""Tells Lark's notation from GBNF, in which a rule may have the same name."""
+_GBNF = re.compile(r'"(?:\\.|[^"\\])*\\?(?:"|\Z)|\[(?:\\.|[^\]\\])*\\?(?:\]|\Z)|#[^\n]*|[\w-]+', re.DOTALL)
+"""A text, a class, a comment or a name."""
 _GRAMMAR = re.compile(r"\s+1 \| ")
 MAX_THREADS = 8
 SHORT_S = 0.02
@@ -119,7 +123,7 @@ class GuidanceLibrary:
             text = HEADER + self._read(grammar)
         except RequestError:
             raise
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, GbnfToLarkError) as error:
             raise _complain(grammar, str(error)) from error
         began = time.perf_counter()
         origins = [self._open(grammar, text)]
@@ -153,7 +157,7 @@ class GuidanceLibrary:
                 return "start: " + slash(text)
             case "ebnf":
                 check_ebnf(text, kind)
-                return any_to_lark(text)
+                return text if _LARK.search(text) else _from_gbnf(text)
             case "choice":
                 return "start: " + " | ".join(map(quote, msgspec.json.decode(text)))
             case "structural_tag":
@@ -168,6 +172,12 @@ class GuidanceLibrary:
             return
         work = [(matcher.inner, place) for place, matcher in enumerate(matchers)]
         self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
+
+
+def _from_gbnf(text: str) -> str:
+    """In Lark's notation, where ``root`` is called ``start``: a rule that has that name gets another."""
+    free = next(name for name in map("start-{}".format, itertools.count()) if name not in text)
+    return gbnf_to_lark(_GBNF.sub(lambda found: free if found[0] == "start" else found[0], text))
 
 
 def _complain(grammar: Grammar, reason: str) -> RequestError:
