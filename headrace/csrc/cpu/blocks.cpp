@@ -11,7 +11,6 @@ namespace headrace::HEADRACE_ISA {
 namespace {
 
 using namespace blocks;
-using packed::kGroup;
 
 // 32 weights of an output: code * scale + min, where both may differ from the first half to the second. Codes are signed bytes, or
 // nibbles as they are.
@@ -154,23 +153,14 @@ Size size_of(Kind kind) { return kTypes[static_cast<int64_t>(kind)].size; }
 
 // Groups of a panel's outputs, whose halves have scales of their own, to 8 bits with a scale of all.
 void round_groups(BlockGroup* groups, int64_t first, int64_t last) {
-  float values[kPanel][kGroup];
-  Column scale = {};
+  Group columns = {};
+  for (int64_t lane = first; lane < last; ++lane)
+    for (int i = 0; i < kGroup; ++i)
+      columns.values[i].at[lane] = static_cast<float>(static_cast<int8_t>(groups[lane].codes[i])) * groups[lane].scale[i / 16] + groups[lane].min[i / 16];
+  quantise_int8(columns);
   for (int64_t lane = first; lane < last; ++lane) {
-    const BlockGroup& group = groups[lane];
-    Vec most(0.0f);
-    for (int i = 0; i < kGroup; ++i) values[lane][i] = static_cast<float>(static_cast<int8_t>(group.codes[i])) * group.scale[i / 16] + group.min[i / 16];
-    over_lanes(kGroup, [&](int64_t i, auto part) { most = maximum(most, maximum(part.load(values[lane] + i), Vec(0.0f) - part.load(values[lane] + i))); });
-    scale.at[lane] = largest(most) / 127.0f;
-  }
-  round_to_half(scale);
-  const Column inverse = invert(scale);
-  for (int64_t lane = first; lane < last; ++lane) {
-    over_lanes(kGroup, [&](int64_t i, auto part) {
-      part.store(values[lane] + i, maximum(Vec(-127.0f), minimum(Vec(127.0f), round(part.load(values[lane] + i) * Vec(inverse.at[lane])))));
-    });
-    for (int i = 0; i < kGroup; ++i) groups[lane].codes[i] = static_cast<uint8_t>(static_cast<int32_t>(values[lane][i]));
-    groups[lane].set(scale.at[lane]);
+    for (int i = 0; i < kGroup; ++i) groups[lane].codes[i] = static_cast<uint8_t>(static_cast<int32_t>(columns.codes[i].at[lane]));
+    groups[lane].set(columns.scale.at[lane]);
   }
 }
 

@@ -7,7 +7,9 @@
 namespace headrace::HEADRACE_ISA {
 namespace {
 
-using packed::kPanel;
+using packed::kGroup, packed::kPanel;
+
+constexpr float kMostInt8 = 127.0f;
 
 // A value of each output of a panel.
 struct Column {
@@ -31,6 +33,28 @@ inline Column invert(const Column& x) {
   Column out;
   for (int64_t i = 0; i < kPanel; ++i) out.at[i] = x.at[i] > 0.0f ? 1.0f / x.at[i] : 0.0f;
   return out;
+}
+
+// Rounded codes of one group, as floats.
+struct Group {
+  Column values[kGroup], codes[kGroup], scale, least;
+};
+
+// Symmetric codes of `count` columns, relative to `inverse`.
+HEADRACE_INLINE void round_codes(const Column* x, const Column& inverse, Column* codes, int64_t count) {
+  for (int64_t k = 0; k < count; ++k)
+    over_column([&](int64_t i) { store(codes[k].at + i, maximum(Vec(-kMostInt8), minimum(Vec(kMostInt8), round(load(x[k].at + i) * load(inverse.at + i))))); });
+}
+
+// Symmetric codes in 8 bits of values that are there, and their scale.
+inline void quantise_int8(Group& group) {
+  over_column([&](int64_t i) {
+    Vec most(0.0f);
+    for (int64_t k = 0; k < kGroup; ++k) most = maximum(most, maximum(load(group.values[k].at + i), Vec(0.0f) - load(group.values[k].at + i)));
+    store(group.scale.at + i, most / Vec(kMostInt8));
+  });
+  round_to_half(group.scale);
+  round_codes(group.values, invert(group.scale), group.codes, kGroup);
 }
 
 }  // namespace

@@ -8,9 +8,9 @@
 namespace headrace::HEADRACE_ISA {
 namespace {
 
-using packed::Format, packed::kGroup, packed::kPad;
+using packed::Format, packed::kPad;
 
-constexpr float kMostInt8 = 127.0f, kMostInt4 = 15.0f;
+constexpr float kMostInt4 = 15.0f;
 constexpr double kShrinks[] = {1.0, 0.92, 0.84};
 
 // Not inlined: so that a product is rounded before it is added to something, as the reference has it.
@@ -36,27 +36,6 @@ void read_columns(const PackSource& source, int64_t panel, int64_t k, int64_t co
     const T* x = static_cast<const T*>(source.data) + (panel * kPanel + row) * source.stride + k;
     for (int64_t i = 0; i < known; ++i) out[i].at[row] = to_float(x[i]);
   }
-}
-
-// Rounded codes of one group, as floats.
-struct Group {
-  Column values[kGroup], codes[kGroup], scale, least;
-};
-
-// Symmetric codes of `count` columns, relative to `inverse`.
-HEADRACE_INLINE void round_codes(const Column* x, const Column& inverse, Column* codes, int64_t count) {
-  for (int64_t k = 0; k < count; ++k)
-    over_column([&](int64_t i) { store(codes[k].at + i, maximum(Vec(-kMostInt8), minimum(Vec(kMostInt8), round(load(x[k].at + i) * load(inverse.at + i))))); });
-}
-
-void quantise_int8(Group& group) {
-  over_column([&](int64_t i) {
-    Vec most(0.0f);
-    for (int64_t k = 0; k < kGroup; ++k) most = maximum(most, maximum(load(group.values[k].at + i), Vec(0.0f) - load(group.values[k].at + i)));
-    store(group.scale.at + i, most / Vec(kMostInt8));
-  });
-  round_to_half(group.scale);
-  round_codes(group.values, invert(group.scale), group.codes, kGroup);
 }
 
 void quantise_int4(Group& group) {

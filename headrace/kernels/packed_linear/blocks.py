@@ -16,7 +16,6 @@ import torch
 
 from headrace.kernels.native.loading import NATIVE, NativeOps
 from headrace.kernels.packed_linear.layout import (
-    GROUP,
     PANEL,
     TABLES,
     Format,
@@ -26,6 +25,7 @@ from headrace.kernels.packed_linear.layout import (
     put_codes,
     put_groups,
 )
+from headrace.kernels.packed_linear.quantise import round_groups
 
 SUPER = 256
 """Inputs of a K-type's block."""
@@ -83,8 +83,8 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
     ops = NATIVE.find()
     if ops is not None and all(part.kind in NATIVE_KINDS for part in parts):
         _pack_natively(ops, parts, packed)
-        return packed
-    _pack_by_torch(parts, packed)
+    else:
+        _pack_by_torch(parts, packed)
     return packed
 
 
@@ -186,14 +186,8 @@ def _read_q6_k(blocks: torch.Tensor) -> Parts:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
     high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3).flatten(2) << 4
     codes = ((low | high).to(torch.int8) - 32).float().view(-1, SUPER // 16, 16)
-    return _round_to_bytes(codes * (blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)).unsqueeze(2))
-
-
-def _round_to_bytes(values: torch.Tensor) -> Parts:
-    groups = values.view(-1, SUPER // GROUP, GROUP)
-    scales = (groups.abs().amax(2) / 127).half().float()
-    inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
-    return (groups * inverse.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8).flatten(1), scales, None
+    values = codes * (blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)).unsqueeze(2)
+    return *round_groups(values.flatten(1)), None
 
 
 def _read_by_gguf(name: str, blocks: torch.Tensor) -> Parts:
@@ -201,7 +195,7 @@ def _read_by_gguf(name: str, blocks: torch.Tensor) -> Parts:
     from gguf.constants import GGMLQuantizationType  # costs 0.1 s, and hardly a file needs it
     from gguf.quants import dequantize
 
-    return _round_to_bytes(torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[name])))
+    return *round_groups(torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[name]))), None
 
 
 ROUNDED_SIZES = {

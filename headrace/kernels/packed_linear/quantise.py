@@ -44,12 +44,18 @@ def quantise_int8_groups(weight: torch.Tensor) -> PackedMatrix:
         return packed
     packed = allocate(Format.INT8_GROUP, *weight.shape, has_mins=False)
     for at, rows in chunks(weight):
-        groups = F.pad(rows.float(), (0, -rows.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-        scales = (groups.abs().amax(dim=2) / MOST_INT8).half().float()
-        codes = (groups * _inverse(scales).unsqueeze(2)).round_().clamp_(-MOST_INT8, MOST_INT8)
-        put_codes(packed, at, codes.flatten(1)[:, : rows.shape[1]].to(torch.int8))
+        codes, scales = round_groups(rows.float())
+        put_codes(packed, at, codes)
         put_groups(packed, at, scales, None)
     return packed
+
+
+def round_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``values`` [n, I] to symmetric codes int8 [n, I] and scales [n, ceil(I / 32)] rounded to float16."""
+    groups = F.pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(dim=2) / MOST_INT8).half().float()
+    codes = (groups * _inverse(scales).unsqueeze(2)).round_().clamp_(-MOST_INT8, MOST_INT8)
+    return codes.flatten(1)[:, : values.shape[1]].to(torch.int8), scales
 
 
 def quantise_int4(weight: torch.Tensor) -> PackedMatrix:
