@@ -1,7 +1,9 @@
-"""A mixture of experts on a CPU, each way there is: ``python -m benchmarks.cpu_experts [--threads 1] [--dtype float32] [--isa avx2]``.
+"""A mixture of experts on a CPU, each way there is: ``python -m benchmarks.cpu_experts [--threads 1] [--dtype float32]
+[--isa avx2]``.
 
-One layer's experts (by default 32, of which a token takes 8, 1,024 and 768 wide), from choices to weighted sums. Milliseconds,
-the least of rounds in which every way takes its turn. ``plain`` is a product of torch's for each expert that was chosen.
+One layer's experts (by default 32, of which a token takes 8, 1,024 and 768 wide), from choices to weighted sums.
+Milliseconds, the least of rounds in which every way takes its turn. ``plain`` is a product of torch's for each expert
+that was chosen.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ def draw_tokens(options: argparse.Namespace, count: int, dtype: torch.dtype) -> 
     """Tokens that choose at random."""
     draw = torch.Generator().manual_seed(count)
     ids = torch.stack([torch.randperm(options.experts, generator=draw)[: options.top_k] for _ in range(count)])
-    return ChosenTokens(torch.randn(count, options.width, generator=draw).to(dtype), ids, torch.rand(ids.shape, generator=draw), options.experts)
+    return ChosenTokens(
+        torch.randn(count, options.width, generator=draw).to(dtype), ids, torch.rand(ids.shape, generator=draw),
+        options.experts
+    )
 
 
 def measure(ways: dict[str, Run], tokens: ChosenTokens) -> dict[str, float]:
@@ -90,12 +95,19 @@ def main(arguments: list[str] | None = None) -> int:
     state = native.build()
     if state.status != "ready":
         parser.error(f"no native kernels: {state.detail}")
-    print(f"{native.select_isa(options.isa) if options.isa else state.detail}, {options.threads} threads, {options.dtype}, {vars(options)}")
+    print(
+        f"{native.select_isa(options.isa) if options.isa else state.detail}, {options.threads} threads, "
+        f"{options.dtype}, {vars(options)}"
+    )
     dtype = getattr(torch, options.dtype)
     ways = make_ways(options, Build(torch.device("cpu"), dtype))
     print(f"{'tokens':>8}" + "".join(f"{name:>10}" for name in ways))
     for count in TOKENS:
-        print(f"{count:>8}" + "".join(f"{ms:>10.2f}" for ms in measure(ways, draw_tokens(options, count, dtype)).values()), flush=True)
+        print(
+            f"{count:>8}"
+            + "".join(f"{ms:>10.2f}" for ms in measure(ways, draw_tokens(options, count, dtype)).values()),
+            flush=True
+        )
     return 0
 
 

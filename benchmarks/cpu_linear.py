@@ -1,8 +1,10 @@
-"""Matrix products on a CPU, each way there is: ``python -m benchmarks.cpu_linear [--threads 1] [--dtype float32] [--isa avx2] [--json FILE]``.
+"""Matrix products on a CPU, each way there is: ``python -m benchmarks.cpu_linear [--threads 1] [--dtype float32] [--isa
+avx2] [--json FILE]``.
 
-Shapes are those of SmolLM2-135M and one of a model with 8 billion weights. Times are microseconds, the median of rounds in
-which every way takes its turn, or with ``--least`` their least, which says more on a busy machine; the weights of all rounds together are larger than the caches unless ``--warm`` is given, as
-they are when a model decodes. ``--check`` compares every native product with the reference on values first.
+Shapes are those of SmolLM2-135M and one of a model with 8 billion weights. Times are microseconds, the median of rounds
+in which every way takes its turn, or with ``--least`` their least, which says more on a busy machine; the weights of
+all rounds together are larger than the caches unless ``--warm`` is given, as they are when a model decodes. ``--check``
+compares every native product with the reference on values first.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def onednn_int8(weight: torch.Tensor) -> Product:
     def multiply(x: torch.Tensor) -> torch.Tensor:
         step = float(x.abs().max()) / 127
         rounded = (x.float() / step).round().add_(128).to(torch.uint8)
-        return torch.ops.onednn.qlinear_pointwise(rounded, step, 128, codes, scales, zeros, None, 1.0, 0, x.dtype, "none", [], "")
+        return torch.ops.onednn.qlinear_pointwise(
+            rounded, step, 128, codes, scales, zeros, None, 1.0, 0, x.dtype, "none", [], ""
+        )
 
     return multiply
 
@@ -80,7 +84,10 @@ WAYS: dict[str, Callable[[torch.Tensor], Product]] = {
 
 def check_products(dtype: torch.dtype) -> None:
     """Every native product against the reference."""
-    for name, pack in {"f32": lambda v: pack_floats(v.float()), "bf16": lambda v: pack_floats(v.bfloat16()), "w8a8": quantise_int8, "int8": quantise_int8_groups, "int4": quantise_int4, "mxfp4": quantise_mxfp4}.items():
+    for name, pack in {
+        "f32": lambda v: pack_floats(v.float()), "bf16": lambda v: pack_floats(v.bfloat16()), "w8a8": quantise_int8,
+        "int8": quantise_int8_groups, "int4": quantise_int4, "mxfp4": quantise_mxfp4
+    }.items():
         worst = 0.0
         for rows in (1, 5, 16, 33, 300):
             weight, x = torch.randn(200, 576) * 0.05, torch.randn(rows, 576).to(dtype)
@@ -103,7 +110,9 @@ def make_ways(names: list[str], weight: torch.Tensor, copies: int) -> dict[str, 
     return ways
 
 
-def time_ways(ways: dict[str, list[Product]], x: torch.Tensor, budget_s: float, choose: Callable[[list[float]], float]) -> dict[str, float]:
+def time_ways(
+    ways: dict[str, list[Product]], x: torch.Tensor, budget_s: float, choose: Callable[[list[float]], float]
+) -> dict[str, float]:
     """Microseconds of each way, taking turns: what ``choose`` makes of those of its turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     end, turn = time.perf_counter() + budget_s * len(ways), 0
@@ -124,10 +133,18 @@ def run_shape(inputs: int, outputs: int, names: list[str], args: argparse.Namesp
     ways = make_ways(names, weight, copies)
     found = []
     for rows in args.rows:
-        row = {"inputs": inputs, "outputs": outputs, "rows": rows, "us": time_ways(ways, torch.randn(rows, inputs).to(dtype), args.seconds, min if args.least else statistics.median)}
+        row = {
+            "inputs": inputs, "outputs": outputs, "rows": rows,
+            "us": time_ways(
+                ways, torch.randn(rows, inputs).to(dtype), args.seconds, min if args.least else statistics.median
+            )
+        }
         found.append(row)
         best = min(row["us"].values())
-        cells = "".join(f"{row['us'][name]:10.0f}{'*' if row['us'][name] <= 1.03 * best else ' '}" if name in row["us"] else f"{'-':>10} " for name in names)
+        cells = "".join(
+            f"{row['us'][name]:10.0f}{'*' if row['us'][name] <= 1.03 * best else ' '}" if name in row["us"]
+            else f"{'-':>10} " for name in names
+        )
         print(f"{inputs:5}x{outputs:<6}{rows:4} {cells}", flush=True)
     return found
 
@@ -135,7 +152,9 @@ def run_shape(inputs: int, outputs: int, names: list[str], args: argparse.Namesp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16" if has_fast_bfloat16() else "float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--dtype", default="bfloat16" if has_fast_bfloat16() else "float32", choices=("float32", "bfloat16")
+    )
     parser.add_argument("--isa", default="", help="let native products use this instruction set at most")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=ROWS)
@@ -152,7 +171,10 @@ def main() -> None:
         sys.exit(f"no native library: {state.detail}")
     isa = native.select_isa(args.isa)
     names = args.ways.split(",")
-    print(f"{torch.cpu.get_capabilities().get('cpu_name')}, native {isa}, {args.dtype}, {args.threads} threads, torch {torch.__version__}; microseconds, * best")
+    print(
+        f"{torch.cpu.get_capabilities().get('cpu_name')}, native {isa}, {args.dtype}, {args.threads} threads, torch "
+        f"{torch.__version__}; microseconds, * best"
+    )
     if args.check:
         check_products(getattr(torch, args.dtype))
     print(f"{'shape':12}{'rows':>4} " + "".join(f"{name:>10} " for name in names))
@@ -162,7 +184,10 @@ def main() -> None:
         rows += run_shape(inputs, outputs, names, args)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"isa": isa, "dtype": args.dtype, "threads": args.threads, "torch": torch.__version__, "rows": rows}, file, indent=1)
+            json.dump(
+                {"isa": isa, "dtype": args.dtype, "threads": args.threads, "torch": torch.__version__, "rows": rows},
+                file, indent=1
+            )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Where the time of a decode step goes: an engine in this process, its parts wrapped in a stopwatch; then the same model
-over HTTP, of whose time per token the step's is taken away.
+"""Where the time of a decode step goes: an engine in this process, its parts wrapped in a stopwatch; then the same
+model over HTTP, of whose time per token the step's is taken away.
 """
 
 from __future__ import annotations
@@ -136,10 +136,14 @@ def profile_steps(config: Any, rows: int, *, together: bool) -> tuple[Stopwatch,
 
 
 def profile_http(model: str, dtype: str, flags: list[str], rows: int) -> tuple[float, list[float]]:
-    """Seconds per output token of ``rows`` streams over HTTP, and seconds of processor time per step of each process."""
+    """Seconds per output token of ``rows`` streams over HTTP, and seconds of processor time per step of each
+    process."""
     output_len = 64
     with run_server(headrace(model, ["--dtype", dtype, *flags])) as running:
-        load = {"num_requests": rows, "concurrency": rows, "input_len": str(CONTEXT), "output_len": str(output_len), "ignore_eos": True}
+        load = {
+            "num_requests": rows, "concurrency": rows, "input_len": str(CONTEXT), "output_len": str(output_len),
+            "ignore_eos": True
+        }
         run_serve_bench(serve_bench_options(base_url=running.base_url, **(load | {"output_len": "2"})))
         before = running.cpu_s()
         report = run_serve_bench(serve_bench_options(base_url=running.base_url, warmup=0, **load))
@@ -158,8 +162,17 @@ def print_profile(model: str, dtype: str, flags: list[str]) -> None:
         apart = statistics.median(profile_steps(config, rows, together=False)[1])
         watch, steps = profile_steps(config, rows, together=True)
         measured = sum(watch.seconds.values()) / NUM_STEPS
-        print(f"\n{rows} requests of {CONTEXT} tokens: {statistics.median(steps) * 1e3:.2f} ms a step (median), {measured * 1e3:.2f} ms under the stopwatch; layers one after the other: {apart * 1e3:.2f} ms")
+        print(
+            f"\n{rows} requests of {CONTEXT} tokens: {statistics.median(steps) * 1e3:.2f} ms a step (median), "
+            f"{measured * 1e3:.2f} ms under the stopwatch; layers one after the other: {apart * 1e3:.2f} ms"
+        )
         for label, seconds in sorted(watch.seconds.items(), key=lambda item: -item[1]):
-            print(f"  {label:22} {seconds / NUM_STEPS * 1e3:8.3f} ms {100 * seconds / NUM_STEPS / measured:5.1f} %  {watch.calls[label] / NUM_STEPS:5.1f} calls")
+            print(
+                f"  {label:22} {seconds / NUM_STEPS * 1e3:8.3f} ms {100 * seconds / NUM_STEPS / measured:5.1f} %  "
+                f"{watch.calls[label] / NUM_STEPS:5.1f} calls"
+            )
         per_token, spent = profile_http(model, dtype, flags, rows)
-        print(f"  over HTTP: {per_token * 1e3:.2f} ms a token; processor time per step: " + ", ".join(f"{s * 1e3:.2f} ms" for s in spent) + " (HTTP process, engine)")
+        print(
+            f"  over HTTP: {per_token * 1e3:.2f} ms a token; processor time per step: "
+            + ", ".join(f"{s * 1e3:.2f} ms" for s in spent) + " (HTTP process, engine)"
+        )

@@ -70,7 +70,14 @@ def gguf_of(package: str) -> Path | None:
 
 def headrace(model: str, flags: list[str], name: str = "headrace") -> Server:
     """This repository's server."""
-    return Server(name, lambda port: [sys.executable, "-m", "headrace", "serve", "--model", model, "--port", str(port), "--log-level", "warning", *flags], "/ready")
+    return Server(
+        name,
+        lambda port: [
+            sys.executable, "-m", "headrace", "serve", "--model", model, "--port", str(port), "--log-level", "warning",
+            *flags
+        ],
+        "/ready"
+    )
 
 
 def llama_cpp(name: str, model: Path, threads: int) -> Server | None:
@@ -83,13 +90,18 @@ def llama_cpp(name: str, model: Path, threads: int) -> Server | None:
 
 
 def vllm(model: str, dtype: str, cores: list[int], *, preload: str | None = None, kv_gib: int = 1) -> Server | None:
-    """vLLM's server, where it is installed: its threads bound to these cores, caching prefixes as it does unless told otherwise.
+    """vLLM's server, where it is installed: its threads bound to these cores, caching prefixes as it does unless told
+    otherwise.
 
-    Its manual wants Intel's OpenMP and tcmalloc preloaded: ``preload`` names them (colon-separated). A gibibyte holds the keys and values of 46 thousand tokens of SmolLM2 in 16 bits, ten times what W2 has at once."""
+    Its manual wants Intel's OpenMP and tcmalloc preloaded: ``preload`` names them (colon-separated). A gibibyte holds
+    the keys and values of 46 thousand tokens of SmolLM2 in 16 bits, ten times what W2 has at once."""
     program = shutil.which("vllm")
     if program is None:
         return None
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"
+    }
     if preload:
         environment["LD_PRELOAD"] = preload
     command = ["serve", model, "--max-model-len", "4352", "--dtype", dtype]
@@ -104,13 +116,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def run_server(server: Server, *, patience_s: float = 600.0, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
+def run_server(
+    server: Server, *, patience_s: float = 600.0, environment: Mapping[str, str] | None = None
+) -> Iterator[Running]:
     """Start a server, wait until it is ready, end it afterwards; raises `RuntimeError` when it does not get ready.
 
     Python keeps its bytecode, as it does for an installed package, whatever this process was told."""
     port, began = free_port(), time.perf_counter()
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    process = psutil.Popen(server.command(port), stdout=subprocess.DEVNULL, stderr=sys.stderr, env={**kept, **server.environment, **(environment or {})})
+    process = psutil.Popen(
+        server.command(port), stdout=subprocess.DEVNULL, stderr=sys.stderr,
+        env={**kept, **server.environment, **(environment or {})}
+    )
     try:
         while not _answers(f"http://127.0.0.1:{port}{server.ready}"):
             if process.poll() is not None or time.perf_counter() - began > patience_s:

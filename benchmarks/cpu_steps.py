@@ -1,5 +1,5 @@
-"""What steps a workload of ``benchmarks.cpu`` is made of, without HTTP: how many decode, compute prompts, or both, how long
-they take, and whether all layers run in one call. Requests follow one another as they do over HTTP.
+"""What steps a workload of ``benchmarks.cpu`` is made of, without HTTP: how many decode, compute prompts, or both, how
+long they take, and whether all layers run in one call. Requests follow one another as they do over HTTP.
 """
 
 from __future__ import annotations
@@ -109,10 +109,19 @@ def print_steps(config: Any, workloads: dict[str, Any], most: int | None) -> Non
             steps, rate = run_workload(engine, workload, most)
         finally:
             engine.close()
-        print(f"{name}  {rate:.0f} tokens/s without HTTP, {psutil.Process().memory_info().rss / 1e6:.0f} MB, load {os.getloadavg()[0]:.1f}")
+        print(
+            f"{name}  {rate:.0f} tokens/s without HTTP, {psutil.Process().memory_info().rss / 1e6:.0f} MB, load "
+            f"{os.getloadavg()[0]:.1f}"
+        )
         kinds: dict[str, list[Step]] = defaultdict(list)
         for step in steps:
             kinds[step.kind].append(step)
         for kind, found in sorted(kinds.items()):
-            times = f"{sum(s.wall_s for s in found):6.2f} s, {statistics.median(s.wall_s for s in found) * 1e3:7.1f} ms each (cpu {statistics.median(s.cpu_s for s in found) * 1e3:7.1f})"
-            print(f"  {kind:24} {len(found):5} steps {times}  {statistics.mean(s.num_decodes for s in found):5.1f} decodes, {statistics.mean(sum(s.chunks) for s in found):6.1f} tokens of prompts")
+            times = (
+                f"{sum(s.wall_s for s in found):6.2f} s, {statistics.median(s.wall_s for s in found) * 1e3:7.1f} ms "
+                f"each (cpu {statistics.median(s.cpu_s for s in found) * 1e3:7.1f})"
+            )
+            print(
+                f"  {kind:24} {len(found):5} steps {times}  {statistics.mean(s.num_decodes for s in found):5.1f} "
+                f"decodes, {statistics.mean(sum(s.chunks) for s in found):6.1f} tokens of prompts"
+            )

@@ -1,7 +1,8 @@
-"""Decode steps on a CPU with all layers in one call and by parts, in turns: ``python -m benchmarks.cpu_together MODEL [--rows 1,4,16] [flags of serve]``.
+"""Decode steps on a CPU with all layers in one call and by parts, in turns: ``python -m benchmarks.cpu_together MODEL
+[--rows 1,4,16] [flags of serve]``.
 
-``benchmarks/models/mixture-small --load-format dummy --quantization int4`` is a mixture of experts with random weights. Milliseconds a
-step, the least and the median; the first two steps of each turn do not count.
+``benchmarks/models/mixture-small --load-format dummy --quantization int4`` is a mixture of experts with random weights.
+Milliseconds a step, the least and the median; the first two steps of each turn do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def measure(model: str, flags: list[str], rows: int) -> dict[str, list[float]]:
     try:
         for i in range(rows):
             prompt = [rng.randrange(3, 20_000) for _ in range(CONTEXT)]
-            engine.submit(EngineRequest(str(i), prompt, SamplingSpec(temperature=1.0, seed=i), StopSpec(max_tokens=2 * TURNS * STEPS)))
+            engine.submit(
+                EngineRequest(
+                    str(i), prompt, SamplingSpec(temperature=1.0, seed=i), StopSpec(max_tokens=2 * TURNS * STEPS)
+                )
+            )
         while engine.stats().generation_tokens_total < 4 * rows:
             engine.step()
         table, decodes = decoder._table, decoder._decodes
@@ -58,10 +63,16 @@ def main() -> None:
     env.set_passive_waiting()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     native.build()
-    print(f"{native.select_isa()}, {torch.get_num_threads()} threads, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{native.select_isa()}, {torch.get_num_threads()} threads, torch {torch.__version__}, load "
+        f"{os.getloadavg()[0]:.1f}"
+    )
     for rows in map(int, options.rows.split(",")):
         for way, seconds in measure(options.model, flags, rows).items():
-            print(f"{rows:3} rows {way:12} {1e3 * min(seconds):8.2f} ms ({1e3 * statistics.median(seconds):.2f})", flush=True)
+            print(
+                f"{rows:3} rows {way:12} {1e3 * min(seconds):8.2f} ms ({1e3 * statistics.median(seconds):.2f})",
+                flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Attention of decodes as a model runs it: ``python -m benchmarks.cuda_decode [--requests 8 32 256] [--lengths even long] [--model heads kv_heads dim]``.
+"""Attention of decodes as a model runs it: ``python -m benchmarks.cuda_decode [--requests 8 32 256] [--lengths even
+long] [--model heads kv_heads dim]``.
 
-A captured chain of layers: rotation and page write, then attention, launched dependently; each layer has pages of its own.
-Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), 8,192 (long), 32,768 (longer), or 60,000 once and
-else 500 (one). Microseconds a layer, and the least that the keys and values take at the memory's bandwidth.
+A captured chain of layers: rotation and page write, then attention, launched dependently; each layer has pages of its
+own. Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), 8,192 (long), 32,768 (longer), or
+60,000 once and else 500 (one). Microseconds a layer, and the least that the keys and values take at the memory's
+bandwidth.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ def solutions(model: Model) -> dict[str, Attend]:
     return {"triton": partial(_attend, workspace)}
 
 
-def _attend(workspace: DecodeWorkspace, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, head: Head, step: DecodeStep) -> None:
+def _attend(
+    workspace: DecodeWorkspace, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor,
+    head: Head, step: DecodeStep
+) -> None:
     decode(q, pages, out, workspace, head, step, pdl=True)
 
 
@@ -50,19 +55,29 @@ def time_chain(model: Model, pool: Pool, lens: list[int], attend: Attend) -> flo
     """Microseconds a layer."""
     requests, longest, bytes_each = len(lens), max(lens), 4 * sum(lens) * model.kv_heads * model.dim
     layers = max(LEAST_LAYERS, min(MOST_LAYERS, int(CHAIN_BYTES / bytes_each)))
-    kv_lens, tables, pages = torch.tensor(lens, device="cuda", dtype=torch.int32), pool.tables(layers, requests, longest, PAGE), pool.pages(PAGE)
+    kv_lens, tables, pages = (
+        torch.tensor(lens, device="cuda", dtype=torch.int32), pool.tables(layers, requests, longest, PAGE),
+        pool.pages(PAGE)
+    )
     positions = kv_lens.long() - 1
     slots = [table.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE for table in tables]
-    qkv, cos_sin, norm = draw(requests, model.qkv), torch.randn(longest, model.dim, device="cuda"), draw(model.dim) if model.has_qk_norm else None
+    qkv, cos_sin, norm = (
+        draw(requests, model.qkv), torch.randn(longest, model.dim, device="cuda"),
+        draw(model.dim) if model.has_qk_norm else None
+    )
     out, head = draw(requests, model.heads, model.dim), Head(model.dim**-0.5)
     write = partial(
-        rope_write_pdl, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim, interleaved=False, norm_eps=1e-6,
+        rope_write_pdl, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim,
+        interleaved=False, norm_eps=1e-6,
         norm_offset=0.0, q_norm=norm, k_norm=norm,
     )
 
     def run() -> None:
         for table, at in zip(tables, slots, strict=True):
-            attend(write(qkv, positions, cos_sin, at, *pages), pages, out, head, DecodeStep(kv_lens, table, requests, longest))
+            attend(
+                write(qkv, positions, cos_sin, at, *pages), pages, out, head,
+                DecodeStep(kv_lens, table, requests, longest)
+            )
 
     run()  # compiles
     return time_calls([run]) / layers * 1e6
@@ -71,12 +86,22 @@ def time_chain(model: Model, pool: Pool, lens: list[int], attend: Attend) -> flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
-    parser.add_argument("--lengths", nargs="+", choices=["even", "uneven", "long", "longer", "one"], default=["even", "uneven", "long"])
-    parser.add_argument("--model", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "DIM"), help="another than Qwen3-0.6B and Llama-3.1-8B")
+    parser.add_argument(
+        "--lengths", nargs="+", choices=["even", "uneven", "long", "longer", "one"], default=["even", "uneven", "long"]
+    )
+    parser.add_argument(
+        "--model", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "DIM"),
+        help="another than Qwen3-0.6B and Llama-3.1-8B"
+    )
     args = parser.parse_args()
-    models = [Model("given", args.model[0], args.model[1], 1024, 1024, 1024, 1, False, args.model[2])] if args.model else MODELS
+    models = (
+        [Model("given", args.model[0], args.model[1], 1024, 1024, 1024, 1, False, args.model[2])] if args.model
+        else MODELS
+    )
     for model in models:
-        pool = Pool(POOL_TOKENS * 1024 // max(1024, model.kv_heads * model.dim) // PAGE * PAGE, model.kv_heads, model.dim)
+        pool = Pool(
+            POOL_TOKENS * 1024 // max(1024, model.kv_heads * model.dim) // PAGE * PAGE, model.kv_heads, model.dim
+        )
         attends = solutions(model)
         print(f"{model.name:10s} requests lengths   floor  " + "  ".join(attends), flush=True)
         for kind in args.lengths:
@@ -86,7 +111,11 @@ def main() -> None:
                     continue
                 floor = 4e6 * sum(lens) * model.kv_heads * model.dim / BANDWIDTH
                 times = [time_chain(model, pool, lens, attend) for attend in attends.values()]
-                print(f"{'':10s} {requests:8d} {kind:8s} {floor:7.1f}  " + "  ".join(f"{t:{len(n)}.1f}" for n, t in zip(attends, times, strict=True)), flush=True)
+                print(
+                    f"{'':10s} {requests:8d} {kind:8s} {floor:7.1f}  "
+                    + "  ".join(f"{t:{len(n)}.1f}" for n, t in zip(attends, times, strict=True)),
+                    flush=True
+                )
 
 
 if __name__ == "__main__":

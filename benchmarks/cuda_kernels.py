@@ -1,7 +1,8 @@
-"""Every CUDA kernel and attention backend, checked and timed: ``python -m benchmarks.cuda_kernels [--only REGEX] [--json FILE]``.
+"""Every CUDA kernel and attention backend, checked and timed: ``python -m benchmarks.cuda_kernels [--only REGEX]
+[--json FILE]``.
 
-Timed are CUDA-graph replays over rotated buffers (more than the second-level cache holds). One line an item: the time of
-each solution in microseconds and the share of the roofline that the fastest reaches. A failing solution prints its
+Timed are CUDA-graph replays over rotated buffers (more than the second-level cache holds). One line an item: the time
+of each solution in microseconds and the share of the roofline that the fastest reaches. A failing solution prints its
 error and the run goes on. Sweeps of tile sizes come last and stop at ``--seconds``.
 """
 
@@ -53,8 +54,8 @@ MODELS = [
 
 @dataclass
 class Item:
-    """One thing to do, by several solutions. ``calls(solution, n)`` gives n calls on different buffers; ``floor`` is the
-    least time in seconds; ``check`` compares a solution's output with float64 or None."""
+    """One thing to do, by several solutions. ``calls(solution, n)`` gives n calls on different buffers; ``floor`` is
+    the least time in seconds; ``check`` compares a solution's output with float64 or None."""
 
     name: str
     floor: float
@@ -148,8 +149,13 @@ def elementwise_items() -> Iterator[Item]:
             moved = 2 * tokens * model.width
             weight = draw(model.width)
             yield Item(f"add_rms_norm {at}", 4 * moved / BANDWIDTH, {
-                name: lambda n, f=f, m=model, w=weight, t=tokens: each(n, lambda: (draw(t, m.width), draw(t, m.width), w, 1e-6), f)
-                for name, f in (("triton", norm.add_rms_norm), ("pdl", norm.add_rms_norm_pdl), ("torch", norm_reference.add_rms_norm))
+                name: lambda n, f=f, m=model, w=weight,
+                t=tokens: each(n, lambda: (draw(t, m.width), draw(t, m.width), w, 1e-6), f)
+                for name,
+                f in (
+                    ("triton", norm.add_rms_norm), ("pdl", norm.add_rms_norm_pdl),
+                    ("torch", norm_reference.add_rms_norm)
+                )
             }, 4 * moved)
             moved = 6 * tokens * model.hidden
             yield Item(f"silu_mul {at}", moved / BANDWIDTH, {
@@ -161,7 +167,8 @@ def elementwise_items() -> Iterator[Item]:
             table, at_slots = torch.randn(8192, model.dim, device="cuda"), torch.arange(tokens, device="cuda")
             weights = {n: draw(model.dim) if model.has_qk_norm else None for n in ("q_norm", "k_norm")}
             shape = dict(
-                num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim, interleaved=False,
+                num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim,
+                interleaved=False,
                 norm_eps=1e-6, norm_offset=0.0, **weights,
             )
             yield Item(f"rope_write {at}", moved / BANDWIDTH, {
@@ -174,7 +181,8 @@ def elementwise_items() -> Iterator[Item]:
 def products(model: Model) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of a layer's weights and of the head."""
     return {
-        "qkv": (model.qkv, model.width), "out": (model.width, model.heads * model.dim), "gate_up": (2 * model.hidden, model.width),
+        "qkv": (model.qkv, model.width), "out": (model.width, model.heads * model.dim),
+        "gate_up": (2 * model.hidden, model.width),
         "down": (model.width, model.hidden), "head": (model.vocab, model.width),
     }
 
@@ -193,7 +201,8 @@ def linear_items() -> Iterator[Item]:
                     return [partial(f, x, w, None) for w in [first, *(first.clone() for _ in range(n - 1))]]
 
                 yield Item(
-                    f"linear {model.name} {name} M{rows}", moved / BANDWIDTH, {s: partial(calls, f=f) for s, f in solutions.items()}, moved,
+                    f"linear {model.name} {name} M{rows}", moved / BANDWIDTH,
+                    {s: partial(calls, f=f) for s, f in solutions.items()}, moved,
                     expected=lambda x=x, w=first: x.float() @ w.float().T,
                 )
 
@@ -222,7 +231,9 @@ def dense_decode(q: torch.Tensor, pages: tuple, table: torch.Tensor, length: int
     return F.scaled_dot_product_attention(q[:few].float().unsqueeze(2), k, v, enable_gqa=True).squeeze(2)
 
 
-def triton_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n: int, *, page_size: int = PAGE, **options: object) -> list[Call]:
+def triton_decode(
+    model: Model, pool: Pool, q: torch.Tensor, length: int, n: int, *, page_size: int = PAGE, **options: object
+) -> list[Call]:
     from headrace.kernels.attention import triton as attention
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -234,7 +245,8 @@ def triton_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n: int
     def call(table: torch.Tensor) -> torch.Tensor | None:
         step = attention.DecodeStep(lens, table, q.shape[0], bound)
         attention.decode(q, pool.pages(page_size), out, workspace, head, step, **options)
-        return out[:4] if page_size == PAGE else None  # another page size means another table: not the one checked against
+        # another page size means another table: not the one checked against
+        return out[:4] if page_size == PAGE else None
 
     return [partial(call, table) for table in pool.tables(n, q.shape[0], length, page_size)]
 
@@ -246,7 +258,9 @@ def flashinfer_decode(model: Model, pool: Pool, q: torch.Tensor, length: int, n:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.zeros(2**27, dtype=torch.uint8, device="cuda"))
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32) * table.shape[1]
     last = torch.full((q.shape[0],), (length - 1) % PAGE + 1, dtype=torch.int32)
-    wrapper.plan(starts, table.flatten(), last, model.heads, model.kv_heads, model.dim, PAGE, q_data_type=BF16, kv_data_type=BF16)
+    wrapper.plan(
+        starts, table.flatten(), last, model.heads, model.kv_heads, model.dim, PAGE, q_data_type=BF16, kv_data_type=BF16
+    )
     return [lambda: wrapper.run(q, pool.pages(PAGE))[:4]]
 
 
@@ -266,7 +280,8 @@ def decode_items(pool: Pool) -> Iterator[Item]:
                 if length == 512 and requests <= 64:
                     solutions |= {"triton-32k-bound": partial(triton_decode, *given, **long)}
                 yield Item(
-                    f"decode {model.name} R{requests} L{length}", moved / BANDWIDTH, {name: partial(_seeded, f) for name, f in solutions.items()},
+                    f"decode {model.name} R{requests} L{length}", moved / BANDWIDTH,
+                    {name: partial(_seeded, f) for name, f in solutions.items()},
                     moved, partial(_first_expected, pool, q, length),
                 )
 
@@ -292,10 +307,13 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
         tokens = int(starts[-1])
         inputs = AttentionInputs(
             tokens, 0, [n for n, _ in lens], [kv for _, kv in lens], max(n for n, _ in lens), longest, starts,
-            torch.tensor([kv for _, kv in lens], device="cuda", dtype=torch.int32), pool.tables(1, requests, longest, PAGE)[0],
+            torch.tensor([kv for _, kv in lens], device="cuda", dtype=torch.int32),
+            pool.tables(1, requests, longest, PAGE)[0],
             torch.zeros(tokens, dtype=torch.int64, device="cuda"),
         )
-        geometry = AttentionGeometry("cuda", "bfloat16", "bfloat16", (9, 0), model.heads, model.kv_heads, model.dim, model.dim, PAGE)
+        geometry = AttentionGeometry(
+            "cuda", "bfloat16", "bfloat16", (9, 0), model.heads, model.kv_heads, model.dim, model.dim, PAGE
+        )
         backend = cls(geometry, torch.device("cuda"))
         backend.prepare(inputs)
         if tile is not None:
@@ -303,7 +321,9 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
 
             backend._plan = attention.plan_prefill(
                 starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, width=model.dim, dtype=BF16, tile=tile)
-        q, pages, params = draw(tokens, model.heads, model.dim), KvPages(*pool.pages(PAGE)), AttentionParams(model.dim**-0.5)
+        q, pages, params = (
+            draw(tokens, model.heads, model.dim), KvPages(*pool.pages(PAGE)), AttentionParams(model.dim**-0.5)
+        )
         return [lambda: backend.attend(q, pages, params)]
 
     def cudnn_calls(model: Model, lens: list[tuple[int, int]]) -> list[Call]:
@@ -323,10 +343,14 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
 
     from headrace.kernels.attention.triton import Tile
 
-    tiles = {"128x64w8s3": Tile(128, 64, 8, 3), "128x128w8s2": Tile(128, 128, 8, 2), "64x64w4s3": Tile(64, 64, 4, 3), "128x64w4s3": Tile(128, 64, 4, 3)}
+    tiles = {
+        "128x64w8s3": Tile(128, 64, 8, 3), "128x128w8s2": Tile(128, 128, 8, 2), "64x64w4s3": Tile(64, 64, 4, 3),
+        "128x64w4s3": Tile(128, 64, 4, 3)
+    }
     for model in MODELS:
         for name, lens in {
-            "8k": [(8192, 8192)], "4x2k": [(2048, 2048)] * 4, "2k@32k": [(2048, 32768)], "4x512@4k": [(512, 4096)] * 4, "8x256@2k": [(256, 2304)] * 8,
+            "8k": [(8192, 8192)], "4x2k": [(2048, 2048)] * 4, "2k@32k": [(2048, 32768)], "4x512@4k": [(512, 4096)] * 4,
+            "8x256@2k": [(256, 2304)] * 8,
             "16x128@2k": [(128, 2176)] * 16, "32x64@2k": [(64, 2112)] * 32,
         }.items():
             pairs = sum(n * kv - n * (n - 1) / 2 for n, kv in lens)
@@ -340,7 +364,9 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
                 solutions["torch-sdpa"] = lambda n, m=model: torch_calls(m, 8192)
             yield Item(f"prefill {model.name} {name}", flops / MATRIX_RATE, solutions, ROTATED_BYTES)
             if name == "8k":
-                solutions = {t: lambda n, m=model, s=lens, x=x: backend_calls(TritonAttention, m, s, x) for t, x in tiles.items()}
+                solutions = {
+                    t: lambda n, m=model, s=lens, x=x: backend_calls(TritonAttention, m, s, x) for t, x in tiles.items()
+                }
                 yield Item(f"sweep prefill {model.name} {name}", flops / MATRIX_RATE, solutions, ROTATED_BYTES)
 
 
@@ -363,7 +389,8 @@ def sample_items() -> Iterator[Item]:
         }, moved)
         for cut, (top_k, top_p) in {"plain": (0, 1.0), "top-p": (0, 0.9), "top-k-p": (50, 0.9)}.items():
             params = DrawParams(
-                fill(0.8, torch.float64), fill(top_k, torch.int64), fill(top_p, torch.float64), fill(0.0, torch.float64), counter, counter,
+                fill(0.8, torch.float64), fill(top_k, torch.int64), fill(top_p, torch.float64),
+                fill(0.0, torch.float64), counter, counter,
                 has_min_p=False, has_top_p=top_p < 1, num_ranked=top_k or (vocab if top_p < 1 else 0),
             )
             yield Item(f"sample {cut} R{rows}", moved / BANDWIDTH, {
@@ -384,12 +411,15 @@ def layer_items(pool: Pool) -> Iterator[Item]:
         yield Item(f"layer {model.name} M1 L1024", moved / BANDWIDTH, {
             name: lambda n, m=model, o=options: layer_calls(m, pool, n, **o)
             for name, options in {
-                "joined": {"pdl": True, "joined": True}, "pdl": {"pdl": True}, "triton": {}, "cublas": {"gemv": False}, "cublas+pdl": {"gemv": False, "pdl": True}, "torch": {"fused": False, "gemv": False},
+                "joined": {"pdl": True, "joined": True}, "pdl": {"pdl": True}, "triton": {}, "cublas": {"gemv": False},
+                "cublas+pdl": {"gemv": False, "pdl": True}, "torch": {"fused": False, "gemv": False},
             }.items()
         }, moved)
 
 
-def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bool = True, fused: bool = True, joined: bool = False) -> list[Call]:
+def layer_calls(
+    model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bool = True, fused: bool = True, joined: bool = False
+) -> list[Call]:
     from headrace.kernels.activation import reference as activation_reference
     from headrace.kernels.activation import triton as activation
     from headrace.kernels.attention import triton as attention
@@ -407,7 +437,8 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
     write = (rope.rope_write_pdl if pdl else rope.rope_write) if fused else rope_reference.rope_write
     q_norm = draw(model.dim) if model.has_qk_norm else None
     write = partial(
-        write, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim, interleaved=False, norm_eps=1e-6,
+        write, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim,
+        interleaved=False, norm_eps=1e-6,
         norm_offset=0.0, q_norm=q_norm, k_norm=q_norm,
     )
     device = torch.device("cuda")
@@ -428,7 +459,9 @@ def layer_calls(model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bo
         attention.decode(q, pages, out, workspace, head, attention.DecodeStep(lens, table, 1, 1024), pdl=pdl)
         projected = multiply(out.flatten(1), w["out"], None)
         if joined:
-            gated, _ = norm_linear.norm_linear(projected, residual, Norm(norm_weight, 1e-6), w["gate_up"], None, "silu", pdl=pdl)
+            gated, _ = norm_linear.norm_linear(
+                projected, residual, Norm(norm_weight, 1e-6), w["gate_up"], None, "silu", pdl=pdl
+            )
         else:
             gated = activate(multiply(add_norm(projected, residual, norm_weight, 1e-6)[0], w["gate_up"], None))
         multiply(gated, w["down"], None)
@@ -447,7 +480,10 @@ def tile_sweeps(pool: Pool) -> Iterator[Item]:
             if name == "head":
                 continue
             x, first = draw(1, inputs), draw(outputs, inputs, scale=0.02)
-            tiles = [linear.Tile(o, i, w) for o, i, w in ((1, 4096, 4), (2, 2048, 4), (4, 1024, 4), (4, 2048, 4), (8, 2048, 8), (16, 1024, 4))]
+            tiles = [
+                linear.Tile(o, i, w) for o, i,
+                w in ((1, 4096, 4), (2, 2048, 4), (4, 1024, 4), (4, 2048, 4), (8, 2048, 8), (16, 1024, 4))
+            ]
 
             def calls(n: int, tile: linear.Tile, x=x, first=first) -> list[Call]:
                 return [partial(linear.gemv, x, w, None, tile) for w in [first, *(first.clone() for _ in range(n - 1))]]
@@ -466,7 +502,8 @@ def main() -> None:
     began = time.time()
     pool = Pool(256 * 8192 + PAGE * 16)
     groups = (
-        partial(layer_items, pool), partial(decode_items, pool), partial(prefill_items, pool), linear_items, elementwise_items, sample_items,
+        partial(layer_items, pool), partial(decode_items, pool), partial(prefill_items, pool), linear_items,
+        elementwise_items, sample_items,
         partial(tile_sweeps, pool),
     )
     lines, rows = [], []
@@ -480,12 +517,20 @@ def main() -> None:
                     continue
                 print(f"[{time.time() - began:5.0f} s] {item.run()}", flush=True)
                 lines.append(item.line(most=3)[:120])
-                rows.append({"name": item.name, "floor_us": item.floor * 1e6, "us": {k: v * 1e6 for k, v in item.times.items()}, "errors": item.errors})
+                rows.append(
+                    {
+                        "name": item.name, "floor_us": item.floor * 1e6,
+                        "us": {k: v * 1e6 for k, v in item.times.items()}, "errors": item.errors
+                    }
+                )
         except Exception as error:  # a benchmark goes on
             lines.append(f"{group}: {type(error).__name__}: {error}"[:200])
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}: item, floor in us, share of it reached, us by solution")
+    print(
+        f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}: item, floor in us, share of it reached, us by "
+        "solution"
+    )
     print("\n".join(lines))
 
 

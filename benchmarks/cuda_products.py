@@ -1,10 +1,11 @@
-"""A layer's products in a chain: ``python -m benchmarks.cuda_products [--rows 8 64 256] [--tiles REGEX] [--seconds 1]``.
+"""A layer's products in a chain: ``python -m benchmarks.cuda_products [--rows 8 64 256] [--tiles REGEX] [--seconds
+1]``.
 
-What a kernel costs beside its neighbours, launch and all, shows only in a captured chain of whole layers with weights of their
-own; attention is stood in for by a norm. Compared are torch's GEMM with separate kernels (`apart`) and the operations that a
-layer chooses on Hopper (`joined`). With ``--seconds`` each runs so long, in turns, thrice: many rows reach the power limit, where
-what counts is energy, which is told too. ``--tiles`` instead times every tile for the products whose names match, each
-between the kernels that stand before and after it, and checks its values.
+What a kernel costs beside its neighbours, launch and all, shows only in a captured chain of whole layers with weights
+of their own; attention is stood in for by a norm. Compared are torch's GEMM with separate kernels (`apart`) and the
+operations that a layer chooses on Hopper (`joined`). With ``--seconds`` each runs so long, in turns, thrice: many rows
+reach the power limit, where what counts is energy, which is told too. ``--tiles`` instead times every tile for the
+products whose names match, each between the kernels that stand before and after it, and checks its values.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ EPS = 1e-6
 WEIGHT_BYTES = 2**30
 """Of distinct weights in a chain: many times the second-level cache."""
 SHAPES = [
-    *itertools.product((16, 32), (64,), (128,), (4, 5, 8)), *itertools.product((64,), (64, 128), (64, 128), (3, 4, 6, 8)),
-    *itertools.product((128,), (64, 128), (64, 128), (3, 4, 6, 8)), (256, 64, 64, 4), (256, 64, 64, 5), (256, 128, 64, 4),
+    *itertools.product((16, 32), (64,), (128,), (4, 5, 8)),
+    *itertools.product((64,), (64, 128), (64, 128), (3, 4, 6, 8)),
+    *itertools.product((128,), (64, 128), (64, 128), (3, 4, 6, 8)), (256, 64, 64, 4), (256, 64, 64, 5),
+    (256, 128, 64, 4),
 ]
 SHARED_BYTES = 227 * 1024
 
@@ -39,23 +42,34 @@ SHARED_BYTES = 227 * 1024
 def draw_layers(model: Model) -> list[dict[str, torch.Tensor]]:
     shapes = {name: shape for name, shape in products(model).items() if name != "head"}
     bytes_each = sum(2 * outputs * inputs for outputs, inputs in shapes.values())
-    return [{name: draw(*shape, scale=0.02) for name, shape in shapes.items()} for _ in range(min(model.layers, max(4, WEIGHT_BYTES // bytes_each)))]
+    return [
+        {name: draw(*shape, scale=0.02) for name, shape in shapes.items()}
+        for _ in range(min(model.layers, max(4, WEIGHT_BYTES // bytes_each)))
+    ]
 
 
-def run_apart(w: dict[str, torch.Tensor], name: str, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+def run_apart(
+    w: dict[str, torch.Tensor], name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     out = linear_pdl(x, w[name], None)
     return silu_mul_pdl(out) if name == "gate_up" else out
 
 
-def run_joined(w: dict[str, torch.Tensor], name: str, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor | None:
+def run_joined(
+    w: dict[str, torch.Tensor], name: str, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | None:
     if name == "gate_up":
         gated = gated_product.gated_linear(x, w[name], None, "silu")
         return run_apart(w, name, x) if gated is None else gated
     return hopper.linear(x, w[name], None) if name == "qkv" else hopper.linear_sums(x, w[name], None, residual)
 
 
-def make_chain(model: Model, layers: list[dict[str, torch.Tensor]], rows: int, multiply: Callable[..., torch.Tensor | None]) -> Callable[[], None]:
-    x, residual, norm, heads_norm = draw(rows, model.width), draw(rows, model.width), draw(model.width), draw(model.heads * model.dim)
+def make_chain(
+    model: Model, layers: list[dict[str, torch.Tensor]], rows: int, multiply: Callable[..., torch.Tensor | None]
+) -> Callable[[], None]:
+    x, residual, norm, heads_norm = (
+        draw(rows, model.width), draw(rows, model.width), draw(model.width), draw(model.heads * model.dim)
+    )
 
     def add_norm(branch: torch.Tensor | None) -> torch.Tensor:
         return rms_norm_pdl(residual, norm, EPS) if branch is None else add_rms_norm_pdl(branch, residual, norm, EPS)[0]
@@ -155,14 +169,22 @@ def main() -> None:
             if args.tiles is not None:
                 sweep(model, layers, rows, args.tiles)
                 continue
-            chains = {name: make_chain(model, layers, rows, multiply) for name, multiply in (("apart", run_apart), ("joined", run_joined))}
+            chains = {
+                name: make_chain(model, layers, rows, multiply) for name,
+                multiply in (("apart", run_apart), ("joined", run_joined))
+            }
             if args.seconds:
                 for name, run in [*chains.items()] * 3:
                     each = [value / len(layers) for value in time_long(run, args.seconds)]
-                    print(f"{model.name} M{rows:<5d} {name:7s} {1e6 * each[0]:8.1f} us  {1e3 * each[1]:7.1f} mJ", flush=True)
+                    print(
+                        f"{model.name} M{rows:<5d} {name:7s} {1e6 * each[0]:8.1f} us  {1e3 * each[1]:7.1f} mJ",
+                        flush=True
+                    )
                 continue
             apart, joined = (time_calls([run]) / len(layers) * 1e6 for run in chains.values())
-            print(f"{model.name} M{rows:<4d} apart {apart:8.2f}  joined {joined:8.2f}  {apart / joined:.3f}", flush=True)
+            print(
+                f"{model.name} M{rows:<4d} apart {apart:8.2f}  joined {joined:8.2f}  {apart / joined:.3f}", flush=True
+            )
 
 
 if __name__ == "__main__":

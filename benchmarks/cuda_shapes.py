@@ -1,9 +1,9 @@
 """Other models' shapes on one GPU: ``python -m benchmarks.cuda_shapes [MODEL ...] [--cells ...] [--options JSON]``.
 
-A model is a folder under ``benchmarks/models`` or any other that has a config.json; weights are random. Each runs in a process
-of its own. A cell's row has seconds of its first run and of a second, and the percent of these that bytes and operations alone
-would take (`benchmarks/roofline.py`); cells that do not fit into a model's context are left out. Start-up is seconds to the first token;
-"late" are kernels compiled after it.
+A model is a folder under ``benchmarks/models`` or any other that has a config.json; weights are random. Each runs in a
+process of its own. A cell's row has seconds of its first run and of a second, and the percent of these that bytes and
+operations alone would take (`benchmarks/roofline.py`); cells that do not fit into a model's context are left out.
+Start-up is seconds to the first token; "late" are kernels compiled after it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ def draw(requests: int, prompt_len: int, output_len: int) -> Callable[[int], tup
 
     def of(vocab_size: int) -> tuple[list[list[int]], list[int]]:
         random = Random(requests)
-        return [[random.randrange(MARGIN, vocab_size - MARGIN) for _ in range(prompt_len)] for _ in range(requests)], [output_len] * requests
+        return (
+            [[random.randrange(MARGIN, vocab_size - MARGIN) for _ in range(prompt_len)] for _ in range(requests)],
+            [output_len] * requests
+        )
 
     return of
 
 
 CELLS = {
-    "latency1": draw(1, 512, 256), "decode8": draw(8, 512, 128), "decode64": draw(64, 512, 128), "decode256": draw(256, 128, 128), "prefill4x8k": draw(4, 8192, 1),
+    "latency1": draw(1, 512, 256), "decode8": draw(8, 512, 128), "decode64": draw(64, 512, 128),
+    "decode256": draw(256, 128, 128), "prefill4x8k": draw(4, 8192, 1),
     "long1x30k": draw(1, 30720, 64),
 }
 DEFAULT = ("latency1", "decode64", "decode256", "prefill4x8k", "long1x30k")
@@ -64,13 +68,20 @@ def measure(model: str, cells: list[str], options: dict[str, Any]) -> None:
                 continue
             first, seconds = (run_workload(llm, prompts, output_lens) for _ in range(2))
             floor = floor_of(shape, prompts, output_lens).seconds
-            print(f"{model:14s} {cell:12s} {first:8.3f} {seconds:8.3f} {floor:8.3f} {100 * floor / seconds:4.0f} %", flush=True)
+            print(
+                f"{model:14s} {cell:12s} {first:8.3f} {seconds:8.3f} {floor:8.3f} {100 * floor / seconds:4.0f} %",
+                flush=True
+            )
         print(f"{model:14s} {'late':12s} {len(late):4d} {' '.join(sorted(set(late)))[:300]}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=["llama-3.2-1b", "qwen2.5-7b", "gemma-3-1b", "phi-3-mini", "qwen3-30b-a3b", "gpt-oss-20b"], metavar="MODEL")
+    parser.add_argument(
+        "models", nargs="*",
+        default=["llama-3.2-1b", "qwen2.5-7b", "gemma-3-1b", "phi-3-mini", "qwen3-30b-a3b", "gpt-oss-20b"],
+        metavar="MODEL"
+    )
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=DEFAULT)
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -78,7 +89,10 @@ def main() -> None:
     if args.here:
         return measure(args.models[0], args.cells, args.options)
     for model in args.models:
-        command = [sys.executable, "-m", "benchmarks.cuda_shapes", model, "--here", "--options", json.dumps(args.options), "--cells", *args.cells]
+        command = [
+            sys.executable, "-m", "benchmarks.cuda_shapes", model, "--here", "--options", json.dumps(args.options),
+            "--cells", *args.cells
+        ]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             print(f"{model}: exit {done.returncode}\n{done.stderr[-2500:]}", flush=True)

@@ -1,9 +1,9 @@
 """Where a step's time goes on one GPU: ``python -m benchmarks.cuda_trace MODEL WORKLOAD [--windows N] [--json FILE]``.
 
 Runs the workload once to warm up and once under torch's profiler. Prints how much of the time between the first and the
-last kernel the device ran nothing, and the kernels by the share of time they took; with ``--windows`` also what a layer of
-a step takes in each of so many equal parts of the run. ``startup`` as the workload tells instead how long each stage of
-loading took.
+last kernel the device ran nothing, and the kernels by the share of time they took; with ``--windows`` also what a layer
+of a step takes in each of so many equal parts of the run. ``startup`` as the workload tells instead how long each stage
+of loading took.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from benchmarks.cuda import build, model_folder, run_workload
 
 KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 KINDS = {
-    "decode": "_decode_kernel|_combine", "prefill": "_prefill_kernel|sdpa|fmha|flash", "own products": "_product_kernel|gemv|skinny",
-    "cublas": "nvjet|gemm|cutlass|splitK", "norms": "norm", "rotation": "_rope_write", "activation": "_gated_kernel|silu",
+    "decode": "_decode_kernel|_combine", "prefill": "_prefill_kernel|sdpa|fmha|flash",
+    "own products": "_product_kernel|gemv|skinny",
+    "cublas": "nvjet|gemm|cutlass|splitK", "norms": "norm", "rotation": "_rope_write",
+    "activation": "_gated_kernel|silu",
 }
 """What a kernel's name says it does; the first that matches. A kernel launched dependently counts its waiting too."""
 
@@ -49,7 +51,8 @@ def count_kernels(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
 
 
 def split_windows(events: list[dict[str, Any]], layers: int, windows: int) -> list[dict[str, float]]:
-    """For each window: ``steps`` in it, milliseconds of each, and microseconds of each kind of kernel a layer and step."""
+    """For each window: ``steps`` in it, milliseconds of each, and microseconds of each kind of kernel a layer and
+    step."""
     begin = min(e["ts"] for e in events)
     width = (max(e["ts"] for e in events) - begin) / windows
     rows = []
@@ -82,7 +85,8 @@ def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: in
         events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in KERNELS]
     total, idle = find_idle([(e["ts"], e["dur"]) for e in events])
     return {
-        "model": model, "workload": workload, "most_tokens": most_tokens, "seconds": round(plain, 4), "traced_seconds": round(total / 1e6, 4),
+        "model": model, "workload": workload, "most_tokens": most_tokens, "seconds": round(plain, 4),
+        "traced_seconds": round(total / 1e6, 4),
         "idle_percent": round(100 * idle / total, 2), "kernels": count_kernels(events),
         "windows": split_windows(events, config["num_hidden_layers"], windows) if windows else [],
     }
@@ -102,7 +106,9 @@ def time_startup(model: str, options: dict[str, Any]) -> None:
             told.add(stage)
             print(f"{time.perf_counter() - began:8.2f} s  {stage}", flush=True)
 
-    build_executor(engine_config(model=str(model_folder(model)), load_format="dummy", dtype="bfloat16", **options), tell).close()
+    build_executor(
+        engine_config(model=str(model_folder(model)), load_format="dummy", dtype="bfloat16", **options), tell
+    ).close()
 
 
 def main() -> None:
@@ -111,7 +117,10 @@ def main() -> None:
     parser.add_argument("workload", choices=[*workloads.ALL, "startup"])
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")
     parser.add_argument("--most-tokens", type=int, default=48, help="output tokens of each request at most")
-    parser.add_argument("--windows", type=int, default=0, help="parts of the run to tell apart; take --most-tokens as large as outputs are")
+    parser.add_argument(
+        "--windows", type=int, default=0,
+        help="parts of the run to tell apart; take --most-tokens as large as outputs are"
+    )
     parser.add_argument("--rows", type=int, default=16, help="kernels to print")
     parser.add_argument("--json", type=Path, help="write everything here")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """DeepSeek-V4-Flash's shape on one GPU: ``python -m benchmarks.deepseek_v4 [--layers N] [--prompt 8192] [--new 64]``.
 
-Weights are random, experts stay in MXFP4, caches in 8 bits; as many of the 43 layers as fit are built. Prints the memory
-plan, the time of a prefill and of a decode step. ``--tiny`` runs the same on anything.
+Weights are random, experts stay in MXFP4, caches in 8 bits; as many of the 43 layers as fit are built. Prints the
+memory plan, the time of a prefill and of a decode step. ``--tiny`` runs the same on anything.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ RESERVE = 14 * 2**30
 """Bytes for the activations of the largest step, the caches, and what torch's allocator cannot use."""
 
 TINY = {
-    "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 128, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 2,
-    "index_n_heads": 4, "index_head_dim": 64, "index_topk": 64, "n_routed_experts": 16, "moe_intermediate_size": 64, "num_hidden_layers": 5,
+    "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 128, "q_lora_rank": 32,
+    "o_lora_rank": 32, "o_groups": 2,
+    "index_n_heads": 4, "index_head_dim": 64, "index_topk": 64, "n_routed_experts": 16, "moe_intermediate_size": 64,
+    "num_hidden_layers": 5,
     "max_position_embeddings": 16384,
 }
 
@@ -58,8 +60,10 @@ def build(config: dict[str, Any], args: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         return LLM(
-            folder, load_format="dummy", dtype=args.dtype, kv_dtype=args.kv_dtype, device=args.device, skip_tokenizer=True, prefix_cache=False,
-            max_model_len=args.prompt + args.new, max_step_tokens=args.step, max_running_requests=4, memory_fraction=0.5,
+            folder, load_format="dummy", dtype=args.dtype, kv_dtype=args.kv_dtype, device=args.device,
+            skip_tokenizer=True, prefix_cache=False,
+            max_model_len=args.prompt + args.new, max_step_tokens=args.step, max_running_requests=4,
+            memory_fraction=0.5,
         )
 
 
@@ -96,7 +100,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     llm, num_layers = build_what_fits(config, wanted, args)
     with llm:
         ready = time.perf_counter() - began
-        print("\n".join(f"{line.name:36s} {line.num_bytes / 2**30:8.2f} GiB  {line.note}" for line in llm.memory_plan()), flush=True)
+        print(
+            "\n".join(f"{line.name:36s} {line.num_bytes / 2**30:8.2f} GiB  {line.note}" for line in llm.memory_plan()),
+            flush=True
+        )
         prompt = [random.Random(0).randrange(2, config["vocab_size"]) for _ in range(args.prompt)]
         measure(llm, prompt, 3)  # compiles, and touches memory for the first time
         prefill = measure(llm, prompt, 1)
@@ -105,8 +112,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         llm.check()
     decode = (whole - prefill) / (args.new - 1)
     row = {
-        "layers": num_layers, "prompt": args.prompt, "new": args.new, "ready_s": round(ready, 1), "prefill_s": round(prefill, 3),
-        "prefill_tokens_per_s": round(args.prompt / prefill), "decode_ms": round(1000 * decode, 2), "decode_ms_per_layer": round(1000 * decode / num_layers, 3),
+        "layers": num_layers, "prompt": args.prompt, "new": args.new, "ready_s": round(ready, 1),
+        "prefill_s": round(prefill, 3),
+        "prefill_tokens_per_s": round(args.prompt / prefill), "decode_ms": round(1000 * decode, 2),
+        "decode_ms_per_layer": round(1000 * decode / num_layers, 3),
     }
     print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return row

@@ -1,7 +1,7 @@
 """Sentences a second of an embedding model, against plain transformers: ``python -m benchmarks.embeddings``.
 
-Both read the same texts with the same threads in the same process, in turns: `LLM.embed`, and transformers batched by 32
-with padding, in the order given and sorted by length. Tokenizing counts. Needs the ``test`` extra for transformers.
+Both read the same texts with the same threads in the same process, in turns: `LLM.embed`, and transformers batched by
+32 with padding, in the order given and sorted by length. Tokenizing counts. Needs the ``test`` extra for transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORDS = ["the", "mill", "wheel", "turns", "because", "water", "falls", "from", "a", "pond", "through", "the", "race", "and", "drives", "stones", "that", "grind", "grain", "for", "bread"]
+WORDS = [
+    "the", "mill", "wheel", "turns", "because", "water", "falls", "from", "a", "pond", "through", "the", "race", "and",
+    "drives", "stones", "that", "grind", "grain", "for", "bread"
+]
 WORKLOADS = {"short": (4, 16), "mixed": (4, 120), "long": (120, 200)}
 """Words of a text, from and to."""
 
@@ -34,13 +37,17 @@ def plain_transformers(folder: Path, max_len: int) -> Callable[[list[str]], Any]
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    )
 
     @torch.inference_mode()
     def embed(texts: list[str]) -> torch.Tensor:
         found = []
         for start in range(0, len(texts), BATCH):
-            batch = tokenizer(texts[start : start + BATCH], padding=True, truncation=True, max_length=max_len, return_tensors="pt")
+            batch = tokenizer(
+                texts[start : start + BATCH], padding=True, truncation=True, max_length=max_len, return_tensors="pt"
+            )
             states, mask = model(**batch).last_hidden_state, batch.attention_mask[..., None]
             found.append(torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
         return torch.cat(found)
@@ -88,7 +95,8 @@ def main() -> None:
             }, options.rounds)
             rates = {name: round(len(texts) / seconds, 1) for name, seconds in found.items()}
             print(json.dumps({
-                "workload": workload, "sentences_per_s": rates, "least_cosine": round(float((ours * plain).sum(-1).min()), 7),
+                "workload": workload, "sentences_per_s": rates,
+                "least_cosine": round(float((ours * plain).sum(-1).min()), 7),
                 "threads": torch.get_num_threads(), "torch": torch.__version__, "machine": platform.machine(),
             }))
 

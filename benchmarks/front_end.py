@@ -1,10 +1,11 @@
-"""What serving a token costs beside the model: ``python -m benchmarks.front_end [--streams 16] [--tokens 128] [--step-ms 10]``.
+"""What serving a token costs beside the model: ``python -m benchmarks.front_end [--streams 16] [--tokens 128]
+[--step-ms 10]``.
 
-An engine process whose steps compute nothing and last a fixed time, under the real scheduler, transport, client and HTTP server;
-streams of completions (or ``--endpoint chat``) for all rows at once. Prints processor time a token of each process, which
-says more than the clock on a machine that does something else, too. ``--busy 2``: steps are so much work as two threads do in that
-time, in phases that wait for one another, as an engine's on a CPU: what serving costs there is what steps take longer than alone.
-``--profile`` lists the server's functions.
+An engine process whose steps compute nothing and last a fixed time, under the real scheduler, transport, client and
+HTTP server; streams of completions (or ``--endpoint chat``) for all rows at once. Prints processor time a token of each
+process, which says more than the clock on a machine that does something else, too. ``--busy 2``: steps are so much work
+as two threads do in that time, in phases that wait for one another, as an engine's on a CPU: what serving costs there
+is what steps take longer than alone. ``--profile`` lists the server's functions.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class IdleStep:
 
 
 class BusyThreads:
-    """Work of a known length for several threads: numbers are read, more than caches hold, in phases that all begin together."""
+    """Work of a known length for several threads: numbers are read, more than caches hold, in phases that all begin
+    together."""
 
     NUM_PHASES = 30
 
@@ -97,7 +99,8 @@ class IdleExecutor:
         group = CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages=NUM_PAGES)
         self.layout = CacheLayout(PAGE_SIZE, self.config.scheduler.max_running_requests, MAX_MODEL_LEN, [group])
         self.facts = ModelFacts(
-            model="idle", architecture="Idle", family="idle", dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB,
+            model="idle", architecture="Idle", family="idle", dtype="float32", device="cpu",
+            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB,
             eos_ids=[], num_parameters=0, page_size=PAGE_SIZE, num_kv_tokens=NUM_PAGES * PAGE_SIZE,
         )
         self.memory = [MemoryLine("weights", 0)]
@@ -145,7 +148,10 @@ def serve_idly(args: argparse.Namespace) -> None:
         model=args.model, max_running_requests=args.streams, max_step_tokens=65536, overlap_depth=args.overlap,
         device="cpu",
     )
-    serving = HttpServer(ServeConfig(engine=config, server=ServerConfig(port=args.serve_on), operations=OperationsConfig()), EngineClient(config, builder=BUILDER))
+    serving = HttpServer(
+        ServeConfig(engine=config, server=ServerConfig(port=args.serve_on), operations=OperationsConfig()),
+        EngineClient(config, builder=BUILDER)
+    )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         profile = cProfile.Profile() if args.profile else None
         if profile is None:
@@ -162,12 +168,16 @@ def measure(args: argparse.Namespace) -> None:
     from headrace.serving.bench.serve import run_serve_bench
 
     own = [sys.executable, "-m", "benchmarks.front_end", *sys.argv[1:]]
-    with run_server(Server("front end", lambda port: [*own, "--serve-on", str(port)], "/ready"), environment={"HEADRACE_LOG_LEVEL": "warning"}) as running:
+    with run_server(
+        Server("front end", lambda port: [*own, "--serve-on", str(port)], "/ready"),
+        environment={"HEADRACE_LOG_LEVEL": "warning"}
+    ) as running:
         rounds = []
         for seed in range(args.rounds):
             before, client = running.cpu_s(), time.process_time()
             report = run_serve_bench(serve_bench_options(
-                base_url=running.base_url, num_requests=args.streams * args.waves, concurrency=args.streams, input_len=str(args.input_len),
+                base_url=running.base_url, num_requests=args.streams * args.waves, concurrency=args.streams,
+                input_len=str(args.input_len),
                 output_len=str(args.tokens), warmup=1, ignore_eos=True, seed=seed, endpoint=args.endpoint,
             ))
             if report.errors:
@@ -179,7 +189,10 @@ def measure(args: argparse.Namespace) -> None:
             print(f"  http {rounds[-1][0]:.1f}, engine {rounds[-1][1]:.1f}, client {rounds[-1][2]:.1f} us a token; {report.output_throughput:.0f} tokens/s, "
                   f"TPOT {tpot.mean:.2f} ms (p99 {tpot.p99:.2f}), TTFT {report.latencies['ttft_ms'].p50:.1f} ms", flush=True)
         medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
-        print(f"{args.streams} streams, {args.endpoint}: http {medians[0]:.1f}, engine {medians[1]:.1f}, client {medians[2]:.1f} us a token, load {os.getloadavg()[0]:.1f}")
+        print(
+            f"{args.streams} streams, {args.endpoint}: http {medians[0]:.1f}, engine {medians[1]:.1f}, client "
+            f"{medians[2]:.1f} us a token, load {os.getloadavg()[0]:.1f}"
+        )
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ MATRIX_RATE = 790e12  # FLOP/s, bf16 8192^3 product measured on an H200
 class Shape:
     """What of a config.json counts; parameters without the embedding gather, a tied head is read once a step.
 
-    ``expert_parameters``: one expert in each layer that has some. ``windows``: how many layers see how many tokens (0: all).
+    ``expert_parameters``: one expert in each layer that has some. ``windows``: how many layers see how many tokens (0:
+    all).
     """
 
     num_heads: int
@@ -50,7 +51,9 @@ class Shape:
                 plain += 3 * width * mlp.width
         chosen = (expert, routing.num_experts, routing.top_k) if routing else ()
         windows = Counter(layer.window for layer in spec.layers)
-        return cls(heads.num_heads, heads.num_kv_heads, heads.head_dim, dict(windows), plain, width * spec.vocab_size, *chosen)
+        return cls(
+            heads.num_heads, heads.num_kv_heads, heads.head_dim, dict(windows), plain, width * spec.vocab_size, *chosen
+        )
 
     @property
     def used_parameters(self) -> int:
@@ -64,7 +67,9 @@ class Shape:
 
     def read_kv_bytes(self, lens: list[int]) -> float:
         """Keys and values that a decode step of requests of such lengths reads, in bf16."""
-        seen = sum(layers * sum(min(n, window) if window else n for n in lens) for window, layers in self.windows.items())
+        seen = sum(
+            layers * sum(min(n, window) if window else n for n in lens) for window, layers in self.windows.items()
+        )
         return 4 * self.num_kv_heads * self.head_dim * seen
 
     def count_pairs(self, start: int, end: int) -> float:

@@ -69,7 +69,10 @@ def measure_decode(*, depth: int, window: int, num_waiting: int, num_steps: int)
             if landed.num_decodes == NUM_DECODES == len(outputs):
                 times.append(spent / 1e6)
     ordered = sorted(times)
-    return {"mean_ms": round(statistics.fmean(times), 3), "p50_ms": round(ordered[len(ordered) // 2], 3), "p99_ms": round(ordered[len(ordered) * 99 // 100], 3)}
+    return {
+        "mean_ms": round(statistics.fmean(times), 3), "p50_ms": round(ordered[len(ordered) // 2], 3),
+        "p99_ms": round(ordered[len(ordered) * 99 // 100], 3)
+    }
 
 
 def measure_admission() -> dict[str, float]:
@@ -107,10 +110,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="decode steps measured per case")
     steps = parser.parse_args().steps
-    print(json.dumps({"python": platform.python_version(), "machine": platform.machine(), "decodes": NUM_DECODES, "steps": steps}))
+    print(
+        json.dumps(
+            {"python": platform.python_version(), "machine": platform.machine(), "decodes": NUM_DECODES, "steps": steps}
+        )
+    )
     for depth, window, waiting in ((1, 0, 0), (2, 0, 0), (1, 0, 512), (2, 0, 512), (1, 512, 0), (2, 512, 0)):
         numbers = measure_decode(depth=depth, window=window, num_waiting=waiting, num_steps=steps)
-        print(json.dumps({"case": "decode step", "overlap_depth": depth, "window": window, "waiting": waiting, **numbers}))
+        print(
+            json.dumps({"case": "decode step", "overlap_depth": depth, "window": window, "waiting": waiting, **numbers})
+        )
     print(json.dumps({"case": f"admission of {NUM_SHARED} prompts sharing {SHARED_LEN} tokens", **measure_admission()}))
 
 

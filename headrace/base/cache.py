@@ -15,9 +15,9 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
     """One layer's KV need. Layers with equal specs share a cache group.
 
     ``kind`` names the accounting policy and the pool (``full``, ``sliding_window``; later ``mla``, ``compressed``,
-    ``recurrent``). ``window`` is the number of latest tokens a query sees, itself included (0: all).
-    ``dtype`` is a torch dtype name such as ``bfloat16``; ``int8`` in kinds of keys and values means codes with a float32 scale
-    for each token and head, of keys and of values.
+    ``recurrent``). ``window`` is the number of latest tokens a query sees, itself included (0: all). ``dtype`` is a
+    torch dtype name such as ``bfloat16``; ``int8`` in kinds of keys and values means codes with a float32 scale for
+    each token and head, of keys and of values.
     """
 
     kind: str
@@ -30,8 +30,9 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Layers of one spec and the pages they share. ``num_pages`` counts the null page too. Once ``soft_pages`` have been in
-    use, stored prefixes that nobody reads give way before pages are used that never were (0: only when there are none)."""
+    """Layers of one spec and the pages they share. ``num_pages`` counts the null page too. Once ``soft_pages`` have
+    been in use, stored prefixes that nobody reads give way before pages are used that never were (0: only when there
+    are none)."""
 
     spec: CacheSpec
     layers: list[int]

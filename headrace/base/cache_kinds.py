@@ -17,7 +17,8 @@ CACHE_POOLS: Registry[Any] = Registry("KV pool")
 """By `CacheSpec.kind`, a ``memory.pools.Pool``."""
 
 CACHE_READERS: Registry[Any] = Registry("cache reader")
-"""By `CacheSpec.kind`, a ``layers.attention.contract.CacheReader``. A kind without one is read by attention backends."""
+"""By `CacheSpec.kind`, a ``layers.attention.contract.CacheReader``. A kind without one is read by attention
+backends."""
 
 
 def add_cache_kind(name: str, *, policy: str, pool: str, reader: str, doc: str = "") -> None:

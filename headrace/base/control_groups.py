@@ -1,5 +1,5 @@
-"""Control groups of this process, where containers and services have their limits: its own and those around it, in either
-version of the file system. Refuses: knowing what is limited.
+"""Control groups of this process, where containers and services have their limits: its own and those around it, in
+either version of the file system. Refuses: knowing what is limited.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ OWN_GROUP = Path("/proc/self/cgroup")
 
 
 def find_groups(controller: str) -> list[Path]:
-    """Folders that may hold a limit of a controller (``cpu``, ``memory``), innermost first; inside a container the outermost is
-    the container's own. Some may not exist."""
+    """Folders that may hold a limit of a controller (``cpu``, ``memory``), innermost first; inside a container the
+    outermost is the container's own. Some may not exist."""
     try:
         lines = OWN_GROUP.read_text().splitlines()
     except OSError:

@@ -8,7 +8,10 @@ from pathlib import Path
 VARIABLES = {
     "HEADRACE_API_KEY": "the same as --api-key, which other users of the machine can see",
     "HEADRACE_CACHE": "folder for compiled kernels, bytecode and converted files (default: ~/.cache/headrace)",
-    "HEADRACE_CPU_ISA": "best instruction set that own CPU kernels may use: scalar, avx2, avxvnni, avx512 or amx; off: plain torch alone",
+    "HEADRACE_CPU_ISA": (
+        "best instruction set that own CPU kernels may use: scalar, avx2, avxvnni, avx512 or amx; off: plain torch "
+        "alone"
+    ),
     "HEADRACE_DISABLE_PLUGINS": "comma-separated plug-in names (families, backends, kernels) never to be loaded",
     "HEADRACE_LOG_LEVEL": "debug, info, warning or error (default: info)",
     "HF_HOME": "where the Hugging Face cache lives (default: ~/.cache/huggingface)",
@@ -19,7 +22,8 @@ VARIABLES = {
 
 
 def home() -> Path:
-    """This user's home. Where the system knows none it is the root from now on, as in containers: libraries raise without."""
+    """This user's home. Where the system knows none it is the root from now on, as in containers: libraries raise
+    without."""
     if not os.path.isabs(os.path.expanduser("~")):
         os.environ["HOME"] = os.sep
     return Path.home()

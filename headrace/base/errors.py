@@ -53,8 +53,8 @@ class RequestError(HeadraceError, ValueError):
 
 
 class ContextLengthExceeded(RequestError):
-    """Prompt (plus requested output) does not fit ``max_model_len``. Clients that shorten and try again know it by its code, or by the
-    words "this model's maximum context length is"."""
+    """Prompt (plus requested output) does not fit ``max_model_len``. Clients that shorten and try again know it by its
+    code, or by the words "this model's maximum context length is"."""
 
     kind = "context_length_exceeded"
 
@@ -137,7 +137,9 @@ class EngineAsleep(EngineUnavailable):
     kind = "engine_asleep"
 
 
-def error_from_kind(kind: str, message: str, *, param: str | None = None, retry_after: float | None = None) -> HeadraceError:
+def error_from_kind(
+    kind: str, message: str, *, param: str | None = None, retry_after: float | None = None
+) -> HeadraceError:
     """Rebuild the typed error that crossed a process boundary as ``(kind, message)``."""
     pending, known = [HeadraceError], {}
     while pending:

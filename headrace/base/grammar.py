@@ -1,4 +1,5 @@
-"""What output must look like: `Grammar`, and the `Vocabulary` that a grammar library needs. Refuses: knowing any library.
+"""What output must look like: `Grammar`, and the `Vocabulary` that a grammar library needs. Refuses: knowing any
+library.
 
 A grammar is made by one of the constructors, wherever it comes from::
 
@@ -36,8 +37,8 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 """Size of a schema, regular expression, grammar or structural tag."""
 MAX_CHOICES = 4096
 MAX_DIGITS, MAX_EXPONENT, MAX_NUMBER = 2**53, 22, 2**63 - 1
-"""Of numbers in a schema, which libraries read as floats of 64 bits: beyond the first two by a digit's error, and their integers
-end at the third (llguidance crashes at the other end)."""
+"""Of numbers in a schema, which libraries read as floats of 64 bits: beyond the first two by a digit's error, and their
+integers end at the third (llguidance crashes at the other end)."""
 UNWRITTEN = re.compile("[\0-\x07\x0b\x0e-\x1f\x7f]")
 """Control characters that no output in JSON spells: JSON has short escapes for the others."""
 
@@ -46,8 +47,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """A grammar by its source; equal ones are the same grammar. ``kind`` is the name of the constructor, ``text`` the
     source: a regular expression, a grammar, or JSON.
 
-    Constructors check form and size and raise `RequestError` naming ``param``. What else is wrong (a keyword that cannot
-    be enforced, a syntax error) ends the request with the same error when the engine compiles the grammar.
+    Constructors check form and size and raise `RequestError` naming ``param``. What else is wrong (a keyword that
+    cannot be enforced, a syntax error) ends the request with the same error when the engine compiles the grammar.
     """
 
     kind: str
@@ -60,7 +61,9 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
             raise RequestError(f"{param} must be a JSON schema: an object, true, or its text", param=param)
         text = _json_text(schema, param)
         if not text.startswith(("{", "true", "false")):
-            raise RequestError(f"{param} must be a JSON schema: an object, true or false; its text is another JSON value", param=param)
+            raise RequestError(
+                f"{param} must be a JSON schema: an object, true or false; its text is another JSON value", param=param
+            )
         return cls._sized("json_schema", text, param)
 
     @classmethod
@@ -112,7 +115,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _json_text(value: Any, param: str) -> str:
-    """JSON in one spelling, so that equal grammars are found equal. Keys keep their order: properties are written in it."""
+    """JSON in one spelling, so that equal grammars are found equal. Keys keep their order: properties are written in
+    it."""
     try:
         parsed = msgspec.json.decode(value) if isinstance(value, str) else value
         return msgspec.json.encode(parsed).decode()
@@ -121,14 +125,17 @@ def _json_text(value: Any, param: str) -> str:
 
 
 def is_exact(value: Any) -> bool:
-    """Whether a grammar can hold an output to this value of a schema (a constant, one of an enumeration, or a bound): whether
-    its numbers are kept to the last digit, and its strings to the last character."""
+    """Whether a grammar can hold an output to this value of a schema (a constant, one of an enumeration, or a bound):
+    whether its numbers are kept to the last digit, and its strings to the last character."""
     pending = [value]
     while pending:
         part = pending.pop()
         if isinstance(part, list | dict):
             pending.extend(part if isinstance(part, list) else part.values())
-        elif (isinstance(part, str) and UNWRITTEN.search(part) is not None) or (type(part) in (int, float) and not _is_exact_number(part)):
+        elif (
+            (isinstance(part, str) and UNWRITTEN.search(part) is not None)
+            or (type(part) in (int, float) and not _is_exact_number(part))
+        ):
             return False
     return True
 
@@ -143,8 +150,8 @@ def _is_exact_number(number: float) -> bool:
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer as grammars see it. ``tokens[i]`` are the bytes that token i adds to the text (empty for none);
-    ``special_ids`` are control tokens, which no text spells. ``encode`` splits a text as the model's own tokenizer does;
-    without it no text is skipped ahead."""
+    ``special_ids`` are control tokens, which no text spells. ``encode`` splits a text as the model's own tokenizer
+    does; without it no text is skipped ahead."""
 
     tokens: list[bytes]
     special_ids: frozenset[int]

@@ -97,7 +97,10 @@ class Hooks:
                 answer = method(*args)
             except Exception as error:  # a plug-in's own failure, whatever it is
                 del self._hooks[name]
-                logger.warning("step hook %r is switched off: %s raised %s: %s", name, event, type(error).__name__, error, exc_info=error)
+                logger.warning(
+                    "step hook %r is switched off: %s raised %s: %s", name, event, type(error).__name__, error,
+                    exc_info=error
+                )
                 continue
             yield answer
 
@@ -108,7 +111,8 @@ def add_installed_hooks() -> None:
 
 
 def load_hooks(config: EngineConfig) -> Hooks:
-    """Build every hook that supports the configuration; one that cannot be loaded or built is left out with a warning."""
+    """Build every hook that supports the configuration; one that cannot be loaded or built is left out with a
+    warning."""
     add_installed_hooks()
     hooks = []
     for name in HOOKS.names():

@@ -61,8 +61,8 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     """A control call answered by `Reply` between two steps: ``stats``, ``reset_prefix_cache``, ``check``, ``pause``,
-    ``continue``, ``freeze_gc``, ``shutdown``, those of base/upkeep with their records as ``arguments``, and ``ping``, whose
-    answer only proves that the loop turns."""
+    ``continue``, ``freeze_gc``, ``shutdown``, those of base/upkeep with their records as ``arguments``, and ``ping``,
+    whose answer only proves that the loop turns."""
 
     call_id: int
     method: str
@@ -84,9 +84,9 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New output of one request since the last one; the last carries ``finish`` and there is exactly one such. ``pooled``
-    is the result of a request with ``pooling``, as in `StepResult`. ``queued_s`` comes with the first token and with the
-    last output: the seconds that the request waited for its first step, None when it had none."""
+    """New output of one request since the last one; the last carries ``finish`` and there is exactly one such.
+    ``pooled`` is the result of a request with ``pooling``, as in `StepResult`. ``queued_s`` comes with the first token
+    and with the last output: the seconds that the request waited for its first step, None when it had none."""
 
     request_id: str
     token_ids: list[int]

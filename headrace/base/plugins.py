@@ -1,5 +1,6 @@
-"""Plug-in packages: functions of installed packages that register what they bring with any registry (attention backends, MoE
-experts and dispatchers, kinds of cache, kernels, tool formats). Found through the entry-point group ``headrace.plugins``.
+"""Plug-in packages: functions of installed packages that register what they bring with any registry (attention
+backends, MoE experts and dispatchers, kinds of cache, kernels, tool formats). Found through the entry-point group
+``headrace.plugins``.
 
 Refuses: letting one that fails stop anything; a warning names it.
 """

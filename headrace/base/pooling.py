@@ -20,8 +20,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, array_like=True):
 
     ``label_ids`` empty: what the model itself makes of a text, its embedding or the logits of its classes; else the
     log-probabilities of these tokens after the prompt's last one. Tokens from position ``second_start`` on belong to a
-    second text (0: there is none). ``needs_all_tokens``: the result is made of every position, so none may come from the
-    prefix cache.
+    second text (0: there is none). ``needs_all_tokens``: the result is made of every position, so none may come from
+    the prefix cache.
     """
 
     label_ids: list[int] = []
@@ -35,9 +35,9 @@ class PoolingSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolingFacts(msgspec.Struct, frozen=True):
-    """A model that reads instead of generating. ``width`` is that of its embeddings, or the number of its classes, whose
-    names are ``labels``. ``activation`` turns the logits of classes into what users expect. ``takes_pairs``: it was made to
-    judge two texts together."""
+    """A model that reads instead of generating. ``width`` is that of its embeddings, or the number of its classes,
+    whose names are ``labels``. ``activation`` turns the logits of classes into what users expect. ``takes_pairs``: it
+    was made to judge two texts together."""
 
     kind: PoolingKind
     width: int

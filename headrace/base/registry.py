@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLUGIN_API = 1
-"""Raised whenever a contract that packages outside this one fulfil changes incompatibly. What such a package brings says as
-``plugin_api`` for which number it was made; another one is refused."""
+"""Raised whenever a contract that packages outside this one fulfil changes incompatibly. What such a package brings
+says as ``plugin_api`` for which number it was made; another one is refused."""
 
 
 def load_target(target: str) -> Any:
@@ -55,9 +55,9 @@ def _always(_: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One plug-in. ``supports(query)`` returns None when it can serve the query, else the reason why not;
-    it must be cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen. ``is_foreign``:
-    it comes from another package and must say that it was made for our `PLUGIN_API`."""
+    """One plug-in. ``supports(query)`` returns None when it can serve the query, else the reason why not; it must be
+    cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen. ``is_foreign``: it comes
+    from another package and must say that it was made for our `PLUGIN_API`."""
 
     name: str
     target: str
@@ -77,17 +77,24 @@ class Registry(Generic[T]):
         self._failures: dict[str, Exception] = {}
 
     def add(
-        self, name: str, target: str, *, supports: Callable[[Any], str | None] = _always, priority: int = 0, doc: str = "", is_foreign: bool = False,
+        self, name: str, target: str, *, supports: Callable[[Any], str | None] = _always, priority: int = 0,
+        doc: str = "", is_foreign: bool = False,
     ) -> None:
         """Register lazily. Adding the same name and target twice is a no-op; another target is an error."""
         known = self._entries.get(name)
         if known is not None and known.target != target:
-            raise PluginError(f"{self.noun} {name!r} is already registered as {known.target}; {target} must take another name")
+            raise PluginError(
+                f"{self.noun} {name!r} is already registered as {known.target}; {target} must take another name"
+            )
         self._entries[name] = Entry(name, target, supports, priority, doc, is_foreign)
 
-    def add_installed(self, group: str, *, supports: Callable[[str], Callable[[Any], str | None]] = lambda name: _always, priority: int = 0) -> list[str]:
+    def add_installed(
+        self, group: str, *, supports: Callable[[str], Callable[[Any], str | None]] = lambda name: _always,
+        priority: int = 0
+    ) -> list[str]:
         """Register what installed packages offer in an entry-point group, without importing it; returns the names.
-        ``supports(name)`` makes an entry's predicate. One that takes the name of another entry is left out with a warning."""
+        ``supports(name)`` makes an entry's predicate. One that takes the name of another entry is left out with a
+        warning."""
         names = []
         for point in installed_points(group):
             try:
@@ -140,11 +147,15 @@ class Registry(Generic[T]):
         made_for = getattr(self._loaded[name], "plugin_api", None)
         if made_for != PLUGIN_API:
             del self._loaded[name]
-            known = f"was made for plug-in API {made_for}" if made_for is not None else "does not say for which plug-in API it was made"
+            known = (
+                f"was made for plug-in API {made_for}" if made_for is not None
+                else "does not say for which plug-in API it was made"
+            )
             raise PluginError(f"{self.noun} {name!r} {known}; this is {PLUGIN_API}")
 
     def make(self, name: str, *args: Any) -> Any:
-        """Load a plug-in that is a class or function and call it; `PluginError` from the original error if either fails."""
+        """Load a plug-in that is a class or function and call it; `PluginError` from the original error if either
+        fails."""
         plugin: Any = self.load(name)
         try:
             return plugin(*args)

@@ -22,8 +22,8 @@ GREEDY_TEMPERATURE = 1e-5
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Reasoning of at most ``max_tokens``: then its ``end``, a text of one token, is forced. ``start``, one token too, is
-    what the output begins its reasoning with; None when the prompt has begun it."""
+    """Reasoning of at most ``max_tokens``: then its ``end``, a text of one token, is forced. ``start``, one token too,
+    is what the output begins its reasoning with; None when the prompt has begun it."""
 
     max_tokens: int
     end: str
@@ -33,11 +33,11 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a user asks of sampling; names and meaning as in vLLM's class of the same name.
 
-    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the likeliest alone. ``logprobs=k`` returns the drawn token's logprob and
-    the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes draws reproducible whatever else runs.
-    ``keep_special_tokens`` are texts: special tokens that occur in them are not skipped.
-    ``grammar`` confines the output; it ends where the grammar leaves nothing to write, whatever ``min_tokens`` and
-    ``ignore_eos`` say.
+    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the likeliest alone. ``logprobs=k`` returns
+    the drawn token's logprob and the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes draws
+    reproducible whatever else runs. ``keep_special_tokens`` are texts: special tokens that occur in them are not
+    skipped. ``grammar`` confines the output; it ends where the grammar leaves nothing to write, whatever ``min_tokens``
+    and ``ignore_eos`` say.
     """
 
     n: int = 1
@@ -137,7 +137,10 @@ def _check_amounts(p: SamplingParams) -> None:
             _fail(param, f"at least 0 and at most {MAX_TOP_LOGPROBS}", value)
     stops = p.stop_strings()
     if len(stops) > MAX_STOPS or any(not s or len(s) > MAX_STOP_TEXT for s in stops):
-        _fail("stop", f"at most {MAX_STOPS} non-empty strings of at most {MAX_STOP_TEXT} characters", f"{len(stops)} strings")
+        _fail(
+            "stop", f"at most {MAX_STOPS} non-empty strings of at most {MAX_STOP_TEXT} characters",
+            f"{len(stops)} strings"
+        )
     if p.stop_token_ids and len(p.stop_token_ids) > MAX_STOPS * 4:
         _fail("stop_token_ids", f"at most {MAX_STOPS * 4} ids", f"{len(p.stop_token_ids)} ids")
     if p.bad_words and len(p.bad_words) > MAX_BAD_WORDS:
@@ -159,8 +162,8 @@ class Penalties(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
-    """From output token ``limit`` on, reasoning that has not ended is ended by ``end_id``. Reasoning begins at the output's
-    start, or with ``start_id`` if that is not -1."""
+    """From output token ``limit`` on, reasoning that has not ended is ended by ``end_id``. Reasoning begins at the
+    output's start, or with ``start_id`` if that is not -1."""
 
     limit: int
     end_id: int
@@ -168,7 +171,8 @@ class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogitRules(msgspec.Struct, frozen=True, array_like=True):
-    """Hard and soft edits of the logits, by token id, in this order: bias, allowed, bad words, minimum length, thinking.
+    """Hard and soft edits of the logits, by token id, in this order: bias, allowed, bad words, minimum length,
+    thinking.
 
     ``min_tokens``: while fewer tokens have been output, every id in ``held_ids`` (end-of-text and stop ids) is masked;
     with a grammar only where it allows something else.

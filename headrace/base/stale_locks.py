@@ -1,5 +1,5 @@
-"""Locks that dead compilers left behind: torch waits for ever on one while it builds an extension, as installed plug-ins may.
-Own native code needs no sweeping, its locks die with their holders.
+"""Locks that dead compilers left behind: torch waits for ever on one while it builds an extension, as installed
+plug-ins may. Own native code needs no sweeping, its locks die with their holders.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MAX_AGE_S = 30 * 60.0
 
 
 def sweep_stale_locks(folder: Path, *, max_age_s: float = MAX_AGE_S) -> int:
-    """Remove locks below ``folder`` that were last touched longer ago; returns how many. 0 or less removes none. What cannot
-    be read or removed stays."""
+    """Remove locks below ``folder`` that were last touched longer ago; returns how many. 0 or less removes none. What
+    cannot be read or removed stays."""
     if max_age_s <= 0:
         return 0
     oldest, num_removed = time.time() - max_age_s, 0

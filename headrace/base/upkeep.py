@@ -1,4 +1,5 @@
-"""What may be asked of an engine as a whole, between two steps: give memory back and take it again, replace weights, profile.
+"""What may be asked of an engine as a whole, between two steps: give memory back and take it again, replace weights,
+profile.
 
 Each record is the ``arguments`` of the `Call` whose method it names.
 """
@@ -18,8 +19,9 @@ VITAL_PARTS: frozenset[DevicePart] = frozenset({"kv_cache", "weights"})
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True):
-    """Take parts off the device; answered with all that are off it then. Refused with `Conflict` while there are requests.
-    Weights move to host memory, or with ``discards_weights`` nowhere: they are read again when they come back."""
+    """Take parts off the device; answered with all that are off it then. Refused with `Conflict` while there are
+    requests. Weights move to host memory, or with ``discards_weights`` nowhere: they are read again when they come
+    back."""
 
     method: ClassVar[str] = "release_memory"
     parts: list[DevicePart]

@@ -1,4 +1,5 @@
-"""`Assembly`: how a model is loaded and a runner built over it, the same way at the start and whenever either comes back.
+"""`Assembly`: how a model is loaded and a runner built over it, the same way at the start and whenever either comes
+back.
 
 Refuses: deciding sizes; they are in the resolved configuration and the layout.
 """
@@ -35,8 +36,8 @@ LIBRARY_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What steps take beyond what is there before them: the largest as written, and the largest ones that graphs are made of,
-    one for each kind, together."""
+    """What steps take beyond what is there before them: the largest as written, and the largest ones that graphs are
+    made of, one for each kind, together."""
 
     largest: int = 0
     captured: int = 0
@@ -62,8 +63,8 @@ class Assembly:
 
     @torch.inference_mode()
     def capture_graphs(self, runner: Runner, loaded: LoadedModel, chosen: ChosenBackends, progress: Progress) -> int:
-        """Let steps run as graphs where there is anything to capture: all recorded now, or the largest alone and the others
-        when they are wanted. Returns the bytes that those recorded take."""
+        """Let steps run as graphs where there is anything to capture: all recorded now, or the largest alone and the
+        others when they are wanted. Returns the bytes that those recorded take."""
         if not has_graphs(self.config, self.device):
             return 0
         sizes, done, free = graph_sizes(self.config, loaded, chosen), itertools.count(1), free_bytes(self.device)
@@ -78,7 +79,9 @@ class Assembly:
     def rebuild_runner(self, loaded: LoadedModel, *, captures: bool, progress: Progress) -> Runner:
         """What the start does once the layout is known: measure, allocate, run, capture."""
         build = Build(device=self.device, dtype=loaded.dtype)
-        chosen = choose_backends(loaded.model, loaded.groups, build, self.config.cache, self.config.device.attention_backend)
+        chosen = choose_backends(
+            loaded.model, loaded.groups, build, self.config.cache, self.config.device.attention_backend
+        )
         measure_steps(self.config, loaded, chosen, self.device)
         runner = self.build_runner(loaded, chosen)
         if captures:
@@ -103,17 +106,26 @@ def graph_sizes(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackend
     decodes = bucket_sizes(config.scheduler.max_running_requests)
     if not all(getattr(backend, "takes_open_steps", False) for backend in chosen.backends):
         return GraphSizes(decodes, [])
-    most = min([config.scheduler.max_step_tokens, *(part.most_captured_tokens for part in loaded.model.modules() if hasattr(part, "most_captured_tokens"))])
+    most = min(
+        [
+            config.scheduler.max_step_tokens,
+            *(part.most_captured_tokens for part in loaded.model.modules() if hasattr(part, "most_captured_tokens"))
+        ]
+    )
     return GraphSizes(decodes, step_sizes(most, loaded.num_parameters))
 
 
-def graph_reserve(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, captured: int, device: torch.device) -> int:
+def graph_reserve(
+    config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, captured: int, device: torch.device
+) -> int:
     """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): what was
-    ``captured`` by `measure_steps`, since all sizes share the memory of the largest, and what the driver takes for each.
-    The same whenever they are captured."""
+    ``captured`` by `measure_steps`, since all sizes share the memory of the largest, and what the driver takes for
+    each. The same whenever they are captured."""
     if not has_graphs(config, device):
         return 0
-    return captured + len(graph_sizes(config, loaded, chosen)) * loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
+    return (
+        captured + len(graph_sizes(config, loaded, chosen)) * loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
+    )
 
 
 def layout_of(config: EngineConfig, plan: CachePlan) -> CacheLayout:
@@ -122,7 +134,9 @@ def layout_of(config: EngineConfig, plan: CachePlan) -> CacheLayout:
     return CacheLayout(config.cache.page_size, config.scheduler.max_running_requests, plan.max_model_len, plan.groups)
 
 
-def build_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, layout: CacheLayout, device: torch.device) -> Runner:
+def build_runner(
+    config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, layout: CacheLayout, device: torch.device
+) -> Runner:
     """A runner over a model; raises `ConfigError` when its pools do not fit the device."""
     assert config.scheduler.max_step_tokens
     try:
@@ -133,22 +147,29 @@ def build_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBacken
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ConfigError("the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction") from error
+        raise ConfigError(
+            "the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction"
+        ) from error
 
 
-def build_small_runner(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> Runner:
+def build_small_runner(
+    config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device
+) -> Runner:
     """A runner with two pages per group: for steps before it is known how many pages there will be."""
     groups = [msgspec.structs.replace(group, num_pages=2) for group in loaded.groups]
     return build_runner(config, loaded, chosen, layout_of(config, CachePlan(groups, loaded.max_model_len)), device)
 
 
 def measure_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> StepBytes:
-    """Run the largest steps over two pages per group and keep torch's pool warm for them. A CPU has nothing to reserve."""
+    """Run the largest steps over two pages per group and keep torch's pool warm for them. A CPU has nothing to
+    reserve."""
     if device.type != "cuda":
         return StepBytes()
     runner = build_small_runner(config, loaded, chosen, device)
     assert config.scheduler.max_step_tokens
-    largest = measure_largest_steps(runner.execute, runner.layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None)
+    largest = measure_largest_steps(
+        runner.execute, runner.layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None
+    )
     if not has_graphs(config, device):
         return StepBytes(largest)
     sizes = graph_sizes(config, loaded, chosen)

@@ -1,4 +1,5 @@
-"""Which attention backend serves each cache group, and the page size they like. Compares capabilities, knows no name."""
+"""Which attention backend serves each cache group, and the page size they like. Compares capabilities, knows no
+name."""
 
 from __future__ import annotations
 
@@ -36,12 +37,16 @@ class _Choice:
     cls: Any
 
     def make(self, page_size: int, device: torch.device) -> AttentionBackend | CacheReader:
-        return self.cls(self.group.spec, page_size, device) if self.geometry is None else self.cls(self.geometry, device)
+        return (
+            self.cls(self.group.spec, page_size, device) if self.geometry is None else self.cls(self.geometry, device)
+        )
 
 
-def choose_backends(model: Any, groups: list[CacheGroup], build: Build, cache: CacheConfig, name: str) -> ChosenBackends:
-    """Take the named backend, or the best that can serve each group. The page size is the user's, else the one the first
-    group's backend prefers (its class attribute ``preferred_page_size``), else 16."""
+def choose_backends(
+    model: Any, groups: list[CacheGroup], build: Build, cache: CacheConfig, name: str
+) -> ChosenBackends:
+    """Take the named backend, or the best that can serve each group. The page size is the user's, else the one the
+    first group's backend prefers (its class attribute ``preferred_page_size``), else 16."""
     wanted = None if name == "auto" else name
     page_size = cache.page_size or DEFAULT_PAGE_SIZE
     try:
@@ -59,7 +64,8 @@ def _choose(model: Any, groups: list[CacheGroup], build: Build, page_size: int, 
     plain = [group for group in groups if group.spec.kind not in CACHE_READERS]
     geometries = dict(zip((id(group) for group in plain), _geometries(model, plain, build, page_size), strict=True))
     return [
-        _Choice(group, geometries[id(group)], ATTENTION_BACKENDS.choose(geometries[id(group)], wanted)) if id(group) in geometries
+        _Choice(group, geometries[id(group)], ATTENTION_BACKENDS.choose(geometries[id(group)], wanted))
+        if id(group) in geometries
         else _Choice(group, None, CACHE_READERS.load(group.spec.kind))
         for group in groups
     ]
@@ -78,8 +84,11 @@ def _geometry(group: CacheGroup, attentions: list[AttentionLayer], build: Build,
     heads = {attention.num_heads for attention in attentions}
     assert len(heads) == 1, "layers of one cache group have the same number of heads"
     return AttentionGeometry(
-        device=build.device.type, dtype=str(build.dtype).removeprefix("torch."), kv_dtype=spec.dtype, capability=build.capability,
-        num_heads=heads.pop(), num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_dim, page_size=page_size,
-        window=spec.window, has_softcap=any(a.params.softcap > 0 for a in attentions), has_sinks=any(a.params.sinks is not None for a in attentions),
+        device=build.device.type, dtype=str(build.dtype).removeprefix("torch."), kv_dtype=spec.dtype,
+        capability=build.capability,
+        num_heads=heads.pop(), num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_dim,
+        page_size=page_size,
+        window=spec.window, has_softcap=any(a.params.softcap > 0 for a in attentions),
+        has_sinks=any(a.params.sinks is not None for a in attentions),
         values_in_keys=any(a.values_in_keys for a in attentions),
     )

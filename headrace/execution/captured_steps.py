@@ -1,5 +1,5 @@
-"""`CapturedSteps`: the steps of one runner that replay a graph, and when their graphs are made: all at the start, or each
-when it is first wanted and in idle moments. Refuses: what a graph computes.
+"""`CapturedSteps`: the steps of one runner that replay a graph, and when their graphs are made: all at the start, or
+each when it is first wanted and in idle moments. Refuses: what a graph computes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ class GraphSizes:
 
 
 class CapturedSteps:
-    """A step whose bucket has no graph yet is recorded, in the bucket's room, and then replayed like those that follow."""
+    """A step whose bucket has no graph yet is recorded, in the bucket's room, and then replayed like those that
+    follow."""
 
-    def __init__(self, sizes: GraphSizes, model: ServedModel, state: DecodeState, inputs: InputBuilder, recorder: Records):
+    def __init__(
+        self, sizes: GraphSizes, model: ServedModel, state: DecodeState, inputs: InputBuilder, recorder: Records
+    ):
         self._decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, state, recorder))
         self._others = Buckets(sizes.tokens, lambda size: StepGraph(size, model, inputs, recorder))
         # recorded in this order: logits are the largest single tensor, and what the others need fits into its place

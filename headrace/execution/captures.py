@@ -1,5 +1,5 @@
-"""Work recorded as CUDA graphs: `Recorder` makes one, `Capture` is a piece of work that may have one, `Buckets` are alike
-pieces by size. Refuses: knowing what the work is, and when there is time to record it.
+"""Work recorded as CUDA graphs: `Recorder` makes one, `Capture` is a piece of work that may have one, `Buckets` are
+alike pieces by size. Refuses: knowing what the work is, and when there is time to record it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Output = TypeVar("Output")
 
 
 class Recorder:
-    """Records work into one pool of memory, outputs included, which is sound as long as all replays run on one stream and
-    whoever reads an output does so there, before the next one. On a GPU only."""
+    """Records work into one pool of memory, outputs included, which is sound as long as all replays run on one stream
+    and whoever reads an output does so there, before the next one. On a GPU only."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Output]) -> Callable[[], Output] | None:
-        """Call ``work``, whose launches are written down and not run; returns what runs them and yields the output, or None
-        without memory for it. Does not wait for the device, nor for what other threads do with it."""
+        """Call ``work``, whose launches are written down and not run; returns what runs them and yields the output, or
+        None without memory for it. Does not wait for the device, nor for what other threads do with it."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         try:
@@ -53,11 +53,15 @@ class _Lent:
     """Bytes on a device that belong to somebody else, as the interface of CUDA arrays tells of them."""
 
     def __init__(self, tensor: torch.Tensor):
-        self.__cuda_array_interface__ = {"version": 3, "shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "strides": None}
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False),
+            "strides": None
+        }
 
 
 def _lend(output: Any) -> Any:
-    """Tensors at the same places that do not keep their memory from other graphs: outputs of all sizes would take gigabytes."""
+    """Tensors at the same places that do not keep their memory from other graphs: outputs of all sizes would take
+    gigabytes."""
     if isinstance(output, tuple):
         return tuple(_lend(part) for part in output)
     if not output.is_contiguous() or not output.numel():
@@ -79,8 +83,8 @@ class Records(Protocol):
 
 
 class Capture(Generic[Output]):
-    """Work on tensors that stay where they are: recorded when it is first wanted, and replayed. What is compiled, loaded or
-    chosen at a first run may be so while it is recorded. A replay overwrites the output of the one before."""
+    """Work on tensors that stay where they are: recorded when it is first wanted, and replayed. What is compiled,
+    loaded or chosen at a first run may be so while it is recorded. A replay overwrites the output of the one before."""
 
     def __init__(self, work: Callable[[], Output], recorder: Records):
         self._work, self._recorder = work, recorder

@@ -1,4 +1,5 @@
-"""How many processor cores this process may use: physical ones among those it is bound to, and no more than its quota."""
+"""How many processor cores this process may use: physical ones among those it is bound to, and no more than its
+quota."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`Decodes`: a step of decodes alone, in the order in which the device computes it. The next step of the same rows is made of
-it, one token on. R requests.
+"""`Decodes`: a step of decodes alone, in the order in which the device computes it. The next step of the same rows is
+made of it, one token on. R requests.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from headrace.execution.sampling import SampleBatch
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """``plan_rows`` and ``begins`` are the plan's. ``requests`` [2, R] are rows and, below, their lengths after the step, longest
-    first: the device's last programs are then short ones, and none of its processors waits long for them. ``places``: where
-    the plan's spans are in that order."""
+    """``plan_rows`` and ``begins`` are the plan's. ``requests`` [2, R] are rows and, below, their lengths after the
+    step, longest first: the device's last programs are then short ones, and none of its processors waits long for them.
+    ``places``: where the plan's spans are in that order."""
 
     plan_rows: list[int]
     begins: list[int]
@@ -47,8 +47,8 @@ class Decodes:
         return cls(plan.rows, plan.begins, requests, list(map(int, places)), SampleBatch.of(*requests, state))
 
     def follow(self, plan: StepPlan, state: Rows) -> Decodes:
-        """Read a plan behind this one. No row may have been started in between: it would have been computed by a step that is
-        not of decodes."""
+        """Read a plan behind this one. No row may have been started in between: it would have been computed by a step
+        that is not of decodes."""
         if plan.rows != self.plan_rows or plan.begins != [begin + 1 for begin in self.begins]:
             return Decodes.of(plan, state)
         requests = self.requests.copy()

@@ -28,15 +28,16 @@ def resolve_device(name: str) -> torch.device:
 
 
 def set_threads(threads: int | None) -> int:
-    """Let torch use ``threads`` CPU threads, else what OMP_NUM_THREADS says, else one per physical core it may run on."""
+    """Let torch use ``threads`` CPU threads, else what OMP_NUM_THREADS says, else one per physical core it may run
+    on."""
     threads = threads or env.omp_num_threads() or count_cores()
     torch.set_num_threads(threads)
     return threads
 
 
 def resolve_dtype(name: str, config: dict[str, Any], device: torch.device) -> torch.dtype:
-    """The type of weights and activations. ``auto`` is the checkpoint's (``dtype`` or ``torch_dtype`` of its config.json,
-    bfloat16 when it does not say), but float32 on a CPU unless that multiplies bfloat16 in hardware."""
+    """The type of weights and activations. ``auto`` is the checkpoint's (``dtype`` or ``torch_dtype`` of its
+    config.json, bfloat16 when it does not say), but float32 on a CPU unless that multiplies bfloat16 in hardware."""
     if name != "auto":
         return getattr(torch, name)
     text = config.get("text_config") or {}

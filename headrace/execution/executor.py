@@ -1,4 +1,5 @@
-"""`build_executor`: everything between a configuration and a device that runs plans. `LocalExecutor`: one process, one device.
+"""`build_executor`: everything between a configuration and a device that runs plans. `LocalExecutor`: one process, one
+device.
 
 Refuses: scheduling. The parts are built here in order and handed what they need; none of them sees the whole config.
 """
@@ -43,7 +44,10 @@ logger = logging.getLogger(__name__)
 class LocalExecutor:
     """Runs plans in this process; see `headrace.service.executor.Executor`."""
 
-    def __init__(self, assembly: Assembly, residence: Residence, *, facts: ModelFacts, memory: list[MemoryLine], progress: Progress):
+    def __init__(
+        self, assembly: Assembly, residence: Residence, *, facts: ModelFacts, memory: list[MemoryLine],
+        progress: Progress
+    ):
         self.config, self.facts, self.memory = assembly.config, facts, memory
         self.layout: CacheLayout = assembly.layout
         self._residence, self._progress = residence, progress
@@ -145,9 +149,13 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     loaded = load_model(config, device, progress)
     config = _fit_steps(config, loaded)
     chosen = choose_backends(
-        loaded.model, loaded.groups, Build(device=device, dtype=loaded.dtype), config.cache, config.device.attention_backend,
+        loaded.model, loaded.groups, Build(device=device, dtype=loaded.dtype), config.cache,
+        config.device.attention_backend,
     )
-    config = replace(config, cache=replace(config.cache, page_size=chosen.page_size), device=limit_graphs(config.device, loaded, chosen))
+    config = replace(
+        config, cache=replace(config.cache, page_size=chosen.page_size),
+        device=limit_graphs(config.device, loaded, chosen)
+    )
     progress("running the largest steps", 0.8)
     measured = prepare_steps(config, loaded, chosen, device)
     progress("sizing the KV cache", 0.85)
@@ -162,7 +170,8 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
         graphs = max(graphs, reserve)  # most are still to come
     kv_bytes = sum(pool.num_bytes for pool in runner.pools)
     memory = memory_lines(
-        weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, plan=plan, page_size=assembly.layout.page_size,
+        weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, plan=plan,
+        page_size=assembly.layout.page_size,
         free=free - kv_bytes - graphs,
     )
     facts = read_facts(loaded, assembly.layout, str(device))
@@ -176,7 +185,9 @@ def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     most = config.scheduler.max_step_tokens
     if loaded.groups or (most is not None and most >= loaded.max_model_len):
         return config
-    logger.info("max_step_tokens raised from %s to %d: this model computes a text in one step", most, loaded.max_model_len)
+    logger.info(
+        "max_step_tokens raised from %s to %d: this model computes a text in one step", most, loaded.max_model_len
+    )
     return replace(config, scheduler=replace(config.scheduler, max_step_tokens=loaded.max_model_len))
 
 
@@ -184,6 +195,7 @@ def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
     scheduler = config.scheduler
     assert config.cache.page_size and scheduler.max_step_tokens and scheduler.max_running_requests
     return CacheDemand(
-        loaded.groups, config.cache.page_size, loaded.max_model_len, is_len_fixed=config.model.max_model_len is not None,
+        loaded.groups, config.cache.page_size, loaded.max_model_len,
+        is_len_fixed=config.model.max_model_len is not None,
         max_step_tokens=scheduler.max_step_tokens, max_rows=scheduler.max_running_requests,
     )

@@ -24,8 +24,10 @@ def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str) -> ModelFa
     tokens = (base_group(layout.groups).num_pages - 1) * layout.page_size if layout.groups else 0
     return ModelFacts(
         model=loaded.source.name, architecture=loaded.source.architecture, family=loaded.family.name,
-        dtype=str(loaded.dtype).removeprefix("torch."), device=device, max_model_len=layout.max_model_len, vocab_size=loaded.vocab_size,
-        eos_ids=read_eos_ids(loaded.source, loaded.vocab_size), num_parameters=loaded.num_parameters, page_size=layout.page_size,
+        dtype=str(loaded.dtype).removeprefix("torch."), device=device, max_model_len=layout.max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_ids=read_eos_ids(loaded.source, loaded.vocab_size), num_parameters=loaded.num_parameters,
+        page_size=layout.page_size,
         num_kv_tokens=tokens, default_sampling=read_default_sampling(loaded.source.generation_config),
         tool_parser=loaded.family.tool_parser, reasoning_parser=loaded.family.reasoning_parser,
         pooling=loaded.pooling.facts(loaded.spec.width) if loaded.pooling else None,
@@ -44,11 +46,16 @@ def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:
 
 
 def read_default_sampling(generation_config: dict[str, Any]) -> dict[str, int | float]:
-    """The sampling values a model's makers recommend, under the names of `SamplingParams`. One that no request could ask for
-    is left out: it would be refused as if users had sent it."""
+    """The sampling values a model's makers recommend, under the names of `SamplingParams`. One that no request could
+    ask for is left out: it would be refused as if users had sent it."""
     stated = {key: generation_config.get(key) for key in SAMPLING_KEYS}
-    numbers = {key: value for key, value in stated.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
-    return {key: int(value) if key == "top_k" else float(value) for key, value in numbers.items() if _can_be_asked_for(key, value)}
+    numbers = {
+        key: value for key, value in stated.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    return {
+        key: int(value) if key == "top_k" else float(value) for key,
+        value in numbers.items() if _can_be_asked_for(key, value)
+    }
 
 
 def _can_be_asked_for(key: str, value: float) -> bool:

@@ -23,8 +23,8 @@ from headrace.memory.page_tables import PageTables
 from headrace.models.family import ServedModel
 
 DENSE_BUCKETS = (1, 2, 4)
-"""Below 8 requests a padded row costs as much as a real one; from 8 on the step is 8 (later 16, 32) requests: padding has no
-keys to attend to, and tensor cores take as long for 130 rows as for 144. Each size is 20 ms of the start."""
+"""Below 8 requests a padded row costs as much as a real one; from 8 on the step is 8 (later 16, 32) requests: padding
+has no keys to attend to, and tensor cores take as long for 130 rows as for 144. Each size is 20 ms of the start."""
 
 
 def bucket_sizes(max_requests: int) -> list[int]:
@@ -86,14 +86,18 @@ class DecodeGraph:
         state, inputs = self._state, self._inputs
         self._decode_inputs(self.requests, state.rows.last_token, state.tables.tensor, state.layout.page_size, inputs)
         groups = [self._group_step(g) for g in range(len(state.backends))]
-        logits = self._model.compute_logits(self._model.forward(ForwardBatch(inputs.token_ids, inputs.positions, groups)))
+        logits = self._model.compute_logits(
+            self._model.forward(ForwardBatch(inputs.token_ids, inputs.positions, groups))
+        )
         return logits, self._keep_best(logits, self.requests[0], state.rows.last_token)
 
     def _group_step(self, group: int) -> GroupStep:
         inputs, longest, backend = self._inputs, self._state.layout.max_model_len, self._state.backends[group]
         step = AttentionInputs(
-            num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size, kv_lens_cpu=[longest] * self.size, max_query_len=1,
-            max_kv_len=longest, query_start=self._query_start, kv_lens=inputs.kv_lens, page_table=inputs.page_tables[group], slots=inputs.slots[group],
+            num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size,
+            kv_lens_cpu=[longest] * self.size, max_query_len=1,
+            max_kv_len=longest, query_start=self._query_start, kv_lens=inputs.kv_lens,
+            page_table=inputs.page_tables[group], slots=inputs.slots[group],
         )
         backend.prepare(step)
         return GroupStep(step, backend)

@@ -67,14 +67,18 @@ class InputBuilder:
     ``backends[g]`` serves cache group g. ``max_tokens`` is the largest T of any plan.
     """
 
-    def __init__(self, layout: CacheLayout, rows: Rows, tables: PageTables, backends: list[AttentionBackend], max_tokens: int):
+    def __init__(
+        self, layout: CacheLayout, rows: Rows, tables: PageTables, backends: list[AttentionBackend], max_tokens: int
+    ):
         self._layout, self._rows, self._tables, self._backends = layout, rows, tables, backends
         self.max_tokens = max(max_tokens, layout.max_rows)
         self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.last_token.device)
 
     def pack(self, shape: StepShape, upload: Upload) -> None:
         """Add the inputs of a plan to the upload."""
-        assert shape.num_tokens <= self.max_tokens, f"a plan of {shape.num_tokens} tokens, at most {self.max_tokens} are allowed"
+        assert shape.num_tokens <= self.max_tokens, (
+            f"a plan of {shape.num_tokens} tokens, at most {self.max_tokens} are allowed"
+        )
         assert int(shape.ends.max()) <= self._layout.max_model_len, "a span beyond max_model_len"
         starts = shape.query_start[:-1]
         upload.add("positions", np.arange(shape.num_tokens) + np.repeat(shape.begins - starts, shape.lengths))
@@ -84,7 +88,8 @@ class InputBuilder:
         upload.add("kv_lens", shape.ends)
         prefill = [
             self._rows[row].token_ids[begin:end]
-            for row, begin, end in zip(*(a[shape.num_decodes :] for a in (shape.rows, shape.begins, shape.ends)), strict=True)
+            for row, begin,
+            end in zip(*(a[shape.num_decodes :] for a in (shape.rows, shape.begins, shape.ends)), strict=True)
         ]
         tokens = np.concatenate(prefill) if prefill else np.empty(0, dtype=np.int64)
         assert len(tokens) == shape.num_tokens - shape.num_decodes, "a prefill span beyond the row's known tokens"
@@ -95,19 +100,22 @@ class InputBuilder:
     def _text_kinds(self, shape: StepShape) -> np.ndarray:
         """[T]: 1 for tokens of the second text of a pair."""
         specs = [self._rows[int(row)].pooling for row in shape.rows]
-        seconds = np.array([spec.second_start if spec is not None and spec.second_start else NO_POSITION for spec in specs])
+        seconds = np.array(
+            [spec.second_start if spec is not None and spec.second_start else NO_POSITION for spec in specs]
+        )
         starts = np.repeat(seconds - shape.begins + shape.query_start[:-1], shape.lengths)
         return (np.arange(shape.num_tokens) >= starts).astype(np.int64)
 
     def build(self, shape: StepShape, sent: dict[str, torch.Tensor], wanted: np.ndarray | None = None) -> ForwardBatch:
-        """The batch, with every backend prepared. No waiting; stream order keeps the static tensors safe. ``wanted``: the
-        requests, by place in the plan, whose last tokens alone the model shall compute to the end; the upload has their
-        places among the tokens as ``sample_tokens`` and among the requests as ``sample_requests``."""
+        """The batch, with every backend prepared. No waiting; stream order keeps the static tensors safe. ``wanted``:
+        the requests, by place in the plan, whose last tokens alone the model shall compute to the end; the upload has
+        their places among the tokens as ``sample_tokens`` and among the requests as ``sample_requests``."""
         self._write(shape, sent)
         static, num_tokens = self.static, shape.num_tokens
         groups = [self._prepare_group(g, shape) for g in range(len(self._backends))]
         batch = ForwardBatch(
-            static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)), sent.get("text_kinds")
+            static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)),
+            sent.get("text_kinds")
         )
         if wanted is not None:
             inputs = [self._narrow(group.inputs, shape.ends[wanted], sent["sample_requests"]) for group in groups]
@@ -139,8 +147,10 @@ class InputBuilder:
         groups = []
         for group, backend in enumerate(self._backends):
             inputs = AttentionInputs(
-                num_tokens=size, num_decodes=0, query_lens_cpu=[], kv_lens_cpu=[], max_query_len=size, max_kv_len=longest,
-                query_start=static.query_start, kv_lens=static.kv_lens, page_table=static.page_tables[group], slots=static.slots[group, :size],
+                num_tokens=size, num_decodes=0, query_lens_cpu=[], kv_lens_cpu=[], max_query_len=size,
+                max_kv_len=longest,
+                query_start=static.query_start, kv_lens=static.kv_lens, page_table=static.page_tables[group],
+                slots=static.slots[group, :size],
                 is_open=True,
             )
             backend.prepare(inputs)
@@ -160,8 +170,12 @@ class InputBuilder:
         for group in range(len(self._backends)):
             table = self._tables.tensor[group]
             entry = sent["token_rows"] * table.shape[1] + page
-            torch.add(table.view(-1).index_select(0, entry).long() * page_size, offset, out=static.slots[group, :num_tokens])
-            static.page_tables[group, :num_requests, :num_entries] = table[:, :num_entries].index_select(0, sent["rows"])
+            torch.add(
+                table.view(-1).index_select(0, entry).long() * page_size, offset, out=static.slots[group, :num_tokens]
+            )
+            static.page_tables[
+                group, :num_requests, :num_entries
+            ] = table[:, :num_entries].index_select(0, sent["rows"])
 
     def _num_entries(self, shape: StepShape) -> int:
         return -(-int(shape.ends.max()) // self._layout.page_size)
@@ -170,9 +184,12 @@ class InputBuilder:
         """Inputs of the last tokens of some requests, each a decode; ``ends`` [S] are their lengths after the step."""
         count = len(ends)
         return AttentionInputs(
-            num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=list(map(int, ends)), max_query_len=1,
-            max_kv_len=int(ends.max(initial=1)), query_start=torch.arange(count + 1, dtype=torch.int32, device=requests.device),
-            kv_lens=whole.kv_lens.index_select(0, requests), page_table=whole.page_table.index_select(0, requests), slots=whole.slots,
+            num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=list(map(int, ends)),
+            max_query_len=1,
+            max_kv_len=int(ends.max(initial=1)),
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=requests.device),
+            kv_lens=whole.kv_lens.index_select(0, requests), page_table=whole.page_table.index_select(0, requests),
+            slots=whole.slots,
         )
 
     def _prepare_group(self, group: int, shape: StepShape) -> GroupStep:
@@ -180,9 +197,11 @@ class InputBuilder:
         last_pages = -(-int(shape.ends[-1]) // self._layout.page_size)
         inputs = AttentionInputs(
             num_tokens=shape.num_tokens, num_decodes=shape.num_decodes, query_lens_cpu=list(map(int, shape.lengths)),
-            kv_lens_cpu=list(map(int, shape.ends)), max_query_len=int(shape.lengths.max()), max_kv_len=int(shape.ends.max()),
+            kv_lens_cpu=list(map(int, shape.ends)), max_query_len=int(shape.lengths.max()),
+            max_kv_len=int(shape.ends.max()),
             query_start=static.query_start[: num_requests + 1], kv_lens=static.kv_lens[:num_requests],
-            page_table=static.page_tables[group, :num_requests, : self._num_entries(shape)], slots=static.slots[group, : shape.num_tokens],
+            page_table=static.page_tables[group, :num_requests, : self._num_entries(shape)],
+            slots=static.slots[group, : shape.num_tokens],
             last_run=self._tables.find_run(group, int(shape.rows[-1]), last_pages),
         )
         self._backends[group].prepare(inputs)

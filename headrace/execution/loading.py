@@ -34,8 +34,8 @@ from headrace.models.weights.dummy import DEFAULT_STD
 Progress = Callable[[str, float], None]
 
 AS_PLAIN, AS_STORED = "none", "stored"
-"""Values of ``quantization`` that are no scheme's name: everything expanded; blocks kept even if native products must be
-waited for."""
+"""Values of ``quantization`` that are no scheme's name: everything expanded; blocks kept even if native products must
+be waited for."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,14 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     kv_dtype = dtype if config.cache.kv_dtype == "auto" else getattr(torch, config.cache.kv_dtype)
     specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
     _check_codes(specs, device)
-    max_model_len = _limit_context(config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0)
+    max_model_len = _limit_context(
+        config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0
+    )
     try:
         schemes = _choose_schemes(source, config, dtype, device)
         build = Build(
-            device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts, schemes=schemes,
+            device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
+            schemes=schemes,
             keeps_blocks=_keeps_blocks(config.model, device, dtype),
         )
         model = load_target(family.model)(spec, build)
@@ -90,9 +93,13 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"the model does not fit the memory of {device}: choose a smaller model, dtype or max_model_len, or free the device", param="model"
+            f"the model does not fit the memory of {device}: choose a smaller model, dtype or max_model_len, or free "
+            "the device",
+            param="model"
         ) from error
-    return LoadedModel(source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling)
+    return LoadedModel(
+        source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling
+    )
 
 
 def _read(model: ModelConfig) -> tuple[ModelSource, Family, Any, PoolingPlan | None]:
@@ -105,12 +112,16 @@ def _read(model: ModelConfig) -> tuple[ModelSource, Family, Any, PoolingPlan | N
 
 
 def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
-    """Raise `RequestError` unless a model could stand in for the loaded one: the same family, and the same configuration
-    as far as it concerns the model's inside."""
+    """Raise `RequestError` unless a model could stand in for the loaded one: the same family, and the same
+    configuration as far as it concerns the model's inside."""
     source, family, spec, _ = _read(model)
     if family.name != loaded.family.name or spec != loaded.spec:
         differing = "architecture" if source.architecture != loaded.source.architecture else "configuration"
-        raise RequestError(f"{source.name} has another {differing} than the served model; only weights of the same shapes can be replaced", param="model_path")
+        raise RequestError(
+            f"{source.name} has another {differing} than the served model; only weights of the same shapes can be "
+            "replaced",
+            param="model_path"
+        )
 
 
 def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
@@ -119,21 +130,33 @@ def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
     if not coded:
         return
     if device.type != "cpu":
-        raise ConfigError(f"kv_dtype {CODES} is for CPUs, and this is {device}: serve with kv_dtype auto", param="kv_dtype")
+        raise ConfigError(
+            f"kv_dtype {CODES} is for CPUs, and this is {device}: serve with kv_dtype auto", param="kv_dtype"
+        )
     others = sorted({spec.kind for spec in coded if not getattr(POOLS.load(spec.kind), "holds_codes", False)})
     if others:
-        raise ConfigError(f"kv_dtype {CODES} is for plain keys and values, and this model caches {', '.join(others)}: serve with kv_dtype auto", param="kv_dtype")
+        raise ConfigError(
+            f"kv_dtype {CODES} is for plain keys and values, and this model caches {', '.join(others)}: serve with "
+            "kv_dtype auto",
+            param="kv_dtype"
+        )
     if any(spec.head_dim % 4 for spec in coded):
-        raise ConfigError(f"kv_dtype {CODES} takes head dims that are multiples of 4: serve with kv_dtype auto", param="kv_dtype")
+        raise ConfigError(
+            f"kv_dtype {CODES} takes head dims that are multiples of 4: serve with kv_dtype auto", param="kv_dtype"
+        )
 
 
 def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:
     """The longest context: what is wanted, else what is usual, never more than the model was made for."""
     if native < LEAST_CONTEXT:
-        raise ConfigError(f"the model's configuration allows {native} tokens, less than the {LEAST_CONTEXT} that are served at least; check its max_position_embeddings")
+        raise ConfigError(
+            f"the model's configuration allows {native} tokens, less than the {LEAST_CONTEXT} that are served at "
+            "least; check its max_position_embeddings"
+        )
     if wanted is not None and wanted > native:
         raise ConfigError(
-            f"max_model_len {wanted} is more than the {native} tokens the model was made for; set it to {native} or less, "
+            f"max_model_len {wanted} is more than the {native} tokens the model was made for; set it to {native} or "
+            "less, "
             "or change the model's own limit with config_overrides", param="max_model_len",
         )
     return wanted or min(usual or native, native)
@@ -144,7 +167,8 @@ def _choose_schemes(source: ModelSource, config: EngineConfig, dtype: torch.dtyp
     stated = {} if config.model.load_format == "dummy" else Fields(source.config).section("quantization_config")
     wanted = config.model.quantization or ""
     return chain_schemes(SchemeQuery(
-        device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""), wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted,
+        device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""),
+        wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted,
     ))
 
 
@@ -160,7 +184,10 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, p
         progress("drawing random weights", 0.1)
         draw_dummy_weights(model, config.model.seed, std=_initializer_range(source.config))
         return
-    tensors = open_weights(source, load_format=config.model.load_format, device=build.device, dtype=build.dtype, keeps_blocks=build.keeps_blocks)
+    tensors = open_weights(
+        source, load_format=config.model.load_format, device=build.device, dtype=build.dtype,
+        keeps_blocks=build.keeps_blocks
+    )
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
 
 
@@ -170,11 +197,15 @@ def _initializer_range(config: dict[str, Any]) -> float:
     if stated is None:
         return DEFAULT_STD
     if isinstance(stated, bool) or not isinstance(stated, (int, float)) or not 0.0 < stated < math.inf:
-        raise ConfigError(f"config.json: initializer_range must be a number above 0, got {stated!r}", param="initializer_range")
+        raise ConfigError(
+            f"config.json: initializer_range must be a number above 0, got {stated!r}", param="initializer_range"
+        )
     return float(stated)
 
 
-def _watch(tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+def _watch(
+    tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass tensors on, telling how many of ``total`` elements have passed, in steps of two percent."""
     seen, told = 0, -1
     for name, tensor in tensors:

@@ -48,7 +48,9 @@ class PenaltyState:
         """Add what `apply` and `count` need for these rows."""
         upload.add("penalty_slots", [self._slots[int(row)] for row in rows])
         chosen = [self._penalties[int(row)] for row in rows]
-        upload.add("penalties", np.array([(p.repetition, p.frequency, p.presence) for p in chosen], dtype=np.float64).T.ravel())
+        upload.add(
+            "penalties", np.array([(p.repetition, p.frequency, p.presence) for p in chosen], dtype=np.float64).T.ravel()
+        )
 
     def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         """Penalise logits [n, V] of the packed rows: a positive logit of a token seen anywhere is divided by the

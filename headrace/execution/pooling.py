@@ -1,4 +1,5 @@
-"""`Pooler`: from a step's hidden states to the results of the rows that are read. P spans of such rows, S results, D width.
+"""`Pooler`: from a step's hidden states to the results of the rows that are read. P spans of such rows, S results, D
+width.
 
 A text may come in chunks: what its earlier ones contribute is kept by row until the last is computed.
 Refuses: what the model's classifier or dense layers do (``layers/pooling``).
@@ -37,7 +38,8 @@ class PoolBatch:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Results [S, W] float32 of ``rows`` on the host once the step is done; only the first ``widths[i]`` of a row count."""
+    """Results [S, W] float32 of ``rows`` on the host once the step is done; only the first ``widths[i]`` of a row
+    count."""
 
     rows: list[int]
     widths: list[int]
@@ -46,8 +48,15 @@ class PooledRows:
     def records(self, *, check_finite: bool) -> tuple[list[tuple[int, bytes]], list[tuple[int, str]]]:
         """``(results, failures)`` as `StepResult` has them."""
         table = self.values.numpy()
-        results = [(row, table[i, :width].astype("<f4").tobytes()) for i, (row, width) in enumerate(zip(self.rows, self.widths, strict=True))]
-        broken = [row for i, (row, width) in enumerate(zip(self.rows, self.widths, strict=True)) if not np.isfinite(table[i, :width]).all()]
+        results = [
+            (row, table[i, :width].astype("<f4").tobytes()) for i,
+            (row, width) in enumerate(zip(self.rows, self.widths, strict=True))
+        ]
+        broken = [
+            row for i,
+            (row, width) in enumerate(zip(self.rows, self.widths, strict=True))
+            if not np.isfinite(table[i, :width]).all()
+        ]
         return results, [(row, NOT_FINITE) for row in broken] if check_finite else []
 
 
@@ -70,8 +79,10 @@ class Pooler:
         labels = [row.pooling.label_ids if row.pooling is not None else [] for row in known]
         is_own, is_done = np.array([not ids for ids in labels]), ends == totals
         batch = PoolBatch(
-            rows, np.flatnonzero(is_own & (begins > 0)), np.flatnonzero(is_own & ~is_done), np.flatnonzero(is_own & is_done),
-            np.flatnonzero(~is_own & is_done), [len(ids) for ids, done in zip(labels, is_done, strict=True) if ids and done],
+            rows, np.flatnonzero(is_own & (begins > 0)), np.flatnonzero(is_own & ~is_done),
+            np.flatnonzero(is_own & is_done),
+            np.flatnonzero(~is_own & is_done),
+            [len(ids) for ids, done in zip(labels, is_done, strict=True) if ids and done],
         )
         upload.add("pool_spans", places)
         upload.add("pool_first", shape.query_start[:-1][places])
@@ -103,20 +114,27 @@ class Pooler:
         if len(batch.labelled):
             last = sent["pool_last"].index_select(0, sent["pool_labelled"])
             logits = self._model.compute_logits(hidden.index_select(0, last))
-            chosen = logits.gather(1, sent["pool_labels"].view(len(batch.labelled), -1)) - logits.logsumexp(-1, keepdim=True)
+            chosen = (
+                logits.gather(1, sent["pool_labels"].view(len(batch.labelled), -1)) - logits.logsumexp(-1, keepdim=True)
+            )
             found.append(self._send(batch.rows[batch.labelled], chosen, batch.num_labels))
         return found
 
     def _reduce(self, batch: PoolBatch, hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[P, D] float32: each span's states and those of its text's earlier spans, made one; kept for unfinished texts."""
+        """[P, D] float32: each span's states and those of its text's earlier spans, made one; kept for unfinished
+        texts."""
         assert self._read_out is not None, "a model that generates has no result of its own for a text"
         reduction = self._read_out.reduction
         states = _reduce_spans(reduction, hidden, sent)
         if len(batch.resumed) and reduction != "last":
             kept = self._kept(states).index_select(0, sent["pool_resumed_rows"])
-            states.index_copy_(0, sent["pool_resumed"], _join(reduction, kept, states.index_select(0, sent["pool_resumed"])))
+            states.index_copy_(
+                0, sent["pool_resumed"], _join(reduction, kept, states.index_select(0, sent["pool_resumed"]))
+            )
         if len(batch.unfinished) and reduction != "last":
-            self._kept(states).index_copy_(0, sent["pool_unfinished_rows"], states.index_select(0, sent["pool_unfinished"]))
+            self._kept(states).index_copy_(
+                0, sent["pool_unfinished_rows"], states.index_select(0, sent["pool_unfinished"])
+            )
         return states
 
     def _read(self, states: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -139,7 +157,9 @@ class Pooler:
 def _reduce_spans(reduction: str, hidden: torch.Tensor, sent: dict[str, Any]) -> torch.Tensor:
     if reduction in ("first", "last"):
         return hidden.index_select(0, sent[f"pool_{reduction}"]).float()
-    per_span = torch.segment_reduce(hidden.float(), "sum" if reduction == "mean" else "max", lengths=sent["pool_lengths"], unsafe=True)
+    per_span = torch.segment_reduce(
+        hidden.float(), "sum" if reduction == "mean" else "max", lengths=sent["pool_lengths"], unsafe=True
+    )
     return per_span.index_select(0, sent["pool_spans"])
 
 

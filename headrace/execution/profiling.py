@@ -1,4 +1,5 @@
-"""`Profiler`: records with torch's profiler what this process and its device do, into a trace file that browsers show."""
+"""`Profiler`: records with torch's profiler what this process and its device do, into a trace file that browsers
+show."""
 
 from __future__ import annotations
 
@@ -33,8 +34,13 @@ class Profiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RequestError(f"the folder for profiles cannot be made: {error.strerror}", param="profile_folder") from error
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" and options.has_device else [])]
+            raise RequestError(
+                f"the folder for profiles cannot be made: {error.strerror}", param="profile_folder"
+            ) from error
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if self._device.type == "cuda" and options.has_device else [])
+        ]
         self._options, self._num_steps, self._written = options, 0, ""
         self._running = profile(activities=activities, record_shapes=options.has_shapes, with_stack=options.has_stacks)
         self._running.start()

@@ -32,5 +32,7 @@ def _embedding_head(plan: PoolingPlan, build: Build) -> EmbeddingHead:
         files = find_safetensors(layer.folder)
         if not files:
             raise ModelError(f"{layer.folder} has no *.safetensors with the weights of the dense layer it describes")
-        fill_targets(find_targets(module, {"linear.weight": "weight", "linear.bias": "bias"}, 0), read_safetensors(files))
+        fill_targets(
+            find_targets(module, {"linear.weight": "weight", "linear.bias": "bias"}, 0), read_safetensors(files)
+        )
     return head

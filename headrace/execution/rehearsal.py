@@ -1,6 +1,7 @@
 """`prepare_steps`: what the steps of a model launch is compiled before the first of them runs.
 
-Refuses: compiling (kernels/ahead.py), and sizes that nobody rehearsed; their kernels are compiled when they are captured.
+Refuses: compiling (kernels/ahead.py), and sizes that nobody rehearsed; their kernels are compiled when they are
+captured.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def prepare_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBacke
     """Compile for the first steps, the largest ones and those with graphs, if that was not done before on this machine.
     Returns what the largest take; a rehearsal, which allocates what they do, tells as well as they."""
     measured: list[StepBytes] = []
-    about = msgspec.json.encode((config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype))).decode()
+    about = msgspec.json.encode(
+        (config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype))
+    ).decode()
     compile_ahead(lambda: measured.append(_rehearse(config, loaded, chosen, device)), about, device)
     return measured[0] if measured else measure_steps(config, loaded, chosen, device)
 

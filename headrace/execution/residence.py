@@ -1,6 +1,8 @@
-"""`Residence`: what of a model is on its device. Parts leave, come back, and weights are replaced, all between two steps.
+"""`Residence`: what of a model is on its device. Parts leave, come back, and weights are replaced, all between two
+steps.
 
-Refuses: requests. Whoever calls sees to it that none is running: a runner that comes back knows nothing of the last one.
+Refuses: requests. Whoever calls sees to it that none is running: a runner that comes back knows nothing of the last
+one.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ RETRY_AFTER_S = 5.0
 
 
 class Residence:
-    """``runner`` is None while a part it needs is away. ``equip`` is called with every new runner. Graphs hold addresses
-    of pools and weights, so each runner captures its own: whatever leaves takes the runner with it."""
+    """``runner`` is None while a part it needs is away. ``equip`` is called with every new runner. Graphs hold
+    addresses of pools and weights, so each runner captures its own: whatever leaves takes the runner with it."""
 
     def __init__(self, assembly: Assembly, loaded: LoadedModel, runner: Runner):
         self.runner: Runner | None = runner
@@ -48,8 +50,8 @@ class Residence:
         self._restore(progress)
 
     def acquire(self, parts: Collection[DevicePart], progress: Progress) -> None:
-        """Bring parts back. Raises `EngineAsleep` when the device has no room for them, and what loading raises; then it is
-        as before, or with the weights back and nothing else."""
+        """Bring parts back. Raises `EngineAsleep` when the device has no room for them, and what loading raises; then
+        it is as before, or with the weights back and nothing else."""
         wanted = self.released - set(parts)
         if "weights" in self.released - wanted:
             self._load_back(progress)
@@ -60,8 +62,8 @@ class Residence:
         self._restore(progress)
 
     def replace_weights(self, model: ModelConfig, progress: Progress) -> None:
-        """Load another model of the same shapes in the place of this one, which waits in host memory meanwhile and comes
-        back when that fails. Raises `RequestError` for one of another kind, and what loading raises."""
+        """Load another model of the same shapes in the place of this one, which waits in host memory meanwhile and
+        comes back when that fails. Raises `RequestError` for one of another kind, and what loading raises."""
         assert "weights" not in self.released, "there is nothing to replace"
         check_alike(model, self._loaded)
         self._drop_runner()
@@ -102,11 +104,15 @@ class Residence:
         if self.runner is not None or self.released & VITAL_PARTS:
             return
         try:
-            runner = self._assembly.rebuild_runner(self._loaded, captures="cuda_graph" not in self.released, progress=progress)
+            runner = self._assembly.rebuild_runner(
+                self._loaded, captures="cuda_graph" not in self.released, progress=progress
+            )
         except (HeadraceError, torch.OutOfMemoryError) as error:
             self.released |= {"kv_cache"}
             sweep(self._assembly.device)
-            raise EngineAsleep(f"the device has no room for the KV cache: {error}", retry_after=RETRY_AFTER_S) from error
+            raise EngineAsleep(
+                f"the device has no room for the KV cache: {error}", retry_after=RETRY_AFTER_S
+            ) from error
         self.equip(runner)
         self.runner = runner
         refreeze()

@@ -29,14 +29,15 @@ class PromptSpan:
 
 
 class PendingSample:
-    """A `PendingStep`. The copies to the host are launched here; `result` waits for them. ``draw``: how the step draws, which
-    may have to wait for something; `close` does it, at the latest when somebody asks for what was drawn. ``places``: where the
-    plan's sampling spans are in the batch, when it has another order. ``pooled``: results of rows that are read.
-    ``before_result`` is called with the step when it is done; it may add to ``forced``."""
+    """A `PendingStep`. The copies to the host are launched here; `result` waits for them. ``draw``: how the step draws,
+    which may have to wait for something; `close` does it, at the latest when somebody asks for what was drawn.
+    ``places``: where the plan's sampling spans are in the batch, when it has another order. ``pooled``: results of rows
+    that are read. ``before_result`` is called with the step when it is done; it may add to ``forced``."""
 
     def __init__(
         self, step_id: int, batch: SampleBatch | None = None, draw: Callable[[], Drawn] | None = None,
-        prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True, places: list[int] | None = None,
+        prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True,
+        places: list[int] | None = None,
         pooled: list[PooledRows] | None = None,
     ):
         self._step_id, self._batch, self._check_finite, self._places = step_id, batch, check_finite, places
@@ -61,7 +62,9 @@ class PendingSample:
             self._tokens = to_host(drawn.tokens)
             self._logprobs = drawn.logprobs.copy_to_host() if drawn.logprobs is not None else None
         except torch.OutOfMemoryError as error:
-            raise OutOfDeviceMemory(f"no device memory to draw {len(self._batch.rows) if self._batch else 0} tokens: {error}") from error
+            raise OutOfDeviceMemory(
+                f"no device memory to draw {len(self._batch.rows) if self._batch else 0} tokens: {error}"
+            ) from error
         self._draw, self._errors = None, drawn.errors
         self._record()
 
@@ -91,7 +94,9 @@ class PendingSample:
         self._wait()
         if self.before_result is not None:
             self.before_result(self)
-        prompts = [PromptLogprobs(s.row, s.start, logprobs.records([s.top_count] * s.count)) for s, logprobs in self._prompts]
+        prompts = [
+            PromptLogprobs(s.row, s.start, logprobs.records([s.top_count] * s.count)) for s, logprobs in self._prompts
+        ]
         if self._tokens is None or self._batch is None:
             return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
         ids, states = (column[: len(self._batch.rows)] for column in self._tokens.tolist())
@@ -102,13 +107,18 @@ class PendingSample:
         failed, pooled = self._read_pooled()
         troubled = self._troubled_rows(states)
         failed += [(row, MESSAGES[state]) for row, state in troubled if state != NOTHING_ALLOWED]
-        refused = [(row, self._errors.get(row) or MESSAGES[state]) for row, state in troubled if state == NOTHING_ALLOWED]
+        refused = [
+            (row, self._errors.get(row) or MESSAGES[state]) for row, state in troubled if state == NOTHING_ALLOWED
+        ]
         return StepResult(self._step_id, ids, logprobs, prompts, failed, pooled, refused, self.forced)
 
     def _read_pooled(self) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
         """``(failed rows, results)`` of the rows that are read."""
         parts = [rows.records(check_finite=self._check_finite) for rows in self._pooled]
-        return [failure for _, failures in parts for failure in failures], [result for results, _ in parts for result in results]
+        return (
+            [failure for _, failures in parts for failure in failures],
+            [result for results, _ in parts for result in results]
+        )
 
     def _spread_logprobs(self, num_rows: int) -> list | None:
         if self._logprobs is None or self._batch is None:

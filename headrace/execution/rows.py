@@ -15,7 +15,9 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import RowGrowth, RowStart
 
-IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS, IS_TAKEN, HAS_GRAMMAR = 1, 2, 4, 8, 16, 32, 64
+IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS, IS_TAKEN, HAS_GRAMMAR = (
+    1, 2, 4, 8, 16, 32, 64
+)
 """Bits of a row's flags; 0 is a free row."""
 
 IS_POOLED, HAS_SECOND_TEXT = 256, 512
@@ -33,8 +35,8 @@ class RowTokens:
 
 
 class Rows:
-    """``last_token`` [max_rows + 1] int64 on the device: what the sampler drew last, the input of the row's next decode;
-    its last entry belongs to the null row of the page tables. The ``*_np`` arrays [max_rows] are the host's."""
+    """``last_token`` [max_rows + 1] int64 on the device: what the sampler drew last, the input of the row's next
+    decode; its last entry belongs to the null row of the page tables. The ``*_np`` arrays [max_rows] are the host's."""
 
     def __init__(self, max_rows: int, device: torch.device):
         self.last_token = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
@@ -63,10 +65,13 @@ class Rows:
         self.prompt_len_np[start.row] = start.prompt_len
         self.draws_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
         self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
-        is_ruled = spec.rules is not None and not (spec.grammar is not None and spec.rules.is_length_only)  # masks see to that
+        # masks see to that
+        is_ruled = spec.rules is not None and not (spec.grammar is not None and spec.rules.is_length_only)
         self.flags_np[start.row] = (
-            IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None) | HAS_RULES * is_ruled
-            | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0) | HAS_GRAMMAR * (spec.grammar is not None)
+            IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None)
+            | HAS_RULES * is_ruled
+            | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0)
+            | HAS_GRAMMAR * (spec.grammar is not None)
         )
         if start.pooling is not None:
             self.flags_np[start.row] |= IS_POOLED | HAS_SECOND_TEXT * (start.pooling.second_start > 0)

@@ -1,4 +1,5 @@
-"""`RuleState`: bias, allowed tokens, bad words, minimum length and thinking limits of the rows that have such rules. V vocabulary.
+"""`RuleState`: bias, allowed tokens, bad words, minimum length and thinking limits of the rows that have such rules. V
+vocabulary.
 
 What a set of rows needs is joined into flat index tensors once and kept while the set stays the same.
 """
@@ -59,7 +60,9 @@ class RuleState:
         if not width:
             return
         if width > self._recent.shape[1]:
-            older = torch.full((len(self._recent), width - self._recent.shape[1]), NO_TOKEN, dtype=torch.int64, device=self._device)
+            older = torch.full(
+                (len(self._recent), width - self._recent.shape[1]), NO_TOKEN, dtype=torch.int64, device=self._device
+            )
             self._recent = torch.cat((older, self._recent), dim=1)
         tail = known.token_ids[-self._recent.shape[1] :]
         self._recent[row] = NO_TOKEN
@@ -75,12 +78,16 @@ class RuleState:
         """Join the rules of these rows, whose next tokens have these indices in their outputs."""
         upload.add("rule_rows", rows)
         self._thinking.pack(rows, output_lens, upload)
-        key = tuple((int(row), int(length) < self._rules[int(row)].min_tokens) for row, length in zip(rows, output_lens, strict=True))
+        key = tuple(
+            (int(row), int(length) < self._rules[int(row)].min_tokens) for row,
+            length in zip(rows, output_lens, strict=True)
+        )
         if self._joined is None or self._joined[0] != key:
             self._joined = (key, self._join(key))
 
     def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
-        """Edit logits [n, V], contiguous, of the packed rows in place: bias, allowed, bad words, minimum length, thinking."""
+        """Edit logits [n, V], contiguous, of the packed rows in place: bias, allowed, bad words, minimum length,
+        thinking."""
         assert self._joined is not None
         joined, flat = self._joined[1], logits.view(-1)
         flat.index_add_(0, joined.bias_index, joined.bias)
@@ -121,8 +128,10 @@ class RuleState:
         for i, (_, ids, _) in enumerate(words):
             prefix[i, prefix.shape[1] - len(ids) :] = ids
         return _JoinedRules(
-            self._send(bias_index), to_device(np.array(bias, dtype=np.float32), self._device), self._send(confined), self._send(kept),
-            self._send(banned), self._send([w[0] for w in words]), to_device(prefix, self._device), self._send([w[2] for w in words]),
+            self._send(bias_index), to_device(np.array(bias, dtype=np.float32), self._device), self._send(confined),
+            self._send(kept),
+            self._send(banned), self._send([w[0] for w in words]), to_device(prefix, self._device),
+            self._send([w[2] for w in words]),
         )
 
     def _send(self, values: list[int]) -> torch.Tensor:

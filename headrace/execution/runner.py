@@ -39,14 +39,17 @@ class Runner:
     """
 
     def __init__(
-        self, model: ServedModel, layout: CacheLayout, backends: list[AttentionBackend], *, num_layers: int, vocab_size: int, max_tokens: int,
+        self, model: ServedModel, layout: CacheLayout, backends: list[AttentionBackend], *, num_layers: int,
+        vocab_size: int, max_tokens: int,
         device: torch.device, check_finite: bool = True,
     ):
         self._model, self._device, self._check_finite = model, device, check_finite
         self._num_layers = num_layers
         self.layout, self._backends = layout, backends
         self._narrows = getattr(model, "narrows", False)
-        self._joins = hasattr(model, "join_decodes") and all(getattr(backend, "joins_layers", False) for backend in backends)
+        self._joins = (
+            hasattr(model, "join_decodes") and all(getattr(backend, "joins_layers", False) for backend in backends)
+        )
         self._captured: CapturedSteps | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
@@ -128,7 +131,9 @@ class Runner:
         if len(samples):
             logits = self._model.compute_logits(hidden if is_narrow else hidden.index_select(0, sent["sample_tokens"]))
             draw = self._plan_draw(logits, batch, sent, filling)
-        return self._leave(PendingSample(plan.step_id, batch, draw, prompts, check_finite=self._check_finite, pooled=pooled), filling)
+        return self._leave(
+            PendingSample(plan.step_id, batch, draw, prompts, check_finite=self._check_finite, pooled=pooled), filling
+        )
 
     def _replay(self, plan: StepPlan, upload: Upload, graph: DecodeGraph) -> PendingSample:
         """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked."""
@@ -143,7 +148,9 @@ class Runner:
             draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
         else:
             draw = self._plan_draw(logits[: len(plan.rows)], batch, sent, filling)
-        return self._leave(PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling)
+        return self._leave(
+            PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling
+        )
 
     def _join(self, plan: StepPlan, upload: Upload, step: DecodeStep) -> PendingSample:
         """The same for decodes alone where one call computes all of them, the likeliest tokens too."""
@@ -152,21 +159,29 @@ class Runner:
         sent = upload.send(self._device)
         filling = self._grammars.begin(batch) if self._grammars is not None else None
         self._apply_pages(plan, sent)
-        logits, likeliest = step.run(torch.from_numpy(decodes.requests), self._rows.last_token, self._tables.tensor, is_greedy=batch.is_greedy)
+        logits, likeliest = step.run(
+            torch.from_numpy(decodes.requests), self._rows.last_token, self._tables.tensor, is_greedy=batch.is_greedy
+        )
         if logits is None:
             draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
         else:
             draw = self._plan_draw(logits, batch, sent, filling)
-        return self._leave(PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling)
+        return self._leave(
+            PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling
+        )
 
     def _read_decodes(self, plan: StepPlan, upload: Upload) -> Decodes:
         """A plan of decodes alone, whose sampling state is added to the upload if it takes any."""
-        decodes = self._decodes = Decodes.of(plan, self._rows) if self._decodes is None else self._decodes.follow(plan, self._rows)
+        decodes = self._decodes = (
+            Decodes.of(plan, self._rows) if self._decodes is None else self._decodes.follow(plan, self._rows)
+        )
         if not decodes.batch.is_greedy:
             self._sampler.pack(decodes.batch, upload)
         return decodes
 
-    def _plan_draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], filling: Filling | None) -> Callable[[], Drawn]:
+    def _plan_draw(
+        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], filling: Filling | None
+    ) -> Callable[[], Drawn]:
         def draw() -> Drawn:
             masks = filling.result() if filling is not None else None
             with torch.inference_mode():
@@ -234,23 +249,37 @@ class Runner:
             known = self._rows[row]
             stop = min(end + 1, known.prompt_len)
             if stop > begin + 1:
-                spans.append(PromptSpan(row, begin + 1, stop - begin - 1, int(shape.query_start[i]), known.sampling.num_prompt_logprobs))
+                spans.append(
+                    PromptSpan(
+                        row, begin + 1, stop - begin - 1, int(shape.query_start[i]), known.sampling.num_prompt_logprobs
+                    )
+                )
                 targets.append(known.token_ids[begin + 1 : stop])
         if spans:
             upload.add("prompt_targets", np.concatenate(targets))
         return spans
 
-    def _log_prompts(self, spans: list[PromptSpan], hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> list[tuple[PromptSpan, Logprobs]]:
+    def _log_prompts(
+        self, spans: list[PromptSpan], hidden: torch.Tensor, sent: dict[str, torch.Tensor]
+    ) -> list[tuple[PromptSpan, Logprobs]]:
         if not spans:
             return []
         targets = sent["prompt_targets"].split([span.count for span in spans])
         return [
-            (span, compute_prompt_logprobs(hidden[span.hidden_start : span.hidden_start + span.count], ids, span.top_count, self._model.compute_logits))
+            (
+                span,
+                compute_prompt_logprobs(
+                    hidden[span.hidden_start : span.hidden_start + span.count], ids, span.top_count,
+                    self._model.compute_logits
+                )
+            )
             for span, ids in zip(spans, targets, strict=True)
         ]
 
 
-def _pages_by_layer(layout: CacheLayout, pools: list[Pool], num_layers: int) -> tuple[list[KvPages | None], list[int | None]]:
+def _pages_by_layer(
+    layout: CacheLayout, pools: list[Pool], num_layers: int
+) -> tuple[list[KvPages | None], list[int | None]]:
     pages: list[KvPages | None] = [None] * num_layers
     group_of_layer: list[int | None] = [None] * num_layers
     for g, (group, pool) in enumerate(zip(layout.groups, pools, strict=True)):

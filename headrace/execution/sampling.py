@@ -1,8 +1,8 @@
 """`Sampler`: from logits to drawn tokens. S sampled rows, V vocabulary.
 
-In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties, grammar; then the likeliest token for
-greedy rows, and for the others temperature, min-p, top-k, top-p and the draw (``kernels/sample``). Every operation is
-row-wise, so what a row draws does not depend on the rows beside it.
+In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties, grammar; then the likeliest
+token for greedy rows, and for the others temperature, min-p, top-k, top-p and the draw (``kernels/sample``). Every
+operation is row-wise, so what a row draws does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class SampleBatch:
         """``ends`` [S]: position of each token to draw."""
         flags = state.flags_np[rows]
         random, penalised, ruled, constrained, logged = (
-            np.flatnonzero(flags & bit) for bit in (flag.IS_RANDOM, flag.HAS_PENALTIES, flag.HAS_RULES, flag.HAS_GRAMMAR, flag.WANTS_LOGPROBS)
+            np.flatnonzero(flags & bit)
+            for bit in (flag.IS_RANDOM, flag.HAS_PENALTIES, flag.HAS_RULES, flag.HAS_GRAMMAR, flag.WANTS_LOGPROBS)
         )
         top_counts = [state[int(row)].sampling.num_logprobs for row in rows[logged]]
         return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, constrained, logged, top_counts)
@@ -55,7 +56,8 @@ class SampleBatch:
     def advance(self) -> SampleBatch:
         """The same rows, one token on."""
         return SampleBatch(
-            self.rows, self.output_lens + 1, self.random, self.penalised, self.ruled, self.constrained, self.logged, self.top_counts,
+            self.rows, self.output_lens + 1, self.random, self.penalised, self.ruled, self.constrained, self.logged,
+            self.top_counts,
         )
 
     @property
@@ -66,8 +68,8 @@ class SampleBatch:
 
 @dataclass(slots=True)
 class Drawn:
-    """``tokens`` [2, S or more] int64 on the device: ids and states, and then what may be ignored; ``logprobs`` of the rows in ``SampleBatch.logged``, if any.
-    ``errors``: see `RowMasks`."""
+    """``tokens`` [2, S or more] int64 on the device: ids and states, and then what may be ignored; ``logprobs`` of the
+    rows in ``SampleBatch.logged``, if any. ``errors``: see `RowMasks`."""
 
     tokens: torch.Tensor
     logprobs: Logprobs | None
@@ -76,7 +78,8 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _DrawnLast:
-    """The latest rows that drew, as bytes and on the device, and how: valid until one of them is started or released."""
+    """The latest rows that drew, as bytes and on the device, and how: valid until one of them is started or
+    released."""
 
     key: bytes
     rows: torch.Tensor
@@ -130,7 +133,9 @@ class Sampler:
         if len(batch.logged):
             upload.add("logged", batch.logged)
 
-    def draw(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None = None) -> Drawn:
+    def draw(
+        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None = None
+    ) -> Drawn:
         """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token. ``masks``
         are those of ``batch.constrained``, if there are any."""
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
@@ -140,7 +145,9 @@ class Sampler:
             self._edit(logits, batch, sent)
         rows, params = self._find_params(batch, sent)
         allowed, mask_of_row = (None, None) if masks is None else masks.send()
-        tokens = self._draw(logits, rows, self._rows.last_token, params=params, masks=allowed, mask_of_row=mask_of_row, before=before)
+        tokens = self._draw(
+            logits, rows, self._rows.last_token, params=params, masks=allowed, mask_of_row=mask_of_row, before=before
+        )
         self._count(tokens[0], batch, sent)
         logprobs = None
         if raw is not None:

@@ -1,5 +1,5 @@
-"""Steps with prefill in them captured as CUDA graphs, one per bucket of tokens: where computing a step takes less time than
-launching its kernels, as with small models, short prompts, and a few new requests among many that decode.
+"""Steps with prefill in them captured as CUDA graphs, one per bucket of tokens: where computing a step takes less time
+than launching its kernels, as with small models, short prompts, and a few new requests among many that decode.
 
 Refuses: decodes alone, which have better graphs of their own; long chunks, whose attention is worth a kernel chosen for
 them; and steps so large that launching them costs nothing. T tokens, D hidden width.
@@ -15,8 +15,8 @@ from headrace.models.family import ServedModel
 
 SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 MOST_FLOPS = 1e13
-"""Of a step: twice its tokens times the model's parameters. A larger one keeps a device busy for longer than it takes to
-launch its kernels one by one, some 15 ms."""
+"""Of a step: twice its tokens times the model's parameters. A larger one keeps a device busy for longer than it takes
+to launch its kernels one by one, some 15 ms."""
 LONGEST_SPAN = 1024
 LONGEST_DECODE, FEW_DECODES = 4096, 64
 """A captured step does not split a decode's keys among programs: not for a few that have many."""
@@ -37,8 +37,8 @@ def takes_graph(shape: StepShape) -> bool:
 
 
 class StepGraph:
-    """One bucket. Its input is what `InputBuilder.fill` leaves in the static tensors; hidden states [T, D] are its output,
-    which the next run of any bucket may overwrite."""
+    """One bucket. Its input is what `InputBuilder.fill` leaves in the static tensors; hidden states [T, D] are its
+    output, which the next run of any bucket may overwrite."""
 
     def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
         self.size, self._model, self._inputs = size, model, inputs

@@ -43,7 +43,10 @@ class ThinkingState:
         limits = [self._limits[int(rows[place])] for place in places]
         upload.add("thinking_places", places)
         upload.add("thinking_rows", rows[places])
-        upload.add("thinking_left", [limit.limit - int(output_lens[place]) for place, limit in zip(places, limits, strict=True)])
+        upload.add(
+            "thinking_left",
+            [limit.limit - int(output_lens[place]) for place, limit in zip(places, limits, strict=True)]
+        )
         upload.add("thinking_ends", [limit.end_id for limit in limits])
         upload.add("thinking_starts", [limit.start_id for limit in limits])
 
@@ -62,5 +65,7 @@ class ThinkingState:
         if "thinking_places" not in sent:
             return
         rows, drawn = sent["thinking_rows"], ids.index_select(0, sent["thinking_places"])
-        is_thinking = (self._is_thinking.index_select(0, rows) | (drawn == sent["thinking_starts"])) & (drawn != sent["thinking_ends"])
+        is_thinking = (
+            self._is_thinking.index_select(0, rows) | (drawn == sent["thinking_starts"])
+        ) & (drawn != sent["thinking_ends"])
         self._is_thinking.index_copy_(0, rows, is_thinking)

@@ -30,7 +30,9 @@ class Upload:
             return {}
         packed = to_device(np.concatenate([array.view(np.int64) for array in self._arrays.values()]), device)
         sent = {}
-        for (name, array), part in zip(self._arrays.items(), packed.split([a.size for a in self._arrays.values()]), strict=True):
+        for (name, array), part in zip(
+            self._arrays.items(), packed.split([a.size for a in self._arrays.values()]), strict=True
+        ):
             sent[name] = part.view(torch.float64) if array.dtype == np.float64 else part
         return sent
 

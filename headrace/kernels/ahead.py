@@ -1,5 +1,5 @@
-"""`compile_ahead`: kernels compiled before anything launches them, many at a time, on a machine that sees them for the first
-time. They are found by a rehearsal, in which nothing is launched.
+"""`compile_ahead`: kernels compiled before anything launches them, many at a time, on a machine that sees them for the
+first time. They are found by a rehearsal, in which nothing is launched.
 
 Refuses: knowing which kernels there are. Triton's only; on a machine without it there is nothing to do.
 """
@@ -36,7 +36,8 @@ class _Zeros(TorchFunctionMode):
 
 
 class _Unlaunched:
-    """Stands for a kernel that is being compiled: a launch does nothing. One that did not compile raises why, always."""
+    """Stands for a kernel that is being compiled: a launch does nothing. One that did not compile raises why,
+    always."""
 
     function = packed_metadata = None
 
@@ -52,8 +53,8 @@ class _Unlaunched:
 
 
 def _rehearsing(pool: Executor) -> Any:
-    """A context in which every launch of a kernel that this process has not compiled is left out, and the kernel compiled on
-    ``pool``; its end waits for all of them and puts them in their places."""
+    """A context in which every launch of a kernel that this process has not compiled is left out, and the kernel
+    compiled on ``pool``; its end waits for all of them and puts them in their places."""
     from triton import AsyncCompileMode
 
     class Rehearsing(AsyncCompileMode):
@@ -62,7 +63,9 @@ def _rehearsing(pool: Executor) -> Any:
             self.compiling: dict[str, Future[Any]] = {}
             self._places: list[tuple[str, Callable[[Any], None]]] = []
 
-        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any) -> _Unlaunched:
+        def submit(
+            self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any
+        ) -> _Unlaunched:
             """``finalize_fn`` takes what shall be launched from now on. Triton 3.9 also tells how to take it back."""
 
             def compile_and_load() -> Any:
@@ -87,8 +90,8 @@ def _rehearsing(pool: Executor) -> Any:
 
 
 def read_compiler(device: torch.device) -> None:
-    """Start what Triton does before its first kernel, compiled or not: it reads itself to know its version, for a third of a
-    second. Elsewhere than on a GPU there is nothing to do."""
+    """Start what Triton does before its first kernel, compiled or not: it reads itself to know its version, for a third
+    of a second. Elsewhere than on a GPU there is nothing to do."""
     if not _has_compiler(device):
         return
     from triton.runtime import cache
@@ -121,7 +124,9 @@ def compile_ahead(rehearse: Callable[[], None], about: str, device: torch.device
         logger.warning("a kernel did not compile ahead: %s: %s", type(failed).__name__, failed)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
-    logger.info("%d kernels found in %.1f s and compiled in %.1f s", len(wanted), rehearsed - began, time.perf_counter() - began)
+    logger.info(
+        "%d kernels found in %.1f s and compiled in %.1f s", len(wanted), rehearsed - began, time.perf_counter() - began
+    )
     return len(wanted)
 
 
@@ -138,7 +143,11 @@ def _mark_of(about: str, device: torch.device) -> Path:
     import triton
     from triton import knobs
 
-    digest = hashlib.sha256("\n".join((triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)).encode())
+    digest = hashlib.sha256(
+        "\n".join(
+            (triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)
+        ).encode()
+    )
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return Path(knobs.cache.dir) / "headrace" / digest.hexdigest()[:32]

@@ -1,9 +1,9 @@
 """Keys and values in 8 bits: a code from -127 to 127 for each number, a float32 scale for each token and kv head.
 
-T tokens, K kv heads, E head dim, a multiple of 4, P pages. Pages of codes are int8 [P, page_size, K, E] in name, but inside a page
-codes lie as the products of CPUs take them (csrc/cpu/codes.h tells why): in lots of up to 16 tokens (L), of keys as
-[K, E / 4, L, 4], of values as [K, L / F, E, F], where F is 4 or as many tokens as a lot has. Scales are [P, 2, K, page_size]: those
-of keys, then those of values.
+T tokens, K kv heads, E head dim, a multiple of 4, P pages. Pages of codes are int8 [P, page_size, K, E] in name, but
+inside a page codes lie as the products of CPUs take them (csrc/cpu/codes.h tells why): in lots of up to 16 tokens (L),
+of keys as [K, E / 4, L, 4], of values as [K, L / F, E, F], where F is 4 or as many tokens as a lot has. Scales are [P,
+2, K, page_size]: those of keys, then those of values.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ LEAST_CODED = 1e-30
 
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [..., E] to codes [..., E] int8 and scales [...] float32; a scale is no number, or infinite, where one of its
-    numbers is."""
+    """Numbers [..., E] to codes [..., E] int8 and scales [...] float32; a scale is no number, or infinite, where one of
+    its numbers is."""
     x = x.float()
     top = x.abs().amax(-1)
     factor = torch.where(top > LEAST_CODED, MOST_CODE / top, 0.0)
     return torch.round(x * factor[..., None]).nan_to_num().to(torch.int8), top / MOST_CODE
 
 
-def write_codes(pages: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def write_codes(
+    pages: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor, slots: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor
+) -> None:
     """Put ``k`` and ``v`` [T, K, E] at ``slots`` [T] int64 of pages of codes."""
     page_size = pages[0].shape[1]
     lot, quad = _sizes(page_size)
@@ -40,7 +43,9 @@ def write_codes(pages: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor, 
             _values(stored)[page, place // lot, :, token // quad, :, token % quad] = codes
 
 
-def read_codes(pages: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_codes(
+    pages: tuple[torch.Tensor, torch.Tensor], scales: torch.Tensor, page_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of some pages as float32 [positions, K, E]."""
     k, v = (stored.index_select(0, page_ids) for stored in pages)
     chosen = scales.index_select(0, page_ids).permute(1, 0, 3, 2).flatten(1, 2)[..., None]

@@ -35,7 +35,8 @@ class CudaSourceError(HeadraceError):
 
 
 def _open_nvrtc() -> ctypes.CDLL:
-    """The one that torch brought along in a package beside it, or the system's. Raises `OSError` where there is none."""
+    """The one that torch brought along in a package beside it, or the system's. Raises `OSError` where there is
+    none."""
     name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
     spec = find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
@@ -69,7 +70,9 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
 def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, ...]) -> bytes:
     program = c_void_p()
     nvrtc.nvrtcCreateProgram(byref(program), c_char_p(source), f"{name}.cu".encode(), 0, None, None)
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*(option.encode() for option in options)))
+    failed = nvrtc.nvrtcCompileProgram(
+        program, len(options), (c_char_p * len(options))(*(option.encode() for option in options))
+    )
     told = _read(nvrtc, program, "ProgramLog" if failed else "CUBIN")
     nvrtc.nvrtcDestroyProgram(byref(program))
     if failed:
@@ -100,11 +103,14 @@ class CudaKernel:
         """On torch's current stream. Arguments are ctypes objects, copied at once."""
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._call("cuLaunchKernel", self._function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream, places, None)
+        self._call(
+            "cuLaunchKernel", self._function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream, places, None
+        )
 
     def describe(self, matrix: torch.Tensor, rows: int, columns: int) -> ctypes.Array[ctypes.c_char]:
-        """A tensor map by which the hardware copies boxes of ``rows`` by ``columns``, 128 bytes wide, with their 16-byte pieces
-        in swizzled order; what lies outside of the matrix is read as zero and not written. Rows begin at multiples of 16 bytes."""
+        """A tensor map by which the hardware copies boxes of ``rows`` by ``columns``, 128 bytes wide, with their
+        16-byte pieces in swizzled order; what lies outside of the matrix is read as zero and not written. Rows begin at
+        multiples of 16 bytes."""
         room = ctypes.create_string_buffer(MAP_BYTES + 64)
         aligned = (ctypes.c_char * MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
         self._call(

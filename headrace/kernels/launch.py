@@ -11,7 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the kernels launched before have finished and their writes are visible; then let the next one start."""
+    """Wait until the kernels launched before have finished and their writes are visible; then let the next one
+    start."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

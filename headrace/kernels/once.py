@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 def cache_once(function: Callable[P, T]) -> Callable[P, T]:
-    """Call ``function`` once for each set of arguments; the order of keyword arguments makes none. An error is not kept."""
+    """Call ``function`` once for each set of arguments; the order of keyword arguments makes none. An error is not
+    kept."""
     results: dict[Any, T] = {}
 
     @wraps(function)

@@ -26,7 +26,9 @@ class Operation(Registry[Callable[..., Any]]):
     nothing is looked up on the hot path."""
 
 
-def requires(*, device: str | None = None, dtypes: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0)) -> Callable[[KernelQuery], str | None]:
+def requires(
+    *, device: str | None = None, dtypes: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0)
+) -> Callable[[KernelQuery], str | None]:
     """A ``supports`` predicate for the common cases."""
 
     def reason_against(query: KernelQuery) -> str | None:

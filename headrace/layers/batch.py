@@ -19,8 +19,9 @@ class GroupStep:
 
 @dataclass(slots=True)
 class WantedTokens:
-    """The S tokens of a step, of each request the last one at most, whose hidden states are all that is wanted: ``places``
-    [S] int64 among the T. ``inputs[g]`` has their queries alone, each a decode; ``slots`` are still those of all T."""
+    """The S tokens of a step, of each request the last one at most, whose hidden states are all that is wanted:
+    ``places`` [S] int64 among the T. ``inputs[g]`` has their queries alone, each a decode; ``slots`` are still those of
+    all T."""
 
     places: torch.Tensor
     inputs: list[AttentionInputs]
@@ -28,9 +29,9 @@ class WantedTokens:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """T tokens of R requests. ``token_ids`` [T] int64, ``positions`` [T] int64, both on the device.
-    ``groups[g]`` is cache group g, as numbered by the layout. ``lengths`` [R] are the requests' tokens in this step, on the
-    host; ``text_kinds`` [T] int64 says which text of a pair each token belongs to (None: all to the first). Only models
+    """T tokens of R requests. ``token_ids`` [T] int64, ``positions`` [T] int64, both on the device. ``groups[g]`` is
+    cache group g, as numbered by the layout. ``lengths`` [R] are the requests' tokens in this step, on the host;
+    ``text_kinds`` [T] int64 says which text of a pair each token belongs to (None: all to the first). Only models
     without cache groups read these two. ``wanted`` is for models that say they ``narrow``: these return hidden states
     [S, D]. In the last layer, ``queries`` are the places of the tokens that still attend."""
 
@@ -43,7 +44,8 @@ class ForwardBatch:
     queries: torch.Tensor | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
-        """The batch in which a layer of ``group`` attends for the wanted tokens alone, its backend prepared for them."""
+        """The batch in which a layer of ``group`` attends for the wanted tokens alone, its backend prepared for
+        them."""
         if self.wanted is None:
             return self
         step = GroupStep(self.wanted.inputs[group], self.groups[group].backend)

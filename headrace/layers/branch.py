@@ -12,10 +12,12 @@ class Branch(nn.Module):
     """``x [T, D] -> [T, D]``, of a normalised x."""
 
     def leave_sums(self) -> None:
-        """From now on the output goes to `RmsNorm.add` alone, which takes sums too, and None for what was added to the residual:
-        a branch that ends with a product may leave it so."""
+        """From now on the output goes to `RmsNorm.add` alone, which takes sums too, and None for what was added to the
+        residual: a branch that ends with a product may leave it so."""
 
-    def after_norm(self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None, *batch: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def after_norm(
+        self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None, *batch: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """``(branch(norm(x + residual)), x + residual)``; ``residual`` is consumed. Branches that begin with a product
         may fuse it with what comes before."""
         x, residual = norm.add(x, residual)

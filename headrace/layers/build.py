@@ -13,10 +13,10 @@ from headrace.layers.quantization import SchemeChain, default_chain
 @dataclass(frozen=True)
 class Build:
     """Passed to every layer's constructor. ``dtype`` is that of weights and activations. ``max_model_len`` is the
-    longest context to be served, in tokens (0: what the checkpoint claims); position tables are that long. ``moe_experts``
-    names the implementation of mixtures of experts (``auto``: the best that can serve the model here). ``schemes``: what
-    weights go through on their way from the checkpoint, and what layers make of them. ``keeps_blocks``: weights that a
-    checkpoint has in blocks stay so where layers can keep them."""
+    longest context to be served, in tokens (0: what the checkpoint claims); position tables are that long.
+    ``moe_experts`` names the implementation of mixtures of experts (``auto``: the best that can serve the model here).
+    ``schemes``: what weights go through on their way from the checkpoint, and what layers make of them.
+    ``keeps_blocks``: weights that a checkpoint has in blocks stay so where layers can keep them."""
 
     device: torch.device
     dtype: torch.dtype

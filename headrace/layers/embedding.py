@@ -12,7 +12,8 @@ from headrace.layers.storing import plain_weight
 
 
 class Embedding(nn.Module):
-    """``token_ids [T] -> [T, D]``, multiplied by ``scale`` rounded to the model's dtype (as checkpoints were trained)."""
+    """``token_ids [T] -> [T, D]``, multiplied by ``scale`` rounded to the model's dtype (as checkpoints were
+    trained)."""
 
     looks_up_rows = is_vocabulary = is_storable = True
 

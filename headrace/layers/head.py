@@ -19,7 +19,10 @@ class Head(nn.Module):
 
     looks_up_rows, is_vocabulary, is_storable = False, True, True
 
-    def __init__(self, build: Build, vocab_size: int, width: int, *, weight: nn.Parameter | None = None, divisor: float = 1.0, softcap: float = 0.0):
+    def __init__(
+        self, build: Build, vocab_size: int, width: int, *, weight: nn.Parameter | None = None, divisor: float = 1.0,
+        softcap: float = 0.0
+    ):
         super().__init__()
         self.weight = build.parameter(vocab_size, width) if weight is None else weight
         self.stored: StoredWeight | None = None

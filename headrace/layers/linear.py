@@ -19,18 +19,21 @@ from headrace.layers.storing import plain_weight
 
 
 def choose_joined(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
-    """The best solution of an operation that joins several; None if that is the reference: apart, each has its best kernel."""
+    """The best solution of an operation that joins several; None if that is the reference: apart, each has its best
+    kernel."""
     chosen = operation.choose(query)
     return None if chosen is operation.load("reference") else chosen
 
 
 class Linear(nn.Module):
-    """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their widths in order; O is their sum. A layer whose
-    weight is read by others, or must stay as precise as it is, ``is_storable=False``, keeps it plain."""
+    """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their widths in order; O is their sum. A layer
+    whose weight is read by others, or must stay as precise as it is, ``is_storable=False``, keeps it plain."""
 
     looks_up_rows = is_vocabulary = False
 
-    def __init__(self, build: Build, in_width: int, parts: dict[str, int] | int, *, bias: bool = False, is_storable: bool = True):
+    def __init__(
+        self, build: Build, in_width: int, parts: dict[str, int] | int, *, bias: bool = False, is_storable: bool = True
+    ):
         super().__init__()
         self.is_storable = is_storable
         self.stored: StoredWeight | None = None
@@ -54,11 +57,14 @@ class Linear(nn.Module):
         weight = plain_weight(self)
         if weight is None:
             return self.stored.multiply(x, self.bias)
-        return self._linear(x, weight, self.bias) if self._linear_sums is None else self._linear_sums(x, weight, self.bias, residual)
+        return (
+            self._linear(x, weight, self.bias) if self._linear_sums is None
+            else self._linear_sums(x, weight, self.bias, residual)
+        )
 
     def leave_sums(self) -> None:
-        """From now on outputs may be sums [S, T, O] in float32, or None: they were added to ``residual`` in place. `RmsNorm.add`
-        takes them so: that is where they must go."""
+        """From now on outputs may be sums [S, T, O] in float32, or None: they were added to ``residual`` in place.
+        `RmsNorm.add` takes them so: that is where they must go."""
         self._linear_sums = LINEAR_SUMS.choose(self._query)
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
@@ -70,9 +76,17 @@ class Linear(nn.Module):
 
     def can_join(self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None) -> bool:
         """Whether `join` takes these: few rows, an RMS norm, and a residual to add."""
-        return self._norm_linear is not None and x is not None and residual is not None and isinstance(norm, RmsNorm) and x.dim() == 2 and fits(x.shape[0])
+        return (
+            self._norm_linear is not None and x is not None and residual is not None and isinstance(norm, RmsNorm)
+            and x.dim() == 2 and fits(x.shape[0])
+        )
 
-    def join(self, norm: RmsNorm, x: torch.Tensor, residual: torch.Tensor, activation: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-        """``(product(norm(x + residual)), x + residual)`` in one kernel, the product followed by the gated activation."""
+    def join(
+        self, norm: RmsNorm, x: torch.Tensor, residual: torch.Tensor, activation: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(product(norm(x + residual)), x + residual)`` in one kernel, the product followed by the gated
+        activation."""
         assert self._norm_linear is not None, "see can_join"
-        return self._norm_linear(x, residual, Norm(norm.weight, norm.eps, norm.offset), self.weight, self.bias, activation)
+        return self._norm_linear(
+            x, residual, Norm(norm.weight, norm.eps, norm.offset), self.weight, self.bias, activation
+        )

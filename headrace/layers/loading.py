@@ -1,9 +1,9 @@
 """Checkpoint tensors into a model's parameters, by a table of names and nothing else.
 
 A table maps templates of checkpoint module names to own module names, ``{i}`` standing for the layer number in both:
-``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. After ``#`` comes the part of a stacked parameter;
-``{x}`` in both stands for each of the modules stacked in one. A row may also name a lone parameter.
-Rows whose module this model does not have (no such norm, no such bias) are skipped.
+``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. After ``#`` comes the part of a stacked
+parameter; ``{x}`` in both stands for each of the modules stacked in one. A row may also name a lone parameter. Rows
+whose module this model does not have (no such norm, no such bias) are skipped.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NUM_NAMED = 6
 
 
 class Targets(dict[str, torch.Tensor]):
-    """``{checkpoint tensor name: parameter, or the part of one, that it fills}``. ``intakes``: by the address of a parameter
-    that its layer could keep as blocks, where these go."""
+    """``{checkpoint tensor name: parameter, or the part of one, that it fills}``. ``intakes``: by the address of a
+    parameter that its layer could keep as blocks, where these go."""
 
     intakes: dict[int, BlockIntake]
 
@@ -40,7 +40,9 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
     """The targets of a table of names; together they fill every parameter."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
-    targets.intakes = {weight.weight.untyped_storage().data_ptr(): BlockIntake(weight) for weight in find_storable(model)}
+    targets.intakes = {
+        weight.weight.untyped_storage().data_ptr(): BlockIntake(weight) for weight in find_storable(model)
+    }
     for theirs, ours in names.items():
         for i in range(num_layers if "{i}" in theirs else 1):
             name, path = theirs.replace("{i}", str(i)), ours.replace("{i}", str(i))
@@ -65,7 +67,9 @@ def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> d
     }
 
 
-def fill_targets(targets: Targets, tensors: Iterable[tuple[str, torch.Tensor]], *, harmless: tuple[str, ...] = ()) -> None:
+def fill_targets(
+    targets: Targets, tensors: Iterable[tuple[str, torch.Tensor]], *, harmless: tuple[str, ...] = ()
+) -> None:
     """Copy each tensor into its target, converting type and device; tensors may come in any order.
 
     Extra tensors are an error unless their name ends with one of ``harmless``. Raises `WeightError` naming what misses,
@@ -91,7 +95,10 @@ def fill_targets(targets: Targets, tensors: Iterable[tuple[str, torch.Tensor]], 
         intake.finish()
     faults["missing"] = [name for name in targets if name not in filled]
     if any(faults.values()):
-        raise WeightError("the checkpoint does not fit the model: " + "; ".join(_describe(fault, names) for fault, names in faults.items() if names))
+        raise WeightError(
+            "the checkpoint does not fit the model: "
+            + "; ".join(_describe(fault, names) for fault, names in faults.items() if names)
+        )
 
 
 def _describe(fault: str, names: list[str]) -> str:

@@ -27,7 +27,8 @@ def choose_activation(spec: MlpSpec, build: Build) -> Callable[[torch.Tensor], t
 
 
 class GatedMlp(Branch):
-    """``x [T, D] -> [T, D]`` through ``spec.width`` hidden units. ``activation`` names a plain one, else it is empty."""
+    """``x [T, D] -> [T, D]`` through ``spec.width`` hidden units. ``activation`` names a plain one, else it is
+    empty."""
 
     def __init__(self, spec: MlpSpec, width: int, build: Build):
         super().__init__()
@@ -46,7 +47,9 @@ class GatedMlp(Branch):
         gated = self.gate_up.gate(x, self.activation) if self.activation else None
         return self.down(self._activate(self.gate_up(x)) if gated is None else gated, residual)
 
-    def after_norm(self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def after_norm(
+        self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         if not self.activation or not self.gate_up.can_join(norm, x, residual):
             return super().after_norm(norm, x, residual)
         x, residual = self.gate_up.join(norm, x, residual, self.activation)

@@ -25,8 +25,8 @@ class RmsNorm(nn.Module):
         return self._norm(x, self.weight, self.eps, self.offset)
 
     def add(self, x: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``; the first layer has no residual yet. ``residual`` is consumed. ``x`` may be what
-        a product left that `leaves sums <Linear.leave_sums>`: None if it is in the residual already."""
+        """``(norm(x + residual), x + residual)``; the first layer has no residual yet. ``residual`` is consumed. ``x``
+        may be what a product left that `leaves sums <Linear.leave_sums>`: None if it is in the residual already."""
         if x is None or residual is None:
             total = residual if x is None else x
             return self._norm(total, self.weight, self.eps, self.offset), total
@@ -34,7 +34,8 @@ class RmsNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean 0 and variance 1 over the last dim, [T, D], times ``weight`` plus ``bias``; torch's own kernel everywhere."""
+    """Mean 0 and variance 1 over the last dim, [T, D], times ``weight`` plus ``bias``; torch's own kernel
+    everywhere."""
 
     def __init__(self, build: Build, width: int, eps: float):
         super().__init__()

@@ -15,7 +15,9 @@ from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 
 Reduction = Literal["first", "last", "mean", "max"]
-DENSE_ACTIVATIONS = {"identity": nn.Identity, "tanh": nn.Tanh, "gelu": nn.GELU, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU}
+DENSE_ACTIVATIONS = {
+    "identity": nn.Identity, "tanh": nn.Tanh, "gelu": nn.GELU, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU
+}
 
 
 class EmbeddingHead(nn.Module):
@@ -36,8 +38,8 @@ class EmbeddingHead(nn.Module):
 
 
 class ReadOut(nn.Module):
-    """What a model that reads does with its hidden states: ``reduction`` of a text's states to one, in float32, then ``head``,
-    ``[S, D]`` of type ``takes`` to ``[S, W]`` float32."""
+    """What a model that reads does with its hidden states: ``reduction`` of a text's states to one, in float32, then
+    ``head``, ``[S, D]`` of type ``takes`` to ``[S, W]`` float32."""
 
     def __init__(self, reduction: Reduction, head: nn.Module, *, takes: torch.dtype = torch.float32):
         super().__init__()

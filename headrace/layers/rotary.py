@@ -1,7 +1,7 @@
 """Rotary position tables, with every way of stretching them that checkpoints ask for.
 
-Frequencies that depend on the sequence length (``dynamic``, ``longrope``) are fixed once, for the longest context that is
-served: keys in the cache stay valid as a request grows, and a shared prefix means the same for everyone.
+Frequencies that depend on the sequence length (``dynamic``, ``longrope``) are fixed once, for the longest context that
+is served: keys in the cache stay valid as a request grows, and a shared prefix means the same for everyone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class RotaryTable(nn.Module):
         factor = _attention_factor(spec.scaling)
         angles = torch.arange(length, dtype=torch.float32)[:, None] * _frequencies(spec, length)
         half = spec.rotary_dim // 2
-        self.cos_sin = nn.Buffer(torch.empty(length, spec.rotary_dim, dtype=torch.float32, device=device), persistent=False)
+        self.cos_sin = nn.Buffer(
+            torch.empty(length, spec.rotary_dim, dtype=torch.float32, device=device), persistent=False
+        )
         self.cos_sin[:, :half] = angles.cos().mul_(factor)
         self.cos_sin[:, half:] = angles.sin_().mul_(factor)
 

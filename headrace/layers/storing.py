@@ -1,7 +1,8 @@
 """How layers keep their weights once these are filled: a plain parameter, or a `StoredWeight` in its place.
 
-A layer that can do so has a parameter ``weight`` [O, I] and an attribute ``stored``; storing removes the parameter, for which
-a layer must therefore ask first (`plain_weight`). Tied weights are stored once. Refuses: losing anything, which quantization schemes may.
+A layer that can do so has a parameter ``weight`` [O, I] and an attribute ``stored``; storing removes the parameter, for
+which a layer must therefore ask first (`plain_weight`). Tied weights are stored once. Refuses: losing anything, which
+quantization schemes may.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ CPU_TYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class StorableWeight:
-    """A weight and the layers that share it. ``has_rows``: one of them is an embedding; ``is_vocabulary``: an embedding or
-    a head. It does not keep the weight alive once that is stored."""
+    """A weight and the layers that share it. ``has_rows``: one of them is an embedding; ``is_vocabulary``: an embedding
+    or a head. It does not keep the weight alive once that is stored."""
 
     name: str
     layers: tuple[Any, ...]
@@ -85,9 +86,9 @@ def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = 
 
 
 def store_fastest(model: nn.Module) -> None:
-    """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Where the
-    native library is still being compiled, plain weights serve until it is there, and are then stored one by one between
-    products; a model that has ``notice_stored`` is told when all are."""
+    """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Where
+    the native library is still being compiled, plain weights serve until it is there, and are then stored one by one
+    between products; a model that has ``notice_stored`` is told when all are."""
     native.NATIVE.find()
     if native.state().status == "compiling":
         threading.Thread(target=_store_later, args=(weakref.ref(model),), name="weight-storing", daemon=True).start()
@@ -111,7 +112,10 @@ def _store_later(model: weakref.ref[nn.Module]) -> None:
 def _store_plain(model: nn.Module, choice: FormChoice) -> None:
     """Each weight is let go of before the next is taken."""
     for weight in find_storable(model):
-        if weight.weight.device.type == "cpu" and weight.weight.dtype in CPU_TYPES and (form := _choose_form(weight, choice)):
+        if (
+            weight.weight.device.type == "cpu" and weight.weight.dtype in CPU_TYPES
+            and (form := _choose_form(weight, choice))
+        ):
             weight.store(WEIGHT_FORMS.load(form)(weight.weight.detach()))
     choice.save()
 
@@ -127,14 +131,23 @@ def _choose_form(weight: StorableWeight, choice: FormChoice) -> str | None:
 
 def find_stored(model: nn.Module) -> list[StoredWeight]:
     """Every stored weight, tied ones once."""
-    return list({id(stored): stored for layer in model.modules() if (stored := getattr(layer, "stored", None)) is not None}.values())
+    return list(
+        {
+            id(stored): stored for layer in model.modules() if (stored := getattr(layer, "stored", None)) is not None
+        }.values()
+    )
 
 
 def count_elements(model: nn.Module) -> int:
     """Weights of a model, however they are kept, tied ones once."""
-    return sum(p.numel() for p in model.parameters()) + sum(stored.shape[0] * stored.shape[1] for stored in find_stored(model))
+    return sum(p.numel() for p in model.parameters()) + sum(
+        stored.shape[0] * stored.shape[1] for stored in find_stored(model)
+    )
 
 
 def count_bytes(model: nn.Module) -> int:
     """Bytes of parameters, stored weights and buffers."""
-    return sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + sum(stored.num_bytes for stored in find_stored(model))
+    return (
+        sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        + sum(stored.num_bytes for stored in find_stored(model))
+    )

@@ -9,8 +9,12 @@ import torch
 
 from headrace.base.control_groups import find_groups
 
-VERSIONS = (("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
-"""Of control groups: the files of limit and use, and the line of ``memory.stat`` that tells of file pages nobody needs."""
+VERSIONS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+)
+"""Of control groups: the files of limit and use, and the line of ``memory.stat`` that tells of file pages nobody
+needs."""
 
 
 def free_bytes(device: torch.device) -> int:

@@ -20,16 +20,21 @@ class PageTables:
     def __init__(self, layout: CacheLayout, device: torch.device):
         self.null_row = layout.max_rows
         self.num_entries = -(-layout.max_model_len // layout.page_size) + 1
-        self.tensor = torch.full((len(layout.groups), layout.max_rows + 1, self.num_entries), NULL_PAGE, dtype=torch.int32, device=device)
+        self.tensor = torch.full(
+            (len(layout.groups), layout.max_rows + 1, self.num_entries), NULL_PAGE, dtype=torch.int32, device=device
+        )
         self._num_pages = [group.num_pages for group in layout.groups]
-        self._runs = np.zeros((len(layout.groups), layout.max_rows, 2), dtype=np.int64)  # first page, how many follow each other
+        # first page, how many follow each other
+        self._runs = np.zeros((len(layout.groups), layout.max_rows, 2), dtype=np.int64)
 
     def flatten(self, appends: list[PageAppend]) -> tuple[np.ndarray, np.ndarray]:
         """Host arrays ``(flat index into the tensor, page)``, int64, of a plan's appends; checks their bounds."""
         index, pages = [], []
         for append in appends:
             stop = append.start + len(append.pages)
-            assert 0 <= append.row < self.null_row and append.start >= 0 and stop <= self.num_entries, f"append outside the page table: {append}"
+            assert 0 <= append.row < self.null_row and append.start >= 0 and stop <= self.num_entries, (
+                f"append outside the page table: {append}"
+            )
             assert all(0 <= page < self._num_pages[append.group] for page in append.pages), f"no such page: {append}"
             first = (append.group * (self.null_row + 1) + append.row) * self.num_entries
             index.extend(range(first + append.start, first + stop))
@@ -58,5 +63,6 @@ class PageTables:
         self.tensor.index_fill_(1, rows, NULL_PAGE)
 
     def write(self, index: torch.Tensor, pages: torch.Tensor) -> None:
-        """Write what `flatten` made, from device copies of it. A later append to the same entry must not share a call."""
+        """Write what `flatten` made, from device copies of it. A later append to the same entry must not share a
+        call."""
         self.tensor.view(-1).index_copy_(0, index, pages.to(torch.int32))

@@ -56,14 +56,15 @@ def kv_budget(device_type: str, free: int, fraction: float) -> int:
 
 
 def soft_budget(device_type: str, weights: int) -> int:
-    """Bytes of KV from which on stored prefixes give way before more is used, 0 for no such bound. On a CPU, where memory is
-    only taken when it is used, what nobody reads shall not take more than half of what the model itself takes."""
+    """Bytes of KV from which on stored prefixes give way before more is used, 0 for no such bound. On a CPU, where
+    memory is only taken when it is used, what nobody reads shall not take more than half of what the model itself
+    takes."""
     return max(CPU_SOFT_LIMIT, weights // 2) if device_type == "cpu" else 0
 
 
 def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int = 0) -> CachePlan:
-    """Divide ``budget`` bytes (``config.kv_pages`` overrules it) among the groups, ``soft`` being what is used before stored
-    prefixes give way (see `CacheGroup`); raises `ConfigError` with the fix."""
+    """Divide ``budget`` bytes (``config.kv_pages`` overrules it) among the groups, ``soft`` being what is used before
+    stored prefixes give way (see `CacheGroup`); raises `ConfigError` with the fix."""
     if not demand.groups:
         return CachePlan([], demand.max_model_len)
     base = config.kv_pages or _most_pages(demand, config, budget)
@@ -75,18 +76,29 @@ def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int 
         )
     soft_base = 0 if config.kv_pages else _most_pages(demand, config, soft)
     groups = [
-        msgspec.structs.replace(g, num_pages=_pages_of(g, base, demand, config), soft_pages=soft_base and _pages_of(g, soft_base, demand, config))
+        msgspec.structs.replace(
+            g, num_pages=_pages_of(g, base, demand, config),
+            soft_pages=soft_base and _pages_of(g, soft_base, demand, config)
+        )
         for g in demand.groups
     ]
     return CachePlan(groups, _longest_context(demand, groups))
 
 
-def memory_lines(*, weights: int, activations: int, graphs: int, plan: CachePlan, page_size: int, free: int) -> list[MemoryLine]:
+def memory_lines(
+    *, weights: int, activations: int, graphs: int, plan: CachePlan, page_size: int, free: int
+) -> list[MemoryLine]:
     """The memory plan as a table; ``free`` is what remains once the pools are allocated."""
     lines = [MemoryLine("weights", weights), MemoryLine("activations", activations), MemoryLine("graphs", graphs)]
     for group in plan.groups:
-        note = f"{(group.num_pages - 1) * page_size:,} tokens in {group.num_pages - 1:,} pages, {len(group.layers)} layers"
-        lines.append(MemoryLine(f"KV {group.spec.kind.replace('_', ' ')}", group.num_pages * group_page_bytes(group, page_size), note))
+        note = (
+            f"{(group.num_pages - 1) * page_size:,} tokens in {group.num_pages - 1:,} pages, {len(group.layers)} layers"
+        )
+        lines.append(
+            MemoryLine(
+                f"KV {group.spec.kind.replace('_', ' ')}", group.num_pages * group_page_bytes(group, page_size), note
+            )
+        )
     return [line for line in lines if line.num_bytes] + [MemoryLine("free", max(0, free))]
 
 

@@ -44,7 +44,11 @@ ARCHITECTURES = {
     "Qwen3ForSequenceClassification": "qwen3",
     "Qwen3Model": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
-    **{kind + use: "roberta" for kind in ("Roberta", "XLMRoberta") for use in ("ForMaskedLM", "ForSequenceClassification", "Model")},
+    **{
+        kind + use: "roberta"
+        for kind in ("Roberta", "XLMRoberta")
+        for use in ("ForMaskedLM", "ForSequenceClassification", "Model")
+    },
 }
 """Hugging Face class name: family."""
 
@@ -100,4 +104,6 @@ def _find(architecture: str, known: dict[str, str], serves: Callable[[Family], t
         if architecture in serves(family):
             return family
     near = get_close_matches(architecture, known, n=3, cutoff=0.4) or sorted(known)
-    raise UnknownArchitecture("; ".join([f"no model family serves {architecture!r}; the nearest known are {', '.join(near)}", *failures]))
+    raise UnknownArchitecture(
+        "; ".join([f"no model family serves {architecture!r}; the nearest known are {', '.join(near)}", *failures])
+    )

@@ -6,7 +6,10 @@ from headrace.base.errors import ConfigError
 from headrace.layers.encoder.spec import EncoderSpec, EncoderTables
 from headrace.models.reading import Fields, read_num_classes, read_num_layers
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
+    "silu": "silu", "swish": "silu"
+}
 POSITIONS = {"absolute": "absolute"}
 
 
@@ -17,12 +20,18 @@ def read_encoder(fields: Fields, *, first_position: int, norm_eps: float) -> Enc
         raise ConfigError("config.json: is_decoder must be false; this family serves encoders", param="is_decoder")
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if width % num_heads:
-        raise ConfigError(f"config.json: hidden_size ({width}) must be a multiple of num_attention_heads ({num_heads})", param="num_attention_heads")
+        raise ConfigError(
+            f"config.json: hidden_size ({width}) must be a multiple of num_attention_heads ({num_heads})",
+            param="num_attention_heads"
+        )
     tables = EncoderTables(
-        fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512), first_position, fields.integer("type_vocab_size", 2),
+        fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512), first_position,
+        fields.integer("type_vocab_size", 2),
     )
     return EncoderSpec(
-        width=width, num_heads=num_heads, mlp_width=fields.integer("intermediate_size"), num_layers=read_num_layers(fields),
-        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"), norm_eps=fields.number("layer_norm_eps", norm_eps), tables=tables,
+        width=width, num_heads=num_heads, mlp_width=fields.integer("intermediate_size"),
+        num_layers=read_num_layers(fields),
+        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"), norm_eps=fields.number("layer_norm_eps", norm_eps),
+        tables=tables,
         num_classes=read_num_classes(fields.config),
     )

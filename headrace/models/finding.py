@@ -30,7 +30,9 @@ class Found:
 def find_model(typed: str, load_format: str, revision: str | None = None) -> Found:
     """Look for a path, then an installed package, then a Hugging Face name; raises `ModelError`."""
     if not typed.strip():
-        raise ModelError("no model was named; give a folder, a GGUF file, an installed model package or a Hugging Face name")
+        raise ModelError(
+            "no model was named; give a folder, a GGUF file, an installed model package or a Hugging Face name"
+        )
     try:
         return _find(typed, load_format, revision)
     except OSError as error:  # of whatever folder on the way
@@ -49,7 +51,10 @@ def _find(typed: str, load_format: str, revision: str | None) -> Found:
     if place is None and HUB_NAME.fullmatch(typed):
         place = _find_in_hub(typed, revision, load_format)
     if place is None:
-        raise ModelError(f"no model {typed!r}: there is no such file or folder in {Path.cwd()} and no such installed package{_near(typed)}")
+        raise ModelError(
+            f"no model {typed!r}: there is no such file or folder in {Path.cwd()} and no such installed "
+            f"package{_near(typed)}"
+        )
     found = _open_path(place, load_format)
     return Found(typed, found.kind, found.path, found.weight_files)
 
@@ -62,7 +67,9 @@ def _find_in_hub(typed: str, revision: str | None, load_format: str) -> Path:
             return False
         return True
 
-    return find_in_hub(typed, revision, wants_weights=load_format != "dummy", can_open=can_open, near=lambda: _near(typed))
+    return find_in_hub(
+        typed, revision, wants_weights=load_format != "dummy", can_open=can_open, near=lambda: _near(typed)
+    )
 
 
 def _looks_like_path(typed: str) -> bool:
@@ -74,7 +81,10 @@ def _missing_path(path: Path) -> str:
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     entries = sorted(entry.name for entry in parent.iterdir())
     near = get_close_matches(path.name, entries, n=3, cutoff=0.5)
-    return f"{parent} has {'no ' + path.name if parent == path.absolute().parent else 'no such subfolder'}" + (f"; near: {', '.join(near)}" if near else "")
+    return (
+        f"{parent} has {'no ' + path.name if parent == path.absolute().parent else 'no such subfolder'}"
+        + (f"; near: {', '.join(near)}" if near else "")
+    )
 
 
 def _near(typed: str) -> str:
@@ -99,7 +109,10 @@ def _open_folder(folder: Path, load_format: str) -> Found:
     starts = [file for file in sorted(folder.glob("*.gguf")) if _is_first_part(file) and not file.is_dir()]
     if has_config and (tensors or load_format == "dummy" or (load_format == "safetensors" and not starts)):
         if load_format == "gguf":
-            raise ConfigError(f"load_format is gguf, but {folder} holds safetensors; name a .gguf file or leave load_format at auto", param="load_format")
+            raise ConfigError(
+                f"load_format is gguf, but {folder} holds safetensors; name a .gguf file or leave load_format at auto",
+                param="load_format"
+            )
         if not tensors and load_format != "dummy":
             raise ModelError(f"{folder} has config.json but no weights: {_no_weights(folder)}")
         return Found(folder.resolve().name, "folder", folder, tensors)
@@ -109,7 +122,9 @@ def _open_folder(folder: Path, load_format: str) -> Found:
         raise ModelError(f"{folder} holds several GGUF models; name one of: {', '.join(file.name for file in starts)}")
     if has_config:
         raise ModelError(f"{folder} has config.json but no weights: {_no_weights(folder)}")
-    raise ModelError(f"{folder} is no model folder: it has neither config.json nor a .gguf file; it has {_listing(folder)}")
+    raise ModelError(
+        f"{folder} is no model folder: it has neither config.json nor a .gguf file; it has {_listing(folder)}"
+    )
 
 
 def _no_weights(folder: Path) -> str:
@@ -148,7 +163,9 @@ def _read_index(index: Path) -> tuple[Path, ...]:
         raise ModelError(f"{index} names files outside its folder")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise ModelError(f"{index.parent} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}; fetch them")
+        raise ModelError(
+            f"{index.parent} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}; fetch them"
+        )
     return tuple(index.parent / name for name in names)
 
 
@@ -159,7 +176,9 @@ def _is_first_part(path: Path) -> bool:
 
 def _open_gguf(path: Path, load_format: str) -> Found:
     if load_format == "safetensors":
-        raise ConfigError(f"load_format is safetensors, but {path} is a GGUF file; leave load_format at auto", param="load_format")
+        raise ConfigError(
+            f"load_format is safetensors, but {path} is a GGUF file; leave load_format at auto", param="load_format"
+        )
     split = _SPLIT_GGUF.fullmatch(path.name)
     if split is None:
         return Found(path.stem, "gguf", path, (path,))
@@ -167,5 +186,7 @@ def _open_gguf(path: Path, load_format: str) -> Found:
     parts = tuple(path.with_name(f"{stem}-{i:05d}-of-{total:05d}.gguf") for i in range(1, total + 1))
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise ModelError(f"{path.parent} lacks {len(missing)} of the {total} parts of {stem}.gguf, first {missing[0]}; fetch them")
+        raise ModelError(
+            f"{path.parent} lacks {len(missing)} of the {total} parts of {stem}.gguf, first {missing[0]}; fetch them"
+        )
     return Found(stem, "gguf", parts[0], parts)

@@ -69,7 +69,8 @@ def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) ->
     rotary_dim, head_dim = metadata.get(f"{prefix}.rope.dimension_count"), config.get("head_dim")
     if rotary_dim and head_dim and rotary_dim < head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
-    factor = metadata.get(f"{prefix}.rope.scaling.factor", metadata.get(f"{prefix}.rope.scale_linear"))  # the latter in old files
+    # the latter in old files
+    factor = metadata.get(f"{prefix}.rope.scaling.factor", metadata.get(f"{prefix}.rope.scale_linear"))
     scaling = {
         "rope_type": metadata.get(f"{prefix}.rope.scaling.type", None if factor is None else "linear"),
         "factor": factor,
@@ -87,4 +88,7 @@ def divided_frequencies(factors: Sequence[float]) -> dict[str, Any]:
     """Scaling that divides frequency i by ``factors[i]`` in every context: instead of the parameters of some formulas
     the file holds their result, as a tensor that the reader of the file puts into the metadata under its name."""
     divisors = [float(factor) for factor in factors]
-    return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": divisors, "long_factor": divisors}
+    return {
+        "rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": divisors,
+        "long_factor": divisors
+    }

@@ -20,7 +20,9 @@ ANSWER_S = 10.0
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
-def find_in_hub(name: str, revision: str | None, *, wants_weights: bool, can_open: Callable[[Path], bool], near: Callable[[], str]) -> Path:
+def find_in_hub(
+    name: str, revision: str | None, *, wants_weights: bool, can_open: Callable[[Path], bool], near: Callable[[], str]
+) -> Path:
     """Folder (or GGUF file) of a repository in the cache, fetched first when it is not complete there.
 
     ``can_open`` says of a folder or GGUF file whether all that is needed is there. Raises `ModelError` that says why
@@ -39,7 +41,9 @@ def find_in_hub(name: str, revision: str | None, *, wants_weights: bool, can_ope
         )
     if wants_weights:
         file = _choose_file(_list_files(repository, revision, name, near), repository, file)
-    folder = _download(repository, revision, [*SMALL_FILES, *([file or "*.safetensors"] if wants_weights else [])], name, near)
+    folder = _download(
+        repository, revision, [*SMALL_FILES, *([file or "*.safetensors"] if wants_weights else [])], name, near
+    )
     return folder / file if file else folder
 
 
@@ -91,7 +95,9 @@ def _choose_file(files: list[str], repository: str, wanted: str | None) -> str |
         return ggufs[0]
     if not ggufs:
         raise ModelError(f"{repository} on the Hugging Face hub has neither safetensors nor GGUF files")
-    raise ModelError(f"name one of the GGUF files of {repository}, as in {repository}/{ggufs[0]}; it has {', '.join(ggufs[:8])}")
+    raise ModelError(
+        f"name one of the GGUF files of {repository}, as in {repository}/{ggufs[0]}; it has {', '.join(ggufs[:8])}"
+    )
 
 
 def _download(repository: str, revision: str | None, patterns: list[str], name: str, near: Callable[[], str]) -> Path:
@@ -107,19 +113,28 @@ def _ask(question: Callable[[], T], name: str, near: Callable[[], str]) -> T:
     try:
         return question()
     except errors.GatedRepoError as error:
-        raise ModelError(f"{name} is gated: accept its terms on huggingface.co and log in with `hf auth login`") from error
+        raise ModelError(
+            f"{name} is gated: accept its terms on huggingface.co and log in with `hf auth login`"
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelError(f"{name} has no such revision on the Hugging Face hub; check --revision") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"no model {name!r}: no such file, folder or installed package, and none of that name on the Hugging Face hub "
+            f"no model {name!r}: no such file, folder or installed package, and none of that name on the Hugging Face "
+            "hub "
             f"(private ones need `hf auth login`){near()}"
         ) from error
     except PermissionError as error:
-        raise ModelError(f"no model {name!r} here, and {error.filename} cannot be used to fetch it: permission denied. Set HF_HOME to a folder that can") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, errors.HFValidationError, OSError) as error:
         raise ModelError(
-            f"no model {name!r}: no such file, folder or installed package, it is not (fully) in the Hugging Face cache "
+            f"no model {name!r} here, and {error.filename} cannot be used to fetch it: permission denied. Set HF_HOME "
+            "to a folder that can"
+        ) from error
+    except (
+        errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, errors.HFValidationError, OSError
+    ) as error:
+        raise ModelError(
+            f"no model {name!r}: no such file, folder or installed package, it is not (fully) in the Hugging Face "
+            "cache "
             f"{_cache_root()}, and the hub cannot be reached: {_first_line(error)}. Go online, copy the model here, "
             f"or name a local one{near()}"
         ) from error

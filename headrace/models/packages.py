@@ -42,19 +42,27 @@ def find_package(name: str) -> Path | None:
         ggufs = sorted(file for file in files if file.suffix == ".gguf")
         if len(ggufs) == 1:
             return ggufs[0]
-        configs = [file for file in files if file.name == "config.json" and any(f.suffix == ".safetensors" and f.parent == file.parent for f in files)]
-        configs = [c for c in configs if not any(other.parent in c.parent.parents for other in configs)]  # a model may hold parts of itself
+        configs = [
+            file for file in files
+            if file.name == "config.json" and any(f.suffix == ".safetensors" and f.parent == file.parent for f in files)
+        ]
+        # a model may hold parts of itself
+        configs = [c for c in configs if not any(other.parent in c.parent.parents for other in configs)]
         if len(configs) == 1:
             return configs[0].parent
         several = ggufs or configs
         if several:
-            raise ModelError(f"package {name} holds several models; name the path of one: {', '.join(map(str, several))}")
+            raise ModelError(
+                f"package {name} holds several models; name the path of one: {', '.join(map(str, several))}"
+            )
     match = _PART_PACKAGE.fullmatch(name)
     parts = _part_packages(match[1] if match else name)
     if parts:
         return _join(match[1] if match else name, parts)
     if package is not None:
-        raise ModelError(f"package {name} is installed but holds no model: no .gguf file and no config.json beside *.safetensors")
+        raise ModelError(
+            f"package {name} is installed but holds no model: no .gguf file and no config.json beside *.safetensors"
+        )
     return None
 
 
@@ -110,7 +118,9 @@ def _join(base: str, packages: list[tuple[str, list[Path]]]) -> Path:
     try:
         return join_parts([numbered[number] for number in numbers], stems.pop())
     except OSError as error:
-        raise ModelError(f"cannot join the parts of {base} in {env.cache_dir()} (set HEADRACE_CACHE to a folder with room): {error}") from error
+        raise ModelError(
+            f"cannot join the parts of {base} in {env.cache_dir()} (set HEADRACE_CACHE to a folder with room): {error}"
+        ) from error
 
 
 def join_parts(parts: list[Path], file_name: str) -> Path:

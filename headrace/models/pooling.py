@@ -22,13 +22,16 @@ Reduction = Literal["first", "last", "mean", "max"]
 
 REDUCTIONS: dict[str, Reduction] = {
     "cls": "first", "lasttoken": "last", "mean": "mean", "max": "max",
-    "pooling_mode_cls_token": "first", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_max_tokens": "max",
+    "pooling_mode_cls_token": "first", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
     "first": "first", "last": "last",
 }
 GGUF_REDUCTIONS: dict[object, Reduction] = {1: "mean", 2: "first", 3: "last"}
 """``ARCHITECTURE.pooling_type`` of a GGUF file that embeds."""
 
-DENSE_ACTIVATIONS = {"identity": "identity", "tanh": "tanh", "gelu": "gelu", "relu": "relu", "sigmoid": "sigmoid", "silu": "silu"}
+DENSE_ACTIVATIONS = {
+    "identity": "identity", "tanh": "tanh", "gelu": "gelu", "relu": "relu", "sigmoid": "sigmoid", "silu": "silu"
+}
 WITH_VOCABULARY, BARE = "ForCausalLM", "Model"
 
 
@@ -46,7 +49,8 @@ class DenseLayer:
 @dataclass(frozen=True)
 class PoolingPlan:
     """``reduction`` of a text's hidden states to one; then, for ``embed``, the dense layers and unit length, for
-    ``classify`` the model's own classifier. ``max_text_len`` is what the checkpoint's makers cut texts to (0: unsaid)."""
+    ``classify`` the model's own classifier. ``max_text_len`` is what the checkpoint's makers cut texts to (0:
+    unsaid)."""
 
     kind: PoolingKind
     reduction: Reduction
@@ -64,7 +68,8 @@ class PoolingPlan:
         elif self.dense:
             width = self.dense[-1].out_width
         return PoolingFacts(
-            self.kind, width, needs_all_tokens=self.reduction != "last", labels=list(self.labels), activation=self.activation, takes_pairs=self.takes_pairs,
+            self.kind, width, needs_all_tokens=self.reduction != "last", labels=list(self.labels),
+            activation=self.activation, takes_pairs=self.takes_pairs,
         )
 
 
@@ -74,7 +79,10 @@ def read_task(source: ModelSource, family: Family, task: str) -> str:
     architecture = source.architecture
     is_classifier = architecture.endswith(CLASSIFIERS)
     is_bare = not family.generates or architecture.endswith(BARE)
-    is_embedder = is_bare or _gguf_reduction(source) is not None or (source.kind == "folder" and (source.folder / "modules.json").is_file())
+    is_embedder = (
+        is_bare or _gguf_reduction(source) is not None
+        or (source.kind == "folder" and (source.folder / "modules.json").is_file())
+    )
     made_for = "classify" if is_classifier else "embed" if is_embedder else "generate"
     wanted = made_for if task == "auto" else task
     if (wanted == "classify") != is_classifier or (wanted == "generate" and is_bare):
@@ -114,18 +122,25 @@ def _plan_classifier(source: ModelSource, family: Family) -> PoolingPlan:
     names = config.get("id2label") or {}
     labels = tuple(str(names.get(str(i), names.get(i, f"LABEL_{i}"))) for i in range(read_num_classes(config)))
     return PoolingPlan(
-        "classify", "last" if family.generates else "first", labels=labels, activation=_score_activation(config, len(labels)),
+        "classify", "last" if family.generates else "first", labels=labels,
+        activation=_score_activation(config, len(labels)),
         max_text_len=_max_text_len(source.folder), takes_pairs=not family.generates,
     )
 
 
 def _score_activation(config: dict[str, Any], num_classes: int) -> Activation:
     """As transformers' pipelines have it; a cross-encoder may say otherwise for itself."""
-    stated = (config.get("sentence_transformers") or {}).get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    stated = (
+        (config.get("sentence_transformers") or {}).get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+    )
     if isinstance(stated, str):
         name = stated.rpartition(".")[2].lower()
         if name not in ("identity", "sigmoid", "softmax"):
-            raise ConfigError(f"config.json: the activation of scores is {stated}; Identity, Sigmoid and Softmax are served", param="activation_fn")
+            raise ConfigError(
+                f"config.json: the activation of scores is {stated}; Identity, Sigmoid and Softmax are served",
+                param="activation_fn"
+            )
         return name  # type: ignore[return-value]
     problem = config.get("problem_type")
     if problem == "regression":
@@ -151,7 +166,11 @@ def _read_modules(folder: Path, plan: PoolingPlan) -> PoolingPlan:
         elif kind == "Normalize":
             plan = replace(plan, normalise=True)
         elif kind not in ("Transformer", "Dropout"):
-            raise ConfigError(f"{folder / 'modules.json'}: a module of type {kind} is not served; Transformer, Pooling, Dense and Normalize are", param="modules")
+            raise ConfigError(
+                f"{folder / 'modules.json'}: a module of type {kind} is not served; Transformer, Pooling, Dense and "
+                "Normalize are",
+                param="modules"
+            )
     return plan
 
 
@@ -170,9 +189,15 @@ def _inside(folder: Path, name: str) -> Path:
 
 def _read_reduction(config: dict[str, Any], place: Path) -> Reduction:
     stated = config.get("pooling_mode")
-    chosen = [stated] if isinstance(stated, str) else [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    chosen = (
+        [stated] if isinstance(stated, str)
+        else [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    )
     if len(chosen) != 1:
-        raise ConfigError(f"{place / 'config.json'}: one pooling mode is served at a time, this has {', '.join(chosen) or 'none'}", param="pooling_mode")
+        raise ConfigError(
+            f"{place / 'config.json'}: one pooling mode is served at a time, this has {', '.join(chosen) or 'none'}",
+            param="pooling_mode"
+        )
     return _reduction(chosen[0], str(place / "config.json"))
 
 
@@ -187,5 +212,9 @@ def _read_dense(place: Path) -> DenseLayer:
     activation = str(config.get("activation_function", "Identity")).rpartition(".")[2].lower()
     widths = [config.get("in_features"), config.get("out_features")]
     if activation not in DENSE_ACTIVATIONS or not all(isinstance(width, int) and width > 0 for width in widths):
-        raise ConfigError(f"{place / 'config.json'}: a dense layer needs in_features, out_features and one of {', '.join(DENSE_ACTIVATIONS)}", param="modules")
+        raise ConfigError(
+            f"{place / 'config.json'}: a dense layer needs in_features, out_features and one of "
+            f"{', '.join(DENSE_ACTIVATIONS)}",
+            param="modules"
+        )
     return DenseLayer(widths[0], widths[1], config.get("bias", True) is not False, DENSE_ACTIVATIONS[activation], place)

@@ -25,8 +25,13 @@ from headrace.layers.decoder.spec import (
     VocabularySpec,
 )
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
-ROPE_KINDS = {"default": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn", "longrope": "longrope", "su": "longrope"}
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_tanh": "gelu_tanh"
+}
+ROPE_KINDS = {
+    "default": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn",
+    "longrope": "longrope", "su": "longrope"
+}
 
 LARGEST, MOST_LAYERS = 2**31 - 1, 4096
 """Of what a file may say, before anything is made of it."""
@@ -43,7 +48,9 @@ def naming(place: str) -> Iterator[None]:
     except HeadraceError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{place} holds a value that its model family cannot read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{place} holds a value that its model family cannot read: {type(error).__name__}: {error}"
+        ) from error
 
 
 class Fields:
@@ -82,7 +89,9 @@ class Fields:
         """The value that stands for the named one in ``choices``."""
         value = self.config.get(name) or default
         if value not in choices:
-            raise ConfigError(f"config.json: {name} is {value!r}; this model family serves {', '.join(choices)}", param=name)
+            raise ConfigError(
+                f"config.json: {name} is {value!r}; this model family serves {', '.join(choices)}", param=name
+            )
         return choices[value]
 
     def _read(self, name: str, default: Any, types: tuple[type, ...], wanted: str, is_right: Any) -> Any:
@@ -106,18 +115,29 @@ def read_attention(fields: Fields, **special: Any) -> AttentionSpec:
     num_heads, head_dim = fields.integer("num_attention_heads"), read_head_dim(fields)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise ConfigError(f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})", param="num_key_value_heads")
+        raise ConfigError(
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads "
+            f"({num_kv_heads})",
+            param="num_key_value_heads"
+        )
     has_bias = fields.flag("attention_bias", False)
-    usual = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5, qkv_bias=has_bias, output_bias=has_bias)
+    usual = dict(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5, qkv_bias=has_bias,
+        output_bias=has_bias
+    )
     return AttentionSpec(**{**usual, **special})
 
 
 def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...], **special: Any) -> DecoderSpec:
-    """The usual decoder: pre-norms, gated SiLU MLP, untied head unless said otherwise; ``special`` replaces sections."""
+    """The usual decoder: pre-norms, gated SiLU MLP, untied head unless said otherwise; ``special`` replaces
+    sections."""
     usual = {
         "attention": read_attention(fields) if "attention" not in special else None,
         "vocabulary": VocabularySpec(fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", False)),
-        "mlp": MlpSpec(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"), fields.flag("mlp_bias", False)),
+        "mlp": MlpSpec(
+            fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"),
+            fields.flag("mlp_bias", False)
+        ),
         "norm": NormSpec(fields.number("rms_norm_eps", 1e-6)),
     }
     return DecoderSpec(
@@ -143,16 +163,24 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def read_moe(
-    fields: Fields, num_experts: str, *, width: str, bias: bool = False, clamp: SwigluClamp | None = None, shared: MlpSpec | None = None, **routing: Any
+    fields: Fields, num_experts: str, *, width: str, bias: bool = False, clamp: SwigluClamp | None = None,
+    shared: MlpSpec | None = None, **routing: Any
 ) -> MoeSpec:
-    """Experts counted by the field ``num_experts`` and as wide as the field ``width`` says; ``bias`` is for the router and
-    the experts, ``routing`` replaces other fields of the `RoutingSpec`."""
+    """Experts counted by the field ``num_experts`` and as wide as the field ``width`` says; ``bias`` is for the router
+    and the experts, ``routing`` replaces other fields of the `RoutingSpec`."""
     count, top_k = fields.integer(num_experts), fields.integer("num_experts_per_tok")
     if top_k > count:
-        raise ConfigError(f"config.json: num_experts_per_tok ({top_k}) must be at most {num_experts} ({count})", param="num_experts_per_tok")
+        raise ConfigError(
+            f"config.json: num_experts_per_tok ({top_k}) must be at most {num_experts} ({count})",
+            param="num_experts_per_tok"
+        )
     groups, best, counted = (routing.get(name, 1) for name in ("num_groups", "top_groups", "group_best"))
     if count % groups or best > groups or counted > count // groups or top_k > best * (count // groups):
-        raise ConfigError(f"config.json: num_experts_per_tok ({top_k}) cannot be chosen in topk_group ({best}) of n_group ({groups}) groups of {count} experts", param="n_group")
+        raise ConfigError(
+            f"config.json: num_experts_per_tok ({top_k}) cannot be chosen in topk_group ({best}) of n_group ({groups}) "
+            f"groups of {count} experts",
+            param="n_group"
+        )
     expert = MlpSpec(fields.integer(width), fields.choice("hidden_act", ACTIVATIONS, "silu"), bias, clamp)
     return MoeSpec(RoutingSpec(count, top_k, bias=bias, **routing), expert, shared)
 
@@ -174,7 +202,9 @@ def read_num_layers(fields: Fields) -> int:
     """``num_hidden_layers``."""
     count = fields.integer("num_hidden_layers")
     if count > MOST_LAYERS:
-        raise ConfigError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {count}", param="num_hidden_layers")
+        raise ConfigError(
+            f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {count}", param="num_hidden_layers"
+        )
     return count
 
 
@@ -185,22 +215,30 @@ def read_windowed_layers(fields: Fields, rope: RopeSpec | None) -> tuple[LayerSp
     if not fields.flag("use_sliding_window", False):
         return read_layers(fields, rope)
     first, window = fields.count("max_window_layers", 28), read_window(fields, 4096)
-    types = fields.config.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    types = (
+        fields.config.get("layer_types")
+        or ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    )
     check_layer_types(types, num_layers)
     return tuple(LayerSpec(window if kind == "sliding_attention" else 0, rope) for kind in types)
 
 
 def read_window(fields: Fields, default: int = 0) -> int:
-    """``sliding_window`` in tokens (null: none; left out: ``default``); 0 when it is as long as the longest context too."""
+    """``sliding_window`` in tokens (null: none; left out: ``default``); 0 when it is as long as the longest context
+    too."""
     window = fields.count("sliding_window", 0 if "sliding_window" in fields.config else default)
     return 0 if window >= fields.integer("max_position_embeddings", 2048) else window
 
 
 def check_layer_types(types: list[str], num_layers: int) -> None:
     """One known kind per layer."""
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    if (
+        not isinstance(types, list) or len(types) != num_layers
+        or not set(types) <= {"full_attention", "sliding_attention"}
+    ):
         raise ConfigError(
-            f"config.json: layer_types must be {num_layers} of full_attention and sliding_attention, got {types!r:.200}",
+            f"config.json: layer_types must be {num_layers} of full_attention and sliding_attention, got "
+            f"{types!r:.200}",
             param="layer_types",
         )
 
@@ -214,20 +252,30 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float = 1.0, i
 
 
 def read_rope_parameters(fields: Fields, section: str | None = None) -> dict[str, Any]:
-    """``rope_parameters``, or a section of it, with ``rope_scaling`` over it: where a file has both, somebody added the latter
-    to stretch the model."""
+    """``rope_parameters``, or a section of it, with ``rope_scaling`` over it: where a file has both, somebody added the
+    latter to stretch the model."""
     parameters = fields.section("rope_parameters")
     parts = (Fields(parameters).section(section) if section else parameters, fields.section("rope_scaling"))
-    return {name: value for part in parts for name, value in {"rope_type": part.get("type"), **part}.items() if value is not None}
+    return {
+        name: value for part in parts for name,
+        value in {"rope_type": part.get("type"), **part}.items() if value is not None
+    }
 
 
-def make_rope(fields: Fields, parameters: dict[str, Any], *, theta: float, partial: float = 1.0, interleaved: bool = False) -> RopeSpec:
+def make_rope(
+    fields: Fields, parameters: dict[str, Any], *, theta: float, partial: float = 1.0, interleaved: bool = False
+) -> RopeSpec:
     """A `RopeSpec` from one dict of parameters."""
     rope = Fields(parameters)
     rotary_dim = int(read_head_dim(fields) * rope.number("partial_rotary_factor", partial))
     if rotary_dim < 2 or rotary_dim % 2:
-        raise ConfigError(f"config.json: head_dim and partial_rotary_factor rotate {rotary_dim} dims; it must be an even number", param="partial_rotary_factor")
-    return RopeSpec(rope.positive("rope_theta", theta), rotary_dim, interleaved, _read_scaling(fields, rope, rotary_dim))
+        raise ConfigError(
+            f"config.json: head_dim and partial_rotary_factor rotate {rotary_dim} dims; it must be an even number",
+            param="partial_rotary_factor"
+        )
+    return RopeSpec(
+        rope.positive("rope_theta", theta), rotary_dim, interleaved, _read_scaling(fields, rope, rotary_dim)
+    )
 
 
 def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling | None:
@@ -235,15 +283,19 @@ def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling 
     if kind == "default":
         return None
     longest = fields.integer("max_position_embeddings", 2048)
-    original = fields.integer("original_max_position_embeddings", rope.integer("original_max_position_embeddings", longest))
+    original = fields.integer(
+        "original_max_position_embeddings", rope.integer("original_max_position_embeddings", longest)
+    )
     factor = rope.positive("factor", longest / original if kind in ("yarn", "longrope") else None)
     usual = RopeScaling(kind, factor, original)
     return RopeScaling(
         kind, factor, original, attention_factor=_read_attention_factor(rope, factor),
-        low_freq_factor=rope.number("low_freq_factor", usual.low_freq_factor), high_freq_factor=rope.number("high_freq_factor", usual.high_freq_factor),
+        low_freq_factor=rope.number("low_freq_factor", usual.low_freq_factor),
+        high_freq_factor=rope.number("high_freq_factor", usual.high_freq_factor),
         beta_fast=rope.number("beta_fast", usual.beta_fast), beta_slow=rope.number("beta_slow", usual.beta_slow),
         truncate=rope.flag("truncate", usual.truncate),
-        short_factor=_read_factors(rope, "short_factor", rotary_dim), long_factor=_read_factors(rope, "long_factor", rotary_dim),
+        short_factor=_read_factors(rope, "short_factor", rotary_dim),
+        long_factor=_read_factors(rope, "long_factor", rotary_dim),
     )
 
 

@@ -26,8 +26,8 @@ class ModelSource:
     first of a split one). ``config`` is the config.json dict (made from metadata for GGUF), ``generation_config`` that
     of generation_config.json or {}. ``architecture`` is ``config["architectures"][0]``. ``name`` is what to call the
     model: the name typed, or the folder's or file's own. ``weight_files`` is empty when there are none and random
-    weights were asked for. ``gguf_metadata`` has the file's constant tensors too, as lists of numbers under their names;
-    ``gguf_tensors`` says where all of them lie."""
+    weights were asked for. ``gguf_metadata`` has the file's constant tensors too, as lists of numbers under their
+    names; ``gguf_tensors`` says where all of them lie."""
 
     name: str
     kind: str
@@ -120,7 +120,10 @@ def _read_gguf(found: Found) -> ModelSource:
     expected = metadata.get("split.tensors.count")
     tensors = [tensor for header in headers for tensor in header.tensors]
     if expected is not None and expected != len(tensors):
-        raise ModelError(f"{found.path} and its {len(headers) - 1} further parts hold {len(tensors)} tensors, not {expected}; fetch them again")
+        raise ModelError(
+            f"{found.path} and its {len(headers) - 1} further parts hold {len(tensors)} tensors, not {expected}; fetch "
+            "them again"
+        )
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelError(f"{found.path} has no general.architecture; it is no model")

@@ -103,18 +103,23 @@ class Admission:
             raise RequestError("the prompt is empty; send at least one token", param="prompt")
         if request.prompt_len > self._max_model_len - (request.pooling is None):
             raise ContextLengthExceeded(
-                f"the prompt has {request.prompt_len} tokens; max_model_len is {self._max_model_len}, output included", param="prompt"
+                f"the prompt has {request.prompt_len} tokens; max_model_len is {self._max_model_len}, output included",
+                param="prompt"
             )
         lack = self._ledger.find_lack(request.limit_len)
         if lack is not None:
             raise OutOfPages(
-                f"{request.prompt_len} prompt tokens and up to {request.max_output_len} output tokens need {lack[0]} KV pages, "
+                f"{request.prompt_len} prompt tokens and up to {request.max_output_len} output tokens need {lack[0]} "
+                "KV pages, "
                 f"there are {lack[1]}; lower max_tokens, shorten the prompt, or serve with more kv_pages",
                 param="max_tokens",
             )
         num_waiting = len(self._queue) + self._sharing.num_following + len(self._roster.held)
         if num_waiting >= self._max_queued:
-            raise QueueFull(f"{num_waiting} requests are waiting, the limit is max_queued", retry_after=self._pace.estimate_wait(num_waiting))
+            raise QueueFull(
+                f"{num_waiting} requests are waiting, the limit is max_queued",
+                retry_after=self._pace.estimate_wait(num_waiting)
+            )
 
     def admit_next(self, request: Request) -> Verdict:
         """Try to let ``request``, the next in line, run."""

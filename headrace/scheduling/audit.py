@@ -15,21 +15,30 @@ def audit_requests(roster: Roster, queue: WaitingQueue) -> None:
     """Each request is in exactly one place, and each row is free or has one request."""
     rows = []
     for request in roster.requests.values():
-        where = (request in roster.prefilling, request in roster.decoding, request in queue, request.leader is not None, request in roster.held)
+        where = (
+            request in roster.prefilling, request in roster.decoding, request in queue, request.leader is not None,
+            request in roster.held
+        )
         assert sum(where) == 1, f"{request} is in {sum(where)} places: {where}"
         assert request.is_running == (where[0] or where[1]) == (request.holding is not None), request
         assert request.state != State.FINISHED, request
         if request.is_running:
             rows.append(request.row)
-            assert request.cached_len <= request.computed_len <= request.planned_len <= max(request.goal_len, request.limit_len), request
+            assert (
+                request.cached_len <= request.computed_len <= request.planned_len
+                <= max(request.goal_len, request.limit_len)
+            ), request
         if request.leader is not None:
-            assert request.leader.is_running and request in request.leader.followers, f"{request} follows {request.leader}, which does not run"
+            assert request.leader.is_running and request in request.leader.followers, (
+                f"{request} follows {request.leader}, which does not run"
+            )
     free = roster.free_rows()
     assert sorted(rows + free) == list(range(roster.num_rows)), f"rows in use {sorted(rows)}, free {sorted(free)}"
 
 
 def audit_pages(ledger: CacheLedger, roster: Roster) -> None:
-    """Each page is free, in one holding, or in the tree; pins, promises and evictable counts are what they should be."""
+    """Each page is free, in one holding, or in the tree; pins, promises and evictable counts are what they should
+    be."""
     running = list(roster.running())
     nodes = list(ledger.tree.walk())
     _audit_nodes(ledger, nodes, running)
@@ -43,15 +52,23 @@ def audit_pages(ledger: CacheLedger, roster: Roster) -> None:
             assert not any(table[:first]), f"{request} still lists freed pages"
             assert holding.capacity == len(table) * ledger.page_size >= request.planned_len, request
             pinned = table[first : max(first, stored)]
-            assert pinned == (ledger.tree.collect(holding.node, group, first, stored) if stored > first else []), request
+            assert pinned == (ledger.tree.collect(holding.node, group, first, stored) if stored > first else []), (
+                request
+            )
             pins.update(pinned)
             owned += table[max(first, stored) :]
         everything = sorted(account.free_pages() + owned + in_tree)
-        assert everything == list(range(1, account.num_pages)), f"group {group}: pages lost, shared or doubled: {everything}"
+        assert everything == list(range(1, account.num_pages)), (
+            f"group {group}: pages lost, shared or doubled: {everything}"
+        )
         refs = ledger.tree.refs[group]
         assert all(refs[page] == pins[page] for page in in_tree), f"group {group}: wrong pins"
-        assert ledger.tree.num_evictable[group] == sum(1 for page in in_tree if not refs[page]), f"group {group}: wrong evictable count"
-        assert ledger.promised[group] == sum(r.holding.num_promised(group) for r in running), f"group {group}: wrong promises"
+        assert ledger.tree.num_evictable[group] == sum(1 for page in in_tree if not refs[page]), (
+            f"group {group}: wrong evictable count"
+        )
+        assert ledger.promised[group] == sum(r.holding.num_promised(group) for r in running), (
+            f"group {group}: wrong promises"
+        )
 
 
 def _audit_nodes(ledger: CacheLedger, nodes: list[Node], running: list[Request]) -> None:

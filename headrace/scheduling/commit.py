@@ -115,9 +115,13 @@ class Committer:
         finish = self._find_finish(request, token)
         if finish is not None:
             return self._exits.finish(request, finish, [token], logprobs=logprobs, prompt_logprobs=prompt)
-        return RequestOutput(request.request_id, [token], None, request.num_cached_tokens, logprobs, prompt, queued_s=request.queued_s)
+        return RequestOutput(
+            request.request_id, [token], None, request.num_cached_tokens, logprobs, prompt, queued_s=request.queued_s
+        )
 
-    def _commit_forced(self, flight: Flight, result: StepResult, later: Iterable[Flight], outputs: list[RequestOutput]) -> None:
+    def _commit_forced(
+        self, flight: Flight, result: StepResult, later: Iterable[Flight], outputs: list[RequestOutput]
+    ) -> None:
         """Tokens that come without a draw, behind those just appended."""
         live = {request.row: request for request in flight.live_requests()}
         places = {output.request_id: place for place, output in enumerate(outputs)}
@@ -126,7 +130,9 @@ class Committer:
                 place = places[live[row].request_id]
                 outputs[place] = self._extend(live[row], token_ids, later, outputs[place])
 
-    def _extend(self, request: Request, token_ids: list[int], later: Iterable[Flight], news: RequestOutput) -> RequestOutput:
+    def _extend(
+        self, request: Request, token_ids: list[int], later: Iterable[Flight], news: RequestOutput
+    ) -> RequestOutput:
         finish, told = None, list(news.token_ids)
         for token in token_ids:
             request.tokens.append(token)

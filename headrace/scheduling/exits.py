@@ -18,7 +18,8 @@ class Exits:
     """Gives back pages, row, place in the queue and followers, each exactly once."""
 
     def __init__(
-        self, *, ledger: CacheLedger, roster: Roster, queue: WaitingQueue, sharing: SharedPrefills, forecast: OutputForecast, counters: Counters,
+        self, *, ledger: CacheLedger, roster: Roster, queue: WaitingQueue, sharing: SharedPrefills,
+        forecast: OutputForecast, counters: Counters,
         hooks: Hooks,
     ):
         self._ledger = ledger
@@ -53,7 +54,9 @@ class Exits:
         elif finish.reason == "abort":
             self._counters.aborted += 1
         num_cached = max(0, request.num_cached_tokens)
-        return RequestOutput(request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs, pooled, request.queued_s)
+        return RequestOutput(
+            request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs, pooled, request.queued_s
+        )
 
     def retract(self, request: Request) -> None:
         """Back to the queue, to resume later from the tokens known now. What it has computed stays in the prefix tree

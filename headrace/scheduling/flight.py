@@ -10,7 +10,8 @@ VOID = -1
 
 class Flight:
     """``requests[i]`` is the request of span i, and ``epochs[i]`` its epoch when planned: where the request's own has
-    moved on since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans of which only the draw is."""
+    moved on since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans of which only the
+    draw is."""
 
     __slots__ = ("computed", "epochs", "plan", "requests")
 

@@ -31,8 +31,8 @@ class Draft:
 
 
 class Planner:
-    """Composes plans. A step takes at most ``limit.tokens`` tokens, and no more requests than that or ``max_running`` are
-    let in; as a decode is one token, all decodes fit every step."""
+    """Composes plans. A step takes at most ``limit.tokens`` tokens, and no more requests than that or ``max_running``
+    are let in; as a decode is one token, all decodes fit every step."""
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from headrace.base.registry import Registry
 from headrace.scheduling.request import Request
 
 MAX_COMPARED = 128
-"""Beyond so many waiting requests, longest-prefix goes by arrival: looking all of them up would cost more than it wins."""
+"""Beyond so many waiting requests, longest-prefix goes by arrival: looking all of them up would cost more than it
+wins."""
 
 HitPages = Callable[[Request], int]
 

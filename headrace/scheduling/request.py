@@ -50,9 +50,11 @@ class Request:
     """
 
     __slots__ = (
-        "arrived_at", "cached_len", "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version",
+        "arrived_at", "cached_len", "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages",
+        "hit_version",
         "holding", "leader", "limit_len", "max_len", "max_output_len", "min_tokens", "namespace", "num_cached_tokens",
-        "num_shared_waits", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids", "queued_s",
+        "num_shared_waits", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len",
+        "prompt_token_ids", "queued_s",
         "request_id", "row", "sampling", "seq", "shared_pages", "state", "stop_ids", "tokens", "wait_mark",
     )  # fmt: skip
 
@@ -122,4 +124,7 @@ class Request:
         return self.tokens[begin:end].tobytes()
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id!r}, {self.state.name}, prompt={self.prompt_len}, output={self.output_len}, planned={self.planned_len})"
+        return (
+            f"Request({self.request_id!r}, {self.state.name}, prompt={self.prompt_len}, output={self.output_len}, "
+            f"planned={self.planned_len})"
+        )

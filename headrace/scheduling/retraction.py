@@ -16,7 +16,9 @@ class Retraction:
     fits, or it would have been refused on arrival.
     """
 
-    def __init__(self, *, ledger: CacheLedger, roster: Roster, exits: Exits, forecast: OutputForecast, by_priority: bool):
+    def __init__(
+        self, *, ledger: CacheLedger, roster: Roster, exits: Exits, forecast: OutputForecast, by_priority: bool
+    ):
         self._ledger = ledger
         self._roster = roster
         self._exits = exits

@@ -78,10 +78,15 @@ class Roster:
     def take_changes(self) -> tuple[list[int], list[RowStart], list[RowGrowth]]:
         """Rows released, started and grown since the last plan."""
         starts = [
-            RowStart(request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling, request.pooling)
+            RowStart(
+                request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling,
+                request.pooling
+            )
             for request in self._newcomers
         ]
-        growths = [RowGrowth(request.row, start, request.tokens[start:].tolist()) for request, start in self._grown.items()]
+        growths = [
+            RowGrowth(request.row, start, request.tokens[start:].tolist()) for request, start in self._grown.items()
+        ]
         released = self._released
         self._newcomers, self._released, self._grown = [], [], {}
         return released, starts, growths

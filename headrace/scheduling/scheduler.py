@@ -41,7 +41,8 @@ class Scheduler:
     ``finish``, whether from `commit`, `abort`, `expire` or `fail`."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, layout: CacheLayout, *, clock: Callable[[], float] = time.monotonic,
+        self, config: SchedulerConfig, cache: CacheConfig, layout: CacheLayout, *,
+        clock: Callable[[], float] = time.monotonic,
         hooks: Hooks | None = None,
     ):
         self._clock = clock
@@ -54,7 +55,9 @@ class Scheduler:
         self._counters = Counters()
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
         self._roster = Roster(layout.max_rows)
-        self._queue = WaitingQueue(POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r))
+        self._queue = WaitingQueue(
+            POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r)
+        )
         self._sharing = SharedPrefills(
             self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and self._ledger.use_prefixes
         )
@@ -65,7 +68,8 @@ class Scheduler:
         )  # fmt: skip
         forecast = self._admission.forecast
         self._exits = Exits(
-            **parts, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters, hooks=Hooks() if hooks is None else hooks,
+            **parts, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters,
+            hooks=Hooks() if hooks is None else hooks,
         )  # fmt: skip
         retraction = Retraction(**parts, exits=self._exits, forecast=forecast, by_priority=config.policy == "priority")
         self._limit = StepLimit(max_step_tokens)
@@ -73,7 +77,9 @@ class Scheduler:
             **parts, queue=self._queue, admission=self._admission, retraction=retraction,
             limit=self._limit, max_running=max_running,
         )  # fmt: skip
-        self._committer = Committer(exits=self._exits, roster=self._roster, sharing=self._sharing, counters=self._counters)
+        self._committer = Committer(
+            exits=self._exits, roster=self._roster, sharing=self._sharing, counters=self._counters
+        )
 
         self._flights: deque[Flight] = deque()
         self._first_valid_step = 0
@@ -83,14 +89,16 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(self, ask: EngineRequest, *, is_held: bool = False) -> None:
-        """Queue a request, or hold it until `release`. Raises, and keeps nothing, when it is wrong (`RequestError`), can
-        never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
+        """Queue a request, or hold it until `release`. Raises, and keeps nothing, when it is wrong (`RequestError`),
+        can never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
         wait = ask.deadline_s if ask.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
         try:
             request = Request(ask, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline)
         except (OverflowError, TypeError) as error:
-            raise RequestError(f"prompt_token_ids must be 32-bit token ids: {error}", param="prompt_token_ids") from error
+            raise RequestError(
+                f"prompt_token_ids must be 32-bit token ids: {error}", param="prompt_token_ids"
+            ) from error
         if ask.request_id in self._roster.requests:
             raise RequestError(f"request id {ask.request_id!r} is already in use; choose another", param="request_id")
         self._admission.check(request)
@@ -168,8 +176,8 @@ class Scheduler:
         return outputs
 
     def retry(self, plan: StepPlan) -> bool:
-        """The device had no memory for a step: every running request goes back to the queue, as for `fail`, and steps are
-        smaller for a while. False, and nothing done, when they cannot be: then the step has failed."""
+        """The device had no memory for a step: every running request goes back to the queue, as for `fail`, and steps
+        are smaller for a while. False, and nothing done, when they cannot be: then the step has failed."""
         if plan.step_id < self._first_valid_step or self._ledger.keeps_nothing or not self._limit.shrink():
             return False
         self._take_flight(plan)

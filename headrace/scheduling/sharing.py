@@ -51,7 +51,8 @@ class SharedPrefills:
         self.num_following += 1
 
     def update(self, request: Request) -> None:
-        """A running request has been admitted or has stored pages: move its claim, wake whoever got what it waits for."""
+        """A running request has been admitted or has stored pages: move its claim, wake whoever got what it waits
+        for."""
         if not self._is_enabled:
             return
         self._drop_claim(request)

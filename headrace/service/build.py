@@ -17,7 +17,8 @@ from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 
 HOOKS.add(
-    "step_log", "headrace.service.step_log:StepLog", supports=lambda config: None if env.log_level() == "debug" else "needs --log-level debug",
+    "step_log", "headrace.service.step_log:StepLog",
+    supports=lambda config: None if env.log_level() == "debug" else "needs --log-level debug",
     doc="steps and requests in the log, at level debug",
 )
 

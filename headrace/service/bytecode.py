@@ -17,9 +17,9 @@ from headrace.base import env
 
 @contextmanager
 def keep_bytecode(package: str = "torch") -> Iterator[None]:
-    """As long as this lasts, modules are compiled into Headrace's cache and read from there, if ``package`` has no bytecode
-    and would not get any: as in images whose installer compiles nothing, and which forbid writing beside the sources.
-    Compiling torch takes longer than importing it."""
+    """As long as this lasts, modules are compiled into Headrace's cache and read from there, if ``package`` has no
+    bytecode and would not get any: as in images whose installer compiles nothing, and which forbid writing beside the
+    sources. Compiling torch takes longer than importing it."""
     if not _lacks_bytecode(package):
         yield
         return

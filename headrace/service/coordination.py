@@ -1,5 +1,5 @@
-"""Request coordinators: each may keep new requests from running until something off the step is ready for them. The requests
-are held by the scheduler, which counts them, expires them and lets them be aborted as any other.
+"""Request coordinators: each may keep new requests from running until something off the step is ready for them. The
+requests are held by the scheduler, which counts them, expires them and lets them be aborted as any other.
 
 Packages outside this one add theirs through the entry-point group ``headrace.coordinators``; what is installed is used.
 """
@@ -53,7 +53,9 @@ COORDINATORS: Registry[type[RequestCoordinator]] = Registry("request coordinator
 """All that load are used, in order of priority; a request passes them one after the other."""
 
 COORDINATORS.add("hooks", "headrace.service.gate:HookGate", priority=20, doc="requests that step hooks hold")
-COORDINATORS.add("grammar", "headrace.service.gate:GrammarGate", priority=10, doc="requests whose grammars are being compiled")
+COORDINATORS.add(
+    "grammar", "headrace.service.gate:GrammarGate", priority=10, doc="requests whose grammars are being compiled"
+)
 
 
 def add_installed_coordinators() -> None:

@@ -43,9 +43,9 @@ class Engine:
 
     A bad request ends alone, with an error as its output. An exception inside a step ends the requests of that step;
     plans launched behind it are void, and other running requests resume from their committed tokens. Then the accounts
-    are checked and the loop goes on. A step for which the device has no memory ends nobody: all running requests resume,
-    in smaller steps. Whatever `step` raises itself means that the engine can no longer be trusted and
-    must be thrown away.
+    are checked and the loop goes on. A step for which the device has no memory ends nobody: all running requests
+    resume, in smaller steps. Whatever `step` raises itself means that the engine can no longer be trusted and must be
+    thrown away.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, hooks: Hooks | None = None):
@@ -71,7 +71,8 @@ class Engine:
         return bool(self._outputs or self._in_flight or self._scheduler.has_work)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Never raises for the request's sake: what is wrong with it is its output of the next step."""
+        """Queue a request. Never raises for the request's sake: what is wrong with it is its output of the next
+        step."""
         must_wait = self._waiting_room.concerns(request)
         try:
             if self.is_asleep:
@@ -95,7 +96,9 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
         outputs += self._waiting_room.settle()
-        while not self._is_paused and len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None:
+        while (
+            not self._is_paused and len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None
+        ):
             if not self._execute(plan):
                 while self._in_flight:  # what was launched before the failure stands; nothing may follow it
                     self._commit(outputs)
@@ -110,7 +113,8 @@ class Engine:
         return outputs
 
     def pause(self, is_paused: bool = True) -> None:
-        """Plan no more steps, or plan again. What is in flight is committed; requests wait, and may be added and ended."""
+        """Plan no more steps, or plan again. What is in flight is committed; requests wait, and may be added and
+        ended."""
         self._is_paused = is_paused
 
     def stats(self) -> EngineStats:
@@ -122,8 +126,8 @@ class Engine:
         return self._scheduler.reset_prefix_cache()
 
     def vacate(self, *, retracts: bool = False) -> None:
-        """Leave nothing of any request on the device, which may forget everything then. Raises `Conflict` while there are
-        requests, unless they may be retracted: they resume from the tokens they have."""
+        """Leave nothing of any request on the device, which may forget everything then. Raises `Conflict` while there
+        are requests, unless they may be retracted: they resume from the tokens they have."""
         while self._in_flight:
             self._commit(self._outputs)
         if self._scheduler.has_work and not retracts:
@@ -164,7 +168,9 @@ class Engine:
     def _fail(self, plans: list[StepPlan], error: Exception, outputs: list[RequestOutput]) -> None:
         self._in_flight.clear()
         if isinstance(error, OutOfDeviceMemory) and self._scheduler.retry(plans[0]):
-            logger.warning("step %d found no memory; its requests are computed again in smaller steps: %s", plans[0].step_id, error)
+            logger.warning(
+                "step %d found no memory; its requests are computed again in smaller steps: %s", plans[0].step_id, error
+            )
             self.executor.reset()
             self._scheduler.check()
             return

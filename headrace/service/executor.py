@@ -25,7 +25,8 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """``config`` is the resolved one (no device default left open). Runs plans in the order given. ``execute`` may return before the device is done; results are read in order."""
+    """``config`` is the resolved one (no device default left open). Runs plans in the order given. ``execute`` may
+    return before the device is done; results are read in order."""
 
     config: EngineConfig
     layout: CacheLayout
@@ -36,8 +37,8 @@ class Executor(Protocol):
         """Launch one plan; never waits for the device on a GPU."""
 
     def use_idle_moment(self) -> bool:
-        """Called while there is nothing to run: do a little that later steps would have to do, a tenth of a second at most;
-        False when nothing is left."""
+        """Called while there is nothing to run: do a little that later steps would have to do, a tenth of a second at
+        most; False when nothing is left."""
 
     def prepare_grammar(self, grammar: Grammar) -> Future[object]:
         """Compile a grammar on another thread; requests with it are run when the future is done, and end with the
@@ -57,8 +58,8 @@ class Executor(Protocol):
         """Bring parts back, empty; raises `EngineAsleep` when there is no room for them."""
 
     def replace_weights(self, model: str, load_format: str) -> None:
-        """Read another checkpoint of the same shapes, and forget all rows and pages. Raises typed errors, the old weights in
-        place again."""
+        """Read another checkpoint of the same shapes, and forget all rows and pages. Raises typed errors, the old
+        weights in place again."""
 
     def start_profile(self, options: StartProfile) -> None:
         """Record a trace; `Conflict` while another is recorded."""

@@ -1,4 +1,5 @@
-"""The coordinators that every engine has: requests wait for their grammars, and for hooks that hold them, in no step's way.
+"""The coordinators that every engine has: requests wait for their grammars, and for hooks that hold them, in no step's
+way.
 
 Refuses: compiling, and knowing what hooks wait for.
 """
@@ -27,7 +28,10 @@ IDLE_WAIT_S = 0.002
 class GrammarGate:
     """See `RequestCoordinator`."""
 
-    def __init__(self, executor: Executor, hooks: Hooks, *, limit_s: float = COMPILE_LIMIT_S, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, executor: Executor, hooks: Hooks, *, limit_s: float = COMPILE_LIMIT_S,
+        clock: Callable[[], float] = time.monotonic
+    ):
         self._executor, self._limit_s, self._clock = executor, limit_s, clock
         self._waiting: dict[str, tuple[EngineRequest, Future[object], float]] = {}
 
@@ -44,7 +48,9 @@ class GrammarGate:
         """Start to compile, or wait for who started before."""
         grammar = request.sampling.grammar
         assert grammar is not None, "see concerns"
-        self._waiting[request.request_id] = (request, self._executor.prepare_grammar(grammar), self._clock() + self._limit_s)
+        self._waiting[request.request_id] = (
+            request, self._executor.prepare_grammar(grammar), self._clock() + self._limit_s
+        )
 
     def settle(self) -> list[LetGo]:
         """Those whose grammars are done, or take too long."""
@@ -54,7 +60,14 @@ class GrammarGate:
                 error = compiled.exception()
                 settled.append((request, None if error is None else describe_failure(error)))
             elif self._clock() >= limit:
-                settled.append((request, RequestError(f"the grammar took more than {self._limit_s:.0f} s to compile; simplify it", param="grammar")))
+                settled.append(
+                    (
+                        request,
+                        RequestError(
+                            f"the grammar took more than {self._limit_s:.0f} s to compile; simplify it", param="grammar"
+                        )
+                    )
+                )
         for request, _ in settled:
             del self._waiting[request.request_id]
         return settled
@@ -65,9 +78,13 @@ class GrammarGate:
 
 
 class HookGate:
-    """See `RequestCoordinator`. What a hook holds is let go when it says so, when it is switched off, or after a minute."""
+    """See `RequestCoordinator`. What a hook holds is let go when it says so, when it is switched off, or after a
+    minute."""
 
-    def __init__(self, executor: Executor, hooks: Hooks, *, limit_s: float = HOOK_LIMIT_S, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, executor: Executor, hooks: Hooks, *, limit_s: float = HOOK_LIMIT_S,
+        clock: Callable[[], float] = time.monotonic
+    ):
         self._hooks, self._limit_s, self._clock = hooks, limit_s, clock
         self._waiting: dict[str, tuple[EngineRequest, list[str], float]] = {}
 
@@ -91,7 +108,10 @@ class HookGate:
         ready, settled = set(self._hooks.collect("ready_requests")), []
         for request, names, limit in list(self._waiting.values()):
             if self._clock() >= limit:
-                logger.warning("request %s was held by a step hook for more than %.0f s; it runs now", request.request_id, self._limit_s)
+                logger.warning(
+                    "request %s was held by a step hook for more than %.0f s; it runs now", request.request_id,
+                    self._limit_s
+                )
             elif request.request_id not in ready and names == self._hooks.names:
                 continue
             del self._waiting[request.request_id]
@@ -105,4 +125,7 @@ class HookGate:
 
 def describe_failure(error: BaseException) -> HeadraceError:
     """What users are told. Whatever a grammar library raises was caused by the grammar."""
-    return error if isinstance(error, HeadraceError) else RequestError(f"the grammar cannot be compiled: {type(error).__name__}: {error}"[:500], param="grammar")
+    return (
+        error if isinstance(error, HeadraceError)
+        else RequestError(f"the grammar cannot be compiled: {type(error).__name__}: {error}"[:500], param="grammar")
+    )

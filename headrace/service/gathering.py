@@ -1,7 +1,8 @@
 """`Gathering`: how long an engine that could begin waits for more requests to begin with.
 
-Clients that are many at once often send their next request when one has ended. Requests that ended together are then followed
-by others that come one by one, and the first of them would be computed alone while the rest wait. Refuses: reading messages.
+Clients that are many at once often send their next request when one has ended. Requests that ended together are then
+followed by others that come one by one, and the first of them would be computed alone while the rest wait. Refuses:
+reading messages.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ MAX_WAIT_S = 0.05
 
 
 class Gathering:
-    """Waits for as many as ended together, all in all no longer than steps take that begin with nothing running. A request that
-    ended alone is followed by nobody."""
+    """Waits for as many as ended together, all in all no longer than steps take that begin with nothing running. A
+    request that ended alone is followed by nobody."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -34,7 +34,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What plug-ins are asked about: ``(device type, usual dtype, compute capability)`` of each device, and for people."""
+    """What plug-ins are asked about: ``(device type, usual dtype, compute capability)`` of each device, and for
+    people."""
 
     devices: tuple[tuple[str, str, tuple[int, int]], ...]
     description: dict[str, str]
@@ -47,7 +48,10 @@ def find_machine() -> Machine:
     import torch
 
     devices: list[tuple[str, str, tuple[int, int]]] = [("cpu", "float32", (0, 0))]
-    description = {"python": platform.python_version(), "torch": torch.__version__, "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    description = {
+        "python": platform.python_version(), "torch": torch.__version__,
+        "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"
+    }
     if torch.cuda.is_available():
         devices.append(("cuda", "bfloat16", torch.cuda.get_device_capability(0)))
         description["cuda"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
@@ -61,7 +65,8 @@ def take_inventory(machine: Machine) -> list[Finding]:
     start_plugins()
     return [
         *_entries(PLUGINS.noun, PLUGINS, {device: None for device, _, _ in machine.devices}),
-        *_families(machine), *_attention(machine), *_caches(machine), *_experts(machine), *_schemes(machine), *_engine_parts(machine), *_operations(machine), _native(),
+        *_families(machine), *_attention(machine), *_caches(machine), *_experts(machine), *_schemes(machine),
+        *_engine_parts(machine), *_operations(machine), _native(),
     ]
 
 
@@ -87,7 +92,8 @@ def _attention(machine: Machine) -> Iterator[Finding]:
 
     queries = {
         device: AttentionGeometry(
-            device=device, dtype=dtype, kv_dtype=dtype, capability=capability, num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128, page_size=16,
+            device=device, dtype=dtype, kv_dtype=dtype, capability=capability, num_heads=32, num_kv_heads=8,
+            head_dim=128, value_dim=128, page_size=16,
         )
         for device, dtype, capability in machine.devices
     }
@@ -172,7 +178,10 @@ def _entries(kind: str, registry: Registry[Any], queries: dict[str, Any], only: 
         against = {device: registry.reason_against(entry.name, query) for device, query in queries.items()}
         devices = tuple(device for device, reason in against.items() if reason is None)
         if not devices:
-            yield Finding(kind, entry.name, BROKEN if registry.has_failed(entry.name) else UNAVAILABLE, (), "; ".join(dict.fromkeys(str(r) for r in against.values())))
+            yield Finding(
+                kind, entry.name, BROKEN if registry.has_failed(entry.name) else UNAVAILABLE, (),
+                "; ".join(dict.fromkeys(str(r) for r in against.values()))
+            )
             continue
         try:
             registry.load(entry.name)

@@ -1,4 +1,5 @@
-"""The engine process: ``python -m headrace.service.process``, started by the supervisor with a socket as its standard input.
+"""The engine process: ``python -m headrace.service.process``, started by the supervisor with a socket as its standard
+input.
 
 Owns an `Engine` and the loop between it and its socket. It ends when told to, when the engine can no longer be
 trusted, and when its parent dies.
@@ -135,8 +136,8 @@ class EngineLoop:
 
 
 def produce_token(engine: Engine) -> None:
-    """Let the engine generate one token of its own (a model that reads: one result), the proof that it works; raises what
-    went wrong."""
+    """Let the engine generate one token of its own (a model that reads: one result), the proof that it works; raises
+    what went wrong."""
     pooling = PoolingSpec() if engine.executor.facts.pooling is not None else None
     engine.submit(EngineRequest("start-up", [0], SamplingSpec(), StopSpec(max_tokens=1), pooling=pooling))
     finish = None
@@ -144,7 +145,9 @@ def produce_token(engine: Engine) -> None:
         for output in engine.step():
             finish = output.finish or finish
     if finish is None or finish.error is not None:
-        raise ModelError(f"the engine could not produce a first token: {finish.error.message if finish else 'no output'}")
+        raise ModelError(
+            f"the engine could not produce a first token: {finish.error.message if finish else 'no output'}"
+        )
     engine.reset_prefix_cache()
 
 
@@ -220,11 +223,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s engine: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C and service managers reach the whole group; the parent decides when we end
+        # Ctrl-C and service managers reach the whole group; the parent decides when we end
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, _leave_before_serving)
     parent = os.getppid()
     gc.disable()  # while starting, which makes many objects and hardly any garbage
-    builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)  # takes seconds; the configuration comes meanwhile
+    # takes seconds; the configuration comes meanwhile
+    builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)
     channel, config = _open_channel()
     die_with_parent(channel, parent)
     try:

@@ -21,7 +21,10 @@ class StepLog:
         """Sizes, and pages given out."""
         num_pages = sum(len(append.pages) for append in plan.appends)
         chunks = plan.lengths[plan.num_decodes :]
-        logger.debug("step %d: %d decodes, %d chunks of %d tokens, %d pages given out", plan.step_id, plan.num_decodes, len(chunks), sum(chunks), num_pages)
+        logger.debug(
+            "step %d: %d decodes, %d chunks of %d tokens, %d pages given out", plan.step_id, plan.num_decodes,
+            len(chunks), sum(chunks), num_pages
+        )
 
     def request_admitted(self, news: RequestNews) -> None:
         """Its prompt is computed."""

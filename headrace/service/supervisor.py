@@ -53,7 +53,9 @@ class EngineProcess:
         self.channel = channel
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = spawned.process
-        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name="engine-watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(asyncio.get_running_loop(),), name="engine-watch", daemon=True
+        ).start()
 
     @property
     def pid(self) -> int:
@@ -148,9 +150,15 @@ class Supervisor:
         while True:
             code = await self._live()
             pause = self._plan_restart()
-            error = self._last_words or EngineUnavailable(f"the engine process ended with exit code {code}", retry_after=5.0)
+            error = (
+                self._last_words
+                or EngineUnavailable(f"the engine process ended with exit code {code}", retry_after=5.0)
+            )
             if self._was_ready:  # else the caller of `wait_ready` hears it
-                logger.error("the engine process ended (exit code %s): %s; %s", code, error, "no restart" if pause is None else f"restart in {pause:.1f} s")
+                logger.error(
+                    "the engine process ended (exit code %s): %s; %s", code, error,
+                    "no restart" if pause is None else f"restart in {pause:.1f} s"
+                )
             self._listener.on_exit(error, is_final=pause is None)
             if pause is None:
                 return
@@ -160,9 +168,13 @@ class Supervisor:
         """The supervisor itself failed, say because no process can be spawned here; nobody would be told otherwise."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            if not isinstance(error, HeadraceError):  # what we raise tells all that is to be said, and the listener tells it
+            # what we raise tells all that is to be said, and the listener tells it
+            if not isinstance(error, HeadraceError):
                 logger.error("the engine cannot be supervised", exc_info=error)
-            told = error if isinstance(error, HeadraceError) else EngineUnavailable(f"the engine cannot be started: {error}")
+            told = (
+                error if isinstance(error, HeadraceError)
+                else EngineUnavailable(f"the engine cannot be started: {error}")
+            )
             self._listener.on_exit(told, is_final=True)
 
     async def _live(self) -> int:

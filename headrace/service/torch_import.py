@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 
 OMITTED = ("torch.distributions", "torch.export", "torch.distributed._meta_registrations", "torch._meta_registrations")
-"""In torch's own order: distributions, the export of programs, and shapes without values, which tracing needs. Nothing that
-runs eagerly reads them."""
+"""In torch's own order: distributions, the export of programs, and shapes without values, which tracing needs. Nothing
+that runs eagerly reads them."""
 
 GPU_KERNELS = "torch._native"
 """Kernels that some versions have for GPUs alone; the last in order."""

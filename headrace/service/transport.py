@@ -1,8 +1,8 @@
-"""The line between client and engine process: one pair of connected sockets that carries messages of base/messages, four bytes
-of length before each. The first one to the engine is its configuration.
+"""The line between client and engine process: one pair of connected sockets that carries messages of base/messages,
+four bytes of length before each. The first one to the engine is its configuration.
 
-Refuses: deciding anything about the messages. No thread and no task stands between a socket and who reads or writes it: each
-would have to be woken for every step, on cores that the engine computes on.
+Refuses: deciding anything about the messages. No thread and no task stands between a socket and who reads or writes it:
+each would have to be woken for every step, on cores that the engine computes on.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class EngineChannel:
         self._writer: threading.Thread | None = None
 
     def read_config(self) -> EngineConfig | None:
-        """The first message; None when the other end closes before it has sent anything, as one that failed meanwhile. Raises
-        `ConfigError` for what is no configuration."""
+        """The first message; None when the other end closes before it has sent anything, as one that failed meanwhile.
+        Raises `ConfigError` for what is no configuration."""
         header = self._line.recv(LENGTH.size, socket.MSG_WAITALL)
         if not header:
             return None
@@ -103,8 +103,8 @@ class EngineChannel:
         return messages
 
     def send(self, message: FromEngine) -> None:
-        """Hand a message to the line; never waits for the reader. What the system has no room for is written by a thread, which
-        ends when it is done."""
+        """Hand a message to the line; never waits for the reader. What the system has no room for is written by a
+        thread, which ends when it is done."""
         rest = frame(message)
         with self._lock:
             if not self._overflow:
@@ -161,12 +161,14 @@ class EngineChannel:
 
 
 def engine_line() -> socket.socket:
-    """The line that this process was started with, as its standard input. Children of this process do not get it; raises
-    `ConfigError` when there is none."""
+    """The line that this process was started with, as its standard input. Children of this process do not get it;
+    raises `ConfigError` when there is none."""
     try:
         line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     except OSError as error:
-        raise ConfigError("the engine process is started by the supervisor, with a socket as its standard input") from error
+        raise ConfigError(
+            "the engine process is started by the supervisor, with a socket as its standard input"
+        ) from error
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
     os.close(nothing)
@@ -174,8 +176,8 @@ def engine_line() -> socket.socket:
 
 
 class ClientChannel(asyncio.Protocol):
-    """The client's end, one per life of the engine process, so that no message outlives it. Messages are given to ``take`` in
-    the callback that reads them; of a reader who is behind, those of several steps as one."""
+    """The client's end, one per life of the engine process, so that no message outlives it. Messages are given to
+    ``take`` in the callback that reads them; of a reader who is behind, those of several steps as one."""
 
     def __init__(self, take: Callable[[FromEngine], None]):
         loop = asyncio.get_running_loop()

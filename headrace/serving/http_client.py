@@ -20,7 +20,8 @@ from headrace.base.errors import ConfigError
 
 MAX_ANSWER_BYTES = 256 << 20
 IDLE_S = 2.0
-"""How long a connection waits for its next request: some servers close theirs after five seconds, and a request sent at that moment fails."""
+"""How long a connection waits for its next request: some servers close theirs after five seconds, and a request sent at
+that moment fails."""
 
 
 class BrokenExchange(ConnectionError):
@@ -29,8 +30,8 @@ class BrokenExchange(ConnectionError):
 
 @dataclass
 class Answer:
-    """What came back: pieces of the body with the `time.perf_counter` seconds at which each came. ``status`` is 0 until it is
-    known; ``is_complete``: the body came to its end."""
+    """What came back: pieces of the body with the `time.perf_counter` seconds at which each came. ``status`` is 0 until
+    it is known; ``is_complete``: the body came to its end."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list, repr=False)
@@ -57,7 +58,8 @@ class _Connection(asyncio.Protocol):
         self._is_measured = False  # the answer tells where its body ends
 
     async def exchange(self, request: bytes, answer: Answer) -> None:
-        """Send a request and fill ``answer`` to its end; raises `BrokenExchange`, `ValueError` for one that is too long."""
+        """Send a request and fill ``answer`` to its end; raises `BrokenExchange`, `ValueError` for one that is too
+        long."""
         self._answer, self._ended = answer, asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -148,14 +150,21 @@ class HttpClient:
             connection.close()
         self._kept.clear()
 
-    async def send(self, method: str, route: str, body: bytes | None = None, *, answer: Answer | None = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """Send a request, with a JSON body if there is one, and take its answer to the end; ``answer`` is filled as it comes.
-        Raises `OSError` for what goes wrong with the connection (`TimeoutError` after ``timeout_s``, `BrokenExchange`)."""
+    async def send(
+        self, method: str, route: str, body: bytes | None = None, *, answer: Answer | None = None,
+        headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """Send a request, with a JSON body if there is one, and take its answer to the end; ``answer`` is filled as it
+        comes. Raises `OSError` for what goes wrong with the connection (`TimeoutError` after ``timeout_s``,
+        `BrokenExchange`)."""
         answer = Answer() if answer is None else answer
         lines = {**self._headers, **(headers or {})}
         if body is not None:
             lines |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
-        head = f"{method} {self._path}{route} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        head = (
+            f"{method} {self._path}{route} HTTP/1.1\r\n"
+            + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        )
         async with asyncio.timeout(self._timeout_s):
             await self._exchange(head.encode() + b"\r\n" + (body or b""), answer)
         return answer
@@ -184,5 +193,7 @@ class HttpClient:
         return None
 
     async def _connect(self) -> _Connection:
-        _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            _Connection, self._host, self._port, ssl=self._tls
+        )
         return connection

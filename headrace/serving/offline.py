@@ -31,7 +31,9 @@ from headrace.service.parsing.message import ParsedMessage, parse_output
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import Tokenizer
 
-OWN_VARIABLES = frozenset({"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"})
+OWN_VARIABLES = frozenset(
+    {"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"}
+)
 """Names that ``chat_template_kwargs`` may not take."""
 
 Prompt = str | list[int] | dict[str, Any]
@@ -86,8 +88,9 @@ class LLM:
 
         ``prompts``: one or many, as text or token ids; or ``prompt_token_ids``, lists of ids. ``sampling_params``: one
         for all, one per prompt, or None for the model's own defaults. A prompt that is wrong raises, and ends the
-        others: prompts are checked while the first ones begin to run. What fails while it runs (``finish_reason`` "error") raises after all others have ended, or is returned
-        with ``.error`` set when ``errors`` is "return". Ctrl-C aborts all prompts and leaves the model usable.
+        others: prompts are checked while the first ones begin to run. What fails while it runs (``finish_reason``
+        "error") raises after all others have ended, or is returned with ``.error`` set when ``errors`` is "return".
+        Ctrl-C aborts all prompts and leaves the model usable.
         """
         chosen = _one_of(prompts, prompt_token_ids)
         params = _params_for_each(sampling_params, len(chosen), self.facts)
@@ -100,7 +103,8 @@ class LLM:
     def chat(
         self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, *,
         add_generation_prompt: bool = True, continue_final_message: bool = False, chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None, tools: list[dict[str, Any]] | None = None, tool_choice: str = "auto",
+        chat_template_kwargs: dict[str, Any] | None = None, tools: list[dict[str, Any]] | None = None,
+        tool_choice: str = "auto",
         **running: Unpack[Running],
     ) -> list[GenerationOutput]:
         """Answer one conversation or many, rendered by the model's chat template (or ``chat_template``, Jinja text).
@@ -112,7 +116,8 @@ class LLM:
         formats = formats_of(tokenizer, self.facts)
         texts = [
             render_with_tools(
-                tokenizer, conversation, formats, tools=tools, template=chat_template, add_generation_prompt=add_generation_prompt,
+                tokenizer, conversation, formats, tools=tools, template=chat_template,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message, **options,
             )
             for conversation in conversations
@@ -120,11 +125,15 @@ class LLM:
         params = _params_for_each(sampling_params, len(texts), self.facts)
         if tools:
             callable_tools = _callable_tools(tools, tool_choice)
-            params = [_prepare_calls(p, formats, callable_tools, text, tool_choice) for p, text in zip(params, texts, strict=True)]
+            params = [
+                _prepare_calls(p, formats, callable_tools, text, tool_choice) for p,
+                text in zip(params, texts, strict=True)
+            ]
         return self.generate(texts, params, add_special_tokens=False, **running)
 
     def parse(
-        self, output: GenerationOutput, *, tools: list[dict[str, Any]] | None = None, tool_parser: str = AUTO, reasoning_parser: str = AUTO,
+        self, output: GenerationOutput, *, tools: list[dict[str, Any]] | None = None, tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
     ) -> list[ParsedMessage]:
         """What the answers of `chat` say, one message for each of ``output.outputs``: ``content``, ``reasoning`` and
         ``tool_calls`` (looked for when ``tools`` are given). The formats are the model's own unless named."""
@@ -133,10 +142,12 @@ class LLM:
         return [parse_output(choice.text, formats, tools=tools, is_open=is_open) for choice in output.outputs]
 
     def embed(
-        self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None, progress: bool = False,
+        self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None, progress: bool = False,
     ) -> list[list[float]]:
         """Embeddings of texts, in their order. ``dimensions`` keeps the first numbers of each, at unit length.
-        ``truncate_prompt_tokens``: the end of longer texts is cut off, -1 at what the model takes; None refuses them."""
+        ``truncate_prompt_tokens``: the end of longer texts is cut off, -1 at what the model takes; None refuses
+        them."""
         self._require("embed")
         reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
         results = self._read([reader.read(text) for text in _one_of(texts, None)], progress)
@@ -146,25 +157,31 @@ class LLM:
         self, queries: str | list[str], documents: str | list[str], *, instruct: str | None = None,
         truncate_prompt_tokens: int | None = None, progress: bool = False,
     ) -> list[float]:
-        """How well each document goes with the query, or each with its own: by a cross-encoder's judgement, by the angle
-        between embeddings, or by the probability that a model which generates says yes to ``instruct``."""
+        """How well each document goes with the query, or each with its own: by a cross-encoder's judgement, by the
+        angle between embeddings, or by the probability that a model which generates says yes to ``instruct``."""
         rights = [documents] if isinstance(documents, str) else documents
         lefts = [queries] * len(rights) if isinstance(queries, str) else queries
         if len(lefts) != len(rights):
-            raise RequestError(f"queries must be one text, or as many as documents; got {len(lefts)} and {len(rights)}", param="queries")
+            raise RequestError(
+                f"queries must be one text, or as many as documents; got {len(lefts)} and {len(rights)}",
+                param="queries"
+            )
         reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
         plan = plan_scores(list(zip(lefts, rights, strict=True)), reader, instruct=instruct)
         return plan.finish(self._read(plan.readings, progress))
 
     def classify(
-        self, texts: Prompt | Sequence[Prompt], *, use_activation: bool = True, truncate_prompt_tokens: int | None = None, progress: bool = False,
+        self, texts: Prompt | Sequence[Prompt], *, use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None, progress: bool = False,
     ) -> list[dict[str, float]]:
         """The probability of each class of each text by the class's name; ``use_activation`` False gives raw logits."""
         pooling = self._require("classify")
         reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
         results = self._read([reader.read(text) for text in _one_of(texts, None)], progress)
         activation = pooling.activation if use_activation else "identity"
-        return [dict(zip(pooling.labels, activate(unpack_floats(packed), activation), strict=True)) for packed in results]
+        return [
+            dict(zip(pooling.labels, activate(unpack_floats(packed), activation), strict=True)) for packed in results
+        ]
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
@@ -189,7 +206,9 @@ class LLM:
     def _require(self, kind: str) -> PoolingFacts:
         pooling = self.facts.pooling
         if pooling is None or pooling.kind != kind:
-            raise RequestError(f"{self.facts.model} cannot {kind}; load a model made for that, or with task={kind!r}", param="task")
+            raise RequestError(
+                f"{self.facts.model} cannot {kind}; load a model made for that, or with task={kind!r}", param="task"
+            )
         return pooling
 
     def _read(self, readings: list[Reading], progress: bool) -> list[bytes]:
@@ -240,7 +259,8 @@ class AsyncLLM:
         await asyncio.shield(self._starting)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *, priority: int = 0,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
+        priority: int = 0,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Complete one prompt; yields the whole output so far each time there is more. Leaving the loop, or being
         cancelled in it, aborts the request. Raises typed errors, also for what fails on the way."""
@@ -294,7 +314,10 @@ def _plain_name(model: str | os.PathLike[str]) -> str:
 def _plain_prompt(prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, dict):
         if len(prompt) != 1 or not prompt.keys() <= {"prompt_token_ids", "prompt"}:
-            raise RequestError(f"a prompt dict takes prompt or prompt_token_ids and nothing else, got {sorted(map(str, prompt))}", param="prompts")
+            raise RequestError(
+                f"a prompt dict takes prompt or prompt_token_ids and nothing else, got {sorted(map(str, prompt))}",
+                param="prompts"
+            )
         (prompt,) = prompt.values()
     if isinstance(prompt, (str, list)):
         return prompt
@@ -311,24 +334,35 @@ def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[
     if isinstance(given, (str, dict)):
         given = [given]
     elif not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray, Set)):
-        raise RequestError(f"prompts are text, token ids, or a list of either, got {type(given).__name__}", param="prompts")
+        raise RequestError(
+            f"prompts are text, token ids, or a list of either, got {type(given).__name__}", param="prompts"
+        )
     else:
         given = list(given)
         given = [given] if given and isinstance(given[0], int) else given
     plain = [_plain_prompt(prompt) for prompt in given]
     if token_ids is not None and any(isinstance(prompt, str) for prompt in plain):
-        raise RequestError("prompt_token_ids takes lists of token ids; text goes into prompts", param="prompt_token_ids")
+        raise RequestError(
+            "prompt_token_ids takes lists of token ids; text goes into prompts", param="prompt_token_ids"
+        )
     return plain
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
     """One conversation or many, as many."""
     if not isinstance(messages, (list, tuple)):
-        raise RequestError(f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages")
+        raise RequestError(
+            f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages"
+        )
     conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
     for conversation in conversations:
-        if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
-            raise RequestError("a conversation is a list of messages, and a message an object with role and content", param="messages")
+        if (
+            not isinstance(conversation, (list, tuple))
+            or not all(isinstance(message, dict) for message in conversation)
+        ):
+            raise RequestError(
+                "a conversation is a list of messages, and a message an object with role and content", param="messages"
+            )
     return conversations
 
 
@@ -337,7 +371,9 @@ def _template_options(template: str | None, options: dict[str, Any] | None) -> d
     if template is not None and not isinstance(template, str):
         raise RequestError(f"chat_template is Jinja text, got {type(template).__name__}", param="chat_template")
     if not isinstance(options or {}, dict):
-        raise RequestError(f"chat_template_kwargs is an object, got {type(options).__name__}", param="chat_template_kwargs")
+        raise RequestError(
+            f"chat_template_kwargs is an object, got {type(options).__name__}", param="chat_template_kwargs"
+        )
     wrong = [name for name in options or {} if not isinstance(name, str) or name in OWN_VARIABLES]
     if wrong:
         raise RequestError(f"chat_template_kwargs cannot set {wrong[0]!r}", param="chat_template_kwargs")
@@ -348,7 +384,9 @@ def _params_for_each(params: Params, count: int, facts: ModelFacts) -> list[Samp
     if params is None or isinstance(params, SamplingParams):
         return [params or default_params(facts)] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise RequestError(f"sampling_params is a SamplingParams or a list of them, got {params!r:.80}", param="sampling_params")
+        raise RequestError(
+            f"sampling_params is a SamplingParams or a list of them, got {params!r:.80}", param="sampling_params"
+        )
     if len(params) != count:
         raise RequestError(f"sampling_params has {len(params)} entries for {count} prompts", param="sampling_params")
     return list(params)
@@ -359,14 +397,25 @@ def _callable_tools(tools: list[dict[str, Any]], choice: str) -> list[dict[str, 
         return tools
     named = [tool for tool in tools if tool["function"]["name"] == choice]
     if not named:
-        raise RequestError(f"tool_choice must be 'auto', 'required' or the name of one of the tools, got {choice!r}", param="tool_choice")
+        raise RequestError(
+            f"tool_choice must be 'auto', 'required' or the name of one of the tools, got {choice!r}",
+            param="tool_choice"
+        )
     return named
 
 
-def _prepare_calls(params: SamplingParams, formats: Formats, tools: list[dict[str, Any]], prompt: str, choice: str) -> SamplingParams:
-    """The parameters with the special tokens visible that mark calls and reasoning, and with the grammar of forced calls."""
-    params = params if params.keep_special_tokens else replace(params, keep_special_tokens=formats.visible_texts(has_tools=True))
-    grammar = confine_output(formats, params.grammar, tools, prompt, is_parallel=choice in ("auto", "required"), is_forced=choice != "auto")
+def _prepare_calls(
+    params: SamplingParams, formats: Formats, tools: list[dict[str, Any]], prompt: str, choice: str
+) -> SamplingParams:
+    """The parameters with the special tokens visible that mark calls and reasoning, and with the grammar of forced
+    calls."""
+    params = (
+        params if params.keep_special_tokens
+        else replace(params, keep_special_tokens=formats.visible_texts(has_tools=True))
+    )
+    grammar = confine_output(
+        formats, params.grammar, tools, prompt, is_parallel=choice in ("auto", "required"), is_forced=choice != "auto"
+    )
     return replace(params, grammar=grammar)
 
 

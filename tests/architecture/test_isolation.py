@@ -1,5 +1,5 @@
-"""One family hurts no other: what is imported to serve a model, what a broken or disabled family changes, and a family that
-lives in a package of its own. Each in a process of its own."""
+"""One family hurts no other: what is imported to serve a model, what a broken or disabled family changes, and a family
+that lives in a package of its own. Each in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import pytest
 from sources import ROOT
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "torch_dtype": "float32",
 }
 V4 = {
-    "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1,
-    "compress_ratios": [0], "num_attention_heads": 2, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 4,
+    "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "moe_intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "compress_ratios": [0], "num_attention_heads": 2, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 8,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2, "o_groups": 1, "o_lora_rank": 8, "max_position_embeddings": 512, "torch_dtype": "float32",
 }
 SERVE = """
@@ -47,7 +50,9 @@ sys.meta_path.insert(0, Break())
 
 def run_python(code: str, **variables: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -74,7 +79,8 @@ print(json.dumps([after_llama, families]))
 
 
 def test_a_broken_family_fails_alone_and_at_once(tmp_path: Path):
-    """Others are served in the same process; serving the broken one tells the original error; the inventory explains it."""
+    """Others are served in the same process; serving the broken one tells the original error; the inventory explains
+    it."""
     llama, v4 = write_model(tmp_path / "llama", LLAMA), write_model(tmp_path / "v4", V4)
     said = run_python(f"""{BREAK}{SERVE}
 from headrace.base.errors import HeadraceError
@@ -108,7 +114,10 @@ findings = {{(f.kind, f.name): f for f in take_inventory(find_machine())}}
 assert findings["model family", "deepseek_v4"].status == "ok"
 assert findings["KV pool", "deepseek_v4.window_fp8"].status == "broken" and findings["KV pool", "deepseek_v4.window"].status == "ok"
 """)
-    assert "WARNING keys and values are kept in bfloat16" in said and "deepseek_v4.window_fp8" in said and "raised at import" in said
+    assert (
+        "WARNING keys and values are kept in bfloat16" in said and "deepseek_v4.window_fp8" in said
+        and "raised at import" in said
+    )
 
 
 @pytest.mark.parametrize("way", ["variable", "flag"])
@@ -192,15 +201,17 @@ fail.plugin_api = 1
 
 
 def test_a_family_installed_beside_headrace_is_served(tmp_path: Path):
-    """Found by its entry point; one beside it was made for another version of the contract, another cannot be imported. So are
-    its step hooks, of which one raises."""
+    """Found by its entry point; one beside it was made for another version of the contract, another cannot be imported.
+    So are its step hooks, of which one raises."""
     site = tmp_path / "site"
     package, info = site / "acme_models", site / "acme_models-1.0.dist-info"
     for folder in (package, info):
         folder.mkdir(parents=True)
     for path, text in (
-        (package / "__init__.py", ""), (package / "family.py", FAMILY), (package / "model.py", MODEL), (package / "hook.py", HOOK),
-        (info / "METADATA", "Metadata-Version: 2.1\nName: acme-models\nVersion: 1.0\n"), (info / "entry_points.txt", ENTRY_POINTS),
+        (package / "__init__.py", ""), (package / "family.py", FAMILY), (package / "model.py", MODEL),
+        (package / "hook.py", HOOK),
+        (info / "METADATA", "Metadata-Version: 2.1\nName: acme-models\nVersion: 1.0\n"),
+        (info / "entry_points.txt", ENTRY_POINTS),
     ):
         path.write_text(text)
     acme = write_model(tmp_path / "acme", {**LLAMA, "architectures": ["AcmeForCausalLM"]})

@@ -25,7 +25,10 @@ BROKEN = {
 def run_python(code: str, **variables: str) -> subprocess.CompletedProcess:
     import os
 
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250, env={**os.environ, **variables})
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250,
+        env={**os.environ, **variables}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,7 +140,9 @@ def registered_modules() -> list[str]:
     for name in FAMILIES.names():
         FAMILIES.load(name)
     operations = [
-        value for name in OPERATIONS for value in vars(importlib.import_module(f"headrace.kernels.{name}")).values() if isinstance(value, Operation)
+        value
+        for name in OPERATIONS
+        for value in vars(importlib.import_module(f"headrace.kernels.{name}")).values() if isinstance(value, Operation)
     ]
     registries = [
         ATTENTION_BACKENDS, ADAPTERS, DISPATCHERS, EXPERTS, SCHEMES, hooks.HOOKS, COORDINATORS,
@@ -150,7 +155,11 @@ def test_every_plugin_imports_alone():
     """Each module in a process that has torch and nothing of ours; what is missing must be somebody else's package."""
     modules = registered_modules()
     assert len(modules) > 40
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALONE, *modules], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALONE, *modules], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     missing = [line.split() for line in done.stdout.splitlines()]
-    assert all(code == "2" and package.partition(".")[0] in ("cudnn", "triton") for _, code, package in missing), done.stdout
+    assert all(
+        code == "2" and package.partition(".")[0] in ("cudnn", "triton") for _, code, package in missing
+    ), done.stdout

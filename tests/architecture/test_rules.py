@@ -34,8 +34,13 @@ def test_environment_variables_are_few_and_documented():
 
 def test_names_say_what_things_are():
     bad = [s.name for s in sources() if set(re.split(r"[/_.]", s.name.removesuffix(".py"))) & FORBIDDEN_MODULE_NAMES]
-    bad += [s.name for s in sources() if s.room != "models" and re.search(r"_v\d+(\.py|/)", s.name)]  # families are called as their models are
-    bad += [f"{s.name}: {n.name}" for s in sources() for n in s.walk() if isinstance(n, ast.ClassDef) and n.name.endswith("Manager")]
+    # families are called as their models are
+    bad += [s.name for s in sources() if s.room != "models" and re.search(r"_v\d+(\.py|/)", s.name)]
+    bad += [
+        f"{s.name}: {n.name}"
+        for s in sources()
+        for n in s.walk() if isinstance(n, ast.ClassDef) and n.name.endswith("Manager")
+    ]
     assert not bad
 
 
@@ -47,7 +52,10 @@ def test_modules_open_with_what_they_own():
 def test_no_unsafe_deserialisation():
     unsafe = [
         f"{s.name}:{n.lineno}" for s in sources() for n in s.walk()
-        if (isinstance(n, ast.Import) and {a.name for a in n.names} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"})
+        if (
+            isinstance(n, ast.Import)
+            and {a.name for a in n.names} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+        )
         or (isinstance(n, ast.ImportFrom) and n.module in ("pickle", "dill", "cloudpickle", "marshal", "shelve"))
         or (isinstance(n, ast.Call) and dotted(n.func) in ("eval", "exec", "torch.load", "pickle.loads"))
     ]
@@ -60,8 +68,16 @@ def _is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def test_broad_excepts_are_listed():
-    found = sorted({f"{s.name}: {scope_of(s, n.lineno)}" for s in sources() for n in s.walk() if isinstance(n, ast.ExceptHandler) and _is_broad(n)})
-    assert found == sorted(ALLOWLIST["broad_except"]), "broad excepts belong to process mains, plug-in loads and request edges only"
+    found = sorted(
+        {
+            f"{s.name}: {scope_of(s, n.lineno)}"
+            for s in sources()
+            for n in s.walk() if isinstance(n, ast.ExceptHandler) and _is_broad(n)
+        }
+    )
+    assert found == sorted(ALLOWLIST["broad_except"]), (
+        "broad excepts belong to process mains, plug-in loads and request edges only"
+    )
 
 
 def test_no_error_is_swallowed():
@@ -75,9 +91,12 @@ def test_no_error_is_swallowed():
 def test_no_hidden_wait_on_the_hot_path():
     found = sorted({
         f"{s.name}: {scope_of(s, n.lineno)}: {n.func.attr}" for s in sources() if s.room in HOT_ROOMS for n in s.walk()
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in WAITS and not dotted(n.func).startswith("np.")
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in WAITS
+        and not dotted(n.func).startswith("np.")
     })
-    assert found == sorted(ALLOWLIST["synchronisation"]), "each may wait for the device; off the hot path it belongs in the allowlist"
+    assert found == sorted(ALLOWLIST["synchronisation"]), (
+        "each may wait for the device; off the hot path it belongs in the allowlist"
+    )
 
 
 def test_library_code_does_not_print():
@@ -89,7 +108,9 @@ def test_library_code_does_not_print():
 
 
 GENERIC_ROOMS = ("base", "memory", "execution", "scheduling", "service", "parallel")
-ARCHITECTURE_NAME = re.compile(r"(?i)\b(llama|qwen\d?|gemma\d?|phi3|olmo2?|granite|glm4?|mistral|mixtral|deepseek)|For(CausalLM|ConditionalGeneration)")
+ARCHITECTURE_NAME = re.compile(
+    r"(?i)\b(llama|qwen\d?|gemma\d?|phi3|olmo2?|granite|glm4?|mistral|mixtral|deepseek)|For(CausalLM|ConditionalGeneration)"
+)
 BACKEND_NAME = re.compile(r"(?i)\b(cudnn|flashinfer|triton|flash_?attn|cutlass)\b")
 
 
@@ -106,14 +127,16 @@ def _words(source) -> list[tuple[int, str]]:
     return found
 
 
-# The words of formats are not architecture names: tokenizer models are called so in GGUF metadata, and the ways to write
+# The words of formats are not architecture names: tokenizer models are called so in GGUF metadata, and the ways to
+# write
 # tool calls after those who write them.
 FORMAT_MODULES = ("service/tokenization/gguf_vocabulary.py", "service/parsing/formats/")
 
 
 def test_generic_code_names_no_architecture_and_no_backend():
     named = [
-        f"{s.name}:{line}: {word[:60]}" for s in sources() if s.room in GENERIC_ROOMS and not s.name.startswith(FORMAT_MODULES)
+        f"{s.name}:{line}: {word[:60]}"
+        for s in sources() if s.room in GENERIC_ROOMS and not s.name.startswith(FORMAT_MODULES)
         for line, word in _words(s) if ARCHITECTURE_NAME.search(word) or BACKEND_NAME.search(word)
     ]
     assert not named
@@ -126,7 +149,10 @@ def test_the_repository_is_about_the_product():
     found = []
     for top in ("headrace", "tests", "docs", "benchmarks", ".ci", "csrc"):
         for path in (ROOT / top).rglob("*"):
-            if path.is_file() and path.suffix in suffixes and path != Path(__file__) and "__pycache__" not in path.parts and hosts.search(path.read_text(errors="ignore")):
+            if (
+                path.is_file() and path.suffix in suffixes and path != Path(__file__)
+                and "__pycache__" not in path.parts and hosts.search(path.read_text(errors="ignore"))
+            ):
                 found.append(path.relative_to(ROOT).as_posix())
     assert not found
 

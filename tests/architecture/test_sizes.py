@@ -37,7 +37,9 @@ def _function_violations(where: str, node: ast.FunctionDef) -> dict[str, int]:
     branches = sum(isinstance(n, BRANCHING) for n in _own_nodes(node))
     if branches > BRANCHES and not _is_jit(node):
         found[f"{where}: branches"] = branches
-    arguments = [a for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
+    arguments = [
+        a for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")
+    ]
     if len(arguments) > PARAMETERS and not _is_jit(node):
         found[f"{where}: parameters"] = len(arguments)
     return found
@@ -57,7 +59,9 @@ def _class_violations(where: str, node: ast.ClassDef) -> dict[str, int]:
 
 
 def _is_property(method: ast.AST) -> bool:
-    return any(ast.unparse(d) in ("property", "cached_property", "functools.cached_property") for d in method.decorator_list)
+    return any(
+        ast.unparse(d) in ("property", "cached_property", "functools.cached_property") for d in method.decorator_list
+    )
 
 
 def violations(source: Source) -> dict[str, int]:

@@ -16,15 +16,22 @@ SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"cons
 
 
 def test_equal_sources_are_equal_grammars():
-    assert Grammar.json_schema(SCHEMA) == Grammar.json_schema(json.dumps(SCHEMA, indent=4)) == Grammar.json_schema(json.dumps(SCHEMA, ensure_ascii=False))
+    assert (
+        Grammar.json_schema(SCHEMA) == Grammar.json_schema(json.dumps(SCHEMA, indent=4))
+        == Grammar.json_schema(json.dumps(SCHEMA, ensure_ascii=False))
+    )
     assert Grammar.choice(["x", "y", "x"]) == Grammar.choice(("x", "y"))
     assert json.loads(Grammar.json_schema(SCHEMA).text) == SCHEMA
-    assert list(json.loads(Grammar.json_schema(SCHEMA).text)["properties"]) == ["b", "a"], "properties are written in the schema's order"
+    assert list(json.loads(Grammar.json_schema(SCHEMA).text)["properties"]) == ["b", "a"], (
+        "properties are written in the schema's order"
+    )
     assert Grammar.regex("a") != Grammar.ebnf("a")
 
 
 def test_grammars_cross_the_process_border():
-    request = EngineRequest("r", [1], SamplingSpec(grammar=Grammar.structural_tag({"type": "structural_tag"})), StopSpec(max_tokens=1))
+    request = EngineRequest(
+        "r", [1], SamplingSpec(grammar=Grammar.structural_tag({"type": "structural_tag"})), StopSpec(max_tokens=1)
+    )
     assert decode_to_engine(encode(request)) == request
 
 

@@ -29,14 +29,18 @@ ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 def test_requests_survive_the_wire(tokens, seed, temperature, deadline):
     rules = LogitRules(bias={3: -1.5}, allowed_ids=tokens, bad_words=[tokens], min_tokens=2, held_ids=[1])
     sampling = SamplingSpec(temperature=temperature, seed=seed, penalties=Penalties(1.1, 0.2, 0.3), rules=rules)
-    request = EngineRequest("id", tokens, sampling, StopSpec(max_tokens=4, eos_ids=[2]), namespace="salt", deadline_s=deadline)
+    request = EngineRequest(
+        "id", tokens, sampling, StopSpec(max_tokens=4, eos_ids=[2]), namespace="salt", deadline_s=deadline
+    )
     assert decode_to_engine(encode(request)) == request
 
 
 def test_unions_are_told_apart():
     for message in (Abort("a", "stop"), Call(3, "stats", {"x": 1})):
         assert decode_to_engine(encode(message)) == message
-    outputs = Outputs([RequestOutput("a", [1, 2], Finish("error", error=ErrorInfo("queue_full", "full", retry_after=2.0)))])
+    outputs = Outputs(
+        [RequestOutput("a", [1, 2], Finish("error", error=ErrorInfo("queue_full", "full", retry_after=2.0)))]
+    )
     assert decode_from_engine(encode(outputs)) == outputs
 
 
@@ -55,14 +59,19 @@ def test_errors_keep_their_type_across_processes():
 
     for cls in leaves(errors.HeadraceError):
         again = ErrorInfo.of(cls("text", param="field", retry_after=1.5)).to_error()
-        assert (again.kind, again.status, again.message, again.param, again.retry_after) == (cls.kind, cls("").status, "text", "field", 1.5)
+        assert (
+            again.kind, again.status, again.message, again.param, again.retry_after
+        ) == (cls.kind, cls("").status, "text", "field", 1.5)
     assert ErrorInfo.of(KeyError("x")).kind == "internal_error"
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("temperature", -0.1), ("temperature", float("nan")), ("top_p", -0.1), ("top_p", 1.1), ("min_p", 2), ("top_k", -2), ("n", 0), ("n", 10**6), ("repetition_penalty", 0.0),
-    ("presence_penalty", 2.1), ("max_tokens", 0), ("min_tokens", -1), ("logprobs", 51), ("prompt_logprobs", -1), ("stop", ["a"] * 33), ("stop", [""]), ("seed", 2**63),
-    ("logit_bias", {1: 101.0}), ("allowed_token_ids", []), ("bad_words", ["x"] * 129), ("temperature", "hot"), ("max_tokens", True),
+    ("temperature", -0.1), ("temperature", float("nan")), ("top_p", -0.1), ("top_p", 1.1), ("min_p", 2), ("top_k", -2),
+    ("n", 0), ("n", 10**6), ("repetition_penalty", 0.0),
+    ("presence_penalty", 2.1), ("max_tokens", 0), ("min_tokens", -1), ("logprobs", 51), ("prompt_logprobs", -1),
+    ("stop", ["a"] * 33), ("stop", [""]), ("seed", 2**63),
+    ("logit_bias", {1: 101.0}), ("allowed_token_ids", []), ("bad_words", ["x"] * 129), ("temperature", "hot"),
+    ("max_tokens", True),
 ])
 def test_sampling_bounds_name_the_field(field: str, value):
     with pytest.raises(errors.RequestError) as caught:

@@ -31,7 +31,9 @@ def test_nothing_is_imported_before_it_is_asked_for(registry: Registry):
 
 def test_choice_is_by_priority_among_those_that_can(registry: Registry):
     registry.add("small", "plugin_good:VALUE", priority=1)
-    registry.add("large", "plugin_good:OTHER", priority=2, supports=lambda size: None if size > 10 else "size is at most 10")
+    registry.add(
+        "large", "plugin_good:OTHER", priority=2, supports=lambda size: None if size > 10 else "size is at most 10"
+    )
     assert registry.choose(11) == "other"
     assert registry.choose(10) == "good"
     with pytest.raises(PluginError, match="size is at most 10"):

@@ -22,7 +22,10 @@ def touch(path: Path, age_minutes: float) -> Path:
 
 def test_only_old_locks_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     old = [touch(tmp_path / "py311_cu130" / "ext" / "lock", 31), touch(tmp_path / ".ninja_lock", 600)]
-    kept = [touch(tmp_path / "other" / "lock", 29), touch(tmp_path / "ext" / "lock.cpp", 90), touch(tmp_path / "build.ninja", 90)]
+    kept = [
+        touch(tmp_path / "other" / "lock", 29), touch(tmp_path / "ext" / "lock.cpp", 90),
+        touch(tmp_path / "build.ninja", 90)
+    ]
     with caplog.at_level(logging.WARNING):
         assert sweep_stale_locks(tmp_path) == 2
     assert not any(path.exists() for path in old) and all(path.exists() for path in kept)
@@ -38,7 +41,9 @@ def test_no_age_removes_nothing(tmp_path: Path, age: float):
 
 def test_what_cannot_be_read_or_removed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert sweep_stale_locks(tmp_path / "missing") == 0
-    stubborn, other, closed = touch(tmp_path / "a" / "lock", 60), touch(tmp_path / "b" / "lock", 60), tmp_path / "closed"
+    stubborn, other, closed = (
+        touch(tmp_path / "a" / "lock", 60), touch(tmp_path / "b" / "lock", 60), tmp_path / "closed"
+    )
     touch(closed / "lock", 60)
     listing, unlink = os.scandir, Path.unlink
 

@@ -1,4 +1,5 @@
-"""The CPU benchmark's servers: started with their own environment, waited for, weighed, and ended with all they started."""
+"""The CPU benchmark's servers: started with their own environment, waited for, weighed, and ended with all they
+started."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def has_ended(pid: int) -> bool:
 
 
 def test_a_server_that_ends_before_it_answers_is_told():
-    with pytest.raises(RuntimeError, match="broken did not get ready"), run_server(Server("broken", lambda port: [sys.executable, "-c", "raise SystemExit(3)"])):
+    with pytest.raises(RuntimeError, match="broken did not get ready"), run_server(
+        Server("broken", lambda port: [sys.executable, "-c", "raise SystemExit(3)"])
+    ):
         pass
 
 

@@ -39,7 +39,10 @@ class StreamingLLM:
             raise ContextLengthExceeded("too long")
         answer = text.rpartition(">")[2]
         for end in range(1, len(answer) + 1):
-            yield GenerationOutput("r", None, prompt, [CompletionOutput(0, answer[:end], prompt[:end], "stop" if end == len(answer) else None)])
+            yield GenerationOutput(
+                "r", None, prompt,
+                [CompletionOutput(0, answer[:end], prompt[:end], "stop" if end == len(answer) else None)]
+            )
             if answer.startswith("interrupt") and end == 4:
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.sleep(300)
@@ -64,7 +67,9 @@ def talk(lines: list[str | type[BaseException]], **options: object) -> SimpleNam
 
 def test_answers_stream_and_are_remembered():
     talked = talk(["hello [bold]", "", "again"], temperature=0.0, max_tokens=5000)
-    assert talked.llm.prompts == ["<system>sys<user>hello [bold]", "<system>sys<user>hello [bold]<assistant>hello [bold]<user>again"]
+    assert talked.llm.prompts == [
+        "<system>sys<user>hello [bold]", "<system>sys<user>hello [bold]<assistant>hello [bold]<user>again"
+    ]
     assert "hello [bold]\n" in talked.text and "tokens" in talked.text
     assert talked.llm.params[0].temperature == 0.0
     assert talked.llm.params[0].max_tokens == 400 - len(talked.llm.prompts[0])
@@ -72,7 +77,9 @@ def test_answers_stream_and_are_remembered():
 
 def test_commands():
     talked = talk(["one", "/reset", "two", "/system new", "three", "/system", "four", "/what", "/exit", "unread"])
-    assert talked.llm.prompts == ["<system>sys<user>one", "<system>sys<user>two", "<system>new<user>three", "<user>four"]
+    assert talked.llm.prompts == [
+        "<system>sys<user>one", "<system>sys<user>two", "<system>new<user>three", "<user>four"
+    ]
     assert "/reset" in talked.text
 
 
@@ -84,7 +91,9 @@ def test_an_error_leaves_the_conversation_usable():
 
 def test_ctrl_c_stops_the_answer_and_keeps_its_start():
     """In a process of its own: the signal goes to the main thread, which need not be the one that runs the tests."""
-    ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=200)
+    ran = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=200
+    )
     assert ran.returncode == 0, ran.stderr
     text, prompts = json.loads(ran.stdout)
     assert "stopped" in text
@@ -97,6 +106,7 @@ def test_leaving_at_the_prompt(leaving: type[BaseException]):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests themselves run in the background of a shell
+    # ignored where the tests themselves run in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupted = talk(["interrupt me", "next"])
     print(json.dumps([interrupted.text, interrupted.llm.prompts]))

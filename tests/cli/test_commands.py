@@ -20,7 +20,8 @@ PLAIN = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
 def run_headrace(*argv: str, code: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     program = ["-c", code] if code else ["-m", "headrace"]
     return subprocess.run(
-        [sys.executable, *program, *argv], capture_output=True, text=True, timeout=250, env={**PLAIN, "COLUMNS": "120", **variables}, stdin=subprocess.DEVNULL,
+        [sys.executable, *program, *argv], capture_output=True, text=True, timeout=250,
+        env={**PLAIN, "COLUMNS": "120", **variables}, stdin=subprocess.DEVNULL,
     )
 
 
@@ -32,9 +33,18 @@ def test_overview_lists_the_commands(argv: list[str]):
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("argv", [["serve", "--help"], ["help", "bench", "serve"], ["show-config"], ["bench", "serve", "-h"], ["generate", "--help"], ["chat", "--help"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["serve", "--help"], ["help", "bench", "serve"], ["show-config"], ["bench", "serve", "-h"],
+        ["generate", "--help"], ["chat", "--help"]
+    ]
+)
 def test_quick_commands_need_no_torch(argv: list[str]):
-    code = "import sys; from headrace.serving.cli.main import main\ntry: main()\nfinally: print([m for m in ('torch', 'numpy', 'tokenizers', 'starlette', 'uvicorn') if m in sys.modules], file=sys.stderr)"
+    code = (
+        "import sys; from headrace.serving.cli.main import main\ntry: main()\nfinally: print([m for m in ('torch', "
+        "'numpy', 'tokenizers', 'starlette', 'uvicorn') if m in sys.modules], file=sys.stderr)"
+    )
     done = run_headrace(*argv, code=code)
     assert done.stdout and done.stderr.strip() == "[]", done.stderr
 
@@ -60,7 +70,10 @@ open({str(tmp_path / "told")!r}, "w").write(repr([n > 2 for n in used] + [os.get
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_is_one_line():
-    code = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from headrace.serving.cli.main import main; sys.exit(main())"
+    code = (
+        "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from headrace.serving.cli.main import main; "
+        "sys.exit(main())"
+    )
     done = run_headrace("--help", code=code)
     assert (done.returncode, done.stderr) == (2, "headrace: error: cannot write the output: No space left on device\n")
 
@@ -101,9 +114,11 @@ def test_version():
 
 
 @pytest.mark.parametrize(("argv", "message"), [
-    (["servr"], "did you mean serve?"), (["bench", "sreve"], "did you mean bench serve?"), (["xyzzy"], "commands are serve"),
+    (["servr"], "did you mean serve?"), (["bench", "sreve"], "did you mean bench serve?"),
+    (["xyzzy"], "commands are serve"),
     (["serve", "--prot", "1"], "did you mean --port?"), (["serve", "--port", "70000"], "from 0 to 65535"),
-    (["generate"], "no prompt"), (["generate", "x", "--input", "y"], "not both"), (["generate", "--input", "no-such-file"], "no-such-file"),
+    (["generate"], "no prompt"), (["generate", "x", "--input", "y"], "not both"),
+    (["generate", "--input", "no-such-file"], "no-such-file"),
     (["generate", "x", "--model", "no-such-model-anywhere", "--system", "y"], "--chat"),
     (["bench", "serve", "--base-url", "http://127.0.0.1:9", "--num-requests", "1", "--warmup", "0"], "127.0.0.1:9"),
     (["bench", "offline", "--workloads", "nothing"], "workloads must be"),
@@ -130,7 +145,9 @@ def test_bench_without_a_second_word_explains_itself():
 def test_show_config_tells_sources():
     done = run_headrace("show-config", "--json", "--page-size", "32", "--api-key", "hush", OMP_NUM_THREADS="2")
     rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert (rows["page_size"]["value"], rows["page_size"]["source"], rows["page_size"]["section"]) == (32, "flag", "cache")
+    assert (
+        rows["page_size"]["value"], rows["page_size"]["source"], rows["page_size"]["section"]
+    ) == (32, "flag", "cache")
     assert (rows["threads"]["value"], rows["threads"]["source"]) == (2, "environment OMP_NUM_THREADS")
     assert rows["port"]["source"] == "default"
     assert "hush" not in done.stdout
@@ -168,8 +185,10 @@ def test_check_explains_what_is_broken_and_disabled(tmp_path: Path):
 
 def write_tiny_llama(folder: Path) -> Path:
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "hidden_act": "silu",
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -180,8 +199,10 @@ def test_generate_with_a_tiny_model(tmp_path: Path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": [5, 6, 7], "max_tokens": 4, "id": "a"}\n{"prompt": [500]}\n{"prompt": [8, 9]}\n')
     done = run_headrace(
-        "generate", "--model", str(write_tiny_llama(tmp_path)), "--load-format", "dummy", "--skip-tokenizer", "--kv-pages", "32", "--input",
-        str(prompts), "--output", str(tmp_path / "out.jsonl"), "--max-tokens", "3", "--temperature", "0", "--ignore-eos", OMP_NUM_THREADS="1",
+        "generate", "--model", str(write_tiny_llama(tmp_path)), "--load-format", "dummy", "--skip-tokenizer",
+        "--kv-pages", "32", "--input",
+        str(prompts), "--output", str(tmp_path / "out.jsonl"), "--max-tokens", "3", "--temperature", "0",
+        "--ignore-eos", OMP_NUM_THREADS="1",
     )
     assert done.returncode == 1, done.stderr  # one prompt was wrong
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

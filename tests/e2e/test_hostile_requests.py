@@ -1,4 +1,5 @@
-"""Over 500 hostile requests against a live server under load: each is refused or answered rightly, nobody else notices."""
+"""Over 500 hostile requests against a live server under load: each is refused or answered rightly, nobody else
+notices."""
 
 from __future__ import annotations
 
@@ -24,17 +25,29 @@ async def send(http: httpx.AsyncClient, case: Case) -> str | None:
     """Why the case failed, None when it did not."""
     begin = time.monotonic()
     try:
-        request = http.build_request(case.method, "/", content=case.body, headers=[(k.encode(), v.encode("latin-1")) for k, v in case.headers.items()])
+        request = http.build_request(
+            case.method, "/", content=case.body,
+            headers=[(k.encode(), v.encode("latin-1")) for k, v in case.headers.items()]
+        )
         request.url = request.url.copy_with(raw_path=case.path.encode())
         answer = await http.send(request)
     except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
-        return None if len(case.body) > 1 << 20 or sum(map(len, case.headers.values())) > 1 << 14 else f"{case.name}: the connection was cut"
+        return (
+            None if len(case.body) > 1 << 20 or sum(map(len, case.headers.values())) > 1 << 14
+            else f"{case.name}: the connection was cut"
+        )
     except httpx.TimeoutException:
         return f"{case.name}: no answer within {LIMIT_S:g} s"
     status, seconds = answer.status_code, time.monotonic() - begin
-    if (status != 200 and not 400 <= status < 500) or (case.must == "refuse" and status == 200) or (case.must == "answer" and status != 200):
+    if (
+        (status != 200 and not 400 <= status < 500) or (case.must == "refuse" and status == 200)
+        or (case.must == "answer" and status != 200)
+    ):
         return f"{case.name}: {status} after {seconds:.1f} s, must {case.must}: {answer.text[:300]}"
-    if status != 200 and case.method != "OPTIONS" and status not in (431, 400) and answer.content and "message" not in answer.text:
+    if (
+        status != 200 and case.method != "OPTIONS" and status not in (431, 400) and answer.content
+        and "message" not in answer.text
+    ):
         return f"{case.name}: {status} without a message: {answer.text[:200]}"
     if "Traceback" in answer.text or "/site-packages/" in answer.text or "/headrace/" in answer.text:
         return f"{case.name}: the answer tells of the inside: {answer.text[:300]}"
@@ -57,7 +70,10 @@ async def send_all(url: str, cases: list[Case]) -> list[str]:
 
 async def stand_by(url: str, over: asyncio.Event) -> int:
     """Stream one text after the other; each must come whole and without a pause. Returns how many came."""
-    body = {"prompt": "The mill", "max_tokens": STREAM_LEN, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    body = {
+        "prompt": "The mill", "max_tokens": STREAM_LEN, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True}, "return_token_ids": True
+    }
     count = 0
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
         while not over.is_set() or not count:
@@ -78,7 +94,9 @@ async def stand_by(url: str, over: asyncio.Event) -> int:
 
 def resident_bytes(server: LiveServer) -> int:
     """Memory of both processes."""
-    pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (server.process.pid, server.engine_pid()))
+    pages = (
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (server.process.pid, server.engine_pid())
+    )
     return sum(pages) * 4096
 
 
@@ -87,7 +105,8 @@ async def test_hostile_requests_hurt_nobody(tiny_server: LiveServer):
     cases = all_cases(server.get("/openapi.json").json())
     assert len(cases) >= 1000
     random.Random(3).shuffle(cases)
-    for grammar in ({"regex": "x"}, {"guided_json": {}}):  # the first opens its library, which takes seconds where the machine is busy
+    # the first opens its library, which takes seconds where the machine is busy
+    for grammar in ({"regex": "x"}, {"guided_json": {}}):
         assert server.post("/v1/completions", {"prompt": "The mill", "max_tokens": 3, **grammar}).status_code == 200
     before = idle_stats(server)
     over = asyncio.Event()
@@ -110,12 +129,18 @@ async def test_hostile_requests_hurt_nobody(tiny_server: LiveServer):
 
 BAD_HTTP = (
     b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99999999999999999999999\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    b"99999999999999999999999\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET "
+    b"/smuggled HTTP/1.1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n",
-    b"GET / HTTP/9.9\r\n\r\n", b"\x00\x01\x02\x03", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64, b"GET /\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\n\r\n", b"G" * 200_000, b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n: x\r\n\r\n",
-    b"CONNECT evil:80 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://169.254.169.254/ HTTP/1.1\r\nHost: 169.254.169.254\r\n\r\n", b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n", b"\x00\x01\x02\x03", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64,
+    b"GET /\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\n\r\n", b"G" * 200_000,
+    b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET / HTTP/1.1\r\n: x\r\n\r\n",
+    b"CONNECT evil:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://169.254.169.254/ HTTP/1.1\r\nHost: 169.254.169.254\r\n\r\n", b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
 )
 
 

@@ -12,8 +12,10 @@ from headrace import LLM, SamplingParams
 from headrace.base.errors import ConfigError
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2, "initializer_range": 0.2,
 }
 SHARED = list(range(3, 83))
@@ -30,14 +32,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(folder: Path, **options: object) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Logprobs of the prompts' tokens; those of greedy continuations of prompts that begin alike; bytes of keys and values."""
+    """Logprobs of the prompts' tokens; those of greedy continuations of prompts that begin alike; bytes of keys and
+    values."""
     with LLM(str(folder), load_format="dummy", skip_tokenizer=True, kv_pages=64, **options) as llm:
         first = llm.generate(prompt_token_ids=PROMPTS[:1], sampling_params=SCORED)
         outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY)
         llm.check()
         num_bytes = next(line.num_bytes for line in llm.memory_plan() if line.name.startswith("KV"))
         read = torch.tensor([place.logprob for place in first[0].prompt_logprobs[1:]])
-        return read, torch.tensor([[place.logprob for place in output.outputs[0].logprobs] for output in outputs]), num_bytes
+        return (
+            read, torch.tensor([[place.logprob for place in output.outputs[0].logprobs] for output in outputs]),
+            num_bytes
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -52,5 +58,7 @@ def test_near_the_plain_ones_in_less_memory(folder: Path, dtype: str):
 
 def test_refused_by_name_where_nothing_reads_them(folder: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 72, "head_dim": 18}))
-    with pytest.raises(ConfigError, match="kv_dtype int8 takes head dims that are multiples of 4: serve with kv_dtype auto"):
+    with pytest.raises(
+        ConfigError, match="kv_dtype int8 takes head dims that are multiples of 4: serve with kv_dtype auto"
+    ):
         LLM(str(tmp_path), load_format="dummy", skip_tokenizer=True, kv_pages=64, kv_dtype="int8")

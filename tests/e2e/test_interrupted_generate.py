@@ -1,4 +1,5 @@
-"""``headrace generate`` on a machine whose CPU kernels are still being compiled: it waits for them, and Ctrl-C ends that without a word."""
+"""``headrace generate`` on a machine whose CPU kernels are still being compiled: it waits for them, and Ctrl-C ends
+that without a word."""
 
 from __future__ import annotations
 
@@ -52,11 +53,18 @@ def test_ctrl_c_while_kernels_are_compiled(tiny_model: Path, tmp_path: Path, rea
     compiler.parent.mkdir()
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
-    env = {**os.environ, "PATH": f"{compiler.parent}:{os.environ['PATH']}", "HEADRACE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {
+        **os.environ, "PATH": f"{compiler.parent}:{os.environ['PATH']}", "HEADRACE_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"
+    }
     env.pop("HEADRACE_CPU_ISA", None)
     arguments = [part for part in tiny_arguments(tiny_model) if part not in ("--served-model-name", "tiny")]
-    command = [sys.executable, "-c", PROGRAM, "generate", *arguments, "--max-tokens", "3", "--output", str(output), "Once"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, start_new_session=True, text=True)
+    command = [
+        sys.executable, "-c", PROGRAM, "generate", *arguments, "--max-tokens", "3", "--output", str(output), "Once"
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, start_new_session=True, text=True
+    )
     try:
         line = process.stderr.readline()  # the answers are written, and it waits for its compilers
         while not (compilers := find_compilers(process.pid)):

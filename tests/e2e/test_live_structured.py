@@ -16,7 +16,10 @@ pytest.importorskip("llguidance")
 pytest.importorskip("xgrammar")
 
 SCHEMA = {
-    "type": "object", "properties": {"kind": {"enum": ["fish", "bird"]}, "legs": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["fish", "bird"]}, "legs": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
+    },
     "required": ["kind", "legs"], "additionalProperties": False,
 }
 MESSAGES = [{"role": "user", "content": "An animal, as JSON."}]
@@ -29,28 +32,39 @@ def ai(tiny_server: LiveServer) -> openai.OpenAI:
 
 def test_response_format(ai: openai.OpenAI):
     chosen = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
-    answer = ai.chat.completions.create(model="", messages=MESSAGES, response_format=chosen, max_tokens=200, n=3, temperature=1.0, seed=1)
+    answer = ai.chat.completions.create(
+        model="", messages=MESSAGES, response_format=chosen, max_tokens=200, n=3, temperature=1.0, seed=1
+    )
     ended = [c.message.content for c in answer.choices if c.finish_reason == "stop"]
     assert ended
     for text in ended:
         jsonschema.validate(json.loads(text), SCHEMA)
-    stream = ai.chat.completions.create(model="", messages=MESSAGES, response_format=chosen, max_tokens=200, temperature=1.0, seed=1, stream=True)
+    stream = ai.chat.completions.create(
+        model="", messages=MESSAGES, response_format=chosen, max_tokens=200, temperature=1.0, seed=1, stream=True
+    )
     assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == answer.choices[0].message.content
 
 
 def test_other_dialects(ai: openai.OpenAI, tiny_server: LiveServer):
     regex = ai.completions.create(model="", prompt="x", max_tokens=60, extra_body={"guided_regex": "[a-f]{2}-[0-9]{2}"})
     assert re.fullmatch("[a-f]{2}-[0-9]{2}", regex.choices[0].text)
-    choice = ai.completions.create(model="", prompt="x", max_tokens=9, extra_body={"structured_outputs": {"choice": ["red", "blue"]}})
+    choice = ai.completions.create(
+        model="", prompt="x", max_tokens=9, extra_body={"structured_outputs": {"choice": ["red", "blue"]}}
+    )
     assert choice.choices[0].text in ("red", "blue")
-    native = tiny_server.post("/generate", {"text": "x", "sampling_params": {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 300}}).json()
+    native = tiny_server.post(
+        "/generate", {"text": "x", "sampling_params": {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 300}}
+    ).json()
     if native["meta_info"]["finish_reason"]["type"] == "stop":
         jsonschema.validate(json.loads(native["text"]), SCHEMA)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_enforced_is_a_plain_400(ai: openai.OpenAI, stream: bool):
-    for fields, word in (({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"), ({"guided_regex": "a{1,99999999}"}, "99999999")):
+    for fields, word in (
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"guided_regex": "a{1,99999999}"}, "99999999")
+    ):
         with pytest.raises(openai.BadRequestError, match=word):
             ai.completions.create(model="", prompt="x", max_tokens=5, stream=stream, extra_body=fields)
 
@@ -58,9 +72,14 @@ def test_what_cannot_be_enforced_is_a_plain_400(ai: openai.OpenAI, stream: bool)
 async def test_all_kinds_at_once(tiny_server: LiveServer):
     async with httpx.AsyncClient(base_url=tiny_server.url, timeout=120) as http:
         def ask(i: int, **fields: object):
-            return http.post("/v1/completions", json={"prompt": f"{i}", "max_tokens": 24, "temperature": 1.0, "seed": i, **fields})
+            return http.post(
+                "/v1/completions", json={"prompt": f"{i}", "max_tokens": 24, "temperature": 1.0, "seed": i, **fields}
+            )
 
-        kinds = [{"regex": f"[a-c]{{{i % 5 + 1}}}"} if i % 3 == 0 else {"choice": [f"choice {i}", "b"]} if i % 3 == 1 else {"ignore_eos": True} for i in range(24)]
+        kinds = [
+            {"regex": f"[a-c]{{{i % 5 + 1}}}"} if i % 3 == 0 else {"choice": [f"choice {i}", "b"]} if i % 3 == 1
+            else {"ignore_eos": True} for i in range(24)
+        ]
         answers = await asyncio.gather(*(ask(i, **kind) for i, kind in enumerate(kinds)))
         for i, (kind, answer) in enumerate(zip(kinds, answers, strict=True)):
             choice = answer.json()["choices"][0]

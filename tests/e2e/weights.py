@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
-    """Draw float32 weights by transformers' own model of the config and save them with it. Norms are not all the same."""
+    """Draw float32 weights by transformers' own model of the config and save them with it. Norms are not all the
+    same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)

@@ -13,7 +13,10 @@ from headrace.execution.runner import Runner
 class Driver:
     """Hand-made planning: pages in shuffled order, prefill chunks mixed with decodes."""
 
-    def __init__(self, runner: Runner | LocalExecutor, seed: int = 0, num_pages: int = 40, page_size: int = 4, num_groups: int | None = None):
+    def __init__(
+        self, runner: Runner | LocalExecutor, seed: int = 0, num_pages: int = 40, page_size: int = 4,
+        num_groups: int | None = None
+    ):
         self.runner, self.random, self.page_size = runner, random.Random(seed), page_size
         self.num_groups = num_groups or len(runner.pools)
         self.free = [list(range(1, num_pages)) for _ in range(self.num_groups)]
@@ -56,7 +59,10 @@ class Driver:
             self.computed[row] = begin + length
         self.step_id += 1
         columns = [list(column) for column in zip(*spans, strict=True)] or [[], [], [], []]
-        plan = StepPlan(self.step_id, len(decodes), *columns, releases=self.releases, starts=self.starts, appends=self.appends, copies=list(copies))
+        plan = StepPlan(
+            self.step_id, len(decodes), *columns, releases=self.releases, starts=self.starts, appends=self.appends,
+            copies=list(copies)
+        )
         self.starts, self.releases, self.appends = [], [], []
         return plan
 
@@ -64,6 +70,8 @@ class Driver:
         plan = self.plan(chunks)
         result = self.runner.execute(plan).result()
         assert result.step_id == plan.step_id
-        for row, token in zip((r for r, s in zip(plan.rows, plan.samples, strict=True) if s), result.token_ids, strict=True):
+        for row, token in zip(
+            (r for r, s in zip(plan.rows, plan.samples, strict=True) if s), result.token_ids, strict=True
+        ):
             self.output[row].append(token)
         return result

@@ -51,7 +51,9 @@ def log() -> list[str]:
 def captured(log: list[str]) -> CapturedSteps:
     """Steps whose buckets keep a log."""
     steps = CapturedSteps(GraphSizes([], []), None, None, None, None)
-    steps._kinds = steps._decodes, steps._others = tuple(Buckets(sizes, lambda size: Work(size, log)) for sizes in ([1, 2, 4], [64, 32]))
+    steps._kinds = steps._decodes, steps._others = tuple(
+        Buckets(sizes, lambda size: Work(size, log)) for sizes in ([1, 2, 4], [64, 32])
+    )
     return steps
 
 

@@ -41,7 +41,9 @@ def test_where_nothing_is_told_each_processor_counts(machine, monkeypatch):
     assert cores.count_cores() == 4
 
 
-@pytest.mark.parametrize(("limit", "count"), [("max 100000", 2), ("100000 100000", 1), ("50000 100000", 1), ("400000 100000", 2), ("", 2)])
+@pytest.mark.parametrize(
+    ("limit", "count"), [("max 100000", 2), ("100000 100000", 1), ("50000 100000", 1), ("400000 100000", 2), ("", 2)]
+)
 def test_quotas(machine, limit, count):
     write(machine / "own", "0::/a/b\n")
     write(machine / "groups" / "a" / "cpu.max", limit)

@@ -58,7 +58,10 @@ def test_sizes_share_their_memory_and_replays_their_values():
 def test_types_and_shapes_are_lent_as_they_are():
     device = torch.device("cuda", 0)
     source = torch.randn(6, 4, device=device).to(torch.bfloat16)
-    for work in (lambda: (source + 1, (source + 1).t(), (source + 1)[:0]), lambda: (source.float(), (source > 0).long(), source[0] + 1)):
+    for work in (
+        lambda: (source + 1, (source + 1).t(), (source + 1)[:0]),
+        lambda: (source.float(), (source > 0).long(), source[0] + 1)
+    ):
         capture = Capture(work, Recorder(device))
         expected, got = work(), capture.run()
         for want, have in zip(expected, got, strict=True):
@@ -80,11 +83,16 @@ def test_kernels_that_never_ran_are_compiled_and_loaded_while_they_are_recorded(
 
 def test_what_is_kept_for_graphs_is_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Steps of 8192 tokens, and logits of 512 rows: 238 MiB, in both kinds of graphs some more."""
-    folder = write_tiny_checkpoint(tmp_path, 1, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=2, vocab_size=122_000)
+    folder = write_tiny_checkpoint(
+        tmp_path, 1, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=122_000
+    )
     kept: list[int] = []
     reserve = executor_module.graph_reserve
     monkeypatch.setattr(executor_module, "graph_reserve", lambda *about: kept.append(reserve(*about)) or kept[0])
-    config = engine_config(model=str(folder), device="cuda", dtype="bfloat16", kv_pages=600, max_running_requests=512, max_step_tokens=8192)
+    config = engine_config(
+        model=str(folder), device="cuda", dtype="bfloat16", kv_pages=600, max_running_requests=512, max_step_tokens=8192
+    )
     executor = executor_module.build_executor(config)
     taken = next(line.num_bytes for line in executor.memory if line.name == "graphs")
     executor.close()

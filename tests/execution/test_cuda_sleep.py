@@ -22,7 +22,10 @@ from headrace.execution.residence import sweep
 pytestmark = pytest.mark.cuda
 
 NUM_PAGES, PAGE_SIZE = 40_000, 64
-SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32_000, "max_position_embeddings": 2048}
+SHAPE = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 32_000, "max_position_embeddings": 2048
+}
 SLACK = 64 * 2**20
 """What libraries keep for themselves."""
 
@@ -37,7 +40,8 @@ def build(folder: Path, *, graphs: str = "on") -> LocalExecutor:
     """Over a device of which this process holds nothing that earlier tests have left in torch's cache."""
     sweep(torch.device("cuda"))
     return build_executor(engine_config(
-        model=str(folder), device="cuda", dtype="float32", kv_pages=NUM_PAGES, page_size=PAGE_SIZE, max_running_requests=8, max_step_tokens=512,
+        model=str(folder), device="cuda", dtype="float32", kv_pages=NUM_PAGES, page_size=PAGE_SIZE,
+        max_running_requests=8, max_step_tokens=512,
         graphs=graphs, attention_backend="triton",
     ))
 

@@ -19,8 +19,10 @@ pytestmark = pytest.mark.cuda
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 512, 16, 200
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 256,
+    "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
 }
 SPECS = [
@@ -37,7 +39,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder: Path = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     built = build_executor(engine_config(
-        model=str(folder), load_format="dummy", device="cuda", kv_pages=NUM_PAGES, page_size=PAGE_SIZE, max_running_requests=8, max_step_tokens=256,
+        model=str(folder), load_format="dummy", device="cuda", kv_pages=NUM_PAGES, page_size=PAGE_SIZE,
+        max_running_requests=8, max_step_tokens=256,
         graphs=request.param,
     ))
     yield built

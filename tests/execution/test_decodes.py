@@ -15,7 +15,10 @@ from headrace.execution.sampling import Sampler
 from headrace.execution.upload import Upload
 
 CPU = torch.device("cpu")
-SPECS = [SamplingSpec(), SamplingSpec(temperature=0.7, top_p=0.5, seed=3), SamplingSpec(temperature=1.0, min_p=0.1, seed=4), SamplingSpec(num_logprobs=2)]
+SPECS = [
+    SamplingSpec(), SamplingSpec(temperature=0.7, top_p=0.5, seed=3), SamplingSpec(temperature=1.0, min_p=0.1, seed=4),
+    SamplingSpec(num_logprobs=2)
+]
 
 
 def started(*lengths: int) -> Rows:
@@ -31,7 +34,10 @@ def plan_of(rows: list[int], begins: list[int]) -> StepPlan:
 
 def assert_equal(one: Decodes, other: Decodes) -> None:
     assert (one.plan_rows, one.begins, one.places) == (other.plan_rows, other.begins, other.places)
-    for mine, its in ((one.rows, other.rows), (one.ends, other.ends), *((getattr(one.batch, n), getattr(other.batch, n)) for n in one.batch.__slots__)):
+    for mine, its in (
+        (one.rows, other.rows), (one.ends, other.ends),
+        *((getattr(one.batch, n), getattr(other.batch, n)) for n in one.batch.__slots__)
+    ):
         assert np.array_equal(mine, its)
 
 

@@ -28,8 +28,10 @@ from headrace.memory.pools.keys_values import KeyValuePool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
 }
 
@@ -37,7 +39,9 @@ CONFIG = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, 999], "temperature": 0.6, "top_k": 20, "do_sample": True}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [5, 2, 999], "temperature": 0.6, "top_k": 20, "do_sample": True})
+    )
     return tmp_path
 
 
@@ -47,7 +51,9 @@ def config_of(folder: Path, **options: object) -> EngineConfig:
 
 @pytest.mark.parametrize("scaling", [None, {"type": "dynamic", "factor": 4.0}, {"type": "linear", "factor": 2.0}])
 def test_position_tables_are_as_long_as_the_context_that_is_served(folder: Path, scaling: dict[str, object] | None):
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 131072, "rope_scaling": scaling}))
+    (folder / "config.json").write_text(
+        json.dumps({**CONFIG, "max_position_embeddings": 131072, "rope_scaling": scaling})
+    )
     model = load_model(config_of(folder, max_model_len=64), CPU, lambda *_: None).model
     tables = [module.cos_sin for module in model.modules() if isinstance(module, RotaryTable)]
     assert tables and all(table.shape == (64, 8) for table in tables)
@@ -78,7 +84,8 @@ def test_executor_of_a_dummy_model_runs_plans(folder: Path):
 
 
 @pytest.mark.parametrize(("stated", "spread"), [
-    ({}, 0.02), ({"initializer_range": 0.3}, 0.3), ({"text_config": {"initializer_range": 0.3}, "initializer_range": 0.02}, 0.3), ({"initializer_range": 0}, None),
+    ({}, 0.02), ({"initializer_range": 0.3}, 0.3),
+    ({"text_config": {"initializer_range": 0.3}, "initializer_range": 0.02}, 0.3), ({"initializer_range": 0}, None),
 ])
 def test_random_weights_spread_as_the_config_says(folder: Path, stated: dict, spread: float | None):
     config = config_of(folder, config_overrides=json.dumps(stated))
@@ -118,7 +125,13 @@ def test_context_is_lowered_to_the_cache_or_refused(folder: Path):
         build_executor(config_of(folder, max_model_len=500))
 
 
-@pytest.mark.parametrize(("options", "param"), [({"page_size": 12}, "page_size"), ({"attention_backend": "nonesuch"}, "attention_backend"), ({"device": "tpu"}, "device"), ({"device": "cuda:77"}, "device")])
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"page_size": 12}, "page_size"), ({"attention_backend": "nonesuch"}, "attention_backend"),
+        ({"device": "tpu"}, "device"), ({"device": "cuda:77"}, "device")
+    ]
+)
 def test_wrong_options_name_themselves(folder: Path, options: dict, param: str):
     with pytest.raises(ConfigError) as caught:
         build_executor(config_of(folder, **options))
@@ -135,7 +148,10 @@ def test_pages_of_codes_are_half_as_large_and_refused_elsewhere(folder: Path):
     spec = executor.layout.groups[0].spec
     assert spec.dtype == "int8"
     assert KeyValuePool.page_bytes(spec, 16) == 16 * 2 * spec.num_kv_heads * (spec.head_dim + 4)
-    for wrong, device, said in ((spec, torch.device("cuda", 0), "for CPUs"), (msgspec.structs.replace(spec, kind="mla"), CPU, "caches mla"), (msgspec.structs.replace(spec, head_dim=6), CPU, "multiples of 4")):
+    for wrong, device, said in (
+        (spec, torch.device("cuda", 0), "for CPUs"), (msgspec.structs.replace(spec, kind="mla"), CPU, "caches mla"),
+        (msgspec.structs.replace(spec, head_dim=6), CPU, "multiples of 4")
+    ):
         with pytest.raises(ConfigError, match=said) as caught:
             _check_codes([None, wrong], device)
         assert caught.value.param == "kv_dtype" and "kv_dtype auto" in str(caught.value)
@@ -188,7 +204,9 @@ def test_end_of_text_ids_are_ids(folder: Path, eos: object):
         build_executor(config_of(folder, config_overrides=json.dumps({"eos_token_id": eos})))
 
 
-@pytest.mark.parametrize("options", [{"config_overrides": '{"intermediate_size": 2000000000}'}, {"kv_pages": 2**40}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"config_overrides": '{"intermediate_size": 2000000000}'}, {"kv_pages": 2**40}], ids=str
+)
 def test_what_does_not_fit_a_cpus_memory_is_named(folder: Path, options: dict):
     with pytest.raises(ConfigError, match="does not fit"):
         build_executor(config_of(folder, **options))
@@ -196,7 +214,9 @@ def test_what_does_not_fit_a_cpus_memory_is_named(folder: Path, options: dict):
 
 def test_default_sampling_takes_numbers_only():
     assert type(read_default_sampling({"top_k": 50.0})["top_k"]) is int
-    assert read_default_sampling({"top_p": 0.9, "temperature": None, "min_p": True, "repetition_penalty": 1.1, "max_length": 20}) == {"top_p": 0.9, "repetition_penalty": 1.1}
+    assert read_default_sampling(
+        {"top_p": 0.9, "temperature": None, "min_p": True, "repetition_penalty": 1.1, "max_length": 20}
+    ) == {"top_p": 0.9, "repetition_penalty": 1.1}
 
 
 def test_default_sampling_takes_what_can_be_asked_for(caplog: pytest.LogCaptureFixture):
@@ -218,7 +238,8 @@ def test_result_without_tokens_has_the_step_id():
 
 
 def test_no_memory_for_a_step_is_a_typed_error(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """The engine makes smaller steps of it; see the tests of the step loop. Whoever keeps the error does not keep tensors."""
+    """The engine makes smaller steps of it; see the tests of the step loop. Whoever keeps the error does not keep
+    tensors."""
     executor = build_executor(config_of(folder))
     tensors: list[weakref.ref[torch.Tensor]] = []
 

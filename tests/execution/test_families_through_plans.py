@@ -27,12 +27,20 @@ from headrace.models.catalog import find_family
 CPU = torch.device("cpu")
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES, NEW_TOKENS = 128, 4, 90, 12
 SHAPE = dict(
-    vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    max_position_embeddings=96, initializer_range=0.4, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=96, initializer_range=0.4, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    pad_token_id=0,
 )
 CONFIGS = {
     "llama": (LlamaConfig(**SHAPE), "LlamaForCausalLM"),
-    "gemma3": (Gemma3TextConfig(**SHAPE, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"], query_pre_attn_scalar=8), "Gemma3ForCausalLM"),
+    "gemma3": (
+        Gemma3TextConfig(
+            **SHAPE, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=8
+        ),
+        "Gemma3ForCausalLM"
+    ),
 }
 
 
@@ -52,7 +60,10 @@ def build(name: str) -> tuple[torch.nn.Module, Runner]:
     demand = CacheDemand(group_layers(specs), PAGE_SIZE, 96, is_len_fixed=True, max_step_tokens=64, max_rows=4)
     plan = plan_cache(demand, CacheConfig(kv_pages=NUM_PAGES, window_share=1.0), 0)
     layout = CacheLayout(chosen.page_size, 4, plan.max_model_len, plan.groups)
-    return theirs, Runner(ours, layout, chosen.backends, num_layers=len(specs), vocab_size=VOCAB_SIZE, max_tokens=64, device=CPU)
+    return (
+        theirs,
+        Runner(ours, layout, chosen.backends, num_layers=len(specs), vocab_size=VOCAB_SIZE, max_tokens=64, device=CPU)
+    )
 
 
 @torch.inference_mode()
@@ -72,7 +83,8 @@ class PretendedRecorder:
 
 
 def open_steps(runner: Runner, recorder: PretendedRecorder) -> None:
-    """Let every step run as one that is captured, padding and all, on the kernels that know their spans from the device."""
+    """Let every step run as one that is captured, padding and all, on the kernels that know their spans from the
+    device."""
     geometry = AttentionGeometry("cpu", "float32", "float32", (0, 0), 4, 2, 8, 8, PAGE_SIZE)
     runner._backends = [TritonAttention(geometry, CPU) for _ in runner._backends]
     runner._inputs = InputBuilder(runner.layout, runner._rows, runner._tables, runner._backends, 64)
@@ -101,7 +113,9 @@ def test_captured_steps_compute_the_same(moment: str, num_recorded: int):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_equal_transformers(name: str):
     theirs, runner = build(name)
-    prompts = {row: random.Random(row).choices(range(1, VOCAB_SIZE), k=length) for row, length in enumerate((5, 33, 17, 1))}
+    prompts = {
+        row: random.Random(row).choices(range(1, VOCAB_SIZE), k=length) for row, length in enumerate((5, 33, 17, 1))
+    }
     driver = Driver(runner, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     driver.start(0, prompts[0], SamplingSpec())
     driver.start(1, prompts[1], SamplingSpec(num_prompt_logprobs=0))
@@ -114,7 +128,9 @@ def test_greedy_tokens_equal_transformers(name: str):
             prompt_logprobs |= {part.start + i: entry.logprob for i, entry in enumerate(part.entries)}
     for row, prompt in prompts.items():
         assert driver.output[row][:NEW_TOKENS] == generate(theirs, prompt)
-    assert len({token for output in driver.output.values() for token in output}) > 10, "a model that repeats itself proves little"
+    assert len({token for output in driver.output.values() for token in output}) > 10, (
+        "a model that repeats itself proves little"
+    )
     oracle = theirs(torch.tensor([prompts[1]])).logits[0].log_softmax(-1).detach()
     assert sorted(prompt_logprobs) == list(range(6 + 1, 33))
     for position, logprob in prompt_logprobs.items():
@@ -133,7 +149,10 @@ def test_rows_agree_with_themselves_alone_under_sampling():
     crowd = Driver(runner, seed=5, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     crowd.start(3, prompt, spec)
     for row in (0, 1, 2):
-        crowd.start(row, random.Random(row + 50).choices(range(VOCAB_SIZE), k=10 + row), SamplingSpec(temperature=0.5 * row, seed=row, top_p=0.7))
+        crowd.start(
+            row, random.Random(row + 50).choices(range(VOCAB_SIZE), k=10 + row),
+            SamplingSpec(temperature=0.5 * row, seed=row, top_p=0.7)
+        )
     for _ in range(14):
         crowd.step({row: 3 for row in range(4)})
     assert crowd.output[3][:10] == alone.output[0]

@@ -30,13 +30,16 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> LocalExecutor:
         scheduler=SchedulerConfig(max_running_requests=8), device=DeviceConfig(device="cpu"),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FormChoice, "choose", lambda *_: "panels")  # which may not be the fastest form for weights as small as these
+        # which may not be the fastest form for weights as small as these
+        patch.setattr(FormChoice, "choose", lambda *_: "panels")
         built = build_executor(config)
     yield built
     built.close()
 
 
-def play(executor: LocalExecutor, specs: list[SamplingSpec], *, joins: bool, monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
+def play(
+    executor: LocalExecutor, specs: list[SamplingSpec], *, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[StepResult]:
     """Requests that come one after the other, decode together, and go."""
     runner, calls = executor._runner, []
     join = type(runner)._join

@@ -1,4 +1,5 @@
-"""Texts read through the real engine on tiny random checkpoints, in chunks and beside generation, against transformers."""
+"""Texts read through the real engine on tiny random checkpoints, in chunks and beside generation, against
+transformers."""
 
 from __future__ import annotations
 
@@ -23,16 +24,23 @@ from headrace.service.engine import Engine
 
 VOCAB, WIDTH = 97, 32
 DECODER = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": None,
 }
-ENCODER = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 96, "initializer_range": 0.3}
+ENCODER = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 96, "initializer_range": 0.3
+}
 CAUSAL: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {}, "GlmForCausalLM": {}, "Glm4ForCausalLM": {},
     **{
         f"Deepseek{generation}ForCausalLM": {
-            "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": None,
-            "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+            "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+            "v_head_dim": 10, "q_lora_rank": None,
+            "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
         }
         for generation in ("V2", "V3")
     },
@@ -40,13 +48,19 @@ CAUSAL: dict[str, dict[str, Any]] = {
 TEXTS = [random.Random(i).choices(range(3, VOCAB), k=length) for i, length in enumerate((23, 5, 41, 1, 17, 60, 23))]
 
 
-def write_checkpoint(folder: Path, architecture: str, fields: dict[str, Any], *, modes: tuple[str, ...] = (), normalise: bool = False) -> Any:
+def write_checkpoint(
+    folder: Path, architecture: str, fields: dict[str, Any], *, modes: tuple[str, ...] = (), normalise: bool = False
+) -> Any:
     """transformers' model, saved; ``modes`` makes it a sentence-transformers folder."""
     cls = getattr(transformers, architecture)
     torch.manual_seed(1)
     model = cls(cls.config_class(**fields)).eval()
-    save_file({name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "architectures": [architecture], "dtype": "float32"}))
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(
+        json.dumps({**model.config.to_dict(), "architectures": [architecture], "dtype": "float32"})
+    )
     if modes:
         kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalise else [])]
         (folder / "modules.json").write_text(json.dumps([{"path": path, "type": f"x.{kind}"} for path, kind in kinds]))
@@ -56,7 +70,14 @@ def write_checkpoint(folder: Path, architecture: str, fields: dict[str, Any], *,
 
 
 def start(folder: Path, **options: Any) -> Engine:
-    return build_engine(engine_config(**{"model": str(folder), "page_size": 4, "kv_pages": 200, "max_step_tokens": 16, "max_running_requests": 6, **options}))
+    return build_engine(
+        engine_config(
+            **{
+                "model": str(folder), "page_size": 4, "kv_pages": 200, "max_step_tokens": 16, "max_running_requests": 6,
+                **options
+            }
+        )
+    )
 
 
 def run(engine: Engine, requests: list[EngineRequest]) -> dict[str, RequestOutput]:
@@ -76,7 +97,9 @@ def ask(name: str, ids: list[int], **spec: Any) -> EngineRequest:
 
 def read(engine: Engine, texts: list[list[int]] = TEXTS, **spec: Any) -> list[torch.Tensor]:
     facts = engine.executor.facts.pooling
-    outputs = run(engine, [ask(str(i), ids, needs_all_tokens=facts.needs_all_tokens, **spec) for i, ids in enumerate(texts)])
+    outputs = run(
+        engine, [ask(str(i), ids, needs_all_tokens=facts.needs_all_tokens, **spec) for i, ids in enumerate(texts)]
+    )
     return [torch.tensor(unpack_floats(outputs[str(i)].pooled)) for i in range(len(texts))]
 
 
@@ -86,14 +109,16 @@ def states(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 REDUCE = {
-    "pooling_mode_cls_token": lambda h: h[0], "pooling_mode_lasttoken": lambda h: h[-1], "pooling_mode_mean_tokens": lambda h: h.mean(0),
+    "pooling_mode_cls_token": lambda h: h[0], "pooling_mode_lasttoken": lambda h: h[-1],
+    "pooling_mode_mean_tokens": lambda h: h.mean(0),
     "pooling_mode_max_tokens": lambda h: h.amax(0),
 }
 
 
 @pytest.mark.parametrize("mode", REDUCE)
 def test_decoder_reads_in_chunks(tmp_path: Path, mode: str):
-    """Sixteen tokens a step: texts come in chunks beside others, and again where pages of the first round are cached."""
+    """Sixteen tokens a step: texts come in chunks beside others, and again where pages of the first round are
+    cached."""
     model = write_checkpoint(tmp_path, "Qwen3Model", DECODER, modes=(mode,), normalise=mode == "pooling_mode_lasttoken")
     engine = start(tmp_path)
     for _ in range(2):
@@ -114,14 +139,22 @@ def test_pages_running_out_change_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize(("architecture", "more"), CAUSAL.items(), ids=list(CAUSAL))
 def test_a_causal_model_embeds_when_told_to(tmp_path: Path, architecture: str, more: dict[str, Any]):
-    """Its head is left in the file, and names with and without the prefix load alike. Of a family's generations each stays
-    itself."""
+    """Its head is left in the file, and names with and without the prefix load alike. Of a family's generations each
+    stays itself."""
     model = write_checkpoint(tmp_path, architecture, {**DECODER, "tie_word_embeddings": False, **more})
     for ids, found in zip(TEXTS, read(start(tmp_path, task="embed")), strict=True):
-        torch.testing.assert_close(found, torch.nn.functional.normalize(states(model.model, ids)[-1], dim=-1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            found, torch.nn.functional.normalize(states(model.model, ids)[-1], dim=-1), atol=1e-5, rtol=1e-5
+        )
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForSequenceClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification", "MistralForSequenceClassification"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "LlamaForSequenceClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification",
+        "MistralForSequenceClassification"
+    ]
+)
 def test_decoder_classifiers(tmp_path: Path, architecture: str):
     model = write_checkpoint(tmp_path, architecture, {**DECODER, "num_labels": 1 if "Mistral" in architecture else 3})
     for ids, found in zip(TEXTS, read(start(tmp_path)), strict=True):
@@ -133,7 +166,9 @@ def test_decoder_classifiers(tmp_path: Path, architecture: str):
 @pytest.mark.parametrize("architecture", ["LlamaForSequenceClassification", "BertForSequenceClassification"])
 def test_classifiers_in_half_precision(tmp_path: Path, architecture: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
     """With packed weights and, while kernels are being compiled, without."""
-    model = write_checkpoint(tmp_path, architecture, {**(DECODER if "Llama" in architecture else ENCODER), "num_labels": 3})
+    model = write_checkpoint(
+        tmp_path, architecture, {**(DECODER if "Llama" in architecture else ENCODER), "num_labels": 3}
+    )
     for is_native in (True, False):
         if not is_native:
             monkeypatch.setattr(NativeLibrary, "find", lambda _: None)
@@ -145,11 +180,23 @@ def test_classifiers_in_half_precision(tmp_path: Path, architecture: str, dtype:
 def test_dense_layers_behind_the_pooling(tmp_path: Path):
     model = write_checkpoint(tmp_path, "BertModel", ENCODER, modes=("pooling_mode_mean_tokens",))
     layers = json.loads((tmp_path / "modules.json").read_text())
-    (tmp_path / "modules.json").write_text(json.dumps([*layers, {"path": "2_Dense", "type": "x.Dense"}, {"path": "3_Normalize", "type": "x.Normalize"}]))
+    (tmp_path / "modules.json").write_text(
+        json.dumps([*layers, {"path": "2_Dense", "type": "x.Dense"}, {"path": "3_Normalize", "type": "x.Normalize"}])
+    )
     (tmp_path / "2_Dense").mkdir()
-    (tmp_path / "2_Dense/config.json").write_text(json.dumps({"in_features": WIDTH, "out_features": 12, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}))
+    (tmp_path / "2_Dense/config.json").write_text(
+        json.dumps(
+            {
+                "in_features": WIDTH, "out_features": 12, "bias": True,
+                "activation_function": "torch.nn.modules.activation.Tanh"
+            }
+        )
+    )
     dense = torch.nn.Linear(WIDTH, 12)
-    save_file({f"linear.{name}": tensor.detach() for name, tensor in dense.named_parameters()}, tmp_path / "2_Dense/model.safetensors")
+    save_file(
+        {f"linear.{name}": tensor.detach() for name, tensor in dense.named_parameters()},
+        tmp_path / "2_Dense/model.safetensors"
+    )
     engine = start(tmp_path)
     assert engine.executor.facts.pooling.width == 12
     for is_stored in (False, True):
@@ -212,4 +259,6 @@ def test_numbers_that_are_not_finite_fail_alone(tmp_path: Path):
     while engine.has_work:
         found |= {o.request_id: o for o in engine.step()}
     assert found["bad"].finish.error.kind == "step_failed" and "finite" in found["bad"].finish.error.message
-    torch.testing.assert_close(torch.tensor(unpack_floats(found["good"].pooled)), states(model, [5, 51, 6]).mean(0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(unpack_floats(found["good"].pooled)), states(model, [5, 51, 6]).mean(0), atol=1e-5, rtol=1e-5
+    )

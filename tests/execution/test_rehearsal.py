@@ -18,7 +18,8 @@ from headrace.execution.graphs import bucket_sizes
 
 CPU = torch.device("cpu")
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 2,
 }
 
@@ -26,7 +27,10 @@ CONFIG = {
 def test_few_sizes_stand_for_all():
     thin = rehearsal._thin(GraphSizes(bucket_sizes(512), [64, 128, 8192]))
     assert thin == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512], [64, 8192])
-    assert rehearsal._thin(GraphSizes(bucket_sizes(300), [])) == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 300], [])
+    assert (
+        rehearsal._thin(GraphSizes(bucket_sizes(300), []))
+        == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 300], [])
+    )
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -57,7 +61,9 @@ def test_a_rehearsal_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatc
     monkeypatch.setattr(rehearsal, "compile_ahead", lambda rehearse, about, device: rehearse())
     ran: list[SamplingSpec] = []
     real = assembly.run_tiny_steps
-    monkeypatch.setattr(rehearsal, "run_tiny_steps", lambda *args, **options: ran.append(options["sampling"]) or real(*args, **options))
+    monkeypatch.setattr(
+        rehearsal, "run_tiny_steps", lambda *args, **options: ran.append(options["sampling"]) or real(*args, **options)
+    )
     executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
     assert ran == [SamplingSpec(), *rehearsal.DRAWS]
     executor.close()

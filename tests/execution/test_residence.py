@@ -1,4 +1,5 @@
-"""Parts of a model leave the device and come back; weights are replaced, or stay when that fails. On a CPU, over real files."""
+"""Parts of a model leave the device and come back; weights are replaced, or stay when that fails. On a CPU, over real
+files."""
 
 from __future__ import annotations
 
@@ -109,7 +110,10 @@ def test_weights_are_replaced(executor, expected, folders):
 
 
 def write_broken(folders: dict[str, Path], folder: Path, how: str) -> Path:
-    write_tiny_checkpoint(folder, 3, **({"hidden_size": 16} if how == "narrower" else {"rope_theta": 500.0} if how == "other positions" else {}))
+    write_tiny_checkpoint(
+        folder, 3,
+        **({"hidden_size": 16} if how == "narrower" else {"rope_theta": 500.0} if how == "other positions" else {})
+    )
     path = folder / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -125,12 +129,20 @@ def write_broken(folders: dict[str, Path], folder: Path, how: str) -> Path:
     elif how == "no configuration":
         (folder / "config.json").unlink()
     elif how == "another family":
-        (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}))
+        (folder / "config.json").write_text(
+            json.dumps(
+                {
+                    **json.loads((folder / "config.json").read_text()), "architectures": ["Qwen2ForCausalLM"],
+                    "model_type": "qwen2"
+                }
+            )
+        )
     return folder
 
 
 @pytest.mark.parametrize(("how", "kind"), [
-    ("narrower", RequestError), ("other positions", RequestError), ("another family", RequestError), ("no configuration", HeadraceError),
+    ("narrower", RequestError), ("other positions", RequestError), ("another family", RequestError),
+    ("no configuration", HeadraceError),
     ("one missing", WeightError), ("one too much", WeightError), ("wrong shape", WeightError), ("cut off", WeightError),
 ])
 def test_the_old_weights_stay_when_new_ones_do_not_fit(executor, expected, folders, tmp_path, how, kind):

@@ -113,7 +113,12 @@ def test_overrun_of_a_stopped_row_harms_nobody():
         driver.start(row, prompt_of(20 + row, 4), GREEDY)
     driver.step({0: 4, 1: 4})
     plan = driver.plan({})
-    driver.runner.execute(StepPlan(plan.step_id, 2, plan.rows, plan.begins, plan.lengths, plan.samples, appends=[a for a in plan.appends if a.row == 0])).result()
+    driver.runner.execute(
+        StepPlan(
+            plan.step_id, 2, plan.rows, plan.begins, plan.lengths, plan.samples,
+            appends=[a for a in plan.appends if a.row == 0]
+        )
+    ).result()
     before = [pool.layer(i)[0][1:].clone() for i, pool in enumerate(driver.runner.pools)]
     driver.runner.execute(StepPlan(99, 1, [1], [5], [1], [1])).result()
     for i, pool in enumerate(driver.runner.pools):

@@ -50,10 +50,14 @@ def random_logits(seed: int, vocab_size: int, scale: float = 3.0) -> torch.Tenso
     return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def params_of(count: int, vocab_size: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> DrawParams:
+def params_of(
+    count: int, vocab_size: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    seed: int = 0
+) -> DrawParams:
     full = torch.full
     return DrawParams(
-        full((count,), temperature, dtype=torch.float64), full((count,), top_k), full((count,), top_p, dtype=torch.float64),
+        full((count,), temperature, dtype=torch.float64), full((count,), top_k),
+        full((count,), top_p, dtype=torch.float64),
         full((count,), min_p, dtype=torch.float64), full((count,), seed), torch.arange(count),
         has_min_p=min_p > 0, has_top_p=top_p < 1, num_ranked=top_k or (vocab_size if top_p < 1 else 0),
     )
@@ -68,7 +72,10 @@ def test_uniform_is_the_documented_hash(seed: int):
 
 
 def test_uniforms_are_uniform_over_seeds_and_over_positions():
-    for seeds, positions in ((torch.arange(20000), torch.zeros(20000, dtype=torch.int64)), (torch.zeros(20000, dtype=torch.int64), torch.arange(20000))):
+    for seeds, positions in (
+        (torch.arange(20000), torch.zeros(20000, dtype=torch.int64)),
+        (torch.zeros(20000, dtype=torch.int64), torch.arange(20000))
+    ):
         values = sample_reference.uniform(seeds, positions)
         counts = torch.histc(values, bins=50, min=0, max=1)
         chi_square = float(((counts - 400) ** 2 / 400).sum())
@@ -76,7 +83,13 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions():
         assert abs(float(torch.corrcoef(torch.stack((values[:-1], values[1:])))[0, 1])) < 0.03
 
 
-@pytest.mark.parametrize("cut", [{}, {"temperature": 0.6}, {"temperature": 1.7, "top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.7, "min_p": 0.02, "temperature": 1.2}])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {}, {"temperature": 0.6}, {"temperature": 1.7, "top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1},
+        {"top_k": 12, "top_p": 0.7, "min_p": 0.02, "temperature": 1.2}
+    ]
+)
 def test_draws_follow_the_exact_distribution(cut: dict):
     vocab_size, count = 24, 20000
     logits = random_logits(7, vocab_size, 1.5)
@@ -108,7 +121,10 @@ def test_large_vocabulary_draws_alone_as_in_a_batch():
     """Large enough that torch would split a reduction over one row between threads, had we used one."""
     vocab_size = 150_000
     rows = {i: random_logits(i, vocab_size, 1.0) for i in range(4)}
-    specs = [SamplingSpec(temperature=1.0, seed=i, top_k=k, top_p=p) for i, (k, p) in enumerate(((0, 1.0), (0, 0.95), (50, 0.9), (1000, 1.0)))]
+    specs = [
+        SamplingSpec(temperature=1.0, seed=i, top_k=k, top_p=p) for i,
+        (k, p) in enumerate(((0, 1.0), (0, 0.95), (50, 0.9), (1000, 1.0)))
+    ]
     together, tokens = Bench(vocab_size), []
     for row, spec in enumerate(specs):
         together.start(row, [1], spec)
@@ -129,7 +145,12 @@ def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPat
         drawn.append([sample_reference.sample(logits.clone(), params).tolist()])
         for i in range(40):
             alone = DrawParams(
-                *(t[i : i + 1] for t in (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)),
+                *(
+                    t[i : i + 1]
+                    for t in (
+                        params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position
+                    )
+                ),
                 has_min_p=False, has_top_p=True, num_ranked=int(params.top_k[i]) or 3000,
             )
             assert sample_reference.sample(logits[i : i + 1].clone(), alone).tolist() == [drawn[-1][0][i]]
@@ -140,12 +161,16 @@ V = 13
 token = st.integers(0, V - 1)
 penalties = st.none() | st.builds(Penalties, st.floats(0.5, 2.0), st.floats(-2, 2), st.floats(-2, 2))
 rules = st.none() | st.builds(
-    LogitRules, st.dictionaries(token, st.floats(-5, 5), max_size=4), st.lists(token, min_size=4, max_size=9, unique=True) | st.just([]),
-    st.lists(st.lists(token, min_size=1, max_size=3), max_size=3), st.integers(0, 4), st.lists(token, max_size=2, unique=True),
+    LogitRules, st.dictionaries(token, st.floats(-5, 5), max_size=4),
+    st.lists(token, min_size=4, max_size=9, unique=True) | st.just([]),
+    st.lists(st.lists(token, min_size=1, max_size=3), max_size=3), st.integers(0, 4),
+    st.lists(token, max_size=2, unique=True),
 )
 specs = st.builds(
-    SamplingSpec, st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0, 1, 3, 8, 50]), st.sampled_from([1.0, 0.9, 0.5, 0.05]),
-    st.sampled_from([0.0, 0.05, 0.3]), st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, 3]), st.just(-1), penalties, rules,
+    SamplingSpec, st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from([0, 1, 3, 8, 50]),
+    st.sampled_from([1.0, 0.9, 0.5, 0.05]),
+    st.sampled_from([0.0, 0.05, 0.3]), st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, 0, 3]), st.just(-1),
+    penalties, rules,
 )
 prompts = st.lists(token, min_size=1, max_size=6)
 
@@ -184,9 +209,13 @@ def _check_draw(x: np.ndarray, spec: SamplingSpec, chosen: int, position: int) -
     if draw(probabilities, spec.seed, position) == chosen:
         return
     for shift in (-1e-5, 1e-5):
-        nudged = kept_probabilities(x, SamplingSpec(spec.temperature, spec.top_k, min(1.0, spec.top_p + shift), max(0.0, spec.min_p + shift)))
+        nudged = kept_probabilities(
+            x, SamplingSpec(spec.temperature, spec.top_k, min(1.0, spec.top_p + shift), max(0.0, spec.min_p + shift))
+        )
         cumulative = np.cumsum(nudged)
-        near = [int(np.searchsorted(cumulative, uniform(spec.seed, position) + s, side="right")) for s in (-1e-5, 0, 1e-5)]
+        near = [
+            int(np.searchsorted(cumulative, uniform(spec.seed, position) + s, side="right")) for s in (-1e-5, 0, 1e-5)
+        ]
         if chosen in near:
             return
     raise AssertionError(f"drew {chosen}, expected {draw(probabilities, spec.seed, position)}")
@@ -223,7 +252,12 @@ def test_non_finite_rows_are_told_apart():
     logits[3][:] = -math.inf
     logits[4][2] = -math.inf
     for row in logits:
-        bench.start(row, [0], SamplingSpec(temperature=1.0 if row % 2 else 0.0, seed=row, rules=LogitRules(bias={1: 1.0}) if row == 2 else None))
+        bench.start(
+            row, [0],
+            SamplingSpec(
+                temperature=1.0 if row % 2 else 0.0, seed=row, rules=LogitRules(bias={1: 1.0}) if row == 2 else None
+            )
+        )
     ids, states = bench.draw(logits)[1].tokens.tolist()
     assert states == [OK, NOT_FINITE, NOT_FINITE, NOT_FINITE, OK]
     assert all(0 <= token < 8 for token in ids)
@@ -272,7 +306,10 @@ def test_reasoning_is_ended_at_its_limit(temperature):
     """End is token 7, start token 3; what a row would say without a limit is fixed by its logits."""
     def say(spec_limit: ThinkingLimit | None, wanted: list[int], known: tuple[int, ...] = ()) -> list[int]:
         bench = Bench(12)
-        bench.start(1, [3, 5], SamplingSpec(temperature=temperature, rules=LogitRules(bias={11: -1.0}, thinking=spec_limit)), output=known)
+        bench.start(
+            1, [3, 5], SamplingSpec(temperature=temperature, rules=LogitRules(bias={11: -1.0}, thinking=spec_limit)),
+            output=known
+        )
         bench.start(2, [5], SamplingSpec(rules=LogitRules(bias={0: 1.0})))
         said = []
         for token in wanted:

@@ -14,7 +14,9 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
     """Decodes with so many keys, and prompts computed from their start."""
     lengths = np.array([1] * len(decode_lens) + prefill_lens, dtype=np.int64)
     ends = np.array(decode_lens + prefill_lens, dtype=np.int64)
-    return StepShape(len(decode_lens), np.arange(len(ends)), ends - lengths, lengths, ends, np.concatenate(([0], lengths.cumsum())))
+    return StepShape(
+        len(decode_lens), np.arange(len(ends)), ends - lengths, lengths, ends, np.concatenate(([0], lengths.cumsum()))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +25,13 @@ def captured() -> CapturedSteps:
 
 
 @pytest.mark.parametrize(("decodes", "prefills", "size"), [
-    ([], [1], 64), ([5, 9], [62], 64), ([5, 9], [63], 256), ([], [256], 256), ([10] * 200, [500, 500], 2048), ([], [LONGEST_SPAN] * 2, 2048),
+    ([], [1], 64), ([5, 9], [62], 64), ([5, 9], [63], 256), ([], [256], 256), ([10] * 200, [500, 500], 2048),
+    ([], [LONGEST_SPAN] * 2, 2048),
     ([], [2049], None), ([], [LONGEST_SPAN + 1], None), ([50_000], [10], None), ([50_000] * 64, [10], 256),
 ])
-def test_the_smallest_that_holds_the_step(captured: CapturedSteps, decodes: list[int], prefills: list[int], size: int | None):
+def test_the_smallest_that_holds_the_step(
+    captured: CapturedSteps, decodes: list[int], prefills: list[int], size: int | None
+):
     found = captured.find(shape_of(decodes, prefills))
     assert (found.size if found is not None else None) == size
 

@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "torch_dtype": "float32",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 199, "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "torch_dtype": "float32",
 }
 
 
@@ -28,10 +31,15 @@ def write_tiny_checkpoint(folder: Path, seed: int, **changes: object) -> Path:
     tensors = {"model.embed_tokens.weight": matrix(config["vocab_size"], width), "model.norm.weight": torch.ones(width)}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
-        tensors |= {f"{layer}.self_attn.{name}_proj.weight": matrix(rows, width) for name, rows in (("q", width), ("k", kv_width), ("v", kv_width), ("o", width))}
+        tensors |= {
+            f"{layer}.self_attn.{name}_proj.weight": matrix(rows, width) for name,
+            rows in (("q", width), ("k", kv_width), ("v", kv_width), ("o", width))
+        }
         tensors |= {f"{layer}.mlp.{name}_proj.weight": matrix(mlp_width, width) for name in ("gate", "up")}
         tensors |= {f"{layer}.mlp.down_proj.weight": matrix(width, mlp_width)}
-        tensors |= {f"{layer}.{name}.weight": torch.ones(width) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors |= {
+            f"{layer}.{name}.weight": torch.ones(width) for name in ("input_layernorm", "post_attention_layernorm")
+        }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

@@ -70,9 +70,14 @@ class ToyModel:
         return logits
 
 
-def toy_runner(*, max_rows: int = 4, page_size: int = 4, num_pages: int = 40, max_model_len: int = 64, max_tokens: int = 64) -> Runner:
+def toy_runner(
+    *, max_rows: int = 4, page_size: int = 4, num_pages: int = 40, max_model_len: int = 64, max_tokens: int = 64
+) -> Runner:
     """A runner over the toy model with one full and one window group."""
-    layout = CacheLayout(page_size, max_rows, max_model_len, [CacheGroup(FULL, [0], num_pages), CacheGroup(WINDOW, [1], num_pages)])
+    layout = CacheLayout(
+        page_size, max_rows, max_model_len, [CacheGroup(FULL, [0], num_pages), CacheGroup(WINDOW, [1], num_pages)]
+    )
     return Runner(
-        ToyModel(), layout, [KeepInputs(), KeepInputs()], num_layers=2, vocab_size=VOCAB_SIZE, max_tokens=max_tokens, device=torch.device("cpu"),
+        ToyModel(), layout, [KeepInputs(), KeepInputs()], num_layers=2, vocab_size=VOCAB_SIZE, max_tokens=max_tokens,
+        device=torch.device("cpu"),
     )

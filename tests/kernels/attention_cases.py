@@ -1,4 +1,5 @@
-"""Paged attention problems with their answers: pages dealt in random order, everything outside them poisoned with NaN."""
+"""Paged attention problems with their answers: pages dealt in random order, everything outside them poisoned with
+NaN."""
 
 from __future__ import annotations
 
@@ -56,8 +57,13 @@ SHAPES = {
     "sinks": Case(MIXED, has_sinks=True),
     "all": Case(MIXED, window=12, softcap=2.0, has_sinks=True, head_dim=80),
     "shared-pages": Case((*SHARING, (40, 400)), num_heads=9, num_kv_heads=3, shared_pages=8),
-    "shared-pages-and-sinks": Case(SHARING, num_heads=8, num_kv_heads=1, head_dim=128, has_sinks=True, page_size=64, shared_pages=2),
-    "shared-pages-prompts": Case(((1, 400), (1, 300), (2, 300), (8, 290), (5, 310), (16, 330), (40, 600)), num_heads=9, num_kv_heads=3, shared_pages=8),
+    "shared-pages-and-sinks": Case(
+        SHARING, num_heads=8, num_kv_heads=1, head_dim=128, has_sinks=True, page_size=64, shared_pages=2
+    ),
+    "shared-pages-prompts": Case(
+        ((1, 400), (1, 300), (2, 300), (8, 290), (5, 310), (16, 330), (40, 600)), num_heads=9, num_kv_heads=3,
+        shared_pages=8
+    ),
     "long": Case(((1, 1000), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2),
 }
 """What kernels for CPUs are tested on whatever their pages hold."""
@@ -112,7 +118,8 @@ def make_problem(case: Case, device: str, dtype: torch.dtype, *, seed: int = 0) 
         k.view(-1, case.num_kv_heads, case.head_dim)[slots[seen:]] = keys[seen:]
         v.view(-1, case.num_kv_heads, value_dim)[slots[seen:]] = values[seen:]
         expected.append(attend_densely(
-            q[start : start + query_len].float(), keys, values, scale=params.scale, window=case.window, softcap=case.softcap, sinks=sinks
+            q[start : start + query_len].float(), keys, values, scale=params.scale, window=case.window,
+            softcap=case.softcap, sinks=sinks
         ).double())
         start += query_len
     return _on_device(case, device, dtype, (k, v, q, table, params, torch.cat(expected)))
@@ -125,12 +132,14 @@ def _on_device(case: Case, device: str, dtype: torch.dtype, tensors: tuple) -> P
     name = str(dtype).removeprefix("torch.")
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     geometry = AttentionGeometry(
-        device, name, name, capability, case.num_heads, case.num_kv_heads, case.head_dim, case.value_dim or case.head_dim, case.page_size,
+        device, name, name, capability, case.num_heads, case.num_kv_heads, case.head_dim,
+        case.value_dim or case.head_dim, case.page_size,
         case.window, case.softcap > 0, case.has_sinks,
     )
     inputs = AttentionInputs(
         q.shape[0], case.decodes, query_lens, kv_lens, max(query_lens), max(*kv_lens, case.max_kv_len), starts,
-        torch.tensor(kv_lens, dtype=torch.int32, device=device), table.to(device), torch.zeros(q.shape[0], dtype=torch.int64, device=device),
+        torch.tensor(kv_lens, dtype=torch.int32, device=device), table.to(device),
+        torch.zeros(q.shape[0], dtype=torch.int64, device=device),
     )
     sinks = params.sinks.to(device) if params.sinks is not None else None
     params = AttentionParams(params.scale, params.window, params.softcap, sinks)

@@ -1,5 +1,5 @@
-"""Cases of `test_compiling_ahead`, run by it where Triton compiles: kernels found by a rehearsal, compiled for a GPU that need not be
-there."""
+"""Cases of `test_compiling_ahead`, run by it where Triton compiles: kernels found by a rehearsal, compiled for a GPU
+that need not be there."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_what_a_rehearsal_wants_is_compiled_and_then_launched(gpu: PretendedDriv
             scale[(1,)](x, out, count, FACTOR=factor, BLOCK=128)
             outs.append(out)
 
-    assert ahead.compile_ahead(rehearse, "a model", CUDA) == 3, "100 and 128 differ in their divisors, 2 and 3 are constants"
+    assert ahead.compile_ahead(rehearse, "a model", CUDA) == 3, (
+        "100 and 128 differ in their divisors, 2 and 3 are constants"
+    )
     assert gpu.launched == [] and gpu.launchers == ["scale"] * 3
     assert all(not out.any() for out in outs), "what nobody fills is zero"
     compiled = []
@@ -107,7 +109,9 @@ def test_it_is_rehearsed_once_for_each_model(gpu: PretendedDriver):
     assert rehearsed == ["a model", "another"]
 
 
-def test_a_rehearsal_that_fails_compiles_what_it_had_found(gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture):
+def test_a_rehearsal_that_fails_compiles_what_it_had_found(
+    gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture
+):
     def rehearse() -> None:
         scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=8)
         raise RuntimeError("shapes do not fit")
@@ -118,7 +122,9 @@ def test_a_rehearsal_that_fails_compiles_what_it_had_found(gpu: PretendedDriver,
     assert outcome.name == "scale" and gpu.launched == [(2, 1, 1)]
 
 
-def test_a_kernel_that_does_not_compile_hurts_no_other(gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture):
+def test_a_kernel_that_does_not_compile_hurts_no_other(
+    gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture
+):
     def rehearse() -> None:
         for block in (100, 128):  # a power of two is needed
             scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=block)

@@ -19,7 +19,9 @@ CUTS = {
 }
 
 
-def draw_params(rows: int, device: str = "cpu", *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, vocab: int = 0) -> DrawParams:
+def draw_params(
+    rows: int, device: str = "cpu", *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, vocab: int = 0
+) -> DrawParams:
     """The same cuts for all rows, whose seeds and positions differ."""
     def fill(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device)
@@ -27,7 +29,8 @@ def draw_params(rows: int, device: str = "cpu", *, top_k: int = 0, top_p: float 
     seed = torch.arange(rows, device=device) * 7919 - 5
     ranked = top_k if top_k else (vocab if top_p < 1 else 0)
     return DrawParams(
-        fill(0.8, torch.float64), fill(top_k, torch.int64), fill(top_p, torch.float64), fill(min_p, torch.float64), seed,
+        fill(0.8, torch.float64), fill(top_k, torch.int64), fill(top_p, torch.float64), fill(min_p, torch.float64),
+        seed,
         torch.arange(rows, device=device) % 5, has_min_p=min_p > 0, has_top_p=top_p < 1, num_ranked=ranked,
     )
 

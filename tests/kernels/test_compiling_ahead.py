@@ -1,4 +1,5 @@
-"""Kernels compiled ahead of their launch, in a process whose Triton compiles: the tests' own interprets where there is no GPU."""
+"""Kernels compiled ahead of their launch, in a process whose Triton compiles: the tests' own interprets where there is
+no GPU."""
 
 from __future__ import annotations
 
@@ -16,5 +17,7 @@ CASES = Path(__file__).parent / "compiling_ahead_cases.py"
 
 def test_cases():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-4000:]  # none found is 5

@@ -1,4 +1,5 @@
-"""Own C++ attention on values: mixed batches, page tables in any order, every geometry, instruction set and thread count."""
+"""Own C++ attention on values: mixed batches, page tables in any order, every geometry, instruction set and thread
+count."""
 
 from __future__ import annotations
 
@@ -24,10 +25,19 @@ CASES = {
     "dim-192-value-128": Case(((1, 40), (9, 50)), head_dim=192, value_dim=128),
     "dim-40-value-72": Case(((1, 40), (9, 50)), head_dim=40, value_dim=72),
     "prefill-of-one-token": Case(((1, 30), (1, 30)), num_decodes=0),
-    "shared-pages-odd-dims": Case(SHARING, num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, shared_pages=5, softcap=2.0),
-    "shared-pages-prompts-all": Case(((4, 200), (6, 140), (3, 131)), num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, has_sinks=True, softcap=2.0, shared_pages=8),
-    "shared-pages-prompts-many-rows": Case(tuple((4 + i % 5, 140 + 7 * i) for i in range(14)), num_heads=9, num_kv_heads=3, shared_pages=8),
-    "shared-pages-prompts-many-tiles": Case(tuple((8, 270 + 7 * i) for i in range(36)), num_heads=6, num_kv_heads=1, head_dim=32, shared_pages=16),
+    "shared-pages-odd-dims": Case(
+        SHARING, num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, shared_pages=5, softcap=2.0
+    ),
+    "shared-pages-prompts-all": Case(
+        ((4, 200), (6, 140), (3, 131)), num_heads=8, num_kv_heads=2, head_dim=40, value_dim=72, has_sinks=True,
+        softcap=2.0, shared_pages=8
+    ),
+    "shared-pages-prompts-many-rows": Case(
+        tuple((4 + i % 5, 140 + 7 * i) for i in range(14)), num_heads=9, num_kv_heads=3, shared_pages=8
+    ),
+    "shared-pages-prompts-many-tiles": Case(
+        tuple((8, 270 + 7 * i) for i in range(36)), num_heads=6, num_kv_heads=1, head_dim=32, shared_pages=16
+    ),
 }
 
 
@@ -51,7 +61,10 @@ def threads(request):
 @pytest.mark.parametrize("threads", [2, 3, 7], indirect=True)
 @pytest.mark.parametrize("window,has_sinks,shared", [(0, False, 0), (0, True, 0), (200, False, 0), (0, True, 64)])
 def test_work_is_shared_among_threads(window, has_sinks, shared, threads):
-    spans = ((1, 1), (1, 2400), (1, 129), (1, 33), (1, 32), (300, 500)) if not shared else tuple((1, 1100 + 90 * i) for i in range(5))
+    spans = (
+        ((1, 1), (1, 2400), (1, 129), (1, 33), (1, 32), (300, 500)) if not shared
+        else tuple((1, 1100 + 90 * i) for i in range(5))
+    )
     case = Case(spans, num_heads=6, window=window, has_sinks=has_sinks, head_dim=128, shared_pages=shared)
     problem = make_problem(case, "cpu", torch.float32)
     backend = CpuAttention(problem.geometry, CPU)
@@ -75,7 +88,9 @@ def test_what_is_no_number_is_not_hidden(side, isa):  # noqa: F811
     case = Case(((60, 300),), num_heads=3, num_kv_heads=1)
     problem = make_problem(case, "cpu", torch.bfloat16)
     page = problem.inputs.page_table[0, 10]
-    {"q": problem.q[30, :, 7], "k": problem.pages.k[page, 5, :, 7], "v": problem.pages.v[page, 5, :, 7]}[side].fill_(float("nan"))
+    {
+        "q": problem.q[30, :, 7], "k": problem.pages.k[page, 5, :, 7], "v": problem.pages.v[page, 5, :, 7]
+    }[side].fill_(float("nan"))
     out = problem.run(CpuAttention(problem.geometry, CPU))
     seen = out[30] if side == "q" else out[:, :, 7] if side == "v" else out
     assert not bool(seen.isfinite().all(-1).any())
@@ -83,7 +98,9 @@ def test_what_is_no_number_is_not_hidden(side, isa):  # noqa: F811
 
 @pytest.mark.usefixtures("isa")
 def test_values_inside_the_keys():
-    problem = make_problem(Case(((1, 40), (6, 50)), num_heads=20, num_kv_heads=1, head_dim=72, value_dim=64), "cpu", torch.float32)
+    problem = make_problem(
+        Case(((1, 40), (6, 50)), num_heads=20, num_kv_heads=1, head_dim=72, value_dim=64), "cpu", torch.float32
+    )
     problem.pages.v.copy_(problem.pages.k[..., :64])
     expected = problem.run(CpuAttention(problem.geometry, CPU))
     problem.pages = KvPages(problem.pages.k, problem.pages.k[..., :64])

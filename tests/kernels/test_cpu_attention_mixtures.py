@@ -1,4 +1,5 @@
-"""Own C++ attention over whatever mixture of requests comes: against attention written out, for every instruction set."""
+"""Own C++ attention over whatever mixture of requests comes: against attention written out, for every instruction
+set."""
 
 from __future__ import annotations
 
@@ -18,10 +19,15 @@ request_lens = st.integers(1, 90).flatmap(lambda kv: st.tuples(st.integers(1, kv
 @pytest.mark.usefixtures("isa")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    lens=st.lists(request_lens, min_size=1, max_size=6), page_size=st.sampled_from([1, 2, 16]), window=st.sampled_from([0, 1, 3, 8, 64]),
-    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (12, 1)]), head_dim=st.sampled_from([8, 20, 64]), dtype=st.sampled_from(list(TOLERANCES)),
+    lens=st.lists(request_lens, min_size=1, max_size=6), page_size=st.sampled_from([1, 2, 16]),
+    window=st.sampled_from([0, 1, 3, 8, 64]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (12, 1)]), head_dim=st.sampled_from([8, 20, 64]),
+    dtype=st.sampled_from(list(TOLERANCES)),
 )
 def test_any_mixture(lens, page_size, window, heads, head_dim, dtype):
     spans = tuple(sorted(lens, key=lambda pair: pair[0] > 1))
-    problem = make_problem(Case(spans, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, page_size=page_size, window=window), "cpu", dtype)
+    problem = make_problem(
+        Case(spans, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, page_size=page_size, window=window),
+        "cpu", dtype
+    )
     assert problem.error(problem.run(CpuAttention(problem.geometry, torch.device("cpu")))) < TOLERANCES[dtype]

@@ -28,7 +28,10 @@ CASES = {
     "pages-of-two": Case(MIXED, page_size=2, window=9),
     "group-8": Case(MIXED, num_heads=16, num_kv_heads=2, head_dim=32),
     "dim-36": Case(MIXED, head_dim=36, num_heads=6),
-    "shared-pages-prompts-all": Case(((4, 200), (6, 140), (3, 131)), num_heads=8, num_kv_heads=2, head_dim=40, has_sinks=True, softcap=2.0, shared_pages=8),
+    "shared-pages-prompts-all": Case(
+        ((4, 200), (6, 140), (3, 131)), num_heads=8, num_kv_heads=2, head_dim=40, has_sinks=True, softcap=2.0,
+        shared_pages=8
+    ),
     "steep": Case(((1, 700), (300, 300), (130, 900)), num_heads=6, num_kv_heads=2, steepness=6.0),
 }
 TOLERANCE = 1.2e-2
@@ -36,7 +39,8 @@ TOLERANCE = 1.2e-2
 
 
 def code_problem(case: Case, dtype: torch.dtype) -> Problem:
-    """The same with pages of codes, and the answer for what these hold. What nobody wrote holds scales that are no numbers."""
+    """The same with pages of codes, and the answer for what these hold. What nobody wrote holds scales that are no
+    numbers."""
     problem = make_problem(case, "cpu", torch.float32)
     k, v = problem.pages.k, problem.pages.v
     pages = empty_pages(*k.shape)
@@ -81,7 +85,9 @@ def test_plain_torch_reads_codes(name: str, monkeypatch: pytest.MonkeyPatch):
 def test_shares_of_work_give_the_same(threads: int):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    problem = code_problem(Case(((1, 1), (1, 2400), (1, 129), (1, 33), (1, 32), (30, 500)), num_heads=6, window=200), torch.bfloat16)
+    problem = code_problem(
+        Case(((1, 1), (1, 2400), (1, 129), (1, 33), (1, 32), (30, 500)), num_heads=6, window=200), torch.bfloat16
+    )
     backend = CpuAttention(problem.geometry, CPU)
     first, second = problem.run(backend), problem.run(backend)
     torch.set_num_threads(before)
@@ -91,18 +97,27 @@ def test_shares_of_work_give_the_same(threads: int):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("page_size", "heads", "dim", "dtype"), [
-    (16, (9, 3), 64, torch.bfloat16), (32, (4, 2), 80, torch.float32), (1, (2, 1), 8, torch.float16), (2, (4, 4), 36, torch.bfloat16), (8, (3, 1), 256, torch.float32),
+    (16, (9, 3), 64, torch.bfloat16), (32, (4, 2), 80, torch.float32), (1, (2, 1), 8, torch.float16),
+    (2, (4, 4), 36, torch.bfloat16), (8, (3, 1), 256, torch.float32),
 ])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_write_makes_the_codes_of_plain_torch(page_size: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, normed: bool):
+def test_rope_write_makes_the_codes_of_plain_torch(
+    page_size: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, normed: bool
+):
     rng = torch.Generator().manual_seed(1)
     tokens, (num_heads, num_kv_heads) = 19, heads
     qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * dim, generator=rng).to(dtype)
     qkv[3] = 0.0
     positions, slots = torch.randint(0, 50, (tokens,), generator=rng), torch.randperm(64, generator=rng)[:tokens]
     cos_sin = torch.randn(50, dim, generator=rng)
-    norms = dict(q_norm=torch.rand(dim, generator=rng).to(dtype), k_norm=torch.rand(dim, generator=rng).to(dtype)) if normed else {}
-    shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, rotary_dim=dim, interleaved=False, norm_eps=1e-6, norm_offset=0.0)
+    norms = (
+        dict(q_norm=torch.rand(dim, generator=rng).to(dtype), k_norm=torch.rand(dim, generator=rng).to(dtype)) if normed
+        else {}
+    )
+    shape = dict(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, rotary_dim=dim, interleaved=False, norm_eps=1e-6,
+        norm_offset=0.0
+    )
     pages = [empty_pages(64 // page_size, page_size, num_kv_heads, dim) for _ in range(2)]
     pages[1] = KvPages(pages[0].k.clone(), pages[0].v.clone(), pages[0].scales.clone())
     queries = [
@@ -138,7 +153,9 @@ def test_what_is_no_number_is_not_hidden(broken: float, side: int):
     pages = empty_pages(1, 16, 1, 32)
     qkv = torch.randn(5, 3 * 32)
     qkv[2, side * 32 + 7] = broken
-    shape = dict(num_heads=1, num_kv_heads=1, head_dim=32, rotary_dim=0, interleaved=False, norm_eps=1e-6, norm_offset=0.0)
+    shape = dict(
+        num_heads=1, num_kv_heads=1, head_dim=32, rotary_dim=0, interleaved=False, norm_eps=1e-6, norm_offset=0.0
+    )
     problem = make_problem(Case(((1, 5),), num_heads=1, num_kv_heads=1, head_dim=32), "cpu", torch.float32)
     problem.inputs.page_table.zero_()
     q = cpu.rope_write(qkv, torch.arange(5), None, torch.arange(5), pages.k, pages.v, scales=pages.scales, **shape)

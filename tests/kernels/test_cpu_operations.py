@@ -48,7 +48,9 @@ def test_gated_activations(rows, width, dtype, tolerance):
     x = 3 * _draw(dtype, rows, 2 * width)
     before = x.clone()
     gate, up = x.double().chunk(2, dim=-1)
-    for ours, theirs in ((activation.silu_mul(x), F.silu(gate)), (activation.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh"))):
+    for ours, theirs in (
+        (activation.silu_mul(x), F.silu(gate)), (activation.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh"))
+    ):
         assert ours.shape == (rows, width) and ours.dtype == dtype and torch.equal(x, before)
         if rows:
             assert relative_error(ours, theirs * up) < tolerance
@@ -57,23 +59,32 @@ def test_gated_activations(rows, width, dtype, tolerance):
 def test_activations_of_extreme_values():
     gate = torch.tensor([-1e30, -200.0, -90.0, -88.0, -20.0, -0.0, 0.0, 20.0, 90.0, 1e30, float("nan"), float("inf")])
     x = torch.cat((gate, torch.ones_like(gate)))[None]
-    for ours, theirs in ((activation.silu_mul(x), F.silu(gate)), (activation.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh"))):
+    for ours, theirs in (
+        (activation.silu_mul(x), F.silu(gate)), (activation.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh"))
+    ):
         torch.testing.assert_close(ours[0], theirs, atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype,tolerance", TYPES)
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
-@pytest.mark.parametrize("head_dim,rotary_dim,is_interleaved", [(24, 24, False), (24, 24, True), (80, 22, False), (64, 16, True), (256, 256, False), (33, 0, False)])
+@pytest.mark.parametrize(
+    "head_dim,rotary_dim,is_interleaved",
+    [(24, 24, False), (24, 24, True), (80, 22, False), (64, 16, True), (256, 256, False), (33, 0, False)]
+)
 def test_rope_write(head_dim, rotary_dim, is_interleaved, norm, dtype, tolerance):
     heads, kv_heads, page_size, num_pages = 5, 2, 4, 5
     qkv = _draw(dtype, 4, (heads + 2 * kv_heads) * head_dim)
     positions, slots = torch.tensor([3, 1, 9, 0]), torch.tensor([5, 0, 17, 9])
     cos_sin = _draw(torch.float32, 12, rotary_dim) if rotary_dim else None
     shape = dict(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, interleaved=is_interleaved, norm_eps=1e-6, norm_offset=0.5
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, rotary_dim=rotary_dim, interleaved=is_interleaved,
+        norm_eps=1e-6, norm_offset=0.5
     )
     widths = {"none": (), "head": (head_dim, head_dim), "full": (heads * head_dim, kv_heads * head_dim)}[norm]
-    norms = {name: _draw(dtype, width, seed=i) for i, (name, width) in enumerate(zip(("q_norm", "k_norm"), widths, strict=False))}
+    norms = {
+        name: _draw(dtype, width, seed=i) for i,
+        (name, width) in enumerate(zip(("q_norm", "k_norm"), widths, strict=False))
+    }
 
     def run(function, kind):
         k, v = (torch.zeros(num_pages, page_size, kv_heads, head_dim, dtype=kind) for _ in range(2))
@@ -86,11 +97,16 @@ def test_rope_write(head_dim, rotary_dim, is_interleaved, norm, dtype, tolerance
 
 
 def test_rope_writes_pages_of_a_narrower_type():
-    shape = dict(num_heads=2, num_kv_heads=1, head_dim=40, rotary_dim=40, interleaved=False, norm_eps=1e-6, norm_offset=0.0)
+    shape = dict(
+        num_heads=2, num_kv_heads=1, head_dim=40, rotary_dim=40, interleaved=False, norm_eps=1e-6, norm_offset=0.0
+    )
     qkv, cos_sin = _draw(torch.float32, 3, 4 * 40), _draw(torch.float32, 8, 40)
     arguments = (torch.tensor([5, 0, 7]), cos_sin, torch.tensor([2, 4, 7]))
     pages = [[torch.zeros(2, 4, 1, 40, dtype=torch.bfloat16) for _ in "kv"] for _ in "ab"]
-    ours, theirs = rope.rope_write(qkv.clone(), *arguments, *pages[0], **shape), rope_reference.rope_write(qkv.clone(), *arguments, *pages[1], **shape)
+    ours, theirs = (
+        rope.rope_write(qkv.clone(), *arguments, *pages[0], **shape),
+        rope_reference.rope_write(qkv.clone(), *arguments, *pages[1], **shape)
+    )
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(*pages, strict=True):
         torch.testing.assert_close(a, b, atol=0, rtol=8e-3)

@@ -45,7 +45,8 @@ def test_a_row_draws_the_same_alone():
     for row in range(3):
         part = slice(row, row + 1)
         alone = DrawParams(
-            params.temperature[part], params.top_k[part], params.top_p[part], params.min_p[part], params.seed[part], params.position[part],
+            params.temperature[part], params.top_k[part], params.top_p[part], params.min_p[part], params.seed[part],
+            params.position[part],
             has_min_p=False, has_top_p=True, num_ranked=20,
         )
         assert torch.equal(cpu.sample(logits[part], alone), together[part])

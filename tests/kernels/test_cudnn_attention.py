@@ -34,7 +34,10 @@ class FakeGraph:
             tensors[names.OUT].copy_(attend_densely(q, k, v, scale=b.scale, window=b.window))
             return
         assert tensors[names.TABLE].stride(0) == b.table_stride and tensors[names.K].shape[0] == b.num_pages
-        assert tensors[names.TABLE].shape[1] * b.page_size >= b.keys or tensors[names.TABLE].stride(0) * b.page_size >= b.keys
+        assert (
+            tensors[names.TABLE].shape[1] * b.page_size >= b.keys
+            or tensors[names.TABLE].stride(0) * b.page_size >= b.keys
+        )
         q, out = tensors[names.Q].flatten(), tensors[names.OUT].view(-1)
         for request in range(b.requests):
             count, length = int(tensors[names.QUERY_LENS][request]), int(tensors[names.KV_LENS][request])
@@ -45,7 +48,9 @@ class FakeGraph:
             start, out_start = (int(tensors[name][request]) for name in (names.Q_OFFSETS, names.OUT_OFFSETS))
             ids = tensors[names.TABLE][request, : -(-length // 128) * 128 // b.page_size].long()
             k, v = (tensors[name][ids].flatten(0, 1) for name in (names.K, names.V))
-            assert k[length:].isfinite().all() and v[length:].isfinite().all(), "a tile reaches beyond the keys, and what it reads there must be numbers"
+            assert k[length:].isfinite().all() and v[length:].isfinite().all(), (
+                "a tile reaches beyond the keys, and what it reads there must be numbers"
+            )
             k, v = k[:length], v[:length]
             queries = q[start : start + count * row].view(count, b.num_heads, b.head_dim)
             result = attend_densely(queries, k, v, scale=b.scale, window=b.window)
@@ -74,7 +79,8 @@ def backend_class(monkeypatch):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", [
-    Case(MIXED, **SHAPE), Case(MIXED[2:], **SHAPE), Case(MIXED[:2], **SHAPE), Case(MIXED, **SHAPE, window=9), Case(MIXED, **SHAPE | {"head_dim": 96}, value_dim=64),
+    Case(MIXED, **SHAPE), Case(MIXED[2:], **SHAPE), Case(MIXED[:2], **SHAPE), Case(MIXED, **SHAPE, window=9),
+    Case(MIXED, **SHAPE | {"head_dim": 96}, value_dim=64),
     Case(((1, 9), (32, 96)), **SHAPE), Case(((32, 96),), **SHAPE, window=9),
 ], ids=["mixed", "prefill", "decode", "window", "value-dim", "round-chunk", "round-chunk-window"])  # fmt: skip
 def test_hands_over_lengths_offsets_and_tables(case, backend_class):
@@ -96,7 +102,9 @@ def test_pages_in_a_row_are_read_where_they_lie(backend_class):
     problem = lay_last_in_a_row(make_problem(Case(((1, 9), (32, 96)), **SHAPE), "cpu", torch.float16))
     backend = backend_class(problem.geometry, torch.device("cpu"))
     assert problem.error(problem.run(backend)) < 2e-3
-    assert backend._exact.pages == slice(problem.inputs.last_run, problem.inputs.last_run + 96 // problem.geometry.page_size)
+    assert backend._exact.pages == slice(
+        problem.inputs.last_run, problem.inputs.last_run + 96 // problem.geometry.page_size
+    )
 
 
 def lay_last_in_a_row(problem):
@@ -125,7 +133,10 @@ def test_refused_graphs_fall_back(backend_class, monkeypatch):
 GPU_CASES = {
     "mixed": Case(MIXED, num_heads=8, num_kv_heads=2, head_dim=128, page_size=64),
     "mixed-small-pages": Case(MIXED, **SHAPE),
-    "prefill": Case(((130, 130), (1, 1), (700, 3000), (64, 2112)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64, num_decodes=0),
+    "prefill": Case(
+        ((130, 130), (1, 1), (700, 3000), (64, 2112)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64,
+        num_decodes=0
+    ),
     "decode": Case(tuple((1, 1 + 97 * i) for i in range(33)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=64),
     "decode-long": Case(((1, 131072), (1, 5)), num_heads=32, num_kv_heads=8, head_dim=128, page_size=64),
     "exact": Case(((1, 700), (1024, 1024)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=64),

@@ -29,7 +29,9 @@ def test_reference_indexes_the_tables(groups: int, size: int, page_size: int):
     for i, (row, length) in enumerate(requests.T.tolist()):
         assert out.token_ids[i] == last_token[row] and out.positions[i] == length - 1 and out.kv_lens[i] == length
         for g in range(groups):
-            assert out.slots[g, i] == int(tables[g, row, (length - 1) // page_size]) * page_size + (length - 1) % page_size
+            assert (
+                out.slots[g, i] == int(tables[g, row, (length - 1) // page_size]) * page_size + (length - 1) % page_size
+            )
             assert torch.equal(out.page_tables[g, i], tables[g, row])
 
 

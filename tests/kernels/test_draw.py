@@ -1,4 +1,5 @@
-"""A whole draw by every solution: masks against numpy's own unpacking of bits, states, rows that draw beside rows that do not."""
+"""A whole draw by every solution: masks against numpy's own unpacking of bits, states, rows that draw beside rows that
+do not."""
 
 from __future__ import annotations
 
@@ -14,11 +15,17 @@ from sample_cases import draw_params
 from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, cpu, reference
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]
-CASES = [(97, 3, [0, 1, 2], 0.5), (64, 4, [3, 1], 0.1), (1, 1, [0], 1.0), (4100, 2, [1], 0.999), (3000, 6, [4, 0, 2], 0.01), (33, 2, [0, 1], 0.0), (20, 3, [], 1.0)]
+CASES = [
+    (97, 3, [0, 1, 2], 0.5), (64, 4, [3, 1], 0.1), (1, 1, [0], 1.0), (4100, 2, [1], 0.999), (3000, 6, [4, 0, 2], 0.01),
+    (33, 2, [0, 1], 0.0), (20, 3, [], 1.0)
+]
 """Vocabulary, rows, those with a mask, and the share of tokens that it allows."""
 
 
-def _check(draw: Callable[..., torch.Tensor], case: tuple[int, int, list[int], float], *, is_random: bool, is_edited: bool, device: str = "cpu") -> None:
+def _check(
+    draw: Callable[..., torch.Tensor], case: tuple[int, int, list[int], float], *, is_random: bool, is_edited: bool,
+    device: str = "cpu"
+) -> None:
     vocab_size, num_rows, masked, share = case
     random = np.random.default_rng(vocab_size)
     wide = torch.from_numpy(random.standard_normal((num_rows, vocab_size + 3)).astype(np.float32)).to(device)
@@ -34,10 +41,15 @@ def _check(draw: Callable[..., torch.Tensor], case: tuple[int, int, list[int], f
         bits = random.random((len(masked), -(-vocab_size // 32) * 32)) < share
         mask_of_row = torch.full((num_rows,), -1, dtype=torch.int32)
         mask_of_row[masked] = torch.arange(len(masked), dtype=torch.int32)
-        more |= {"masks": torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32)).to(device), "mask_of_row": mask_of_row.to(device)}
+        more |= {
+            "masks": torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32)).to(device),
+            "mask_of_row": mask_of_row.to(device)
+        }
         for row, allowed in zip(masked, bits, strict=True):
             expected[row, ~allowed[:vocab_size]] = -np.inf
-    before = np.where(np.arange(num_rows) == 1, np.inf, 1.0).astype(np.float32) if is_edited else logits.cpu().numpy().max(1)
+    before = (
+        np.where(np.arange(num_rows) == 1, np.inf, 1.0).astype(np.float32) if is_edited else logits.cpu().numpy().max(1)
+    )
     if is_edited:
         more["before"] = torch.from_numpy(before).to(device)
     if is_random:
@@ -50,10 +62,16 @@ def _check(draw: Callable[..., torch.Tensor], case: tuple[int, int, list[int], f
     greatest = expected.max(1)
     state = np.where(np.isfinite(before), np.where(np.isfinite(greatest), OK, NOTHING_ALLOWED), NOT_FINITE)
     assert states.tolist() == state.tolist()
-    assert ((ids >= 0) & (ids < vocab_size)).all() and torch.equal(last_token[rows].cpu(), drawn[0]) and (last_token.cpu()[[0, 1, -1, -2]] == -5).all()
+    assert (
+        ((ids >= 0) & (ids < vocab_size)).all() and torch.equal(last_token[rows].cpu(), drawn[0])
+        and (last_token.cpu()[[0, 1, -1, -2]] == -5).all()
+    )
     for row in np.flatnonzero(np.isfinite(greatest)):
         if is_random and row % 2:
-            assert expected[row, ids[row]] >= np.sort(expected[row])[-min(7, vocab_size)] and np.isfinite(expected[row, ids[row]])
+            assert (
+                expected[row, ids[row]] >= np.sort(expected[row])[-min(7, vocab_size)]
+                and np.isfinite(expected[row, ids[row]])
+            )
         else:
             assert ids[row] == expected[row].argmax()
 

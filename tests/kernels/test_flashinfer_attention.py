@@ -1,4 +1,5 @@
-"""The flashinfer backend: what it hands to the library, against a stand-in that reads it as the library would; values on a GPU."""
+"""The flashinfer backend: what it hands to the library, against a stand-in that reads it as the library would; values
+on a GPU."""
 
 from __future__ import annotations
 
@@ -80,14 +81,17 @@ def make_backend(problem):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case,plans", [
-    (Case(MIXED, **SHAPE), 1), (Case(MIXED[3:4], **SHAPE), 1), (Case(MIXED[2:3], **SHAPE), 0), (Case(MIXED[:2], **SHAPE), 0),
+    (Case(MIXED, **SHAPE), 1), (Case(MIXED[3:4], **SHAPE), 1), (Case(MIXED[2:3], **SHAPE), 0),
+    (Case(MIXED[:2], **SHAPE), 0),
     (Case(((1, 9), (32, 96), (16, 16)), **SHAPE), 1),
 ], ids=["mixed", "one-chunk", "short-chunk", "decode", "whole-pages"])  # fmt: skip
 def test_hands_over_lengths_and_pages(case, plans, library):
     problem = make_problem(case, "cpu", torch.float16)
     backend = make_backend(problem)
     assert problem.error(problem.run(backend)) < 2e-3
-    assert len(library.made) == 1 and len(library.made[0].plans) == 1 + plans, "one plan when it is made, to compile; then one a step"
+    assert len(library.made) == 1 and len(library.made[0].plans) == 1 + plans, (
+        "one plan when it is made, to compile; then one a step"
+    )
 
 
 @pytest.mark.interpreted
@@ -100,7 +104,10 @@ def test_layers_with_a_window_build_nothing_and_take_the_fallback(library):
 def test_open_steps_and_decodes_are_not_planned(library):
     problem = make_problem(Case(((20, 75),), **SHAPE), "cpu", torch.float16)
     backend = make_backend(problem)
-    for inputs, is_planned in ((problem.inputs, True), (replace(problem.inputs, is_open=True), False), (replace(problem.inputs, num_decodes=1), False)):
+    for inputs, is_planned in (
+        (problem.inputs, True), (replace(problem.inputs, is_open=True), False),
+        (replace(problem.inputs, num_decodes=1), False)
+    ):
         backend.prepare(inputs)
         assert (backend._planned is not None) == is_planned
 
@@ -148,10 +155,14 @@ def test_kernels_that_cannot_be_built_are_a_configuration_error(library, monkeyp
 
 
 @pytest.mark.parametrize("change,reason", [
-    ({}, None), ({"head_dim": 64, "value_dim": 64}, None), ({"head_dim": 256, "value_dim": 256, "window": 512}, None), ({"capability": (8, 0)}, None),
-    ({"device": "cpu"}, "needs a cuda device"), ({"capability": (7, 5)}, "capability 8.0"), ({"dtype": "float32", "kv_dtype": "float32"}, "float16 or bfloat16"),
-    ({"kv_dtype": "float8_e4m3fn"}, "all alike"), ({"has_softcap": True}, "no soft-cap"), ({"has_sinks": True}, "no sinks"),
-    ({"values_in_keys": True}, "pages of their own"), ({"head_dim": 96, "value_dim": 96}, "64, 128, 256"), ({"value_dim": 64}, "keys and values alike"),
+    ({}, None), ({"head_dim": 64, "value_dim": 64}, None), ({"head_dim": 256, "value_dim": 256, "window": 512}, None),
+    ({"capability": (8, 0)}, None),
+    ({"device": "cpu"}, "needs a cuda device"), ({"capability": (7, 5)}, "capability 8.0"),
+    ({"dtype": "float32", "kv_dtype": "float32"}, "float16 or bfloat16"),
+    ({"kv_dtype": "float8_e4m3fn"}, "all alike"), ({"has_softcap": True}, "no soft-cap"),
+    ({"has_sinks": True}, "no sinks"),
+    ({"values_in_keys": True}, "pages of their own"), ({"head_dim": 96, "value_dim": 96}, "64, 128, 256"),
+    ({"value_dim": 64}, "keys and values alike"),
 ], ids=str)  # fmt: skip
 def test_says_what_it_cannot_serve(change, reason, monkeypatch):
     monkeypatch.setattr(support, "find_spec", lambda name: object())
@@ -169,11 +180,20 @@ def test_is_taken_by_name_only_and_says_how_to_install_it(monkeypatch):
 
 
 GPU_CASES = {
-    "mixed": Case(((1, 1), (1, 75), (7, 7), (200, 755), (3, 64)), num_heads=8, num_kv_heads=2, head_dim=128, page_size=64),
-    "mixed-small-pages": Case(((1, 1), (1, 75), (7, 7), (200, 755), (130, 131)), num_heads=4, num_kv_heads=2, head_dim=64, page_size=16),
-    "prefill": Case(((130, 130), (1, 1), (700, 3000), (64, 2112)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64, num_decodes=0),
+    "mixed": Case(
+        ((1, 1), (1, 75), (7, 7), (200, 755), (3, 64)), num_heads=8, num_kv_heads=2, head_dim=128, page_size=64
+    ),
+    "mixed-small-pages": Case(
+        ((1, 1), (1, 75), (7, 7), (200, 755), (130, 131)), num_heads=4, num_kv_heads=2, head_dim=64, page_size=16
+    ),
+    "prefill": Case(
+        ((130, 130), (1, 1), (700, 3000), (64, 2112)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64,
+        num_decodes=0
+    ),
     "decode": Case(tuple((1, 1 + 97 * i) for i in range(33)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=64),
-    "long": Case(((1, 131072), (150, 131072), (1, 5)), num_heads=4, num_kv_heads=1, head_dim=128, page_size=64, num_decodes=1),
+    "long": Case(
+        ((1, 131072), (150, 131072), (1, 5)), num_heads=4, num_kv_heads=1, head_dim=128, page_size=64, num_decodes=1
+    ),
     "round-chunk": Case(((1, 700), (1024, 3072)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=64),
     "dim-64": Case(((1, 200), (300, 500), (129, 4000)), num_heads=12, num_kv_heads=4, head_dim=64, page_size=64),
     "dim-256": Case(((1, 200), (300, 500)), num_heads=8, num_kv_heads=1, head_dim=256, page_size=64),
@@ -197,7 +217,10 @@ def test_values_on_a_gpu(name, dtype, tolerance):
 def test_steps_in_flight_keep_their_own_plans():
     """The device is kept busy, so that no copy has begun when the next step is planned."""
     shape = dict(num_heads=8, num_kv_heads=2, head_dim=128, page_size=64)
-    problems = [make_problem(Case(((200 + n, 300 + 50 * n), (1, 70)), **shape, num_decodes=0), "cuda", torch.bfloat16, seed=n) for n in range(4)]
+    problems = [
+        make_problem(Case(((200 + n, 300 + 50 * n), (1, 70)), **shape, num_decodes=0), "cuda", torch.bfloat16, seed=n)
+        for n in range(4)
+    ]
     backend = flashinfer.FlashinferAttention(problems[0].geometry, torch.device("cuda"))
     problems[0].run(backend)
     torch.cuda.synchronize()

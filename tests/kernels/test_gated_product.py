@@ -1,4 +1,5 @@
-"""Gated products of many rows by own CUDA C++: values against float64, odd sizes, both activations and types, and when they are chosen."""
+"""Gated products of many rows by own CUDA C++: values against float64, odd sizes, both activations and types, and when
+they are chosen."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_values(activation, dtype, tolerance, gated_product):
         x, weight = draw(*shape, dtype)
         out = gated_product.multiply(x, weight, kernel)
         assert relative_error(out, expect(x, weight, activation)) < tolerance
-        assert torch.equal(out, gated_product.multiply(x, weight, kernel, band=1)), "an output does not depend on the order of tiles"
+        assert torch.equal(out, gated_product.multiply(x, weight, kernel, band=1)), (
+            "an output does not depend on the order of tiles"
+        )
 
 
 @pytest.mark.cuda
@@ -52,7 +55,9 @@ def test_nothing_beside_the_output_is_written(gated_product):
     x, weight = draw(300, 264, 128, torch.bfloat16)
     wide = torch.full((310, 128), 7.0, device="cuda", dtype=torch.bfloat16)
     wide[:300].copy_(x)
-    assert torch.equal(gated_product.multiply(wide[:300], weight, kernel), gated_product.multiply(x, weight, kernel)), "rows behind are not read"
+    assert torch.equal(
+        gated_product.multiply(wide[:300], weight, kernel), gated_product.multiply(x, weight, kernel)
+    ), "rows behind are not read"
 
 
 @pytest.mark.cuda
@@ -69,6 +74,8 @@ def test_chosen_by_shape(gated_product):
 
 def test_chosen_on_hopper_alone():
     def reason(capability, dtype="bfloat16"):
-        return GATED_LINEAR.reason_against("cuda", KernelQuery("cuda", dtype, capability, {"in_width": 4096, "out_width": 28672}))
+        return GATED_LINEAR.reason_against(
+            "cuda", KernelQuery("cuda", dtype, capability, {"in_width": 4096, "out_width": 28672})
+        )
 
     assert reason((9, 0)) is None and reason((8, 0)) and reason((10, 0)) and reason((9, 0), "float32")

@@ -1,4 +1,5 @@
-"""Products on Hopper's tensor cores against float64: odd sizes, strided rows, biases, gates, sums; and that they compile."""
+"""Products on Hopper's tensor cores against float64: odd sizes, strided rows, biases, gates, sums; and that they
+compile."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def hopper():
 
 def _problem(device, dtype, rows, outputs, inputs):
     rng = torch.Generator().manual_seed(rows * outputs + inputs)
-    wide, weight, bias = torch.randn(rows, inputs + 8, generator=rng), torch.randn(outputs, inputs, generator=rng), torch.randn(outputs, generator=rng)
+    wide, weight, bias = (
+        torch.randn(rows, inputs + 8, generator=rng), torch.randn(outputs, inputs, generator=rng),
+        torch.randn(outputs, generator=rng)
+    )
     return wide.to(device, dtype)[:, :inputs], weight.to(device, dtype), bias.to(device, dtype)
 
 

@@ -43,7 +43,10 @@ def route_densely(logits: list[float], bias: list[float] | None, shape: dict[str
     choice = {x: s + (bias[x] if bias else 0.0) for x, s in enumerate(scores)}
     if shape["num_groups"] > 1:
         size = len(scores) // shape["num_groups"]
-        worth = {g: sum(sorted((choice[x] for x in range(g * size, g * size + size)), reverse=True)[: shape["group_best"]]) for g in range(shape["num_groups"])}
+        worth = {
+            g: sum(sorted((choice[x] for x in range(g * size, g * size + size)), reverse=True)[: shape["group_best"]])
+            for g in range(shape["num_groups"])
+        }
         best = sorted(worth, key=worth.__getitem__, reverse=True)[: shape["top_groups"]]
         choice = {x: c for x, c in choice.items() if x // size in best}
     chosen = sorted(choice, key=choice.__getitem__, reverse=True)[: shape["top_k"]]
@@ -56,8 +59,10 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[s
     num_groups, size = draw(st.sampled_from([(1, 5), (1, 16), (2, 4), (4, 2), (3, 5)]))
     top_groups = draw(st.integers(1, num_groups))
     shape = dict(
-        top_k=draw(st.integers(1, top_groups * size)), score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])),
-        renormalise=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5])), num_groups=num_groups, top_groups=top_groups,
+        top_k=draw(st.integers(1, top_groups * size)),
+        score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])),
+        renormalise=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5])), num_groups=num_groups,
+        top_groups=top_groups,
         group_best=draw(st.integers(1, min(2, size))),
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
@@ -86,7 +91,10 @@ def test_weights_sum_to_the_scale_even_where_scores_vanish(name: str):
         torch.testing.assert_close(weights.sum(-1), torch.tensor([2.0, 2.0]))
 
 
-@pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "score": "sigmoid"}, {**SHAPE, "renormalise": True}, {**SHAPE, "num_groups": 2, "group_best": 2}])
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, {**SHAPE, "score": "sigmoid"}, {**SHAPE, "renormalise": True}, {**SHAPE, "num_groups": 2, "group_best": 2}]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_whatever_the_logits_two_experts_that_there_are_are_chosen(shape: dict[str, Any], value: float):
     """Of a broken model: nothing else is read or written than there is."""
@@ -97,7 +105,10 @@ def test_whatever_the_logits_two_experts_that_there_are_are_chosen(shape: dict[s
 
 
 def test_routes_that_cannot_be_are_refused():
-    for wrong in ({"top_k": 7}, {"num_groups": 4}, {"num_groups": 3, "top_k": 3}, {"num_groups": 2, "top_groups": 3}, {"num_groups": 2, "group_best": 4}):
+    for wrong in (
+        {"top_k": 7}, {"num_groups": 4}, {"num_groups": 3, "top_k": 3}, {"num_groups": 2, "top_groups": 3},
+        {"num_groups": 2, "group_best": 4}
+    ):
         with pytest.raises(RuntimeError, match="as many experts"):
             load_route("native")(torch.zeros(2, 6), None, **{**SHAPE, **wrong})
 
@@ -128,14 +139,24 @@ def test_choices_of_padding_become_nobody(num_tokens: int):
     assert torch.equal(ids[:num_tokens], before[:num_tokens]) and (ids[num_tokens:] == -1).all()
 
 
-def grouped_case(counts: list[int], inputs: int, outputs: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+def grouped_case(
+    counts: list[int], inputs: int, outputs: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(sum(counts) + inputs)
-    x, weight, bias = (torch.randn(*s, generator=generator).to(device, dtype) for s in ((sum(counts), inputs), (len(counts), outputs, inputs), (len(counts), outputs)))
+    x, weight, bias = (
+        torch.randn(*s, generator=generator).to(device, dtype)
+        for s in ((sum(counts), inputs), (len(counts), outputs, inputs), (len(counts), outputs))
+    )
     counts = torch.tensor(counts, device=device)
-    return x, weight, bias, counts.cumsum(0).int(), torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+    return (
+        x, weight, bias, counts.cumsum(0).int(),
+        torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+    )
 
 
-def multiply_row_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
+def multiply_row_by_row(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor
+) -> torch.Tensor:
     out = torch.einsum("ni,noi->no", x.double(), weight.double()[experts])
     return out if bias is None else out + bias.double()[experts]
 
@@ -148,31 +169,53 @@ COUNTS = [[1, 0, 3], [0, 0, 0, 5], [40, 1, 0, 0, 17], [0, 1]]
 def test_reference_grouped_linear(counts: list[int], has_bias: bool):
     x, weight, bias, ends, experts = grouped_case(counts, 12, 10, torch.float32, "cpu")
     out = GROUPED_LINEAR.load("reference")(x, weight, bias if has_bias else None, ends, experts)
-    torch.testing.assert_close(out.double(), multiply_row_by_row(x, weight, bias if has_bias else None, experts), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out.double(), multiply_row_by_row(x, weight, bias if has_bias else None, experts), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
-@pytest.mark.parametrize("counts,inputs,outputs", [(COUNTS[0], 24, 40), (COUNTS[1], 100, 136), (COUNTS[2], 72, 24), (COUNTS[3], 8, 8)])
-def test_triton_grouped_linear(counts: list[int], inputs: int, outputs: int, device: str, dtype: torch.dtype, tolerance: float):
+@pytest.mark.parametrize(
+    "counts,inputs,outputs", [(COUNTS[0], 24, 40), (COUNTS[1], 100, 136), (COUNTS[2], 72, 24), (COUNTS[3], 8, 8)]
+)
+def test_triton_grouped_linear(
+    counts: list[int], inputs: int, outputs: int, device: str, dtype: torch.dtype, tolerance: float
+):
     pytest.importorskip("triton")
     from headrace.kernels.moe.triton import grouped_linear
 
     x, weight, bias, ends, experts = grouped_case(counts, inputs, outputs, dtype, device)
     for b in (None, bias):
-        assert relative_error(grouped_linear(x, weight, b, ends, experts), multiply_row_by_row(x, weight, b, experts)) < tolerance
+        assert relative_error(
+            grouped_linear(x, weight, b, ends, experts), multiply_row_by_row(x, weight, b, experts)
+        ) < tolerance
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("solution,dtype", [("cutlass", torch.bfloat16), ("triton", torch.bfloat16), ("triton", torch.float32)])
+@pytest.mark.parametrize(
+    "solution,dtype", [("cutlass", torch.bfloat16), ("triton", torch.bfloat16), ("triton", torch.float32)]
+)
 @pytest.mark.parametrize("num_rows", [1, 8, 200, 4096])
 def test_grouped_linear_at_size(solution: str, dtype: torch.dtype, num_rows: int):
-    counts = torch.bincount(torch.randint(0, 64, (num_rows,), generator=torch.Generator().manual_seed(1)), minlength=64).tolist()
-    query = KernelQuery("cuda", str(dtype).removeprefix("torch."), torch.cuda.get_device_capability(), {"in_width": 512, "out_width": 384})
+    counts = torch.bincount(
+        torch.randint(0, 64, (num_rows,), generator=torch.Generator().manual_seed(1)), minlength=64
+    ).tolist()
+    query = KernelQuery(
+        "cuda", str(dtype).removeprefix("torch."), torch.cuda.get_device_capability(),
+        {"in_width": 512, "out_width": 384}
+    )
     if GROUPED_LINEAR.reason_against(solution, query):
         pytest.skip("not on this GPU")
     x, weight, bias, ends, experts = grouped_case(counts, 512, 384, dtype, "cuda")
-    expected = torch.cat([x[a:b].double() @ weight[e].double().T + bias[e].double() for e, (a, b) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False))])
-    assert relative_error(GROUPED_LINEAR.load(solution)(x, weight, bias, ends, experts), expected) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    expected = torch.cat(
+        [
+            x[a:b].double() @ weight[e].double().T + bias[e].double() for e,
+            (a, b) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False))
+        ]
+    )
+    assert relative_error(
+        GROUPED_LINEAR.load(solution)(x, weight, bias, ends, experts), expected
+    ) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
@@ -194,7 +237,8 @@ def test_clamped_swiglu_bounds():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mxfp4_code_under_every_scale(dtype: torch.dtype):
-    """By the format's arithmetic: sign, two exponent bits of bias 1, one mantissa bit; subnormal where the exponent is 0."""
+    """By the format's arithmetic: sign, two exponent bits of bias 1, one mantissa bit; subnormal where the exponent is
+    0."""
     scales = torch.arange(1, 252, dtype=torch.uint8)
     codes = torch.arange(16, dtype=torch.uint8).repeat(2)
     packed = (codes[0::2] | codes[1::2] << 4).expand(len(scales), 16)
@@ -212,4 +256,7 @@ def test_mxfp4_as_transformers_has_it():
     generator = torch.Generator().manual_seed(3)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(110, 140, (3, 6, 2), dtype=torch.uint8, generator=generator)
-    assert torch.equal(dequantise(blocks.flatten(-2), scales, torch.bfloat16).transpose(1, 2), convert_moe_packed_tensors(blocks, scales))
+    assert torch.equal(
+        dequantise(blocks.flatten(-2), scales, torch.bfloat16).transpose(1, 2),
+        convert_moe_packed_tensors(blocks, scales)
+    )

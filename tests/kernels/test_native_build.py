@@ -32,8 +32,13 @@ def sources(tmp_path: Path) -> Path:
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "answer.h").write_text("#define ANSWER 41\n")
-    (folder / "one.cpp").write_text('// compiled for: scalar\n#include "answer.h"\nextern "C" __attribute__((visibility("default"))) int one() { return ANSWER; }\n')
-    (folder / "two.cpp").write_text('// compiled for: scalar\nextern "C" __attribute__((visibility("default"))) int two() { return 2; }\n')
+    (folder / "one.cpp").write_text(
+        '// compiled for: scalar\n#include "answer.h"\nextern "C" __attribute__((visibility("default"))) int one() { '
+        'return ANSWER; }\n'
+    )
+    (folder / "two.cpp").write_text(
+        '// compiled for: scalar\nextern "C" __attribute__((visibility("default"))) int two() { return 2; }\n'
+    )
     (folder / "draft.cpp").write_text("this is not C++ and nobody asked for it\n")
     return folder
 
@@ -72,7 +77,10 @@ def test_a_compiler_error_is_told_and_leaves_nothing(sources: Path, tmp_path: Pa
 def test_what_dead_processes_left_is_swept(sources: Path, tmp_path: Path):
     cache = tmp_path / "cache"
     cache.mkdir()
-    dead, living, old = cache / "one-scalar-abc.o.999999999.partial", cache / f"two-scalar-abc.o.{os.getpid()}.partial", cache / "old-scalar-abc.o"
+    dead, living, old = (
+        cache / "one-scalar-abc.o.999999999.partial", cache / f"two-scalar-abc.o.{os.getpid()}.partial",
+        cache / "old-scalar-abc.o"
+    )
     for path in (dead, living, old):
         path.touch()
     os.utime(old, (0, 0))
@@ -135,7 +143,10 @@ def test_a_cache_that_may_not_be_looked_at_is_as_one_that_cannot_be_written(monk
     library = NativeLibrary()
     assert library.find() is None
     library.wait(30)
-    assert library.state.status == "unavailable" and "cannot be written to: Permission denied; set HEADRACE_CACHE" in caplog.text
+    assert (
+        library.state.status == "unavailable"
+        and "cannot be written to: Permission denied; set HEADRACE_CACHE" in caplog.text
+    )
 
 
 @needs_compiler
@@ -155,10 +166,13 @@ def test_a_failed_compilation_leaves_plain_torch(monkeypatch, caplog, tmp_path: 
 
 
 @pytest.mark.parametrize(("script", "told"), [
-    ("#!/bin/sh\nexit 0\n", "wrote nothing"), ("#!/nowhere/sh\n", "does not run: No such file"), ("#!/bin/sh\necho 'a.cpp:1: error: no' >&2\nexit 1\n", "a.cpp:1: error: no"),
+    ("#!/bin/sh\nexit 0\n", "wrote nothing"), ("#!/nowhere/sh\n", "does not run: No such file"),
+    ("#!/bin/sh\necho 'a.cpp:1: error: no' >&2\nexit 1\n", "a.cpp:1: error: no"),
     ("#!/bin/sh\nkill -INT $$\nsleep 60\n", "told to end"),
 ])
-def test_compilers_that_make_nothing_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str):
+def test_compilers_that_make_nothing_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str
+):
     broken = tmp_path / "g++"
     broken.write_text(script)
     broken.chmod(0o755)
@@ -198,11 +212,16 @@ def test_a_library_has_its_own_kernels_and_those_that_it_adds_to(tmp_path: Path)
     """And neither those of other instruction sets nor, of one source, two."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    for name, names in {"all": "scalar avx2 avx512", "best": "avx512 amx", "own": "amx", "other": "scalar avx2 avxvnni"}.items():
+    for name, names in {
+        "all": "scalar avx2 avx512", "best": "avx512 amx", "own": "amx", "other": "scalar avx2 avxvnni"
+    }.items():
         (folder / f"{name}.cpp").write_text(f"// compiled for: {names}\n")
     (folder / "part.cpp").write_text("// compiled with: all.cpp\n")
     (folder / "binding.cpp").write_text("// compiled for: operators\n")
-    parts = {isa.name: [([source.stem for source in unit.sources], unit.label) for unit in library(isa.name, folder).units] for isa in ISAS}
+    parts = {
+        isa.name: [([source.stem for source in unit.sources], unit.label) for unit in library(isa.name, folder).units]
+        for isa in ISAS
+    }
     assert parts["scalar"] == [(["part", "all"], "scalar"), (["other"], "scalar")]
     assert parts["avxvnni"] == [(["part", "all"], "avx2"), (["other"], "avxvnni")]
     assert parts["avx512"] == [(["part", "all"], "avx512"), (["best"], "avx512")]
@@ -249,13 +268,15 @@ class Operators:
 
 @pytest.fixture
 def search(monkeypatch, tmp_path: Path):
-    """`search(machine, runnable, shipped=...)`: a library that has been waited for, and what was compiled for it; ``machine`` and
-    ``runnable`` are what the system says, and the kernels, that there is."""
+    """`search(machine, runnable, shipped=...)`: a library that has been waited for, and what was compiled for it;
+    ``machine`` and ``runnable`` are what the system says, and the kernels, that there is."""
     monkeypatch.delenv("HEADRACE_CPU_ISA", raising=False)
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.setattr(loading.torch.ops, "load_library", lambda path: None)
 
-    def run(machine: set[str], runnable: set[str], shipped: tuple[str, ...] = (), compiler=COMPILER, refused: str = "") -> tuple[NativeLibrary, list[str]]:
+    def run(
+        machine: set[str], runnable: set[str], shipped: tuple[str, ...] = (), compiler=COMPILER, refused: str = ""
+    ) -> tuple[NativeLibrary, list[str]]:
         names: list[str] = []
 
         def compile_named(libraries, *_):
@@ -264,10 +285,17 @@ def search(monkeypatch, tmp_path: Path):
 
         monkeypatch.setattr(loading, "compile_libraries", compile_named)
         monkeypatch.setattr(loading, "find_compiler", lambda: compiler)
-        monkeypatch.setattr(loading, "machine_isas", lambda most=None: tuple(isa for isa in ISAS if isa.name in machine))
+        monkeypatch.setattr(
+            loading, "machine_isas", lambda most=None: tuple(isa for isa in ISAS if isa.name in machine)
+        )
         monkeypatch.setattr(loading, "find_table", lambda path: 0)
-        monkeypatch.setattr(loading, "shipped_path", lambda name: Path("/dev/null") if name in shipped else tmp_path / "none")
-        monkeypatch.setattr("headrace.kernels.native.toolchain.Compiler.accepts", lambda self, flags: not refused or refused not in flags)
+        monkeypatch.setattr(
+            loading, "shipped_path", lambda name: Path("/dev/null") if name in shipped else tmp_path / "none"
+        )
+        monkeypatch.setattr(
+            "headrace.kernels.native.toolchain.Compiler.accepts", lambda self,
+            flags: not refused or refused not in flags
+        )
         found = NativeLibrary()
         found._loading = Operators(runnable)
         found.wait(30)
@@ -310,14 +338,20 @@ def test_a_shipped_library_is_named_after_all_sources(tmp_path: Path):
     (tmp_path / "a.cpp").write_text("// compiled for: scalar\n")
     before = shipped_path("scalar", tmp_path)
     (tmp_path / "a.cpp").write_text("// compiled for: scalar avx2\n")
-    assert before.parent == tmp_path and before.suffix == ".so" and shipped_path("scalar", tmp_path) != before != shipped_path("avx2", tmp_path)
+    assert (
+        before.parent == tmp_path and before.suffix == ".so"
+        and shipped_path("scalar", tmp_path) != before != shipped_path("avx2", tmp_path)
+    )
 
 
 @needs_compiler
 def test_shipping_lays_all_libraries_beside_the_sources(sources: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     (sources / "one.cpp").write_text("// compiled for: operators\n")
-    kernels = "// compiled for: scalar avx2 avxvnni avx512 amx\nextern \"C\" __attribute__((visibility(\"default\"))) const int headrace_kernels;\nconst int headrace_kernels = 7;\n"
+    kernels = (
+        "// compiled for: scalar avx2 avxvnni avx512 amx\nextern \"C\" __attribute__((visibility(\"default\"))) const "
+        "int headrace_kernels;\nconst int headrace_kernels = 7;\n"
+    )
     (sources / "two.cpp").write_text(kernels)
     (sources / "headrace_cpu-old-scalar.so").touch()
     names = [OPERATORS, *(isa.name for isa in ISAS if COMPILER.accepts(isa.flags))]
@@ -333,7 +367,9 @@ def test_each_instruction_set_is_complete():
         stems = [source.stem.removesuffix(f"_{unit.label}") for unit in units for source in unit.sources]
         assert {"attention", "kernels", "pack", "packed_gather", "rope", "rows", "sample"} <= set(stems)
         labels = [unit.label for unit in units]
-        assert labels == sorted(labels, key=[known.name for known in ISAS].index) and set(labels) <= {isa.name, isa.base}
+        assert (
+            labels == sorted(labels, key=[known.name for known in ISAS].index) and set(labels) <= {isa.name, isa.base}
+        )
 
 
 def test_instruction_sets_up_to_one():

@@ -53,7 +53,9 @@ def test_every_instruction_set(isa: str, shape: tuple[int, int], dtype: torch.dt
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 200), st.sampled_from(TYPES), st.sampled_from(QUANTISERS), st.integers(0, 99))
-def test_any_shape(rows: int, columns: int, dtype: torch.dtype, pack: Callable[[torch.Tensor], PackedMatrix], seed: int):
+def test_any_shape(
+    rows: int, columns: int, dtype: torch.dtype, pack: Callable[[torch.Tensor], PackedMatrix], seed: int
+):
     if native.build().status != "ready":
         pytest.skip("no native kernels")
     assert_same(pack, draw_weight((rows, columns), dtype, seed))
@@ -72,6 +74,9 @@ def test_several_threads(isa: str):  # noqa: F811
 def test_what_does_not_fit_is_refused():
     ops = native.NATIVE.find() if native.build().status == "ready" else pytest.skip("no native kernels")
     matrix = layout.allocate(layout.Format.INT4_GROUP, 32, 64)
-    for weight, form in ((torch.zeros(32, 128), 4), (torch.zeros(48, 64), 4), (torch.zeros(32, 64), 3), (torch.zeros(32, 64), 2), (torch.zeros(32, 64), 1)):
+    for weight, form in (
+        (torch.zeros(32, 128), 4), (torch.zeros(48, 64), 4), (torch.zeros(32, 64), 3), (torch.zeros(32, 64), 2),
+        (torch.zeros(32, 64), 1)
+    ):
         with pytest.raises(RuntimeError):
             ops.pack_weight(weight, form, matrix.words, matrix.scales, matrix.mins)

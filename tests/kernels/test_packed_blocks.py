@@ -14,7 +14,8 @@ from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, ROUNDED_SIZES, We
 from headrace.kernels.packed_linear.layout import Format, unpack
 
 FLOAT16_PLACES = {
-    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "TQ1_0": (52,), "TQ2_0": (64,),
     "MXFP4": (), "MXFP4_PAIRS": (), "IQ1_M": (),
 }
 """Of float16 numbers in a block; one at its start where nothing is said."""
@@ -46,7 +47,9 @@ def draw_blocks(kind: str, rows: int, inputs: int = INPUTS) -> WeightBlocks:
 def expected_of(blocks: WeightBlocks) -> torch.Tensor:
     if blocks.kind == "MXFP4_PAIRS":
         rows = blocks.raw.view(len(blocks.raw), -1, 17)
-        return torch.stack([dequantise_mxfp4(row[:, 1:].flatten()[None], row[None, :, 0], torch.float32)[0] for row in rows])
+        return torch.stack(
+            [dequantise_mxfp4(row[:, 1:].flatten()[None], row[None, :, 0], torch.float32)[0] for row in rows]
+        )
     return torch.from_numpy(dequantize(blocks.raw.numpy(), GGMLQuantizationType[blocks.kind]))
 
 
@@ -63,12 +66,18 @@ def test_blocks_keep_their_values(kind: str):
     else:
         allowed = torch.zeros_like(expected)
     assert (error <= allowed).all()
-    assert packed.shape == expected.shape and packed.num_bytes <= expected.numel() * (0.63 if packed.format.has_nibbles else 1.13) * 48 / 41
-    assert packed.format.has_nibbles == (kind not in ROUNDED_SIZES and BLOCK_TYPES[kind].num_bytes * 8 / BLOCK_TYPES[kind].inputs <= 5)
+    assert (
+        packed.shape == expected.shape
+        and packed.num_bytes <= expected.numel() * (0.63 if packed.format.has_nibbles else 1.13) * 48 / 41
+    )
+    assert packed.format.has_nibbles == (
+        kind not in ROUNDED_SIZES and BLOCK_TYPES[kind].num_bytes * 8 / BLOCK_TYPES[kind].inputs <= 5
+    )
 
 
 def test_scales_that_float16_does_not_hold():
-    """Numbers as small as these are nothing beside others; as large, they stay as they are in the file, which is expanded."""
+    """Numbers as small as these are nothing beside others; as large, they stay as they are in the file, which is
+    expanded."""
     blocks = draw_blocks("MXFP4", 3)
     blocks.raw[1, 0] = 90
     assert blocks.can_be_packed
@@ -81,7 +90,10 @@ def test_scales_that_float16_does_not_hold():
 
 
 def test_types_may_differ_within_a_stack():
-    parts = [draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33), draw_blocks("MXFP4", 9), draw_blocks("MXFP4_PAIRS", 18), draw_blocks("IQ4_NL", 7)]
+    parts = [
+        draw_blocks("Q4_1", 24), draw_blocks("Q8_0", 8), draw_blocks("Q5_1", 33), draw_blocks("MXFP4", 9),
+        draw_blocks("MXFP4_PAIRS", 18), draw_blocks("IQ4_NL", 7)
+    ]
     packed = pack_blocks(parts)
     assert packed.format is Format.INT8_GROUP
     assert torch.equal(unpack(packed, torch.float32), torch.cat([expected_of(part) for part in parts]))

@@ -24,7 +24,8 @@ FORMS: dict[str, Callable[[torch.Tensor], PackedMatrix]] = {
 }
 GATES = [Gate("silu"), Gate("gelu_tanh"), Gate("clamped", 0.7, 1.702, 1.0)]
 TOLERANCES = {"float32": 2e-6, "bfloat16": 1e-2, "int8": 3e-2, "int8_group": 2e-2, "int4_group": 2e-2}
-"""Of what is stored; inputs of products are rounded to 8 bits but in the exact forms, and to bfloat16 on AMX where there are many."""
+"""Of what is stored; inputs of products are rounded to 8 bits but in the exact forms, and to bfloat16 on AMX where
+there are many."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,7 +34,10 @@ def library() -> None:
         pytest.skip("no native kernels")
 
 
-def compute(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, matrices: list[torch.Tensor], biases: list[torch.Tensor | None], gate: Gate) -> torch.Tensor:
+def compute(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, matrices: list[torch.Tensor],
+    biases: list[torch.Tensor | None], gate: Gate
+) -> torch.Tensor:
     """Pair by pair in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, chosen in enumerate(ids.tolist()):
@@ -48,42 +52,71 @@ def compute(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, matrices:
     return out
 
 
-def draw_case(seed: int, num_tokens: int, num_experts: int, top_k: int, width: int, inner: int, dtype: torch.dtype, *, has_bias: bool = False):
+def draw_case(
+    seed: int, num_tokens: int, num_experts: int, top_k: int, width: int, inner: int, dtype: torch.dtype, *,
+    has_bias: bool = False
+):
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, width, generator=draw).to(dtype)
-    ids = torch.stack([torch.randperm(num_experts, generator=draw)[:top_k] for _ in range(num_tokens)]).view(num_tokens, top_k)
+    ids = torch.stack(
+        [torch.randperm(num_experts, generator=draw)[:top_k] for _ in range(num_tokens)]
+    ).view(num_tokens, top_k)
     weights = torch.rand(num_tokens, top_k, generator=draw)
-    matrices = [torch.randn(num_experts, out, into, generator=draw) * into**-0.5 for out, into in ((2 * inner, width), (width, inner))]
-    biases = [torch.randn(num_experts, out, generator=draw).to(dtype) if has_bias else None for out in (2 * inner, width)]
+    matrices = [
+        torch.randn(num_experts, out, into, generator=draw) * into**-0.5 for out,
+        into in ((2 * inner, width), (width, inner))
+    ]
+    biases = [
+        torch.randn(num_experts, out, generator=draw).to(dtype) if has_bias else None for out in (2 * inner, width)
+    ]
     return x, ids, weights, matrices, biases
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_experts_match_pair_by_pair(form: str, dtype: torch.dtype, isa: str):  # noqa: F811
-    for seed, (num_tokens, num_experts, top_k, width, inner) in enumerate([(1, 8, 2, 64, 32), (3, 5, 1, 48, 24), (40, 4, 3, 80, 40), (70, 2, 2, 96, 72)]):
+    for seed, (num_tokens, num_experts, top_k, width, inner) in enumerate(
+        [(1, 8, 2, 64, 32), (3, 5, 1, 48, 24), (40, 4, 3, 80, 40), (70, 2, 2, 96, 72)]
+    ):
         gate = GATES[seed % len(GATES)]
-        x, ids, weights, matrices, biases = draw_case(seed, num_tokens, num_experts, top_k, width, inner, dtype, has_bias=seed % 2 == 1)
+        x, ids, weights, matrices, biases = draw_case(
+            seed, num_tokens, num_experts, top_k, width, inner, dtype, has_bias=seed % 2 == 1
+        )
         packed = [FORMS[form](matrix.flatten(0, 1)) for matrix in matrices]
         kept = [unpack(matrix, torch.float32).unflatten(0, (num_experts, -1)) for matrix in packed]
         expected = compute(x, ids, weights, kept, biases, gate)
-        out = native(x, ids, weights, *zip(packed, [None if bias is None else bias.flatten() for bias in biases], strict=True), gate)
+        out = native(
+            x, ids, weights, *zip(packed, [None if bias is None else bias.flatten() for bias in biases], strict=True),
+            gate
+        )
         assert out.dtype == dtype
-        tolerance = max(TOLERANCES[form] if form != "bfloat16" or isa == "amx" or dtype == torch.bfloat16 else 2e-6, 1e-2 if dtype == torch.bfloat16 else 0)
+        tolerance = max(
+            TOLERANCES[form] if form != "bfloat16" or isa == "amx" or dtype == torch.bfloat16 else 2e-6,
+            1e-2 if dtype == torch.bfloat16 else 0
+        )
         assert relative_error(out, expected) < tolerance
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**31), num_tokens=st.integers(0, 50), num_experts=st.integers(1, 9), has_bias=st.booleans(), share=st.floats(0, 1), data=st.data())
-def test_any_choice_of_experts(seed: int, num_tokens: int, num_experts: int, has_bias: bool, share: float, data: st.DataObject):
+@given(
+    seed=st.integers(0, 2**31), num_tokens=st.integers(0, 50), num_experts=st.integers(1, 9), has_bias=st.booleans(),
+    share=st.floats(0, 1), data=st.data()
+)
+def test_any_choice_of_experts(
+    seed: int, num_tokens: int, num_experts: int, has_bias: bool, share: float, data: st.DataObject
+):
     """Nobody, experts without tokens, all tokens at one expert."""
     top_k = data.draw(st.integers(1, num_experts))
     gate = data.draw(st.sampled_from(GATES))
-    x, ids, weights, matrices, biases = draw_case(seed, max(num_tokens, 1), num_experts, top_k, 32, 16, torch.float32, has_bias=has_bias)
+    x, ids, weights, matrices, biases = draw_case(
+        seed, max(num_tokens, 1), num_experts, top_k, 32, 16, torch.float32, has_bias=has_bias
+    )
     x, ids, weights = x[:num_tokens], ids[:num_tokens], weights[:num_tokens]
     ids = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < share, -1)
     packed = [pack_floats(matrix.flatten(0, 1)) for matrix in matrices]
-    out = native(x, ids, weights, *zip(packed, [None if bias is None else bias.flatten() for bias in biases], strict=True), gate)
+    out = native(
+        x, ids, weights, *zip(packed, [None if bias is None else bias.flatten() for bias in biases], strict=True), gate
+    )
     torch.testing.assert_close(out.double(), compute(x, ids, weights, matrices, biases, gate), atol=1e-5, rtol=1e-5)
 
 
@@ -104,7 +137,9 @@ def test_many_tokens_in_several_goes_and_threads(form: str, isa: str):  # noqa: 
     kept = [unpack(matrix, torch.float32).unflatten(0, (3, -1)) for matrix, _ in stacks]
     few = torch.tensor([0, 350, 699])
     tolerance = TOLERANCES[form] if form != "bfloat16" or isa == "amx" else 2e-6
-    assert relative_error(outs[0][few], compute(x[few], ids[few], weights[few], kept, [None, None], GATES[0])) < tolerance
+    assert relative_error(
+        outs[0][few], compute(x[few], ids[few], weights[few], kept, [None, None], GATES[0])
+    ) < tolerance
 
 
 def test_bad_choices_are_refused():

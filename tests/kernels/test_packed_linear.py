@@ -1,4 +1,5 @@
-"""Packed products on values: every format and instruction set, odd sizes, against plain products and a fake-quant oracle."""
+"""Packed products on values: every format and instruction set, odd sizes, against plain products and a fake-quant
+oracle."""
 
 from __future__ import annotations
 
@@ -55,8 +56,12 @@ def pack_int8_groups(weight: torch.Tensor) -> PackedMatrix:
 
 def pack_looked_up(weight: torch.Tensor, form: Format) -> PackedMatrix:
     """Nibbles at random, all of them; the scales are what the weight's largest magnitude takes."""
-    packed, groups = allocate(form, *weight.shape, has_mins=False), F.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
-    nibbles = torch.randint(0, 16, weight.shape, generator=torch.Generator().manual_seed(weight.numel()), dtype=torch.uint8)
+    packed, groups = (
+        allocate(form, *weight.shape, has_mins=False), F.pad(weight, (0, -weight.shape[1] % 32)).unflatten(1, (-1, 32))
+    )
+    nibbles = torch.randint(
+        0, 16, weight.shape, generator=torch.Generator().manual_seed(weight.numel()), dtype=torch.uint8
+    )
     put_codes(packed, 0, nibbles)
     put_groups(packed, 0, groups.abs().amax(2) / TABLES[form].abs().max(), None)
     return packed
@@ -118,13 +123,20 @@ def test_several_threads_and_row_blocks_give_what_one_gives(form: str, isa: str)
     outs = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        outs.append([PACKED_LINEAR.load("native")(torch.linspace(-1, 1, rows * 320).view(rows, 320), packed, None) for rows in (1, 40, 600)])
+        outs.append(
+            [
+                PACKED_LINEAR.load("native")(torch.linspace(-1, 1, rows * 320).view(rows, 320), packed, None)
+                for rows in (1, 40, 600)
+            ]
+        )
     torch.set_num_threads(before)
     for one, three in zip(*outs, strict=True):
         assert torch.equal(one, three)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4_group", "int8_group", "int8_group_symmetric", "e2m1_group", "iq4_group"])
+@pytest.mark.parametrize(
+    "form", ["int8", "int4_group", "int8_group", "int8_group_symmetric", "e2m1_group", "iq4_group"]
+)
 def test_a_row_of_codes_does_not_depend_on_how_many_there_are(form: str, isa: str):
     if isa in ("avx512", "amx"):
         pytest.skip("takes many rows by other instructions")
@@ -140,7 +152,10 @@ def test_a_row_of_codes_does_not_depend_on_how_many_there_are(form: str, isa: st
 def test_outputs_of_half_the_size_are_those_of_all_rounded(rows: int, bias_dtype: torch.dtype | None, isa: str):
     multiply = PACKED_LINEAR.load("native")
     for out_width in (1, 15, 32, 33, 200):
-        packed, bias = FORMS["bfloat16"](draw(out_width, 96)), torch.linspace(-1, 1, out_width).to(bias_dtype) if bias_dtype else None
+        packed, bias = (
+            FORMS["bfloat16"](draw(out_width, 96)),
+            torch.linspace(-1, 1, out_width).to(bias_dtype) if bias_dtype else None
+        )
         x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)).bfloat16()
         assert torch.equal(multiply(x, packed, bias), multiply(x, packed, bias, torch.float32).bfloat16())
 
@@ -160,12 +175,15 @@ def test_strided_rows_and_no_rows(isa: str):
     packed = FORMS["bfloat16"](draw(20, 64))
     wide = torch.randn(3, 200)
     multiply = PACKED_LINEAR.load("native")
-    assert torch.allclose(multiply(wide[:, 50:114], packed, None), F.linear(wide[:, 50:114], unpack(packed, torch.float32)), atol=1e-5)
+    assert torch.allclose(
+        multiply(wide[:, 50:114], packed, None), F.linear(wide[:, 50:114], unpack(packed, torch.float32)), atol=1e-5
+    )
     assert multiply(wide[:0, :64], packed, None).shape == (0, 20)
 
 
 @pytest.mark.parametrize(("form", "code"), [
-    (Format.INT8, 127), (Format.INT8, -127), (Format.INT8_GROUP, 127), (Format.INT8_GROUP, -127), (Format.INT4_GROUP, 15),
+    (Format.INT8, 127), (Format.INT8, -127), (Format.INT8_GROUP, 127), (Format.INT8_GROUP, -127),
+    (Format.INT4_GROUP, 15),
     (Format.E2M1_GROUP, 7), (Format.E2M1_GROUP, 15), (Format.IQ4_GROUP, 0), (Format.IQ4_GROUP, 15),
 ])
 def test_sums_of_the_largest_codes_fit(form: Format, code: int, isa: str):

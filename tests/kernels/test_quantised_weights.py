@@ -23,15 +23,17 @@ def test_every_code_of_mxfp4_under_extreme_scales(exponent: int, dtype: torch.dt
     codes = torch.arange(16, dtype=torch.uint8)
     packed = (codes[::2] | codes[1::2] << 4).repeat(1, 2)  # low half first
     values = dequantise_mxfp4(packed, torch.tensor([[exponent]], dtype=torch.uint8), dtype)
-    exact = torch.tensor([sign * m for sign in (1, -1) for m in MAGNITUDES], dtype=torch.float64) * 2.0 ** (exponent - 127)
+    exact = torch.tensor(
+        [sign * m for sign in (1, -1) for m in MAGNITUDES], dtype=torch.float64
+    ) * 2.0 ** (exponent - 127)
     expected = torch.cat((exact, exact))[None].to(dtype)
     assert torch.equal(values, expected)
 
 
 @pytest.mark.parametrize("exponent", [112, 127, 252])
 def test_every_code_of_mxfp4_round_trips(exponent: int):
-    """All 16 codes but minus zero, which becomes zero; from the least scale that is made, for 1e-4, to the largest of finite
-    values."""
+    """All 16 codes but minus zero, which becomes zero; from the least scale that is made, for 1e-4, to the largest of
+    finite values."""
     codes = torch.arange(16, dtype=torch.uint8)
     packed = (codes[::2] | codes[1::2] << 4).repeat(1, 2)
     scales = torch.tensor([[exponent]], dtype=torch.uint8)
@@ -49,13 +51,18 @@ def test_halfway_goes_down(sign: int):
     codes, scales = quantise_mxfp4(x)
     assert int(scales) == 127
     values = dequantise_mxfp4(codes, scales, torch.float32)[0]
-    assert values[:7].tolist() == [sign * m for m in MAGNITUDES[:7]] and values[7:15].tolist() == [sign * m for m in (*MAGNITUDES[1:], 6.0)]
+    assert (
+        values[:7].tolist() == [sign * m for m in MAGNITUDES[:7]]
+        and values[7:15].tolist() == [sign * m for m in (*MAGNITUDES[1:], 6.0)]
+    )
     both = torch.stack((codes & 15, codes >> 4))
     assert (both != 8).all(), "never minus zero"
 
 
 def test_scale_255_is_no_number():
-    values = dequantise_mxfp4(torch.full((1, 16), 0x11, dtype=torch.uint8), torch.tensor([[255]], dtype=torch.uint8), torch.float32)
+    values = dequantise_mxfp4(
+        torch.full((1, 16), 0x11, dtype=torch.uint8), torch.tensor([[255]], dtype=torch.uint8), torch.float32
+    )
     assert values.isnan().all()
 
 
@@ -69,15 +76,24 @@ def test_blocks_of_eight_bit_floats(shape: tuple[int, int], scale_dtype: torch.d
     result = dequantise_blocks(values, scales, torch.float32)
     for row in range(0, shape[0], 17):
         for column in range(0, shape[1], 13):
-            assert float(result[row, column]) == float(values[row, column].float()) * float(scales[row // 128, column // 128].float())
+            assert (
+                float(result[row, column])
+                == float(values[row, column].float()) * float(scales[row // 128, column // 128].float())
+            )
 
 
 @pytest.mark.parametrize("is_scale_first", [False, True])
 def test_weights_meet_their_scales_in_any_order(is_scale_first: bool):
     values, scales = torch.ones(4, 130).to(torch.float8_e4m3fn), torch.tensor([[2.0, 8.0]])
-    codes, exponents = torch.full((3, 32), 0x2A, dtype=torch.int8), torch.full((3, 2), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    codes, exponents = (
+        torch.full((3, 32), 0x2A, dtype=torch.int8),
+        torch.full((3, 2), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    )
     plain = torch.arange(6.0).bfloat16().view(2, 3)
-    pairs = [("a.weight", values), ("b.w1.weight", codes), ("b.w1.scale", exponents), ("c.weight", plain), ("a.weight_scale_inv", scales)]
+    pairs = [
+        ("a.weight", values), ("b.w1.weight", codes), ("b.w1.scale", exponents), ("c.weight", plain),
+        ("a.weight_scale_inv", scales)
+    ]
     joined = dict(default_chain().read(reversed(pairs) if is_scale_first else pairs))
     assert set(joined) == {"a.weight", "b.w1.weight", "c.weight"}
     assert torch.equal(joined["a.weight"], torch.cat((torch.full((4, 128), 2.0), torch.full((4, 2), 8.0)), dim=1))
@@ -98,13 +114,17 @@ def test_what_does_not_fit_is_named(tensors: list[tuple[str, torch.Tensor]]):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_activations_in_eight_bits(group: int, dtype: torch.dtype):
-    """Clamp, gate, and quantise by group: scales exactly the least powers of two that hold, values the nearest code or the
-    one beside it. In float64 and by the definition."""
-    x = (torch.randn(7, 512, generator=torch.Generator().manual_seed(group)) * torch.logspace(-4, 2, 7)[:, None]).to(dtype)
+    """Clamp, gate, and quantise by group: scales exactly the least powers of two that hold, values the nearest code or
+    the one beside it. In float64 and by the definition."""
+    x = (
+        torch.randn(7, 512, generator=torch.Generator().manual_seed(group)) * torch.logspace(-4, 2, 7)[:, None]
+    ).to(dtype)
     gated = CLAMPED_SWIGLU.load("reference")(x, limit=10.0, alpha=1.0, up_offset=0.0)
     gate, up = x.double().chunk(2, dim=-1)
     gate, up = gate.clamp(max=10.0), up.clamp(-10.0, 10.0)
-    torch.testing.assert_close(gated.double(), gate / (1 + (-gate).exp()) * up, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        gated.double(), gate / (1 + (-gate).exp()) * up, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
     codes, exponents = QUANTISE_GROUPS.load("reference")(gated, group)
     assert codes.shape == (7, 256) and exponents.shape == (7, 256 // group)
     for row in range(7):

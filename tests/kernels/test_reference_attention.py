@@ -17,10 +17,13 @@ CPU = torch.device("cpu")
 
 
 class Case:
-    """Requests of given ``(query_len, kv_len)`` with their keys and values in shuffled pages; every place that no request
-    owns is NaN."""
+    """Requests of given ``(query_len, kv_len)`` with their keys and values in shuffled pages; every place that no
+    request owns is NaN."""
 
-    def __init__(self, lens: list[tuple[int, int]], *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16, page_size: int = 4, window: int = 0, softcap: float = 0.0, has_sinks: bool = False):
+    def __init__(
+        self, lens: list[tuple[int, int]], *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16,
+        page_size: int = 4, window: int = 0, softcap: float = 0.0, has_sinks: bool = False
+    ):
         self.lens = sorted(lens, key=lambda pair: pair[0] > 1)
         self.query_lens, self.kv_lens = [q for q, _ in self.lens], [kv for _, kv in self.lens]
         counts = [-(-kv // page_size) for kv in self.kv_lens]
@@ -36,16 +39,25 @@ class Case:
                 self.pages.v[table[at // page_size], at % page_size] = v[at]
         self.q = torch.randn(sum(self.query_lens), num_heads, head_dim)
         # A row's entries beyond its own pages are another's leavings.
-        self.page_table = torch.tensor([table + [ids_left % shape[0] for ids_left in range(max(counts) - len(table))] for table in tables], dtype=torch.int32)
+        self.page_table = torch.tensor(
+            [table + [ids_left % shape[0] for ids_left in range(max(counts) - len(table))] for table in tables],
+            dtype=torch.int32
+        )
         self.params = AttentionParams(0.21, window, softcap, torch.randn(num_heads) if has_sinks else None)
-        geometry = AttentionGeometry("cpu", "float32", "float32", (0, 0), num_heads, num_kv_heads, head_dim, head_dim, page_size, window, softcap > 0, has_sinks)
+        geometry = AttentionGeometry(
+            "cpu", "float32", "float32", (0, 0), num_heads, num_kv_heads, head_dim, head_dim, page_size, window,
+            softcap > 0, has_sinks
+        )
         self.backend = ATTENTION_BACKENDS.choose(geometry, "reference")(geometry, CPU)
 
     def inputs(self) -> AttentionInputs:
         return AttentionInputs(
-            num_tokens=len(self.q), num_decodes=self.query_lens.count(1), query_lens_cpu=self.query_lens, kv_lens_cpu=self.kv_lens,
-            max_query_len=max(self.query_lens), max_kv_len=max(self.kv_lens), query_start=torch.tensor([0, *self.query_lens]).cumsum(0).int(),
-            kv_lens=torch.tensor(self.kv_lens, dtype=torch.int32), page_table=self.page_table, slots=torch.empty(0, dtype=torch.int64),
+            num_tokens=len(self.q), num_decodes=self.query_lens.count(1), query_lens_cpu=self.query_lens,
+            kv_lens_cpu=self.kv_lens,
+            max_query_len=max(self.query_lens), max_kv_len=max(self.kv_lens),
+            query_start=torch.tensor([0, *self.query_lens]).cumsum(0).int(),
+            kv_lens=torch.tensor(self.kv_lens, dtype=torch.int32), page_table=self.page_table,
+            slots=torch.empty(0, dtype=torch.int64),
         )
 
     def check(self) -> None:
@@ -53,7 +65,10 @@ class Case:
         ours = self.backend.attend(self.q, self.pages, self.params)
         pieces = zip(self.q.split(self.query_lens), self.keys, self.values, strict=True)
         p = self.params
-        expected = [attend_densely(q, k, v, scale=p.scale, window=p.window, softcap=p.softcap, sinks=p.sinks) for q, k, v in pieces]
+        expected = [
+            attend_densely(q, k, v, scale=p.scale, window=p.window, softcap=p.softcap, sinks=p.sinks) for q, k,
+            v in pieces
+        ]
         torch.testing.assert_close(ours, torch.cat(expected), atol=2e-5, rtol=2e-5)
 
 
@@ -61,7 +76,10 @@ class Case:
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (7, 1)])
 @pytest.mark.parametrize("window", [0, 5])
 def test_head_shapes(head_dim: int, num_heads: int, num_kv_heads: int, window: int):
-    Case([(1, 9), (1, 1), (6, 6), (3, 14)], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window).check()
+    Case(
+        [(1, 9), (1, 1), (6, 6), (3, 14)], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        window=window
+    ).check()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -86,7 +104,10 @@ request_lens = st.integers(1, 40).flatmap(lambda kv: st.tuples(st.integers(1, kv
 
 
 @settings(max_examples=60, deadline=None)
-@given(lens=st.lists(request_lens, min_size=1, max_size=6), page_size=st.sampled_from([1, 2, 4, 16]), window=st.sampled_from([0, 1, 3, 8, 64]))
+@given(
+    lens=st.lists(request_lens, min_size=1, max_size=6), page_size=st.sampled_from([1, 2, 4, 16]),
+    window=st.sampled_from([0, 1, 3, 8, 64])
+)
 def test_any_mixture(lens: list[tuple[int, int]], page_size: int, window: int):
     Case(lens, page_size=page_size, window=window).check()
 

@@ -70,7 +70,13 @@ def make_table(length: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize(("rotated", "interleaved", "has_norm"), [(1.0, False, False), (1.0, False, True), (0.5, False, False), (0.5, True, False), (0.25, True, True), (0.0, False, True)])
+@pytest.mark.parametrize(
+    ("rotated", "interleaved", "has_norm"),
+    [
+        (1.0, False, False), (1.0, False, True), (0.5, False, False), (0.5, True, False), (0.25, True, True),
+        (0.0, False, True)
+    ]
+)
 def test_rope_write(head_dim: int, rotated: float, interleaved: bool, has_norm: bool):
     num_tokens, num_heads, num_kv_heads, page_size, num_pages, offset = 6, 6, 2, 4, 5, 1.0
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -81,8 +87,10 @@ def test_rope_write(head_dim: int, rotated: float, interleaved: bool, has_norm: 
     norms = [torch.randn(head_dim), torch.randn(head_dim)] if has_norm else [None, None]
     pages = [torch.full((num_pages, page_size, num_kv_heads, head_dim), float("nan")) for _ in "kv"]
     q_out = ROPE_WRITE.load("reference")(
-        qkv.clone(), positions, cos_sin, slots, *pages, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        rotary_dim=rotary_dim, interleaved=interleaved, q_norm=norms[0], k_norm=norms[1], norm_eps=1e-6, norm_offset=offset,
+        qkv.clone(), positions, cos_sin, slots, *pages, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim, interleaved=interleaved, q_norm=norms[0], k_norm=norms[1], norm_eps=1e-6,
+        norm_offset=offset,
     )
 
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -93,7 +101,10 @@ def test_rope_write(head_dim: int, rotated: float, interleaved: bool, has_norm: 
             q, k = (oracle(q).detach(), k) if name == "q" else (q, oracle(k).detach())
     if rotary_dim:
         rotate = rotate_interleaved if interleaved else rotate_halves
-        q_rotated, k_rotated = rotate(q[None, ..., :rotary_dim], k[None, ..., :rotary_dim], cos[positions][None], sin[positions][None], unsqueeze_dim=2)
+        q_rotated, k_rotated = rotate(
+            q[None, ..., :rotary_dim], k[None, ..., :rotary_dim], cos[positions][None], sin[positions][None],
+            unsqueeze_dim=2
+        )
         q, k = torch.cat((q_rotated[0], q[..., rotary_dim:]), -1), torch.cat((k_rotated[0], k[..., rotary_dim:]), -1)
     torch.testing.assert_close(q_out, q, atol=1e-5, rtol=1e-5)
     for written, expected in zip(pages, (k, v), strict=True):

@@ -57,7 +57,8 @@ def test_open_steps(name, device, dtype, tolerance):
     problem.q = torch.cat((problem.q, torch.full_like(problem.q[:spare], float("nan"))))
     problem.inputs = replace(
         inputs, is_open=True, num_tokens=num_tokens + spare, num_decodes=0, query_lens_cpu=[], kv_lens_cpu=[],
-        query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))), kv_lens=F.pad(inputs.kv_lens, (0, spare)),
+        query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))),
+        kv_lens=F.pad(inputs.kv_lens, (0, spare)),
         page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
     )
     out = problem.run(TritonAttention(problem.geometry, torch.device(device)))
@@ -75,7 +76,9 @@ def test_half_precision(device, dtype, tolerance):
 @pytest.mark.parametrize("window,has_sinks", [(0, False), (0, True), (90, False)])
 def test_decode_split_over_keys(window, has_sinks, processors, device, dtype, tolerance):
     """Some requests that are cut and some that are not; more slots than blocks."""
-    problem = make_problem(Case(((1, 1), (1, 200), (1, 70)), page_size=16, window=window, has_sinks=has_sinks), device, dtype)
+    problem = make_problem(
+        Case(((1, 1), (1, 200), (1, 70)), page_size=16, window=window, has_sinks=has_sinks), device, dtype
+    )
     backend = TritonAttention(problem.geometry, torch.device(device))
     backend._workspace = DecodeWorkspace.allocate(processors, 2, 64, torch.device(device))
     first, second = problem.run(backend), problem.run(backend)
@@ -102,16 +105,25 @@ def test_splits_fill_the_device_and_stay_within_the_workspace():
     for head_dim in (64, 96, 128, 256):
         for requests in (1, 3, 8, 16, 17, 33, 34, 200):
             for kv_heads in (1, 2, 8, 32):
-                slots, _ = plan_splits(requests, kv_heads, 131072, head_dim=head_dim, tile=decode_tile(4, head_dim, 2), processors=132)
+                slots, _ = plan_splits(
+                    requests, kv_heads, 131072, head_dim=head_dim, tile=decode_tile(4, head_dim, 2), processors=132
+                )
                 assert slots >= requests and (slots == requests or slots * kv_heads <= 132 * MOST_PROGRAMS)
 
 
 LONG = {
     "decode-131072": Case(((1, 131072), (1, 5), (1, 40000)), num_heads=32, num_kv_heads=8, head_dim=128, page_size=64),
-    "decode-batch": Case(tuple((1, 1 + 37 * i) for i in range(64)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=16),
+    "decode-batch": Case(
+        tuple((1, 1 + 37 * i) for i in range(64)), num_heads=16, num_kv_heads=8, head_dim=128, page_size=16
+    ),
     "prefill-late-chunk": Case(((1, 9000), (513, 20000)), num_heads=8, num_kv_heads=2, head_dim=128, page_size=64),
-    "prefill-many": Case(tuple((1 + 29 * i, 1 + 31 * i) for i in range(1, 30)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64, num_decodes=0),
-    "prefill-window": Case(((1, 5000), (1500, 5000)), num_heads=8, num_kv_heads=1, head_dim=256, page_size=16, window=1024),
+    "prefill-many": Case(
+        tuple((1 + 29 * i, 1 + 31 * i) for i in range(1, 30)), num_heads=8, num_kv_heads=8, head_dim=128, page_size=64,
+        num_decodes=0
+    ),
+    "prefill-window": Case(
+        ((1, 5000), (1500, 5000)), num_heads=8, num_kv_heads=1, head_dim=256, page_size=16, window=1024
+    ),
 }
 
 

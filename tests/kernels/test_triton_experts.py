@@ -22,8 +22,10 @@ SILU, CLAMPED = Gate("silu"), Gate("clamped", 2.0, 1.702, 1.0)
 def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
     num_experts = draw(st.sampled_from([1, 5, 32, 130]))
     shape = dict(
-        top_k=draw(st.integers(1, min(8, num_experts))), score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])),
-        renormalise=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5])), num_groups=1, top_groups=1, group_best=1,
+        top_k=draw(st.integers(1, min(8, num_experts))),
+        score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])),
+        renormalise=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5])), num_groups=1, top_groups=1,
+        group_best=1,
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     logits = torch.randn(draw(st.integers(1, 4)), num_experts, generator=generator) * draw(st.sampled_from([0.5, 2.0]))
@@ -42,7 +44,10 @@ def test_routing(device: str):
         ids, weights = route(logits.to(device), None if bias is None else bias.to(device), **shape)
         expected_ids, expected = reference.route(logits.double().float(), bias, **shape)
         assert ids.dtype == torch.int64 and weights.dtype == torch.float32
-        dense, expected_dense = (torch.zeros(logits.shape).scatter_(1, i.cpu(), w.cpu()) for i, w in ((ids, weights), (expected_ids, expected)))
+        dense, expected_dense = (
+            torch.zeros(logits.shape).scatter_(1, i.cpu(), w.cpu()) for i,
+            w in ((ids, weights), (expected_ids, expected))
+        )
         torch.testing.assert_close(dense, expected_dense, rtol=2e-4, atol=1e-6)
         assert all(len(set(row)) == shape["top_k"] for row in ids.tolist())
 
@@ -54,15 +59,25 @@ def test_routing(device: str):
 def test_what_is_no_number_chooses_no_expert_twice(device: str):
     from headrace.kernels.moe.routing import route
 
-    logits = torch.tensor([[float("nan")] * 6, [float("-inf")] * 6, [1.0, float("nan"), 2.0, float("-inf"), 3.0, float("inf")]], device=device)
+    logits = torch.tensor(
+        [[float("nan")] * 6, [float("-inf")] * 6, [1.0, float("nan"), 2.0, float("-inf"), 3.0, float("inf")]],
+        device=device
+    )
     for score in ("softmax", "sigmoid"):
-        ids, _ = route(logits, None, top_k=4, score=score, renormalise=True, scale=1.0, num_groups=1, top_groups=1, group_best=1)
+        ids, _ = route(
+            logits, None, top_k=4, score=score, renormalise=True, scale=1.0, num_groups=1, top_groups=1, group_best=1
+        )
         assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in ids.tolist())
 
 
 @pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize(("num_tokens", "num_experts", "at_once"), [(1, 3, (1024, 4096)), (40, 7, (64, 128)), (65, 4, (64, 128)), (300, 5, (1024, 4096))])
-def test_grouping(num_tokens: int, num_experts: int, at_once: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "at_once"),
+    [(1, 3, (1024, 4096)), (40, 7, (64, 128)), (65, 4, (64, 128)), (300, 5, (1024, 4096))]
+)
+def test_grouping(
+    num_tokens: int, num_experts: int, at_once: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+):
     from headrace.kernels.moe import grouping
 
     monkeypatch.setattr(grouping, "AT_ONCE", at_once)
@@ -87,12 +102,20 @@ def test_sums_of_pairs(device: str, dtype: torch.dtype, tolerance: float):
     assert relative_error(reference.sum_pairs(rows, place, weights), expected) < tolerance
 
 
-def experts_case(num_tokens: int, num_experts: int, top_k: int, width: int, inner: int, seed: int = 3) -> tuple[torch.Tensor, ...]:
+def experts_case(
+    num_tokens: int, num_experts: int, top_k: int, width: int, inner: int, seed: int = 3
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)])
-    shapes = (num_tokens, width), (num_experts, 2 * inner, width), (num_experts, 2 * inner), (num_experts, width, inner), (num_experts, width)
+    shapes = (
+        (num_tokens, width), (num_experts, 2 * inner, width), (num_experts, 2 * inner), (num_experts, width, inner),
+        (num_experts, width)
+    )
     x, gate_up, gate_up_bias, down, down_bias = (torch.randn(shape, generator=generator) for shape in shapes)
-    return x, ids, torch.rand(ids.shape, generator=generator), gate_up * width**-0.5, gate_up_bias, down * inner**-0.5, down_bias
+    return (
+        x, ids, torch.rand(ids.shape, generator=generator), gate_up * width**-0.5, gate_up_bias, down * inner**-0.5,
+        down_bias
+    )
 
 
 def compare(case: tuple[torch.Tensor, ...], gate: Gate, device: str, dtype: torch.dtype, *, has_bias: bool) -> float:
@@ -111,10 +134,14 @@ def compare(case: tuple[torch.Tensor, ...], gate: Gate, device: str, dtype: torc
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "gate", "has_bias"),
-    [(1, 8, 2, SILU, False), (5, 4, 3, CLAMPED, True), (16, 3, 1, Gate("gelu_tanh"), False), (17, 6, 2, SILU, True), (70, 3, 1, CLAMPED, False)],
+    [
+        (1, 8, 2, SILU, False), (5, 4, 3, CLAMPED, True), (16, 3, 1, Gate("gelu_tanh"), False), (17, 6, 2, SILU, True),
+        (70, 3, 1, CLAMPED, False)
+    ],
 )
 def test_experts(
-    num_tokens: int, num_experts: int, top_k: int, gate: Gate, has_bias: bool, device: str, dtype: torch.dtype, tolerance: float
+    num_tokens: int, num_experts: int, top_k: int, gate: Gate, has_bias: bool, device: str, dtype: torch.dtype,
+    tolerance: float
 ):
     """Without sorting and with it; more pairs than a tile has rows; widths that are no multiples of the blocks."""
     case = experts_case(num_tokens, num_experts, top_k, 40, 36)
@@ -132,7 +159,9 @@ def test_nobody_adds_nothing(num_tokens: int, device: str, dtype: torch.dtype, t
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("num_tokens", [1, 8, 16, 64, 300, 1024])
-@pytest.mark.parametrize(("num_experts", "top_k", "width", "inner"), [(128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 1024, 3584)])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "width", "inner"), [(128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 1024, 3584)]
+)
 def test_experts_of_real_shapes(num_tokens: int, num_experts: int, top_k: int, width: int, inner: int):
     """As `auto` has it, with dependent launch; twice the same."""
     run = RUN_EXPERTS.choose(KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability()))
@@ -140,7 +169,9 @@ def test_experts_of_real_shapes(num_tokens: int, num_experts: int, top_k: int, w
         t.to("cuda", torch.bfloat16) if t.is_floating_point() and i != 2 else t.cuda()
         for i, t in enumerate(experts_case(num_tokens, num_experts, top_k, width, inner))
     )
-    expected = reference.run_experts(x.float(), ids, weights, (gate_up.float(), gate_up_bias.float()), (down.float(), down_bias.float()), SILU)
+    expected = reference.run_experts(
+        x.float(), ids, weights, (gate_up.float(), gate_up_bias.float()), (down.float(), down_bias.float()), SILU
+    )
     out = run(x, ids, weights, (gate_up, gate_up_bias), (down, down_bias), SILU)
     assert relative_error(out, expected) < 1e-2
     assert torch.equal(out, run(x, ids, weights, (gate_up, gate_up_bias), (down, down_bias), SILU))
@@ -149,4 +180,7 @@ def test_experts_of_real_shapes(num_tokens: int, num_experts: int, top_k: int, w
 @pytest.mark.cuda
 def test_the_best_are_chosen():
     query = KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(), {"num_experts": 8, "top_k": 2})
-    assert ROUTE.choose(query) is not ROUTE.load("reference") and RUN_EXPERTS.choose(query) is not RUN_EXPERTS.load("reference")
+    assert (
+        ROUTE.choose(query) is not ROUTE.load("reference")
+        and RUN_EXPERTS.choose(query) is not RUN_EXPERTS.load("reference")
+    )

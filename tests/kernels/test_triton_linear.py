@@ -15,7 +15,10 @@ from headrace.kernels.operation import KernelQuery
 
 def _problem(device, dtype, rows, outputs, inputs):
     rng = torch.Generator().manual_seed(rows * outputs + inputs)
-    wide, weight, bias = torch.randn(rows, inputs + 8, generator=rng), torch.randn(outputs, inputs, generator=rng), torch.randn(outputs, generator=rng)
+    wide, weight, bias = (
+        torch.randn(rows, inputs + 8, generator=rng), torch.randn(outputs, inputs, generator=rng),
+        torch.randn(outputs, generator=rng)
+    )
     return wide.to(device, dtype)[:, :inputs], weight.to(device, dtype), bias.to(device, dtype)
 
 
@@ -68,10 +71,15 @@ def test_many_rows_are_added_to_the_residual(device, dtype, tolerance):
 
 def test_chosen_by_shape():
     def reason(in_width, out_width, device="cuda", dtype="bfloat16"):
-        return LINEAR.reason_against("triton", KernelQuery(device, dtype, (9, 0), {"in_width": in_width, "out_width": out_width}))
+        return LINEAR.reason_against(
+            "triton", KernelQuery(device, dtype, (9, 0), {"in_width": in_width, "out_width": out_width})
+        )
 
     assert reason(4096, 6144) is None
-    assert reason(1024, 151936) and reason(100, 4096) and reason(4096, 6144, dtype="float32") and reason(4096, 6144, device="cpu")
+    assert (
+        reason(1024, 151936) and reason(100, 4096) and reason(4096, 6144, dtype="float32")
+        and reason(4096, 6144, device="cpu")
+    )
 
 
 def test_dependent_launch_wherever_there_is_any():

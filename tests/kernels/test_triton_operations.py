@@ -57,10 +57,14 @@ def test_rope_write(rotary_dim, is_interleaved, norm, device, dtype, tolerance):
     positions, slots = torch.tensor([3, 1, 9, 0], device=device), torch.tensor([5, 0, 17, 9], device=device)
     cos_sin = _draw(device, torch.float32, 12, rotary_dim) if rotary_dim else None
     shape = dict(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotary_dim=rotary_dim, interleaved=is_interleaved, norm_eps=1e-6, norm_offset=0.5
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotary_dim=rotary_dim, interleaved=is_interleaved,
+        norm_eps=1e-6, norm_offset=0.5
     )
     widths = {"none": (), "head": (dim, dim), "full": (heads * dim, kv_heads * dim)}[norm]
-    norms = {name: _draw(device, dtype, width, seed=i) for i, (name, width) in enumerate(zip(("q_norm", "k_norm"), widths, strict=False))}
+    norms = {
+        name: _draw(device, dtype, width, seed=i) for i,
+        (name, width) in enumerate(zip(("q_norm", "k_norm"), widths, strict=False))
+    }
 
     def run(function, kind):
         k, v = (torch.zeros(num_pages, page_size, kv_heads, dim, dtype=kind, device=device) for _ in range(2))

@@ -35,10 +35,13 @@ def test_draws_what_the_reference_draws(name, has_ties, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("spread", [0.05, 0.9, 6.0], ids=["all alike", "below the first guess", "few"])
 def test_wherever_the_cut_falls(spread, device):
-    """Above the first guess of it or below, among more tokens than are gathered or one; beside rows that are not cut."""
+    """Above the first guess of it or below, among more tokens than are gathered or one; beside rows that are not
+    cut."""
     rows, vocab = (64, 151936) if device == "cuda" else (2, 500)
     logits = random_logits(rows, vocab, device) * spread
-    for cut in ({"top_p": 0.97}, {"top_k": 300}, {"top_k": 200, "top_p": 0.9}) if device == "cuda" else ({"top_k": 200, "top_p": 0.9},):
+    for cut in (
+        {"top_p": 0.97}, {"top_k": 300}, {"top_k": 200, "top_p": 0.9}
+    ) if device == "cuda" else ({"top_k": 200, "top_p": 0.9},):
         params = draw_params(rows, device, **cut, vocab=vocab)
         params.top_p[1::3], params.top_k[1::3] = 1.0, 0
         drawn, expected = draw_ids(sample.draw, logits, params), reference.sample(logits.clone(), params)
@@ -53,7 +56,8 @@ def test_a_row_draws_the_same_alone(device):
     for row in range(2):
         part = slice(row, row + 1)
         alone = DrawParams(
-            params.temperature[part], params.top_k[part], params.top_p[part], params.min_p[part], params.seed[part], params.position[part],
+            params.temperature[part], params.top_k[part], params.top_p[part], params.min_p[part], params.seed[part],
+            params.position[part],
             has_min_p=False, has_top_p=True, num_ranked=20,
         )
         assert torch.equal(draw_ids(sample.draw, logits[part], alone), together[part])

@@ -12,7 +12,11 @@ from headrace.layers.moe.checkpoint import interleave_halves, separate_halves
 def test_turns_of_a_group_each(size: int, group: int):
     turns = interleave_halves(torch.arange(size)[None], group=group)[0].tolist()
     half = size // 2
-    expected = [x for start in range(0, half, group) for x in (*range(start, start + group), *range(half + start, half + start + group))]
+    expected = [
+        x
+        for start in range(0, half, group)
+        for x in (*range(start, start + group), *range(half + start, half + start + group))
+    ]
     assert turns == expected
 
 
@@ -22,11 +26,16 @@ def test_apart_again(dim: int):
     first, second = separate_halves(interleave_halves(x, group=2, dim=dim), group=2, dim=dim)
     assert torch.equal(torch.cat((first, second), dim=dim), x)
     even, odd = separate_halves(x, group=1, dim=dim)
-    assert torch.equal(even, x.index_select(dim, torch.arange(0, 8, 2))) and torch.equal(odd, x.index_select(dim, torch.arange(1, 8, 2)))
+    assert (
+        torch.equal(even, x.index_select(dim, torch.arange(0, 8, 2)))
+        and torch.equal(odd, x.index_select(dim, torch.arange(1, 8, 2)))
+    )
     assert even.data_ptr() == x.data_ptr(), "a view"
 
 
-@pytest.mark.parametrize(("size", "group", "said"), [(7, 1, "no halves"), (12, 4, "no multiple of 4"), (64, 64, "no multiple of 64")])
+@pytest.mark.parametrize(
+    ("size", "group", "said"), [(7, 1, "no halves"), (12, 4, "no multiple of 4"), (64, 64, "no multiple of 64")]
+)
 def test_turns_that_do_not_come_out_even(size: int, group: int, said: str):
     for function in (interleave_halves, separate_halves):
         with pytest.raises(ValueError, match=said):

@@ -47,7 +47,9 @@ def compute_densely(layer: MoeMlp, x: torch.Tensor, clamp: SwigluClamp | None) -
     logits = x @ w["router.logits.weight"].T + w["router.logits.bias"]
     chosen = torch.zeros_like(logits).scatter_(1, logits.topk(TOP_K).indices, 1).bool()
     weights = logits.masked_fill(~chosen, float("-inf")).softmax(-1)
-    gate, up = (torch.einsum("td,xfd->txf", x, w["experts.gate_up.weight"]) + w.get("experts.gate_up.bias", 0)).chunk(2, -1)
+    gate, up = (
+        torch.einsum("td,xfd->txf", x, w["experts.gate_up.weight"]) + w.get("experts.gate_up.bias", 0)
+    ).chunk(2, -1)
     if clamp:
         gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit) + clamp.up_offset
     hidden = gate * torch.sigmoid(gate * (clamp.alpha if clamp else 1.0)) * up
@@ -67,10 +69,14 @@ def test_layer_equals_all_experts_on_all_tokens(experts: str, clamp: SwigluClamp
 
 @pytest.mark.parametrize("at_once", [1, 2, 64])
 @pytest.mark.parametrize("num_tokens", [1, 5, 33, 90])
-def test_experts_in_four_bits_are_their_matrices_dequantised(num_tokens: int, at_once: int, monkeypatch: pytest.MonkeyPatch):
+def test_experts_in_four_bits_are_their_matrices_dequantised(
+    num_tokens: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
     """A few pairs, and more than `packed.FEW_PAIRS`, some experts without any; a few matrices at a time."""
     monkeypatch.setattr(packed, "CHUNK_ELEMENTS", at_once * 64 * 32)
-    spec, build, draw = MlpSpec(32, clamp=SwigluClamp(0.7)), Build(CPU, torch.float32), torch.Generator().manual_seed(num_tokens)
+    spec, build, draw = (
+        MlpSpec(32, clamp=SwigluClamp(0.7)), Build(CPU, torch.float32), torch.Generator().manual_seed(num_tokens)
+    )
     kept, plain = PackedExpertWeights(7, spec, 32, build), ExpertWeights(7, spec, 32, build)
     for name in ("gate_up", "down"):
         stacked = getattr(kept, name)
@@ -79,7 +85,9 @@ def test_experts_in_four_bits_are_their_matrices_dequantised(num_tokens: int, at
         getattr(plain, name).weight.copy_(dequantise_mxfp4(stacked.codes, stacked.scales, torch.float32))
     assert 0.1 < float(plain.down.weight.std()) < 0.5
     ids = torch.stack([torch.randperm(4, generator=draw)[:3] for _ in range(num_tokens)]) * 2
-    tokens = ChosenTokens(torch.randn(num_tokens, 32, generator=draw), ids, torch.rand(num_tokens, 3, generator=draw), 7)
+    tokens = ChosenTokens(
+        torch.randn(num_tokens, 32, generator=draw), ids, torch.rand(num_tokens, 3, generator=draw), 7
+    )
     expected = EXPERTS.load("reference")(plain, spec, build).run(tokens)
     out = find_adapter("choices", "grouped")(tokens, EXPERTS.load("mxfp4")(kept, spec, build).run)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
@@ -87,7 +95,8 @@ def test_experts_in_four_bits_are_their_matrices_dequantised(num_tokens: int, at
 
 @pytest.mark.parametrize("experts", ["reference", "grouped", "stored"])
 def test_nobody_adds_nothing(experts: str):
-    """Choices masked, all of a token's or one of them; what others get is what they got. Rows of nobody may come out as NaN."""
+    """Choices masked, all of a token's or one of them; what others get is what they got. Rows of nobody may come out as
+    NaN."""
     layer = build_layer(experts)
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(2))
     ids, weights = layer.router(x)
@@ -99,7 +108,9 @@ def test_nobody_adds_nothing(experts: str):
     assert (padded[4:] == 0).all()
     masked[1, 0] = -1
     alone = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_nobody=True))
-    torch.testing.assert_close(alone[1], layer._run_experts(ChosenTokens(x[1:2], ids[1:2, 1:], weights[1:2, 1:], NUM_EXPERTS))[0])
+    torch.testing.assert_close(
+        alone[1], layer._run_experts(ChosenTokens(x[1:2], ids[1:2, 1:], weights[1:2, 1:], NUM_EXPERTS))[0]
+    )
     torch.testing.assert_close(alone[2:], padded[2:])
 
 
@@ -115,16 +126,25 @@ def test_stored_matrices_one_after_the_other(dtype: torch.dtype):
     assert [tuple(weight.weight.shape) for weight in stacks] == [(NUM_EXPERTS * 48, WIDTH), (NUM_EXPERTS * WIDTH, 24)]
     for weight in stacks:
         weight.store(keep_in_panels(weight.weight.detach()))
-        torch.testing.assert_close(layer(x), expected, atol=1e-5 if dtype is torch.float32 else 0.05, rtol=1e-5 if dtype is torch.float32 else 0.02)
+        torch.testing.assert_close(
+            layer(x), expected, atol=1e-5 if dtype is torch.float32 else 0.05,
+            rtol=1e-5 if dtype is torch.float32 else 0.02
+        )
     assert not any("experts" in name and name.endswith("weight") for name, _ in layer.named_parameters())
     for name in ("gate_up", "down"):
         assert torch.equal(getattr(layer.experts, name).unpack(dtype), before[f"experts.{name}.weight"])
 
 
-@pytest.mark.parametrize(("width", "expert_width", "experts"), [(16, 20, "auto"), (24, 16, "auto"), (16, 16, "grouped"), (16, 16, "reference")])
+@pytest.mark.parametrize(
+    ("width", "expert_width", "experts"),
+    [(16, 20, "auto"), (24, 16, "auto"), (16, 16, "grouped"), (16, 16, "reference")]
+)
 def test_matrices_that_are_read_as_they_are_stay_plain(width: int, expert_width: int, experts: str):
     """Where one of the two is no whole panels, or other experts were asked for."""
-    layer = MoeMlp(MoeSpec(RoutingSpec(NUM_EXPERTS, TOP_K), MlpSpec(expert_width), None), width, Build(CPU, torch.float32, moe_experts=experts))
+    layer = MoeMlp(
+        MoeSpec(RoutingSpec(NUM_EXPERTS, TOP_K), MlpSpec(expert_width), None), width,
+        Build(CPU, torch.float32, moe_experts=experts)
+    )
     for parameter in layer.parameters():
         parameter.copy_(torch.randn(parameter.shape))
     x = torch.randn(3, width)
@@ -181,7 +201,8 @@ def test_the_best_pair_is_chosen_and_a_name_overrules():
 
 @pytest.fixture
 def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plug-ins from elsewhere: experts nobody can talk to, experts that fail to load, and ones that serve nothing here."""
+    """Plug-ins from elsewhere: experts nobody can talk to, experts that fail to load, and ones that serve nothing
+    here."""
     for registry in (DISPATCHERS, EXPERTS):
         for name in ("_entries", "_formats", "_loaded", "_failures"):
             monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
@@ -199,7 +220,8 @@ def test_a_pair_that_cannot_be_joined_lists_those_that_can(strangers: None):
 
 
 class MaskedDispatcher:
-    """A stand-in for one that receives into buffers of fixed size: each expert's tokens [X, M, D] and how many there are."""
+    """A stand-in for one that receives into buffers of fixed size: each expert's tokens [X, M, D] and how many there
+    are."""
 
     def __init__(self, build: Build):
         pass
@@ -210,7 +232,9 @@ class MaskedDispatcher:
         return {"hidden": tokens.hidden * self.chosen[..., None], "counts": self.chosen.sum(1)}
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
-        weights = torch.zeros(self.tokens.hidden.shape[0], NUM_EXPERTS).scatter_(1, self.tokens.ids, self.tokens.weights)
+        weights = torch.zeros(
+            self.tokens.hidden.shape[0], NUM_EXPERTS
+        ).scatter_(1, self.tokens.ids, self.tokens.weights)
         return torch.einsum("xmd,mx->md", results, weights)
 
 
@@ -228,7 +252,10 @@ class MaskedExperts:
 def test_dispatcher_and_experts_of_a_format_of_their_own(strangers: None):
     """They work together, and with nobody else, as no adapter knows their format."""
     EXPERTS.add("masked", f"{__name__}:MaskedExperts", speaks="masked")
-    DISPATCHERS.add("masked", f"{__name__}:MaskedDispatcher", speaks="masked", supports=lambda query: None if query.shape.get("masked") else "moves no tokens")
+    DISPATCHERS.add(
+        "masked", f"{__name__}:MaskedDispatcher", speaks="masked",
+        supports=lambda query: None if query.shape.get("masked") else "moves no tokens"
+    )
     query = KernelQuery("cpu", "float32", shape={"ranks": 1, "masked": 1})
     assert choose_pair(query, dispatcher="masked", experts="masked") == ("masked", "masked")
     assert choose_pair(query, dispatcher="masked")[1] == "masked" and ("masked", "masked") in joinable_pairs(query)
@@ -245,7 +272,10 @@ def test_dispatcher_and_experts_of_a_format_of_their_own(strangers: None):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("picky", "needs a moon"), ("broken", "failed to load"), ("nobody", "there is no MoE experts 'nobody', only alien, broken")],
+    [
+        ("picky", "needs a moon"), ("broken", "failed to load"),
+        ("nobody", "there is no MoE experts 'nobody', only alien, broken")
+    ],
 )
 def test_experts_that_cannot_serve_are_explained(strangers: None, name: str, message: str):
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,5 @@
-"""The registry of quantization schemes: idempotent, lazy, chained by priority (lower is inner), and honest about failures."""
+"""The registry of quantization schemes: idempotent, lazy, chained by priority (lower is inner), and honest about
+failures."""
 
 from __future__ import annotations
 
@@ -107,7 +108,10 @@ def test_what_nobody_serves_is_named(query: SchemeQuery, said: str):
 def test_a_broken_scheme_is_left_out_unless_it_is_needed(registry: None, caplog: pytest.LogCaptureFixture):
     SCHEMES._entries.pop("block_fp8")
     SCHEMES._loaded.pop("block_fp8", None)
-    SCHEMES.add("block_fp8", "a_module_that_is_not_there:Scheme", supports=lambda q: None if q.stored in ("", "fp8") else "no", priority=10)
+    SCHEMES.add(
+        "block_fp8", "a_module_that_is_not_there:Scheme", supports=lambda q: None if q.stored in ("", "fp8") else "no",
+        priority=10
+    )
     with caplog.at_level(logging.WARNING):
         assert chain_schemes(SchemeQuery()).names == ("mxfp4",)
     assert "block_fp8" in caplog.text and "a_module_that_is_not_there" in caplog.text
@@ -121,8 +125,13 @@ def test_an_installed_package_adds_a_scheme(registry: None, tmp_path: Path):
     info = tmp_path / "acme_schemes-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-schemes\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[headrace.schemes]\nacme = marking_schemes:Acme\nacme_old = marking_schemes:Old\n")
-    assert names_after(chain_schemes(SchemeQuery()).read([("w", torch.ones(1))])) == ["w"] and "marking_schemes" not in sys.modules
+    (info / "entry_points.txt").write_text(
+        "[headrace.schemes]\nacme = marking_schemes:Acme\nacme_old = marking_schemes:Old\n"
+    )
+    assert (
+        names_after(chain_schemes(SchemeQuery()).read([("w", torch.ones(1))])) == ["w"]
+        and "marking_schemes" not in sys.modules
+    )
     for query in (SchemeQuery(stored="acme"), SchemeQuery(wanted="acme")):
         assert names_after(chain_schemes(query).read([("w", torch.ones(1))])) == ["w>acme"]
     with pytest.raises(PluginError, match="acme_old' was made for plug-in API 0"):
@@ -132,8 +141,14 @@ def test_an_installed_package_adds_a_scheme(registry: None, tmp_path: Path):
 def test_scales_meet_weights_of_their_own_form_across_the_chain():
     """A scale that comes first is held by the first scheme, and handed on when it meets a weight of another form."""
     codes, exponents = torch.full((2, 16), 0x22, dtype=torch.int8), torch.full((2, 1), 128, dtype=torch.uint8)
-    pairs = [("m.scale", exponents), ("f.scale", torch.full((1, 1), 4.0)), ("m.weight", codes), ("f.weight", torch.ones(3, 3).to(torch.float8_e4m3fn))]
+    pairs = [
+        ("m.scale", exponents), ("f.scale", torch.full((1, 1), 4.0)), ("m.weight", codes),
+        ("f.weight", torch.ones(3, 3).to(torch.float8_e4m3fn))
+    ]
     read = dict(chain_schemes(SchemeQuery(stored="fp8")).read(pairs))
-    assert torch.equal(read["m.weight"], torch.full((2, 32), 2.0).bfloat16()) and torch.equal(read["f.weight"], torch.full((3, 3), 4.0))
+    assert (
+        torch.equal(read["m.weight"], torch.full((2, 32), 2.0).bfloat16())
+        and torch.equal(read["f.weight"], torch.full((3, 3), 4.0))
+    )
     with pytest.raises(WeightError, match="m"):
         list(chain_schemes(SchemeQuery()).read([("m.weight", codes)]))

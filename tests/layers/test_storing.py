@@ -1,4 +1,5 @@
-"""How layers keep weights: without loss in any form, smaller when wanted, tied ones once, blocks as they come, never twice."""
+"""How layers keep weights: without loss in any form, smaller when wanted, tied ones once, blocks as they come, never
+twice."""
 
 from __future__ import annotations
 
@@ -43,8 +44,10 @@ from headrace.layers.storing import (
 
 CPU = torch.device("cpu")
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 160, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 2,
 }
 
@@ -98,7 +101,11 @@ def test_every_form_multiplies_as_the_plain_weight_and_gives_it_back(form: str, 
     expected, plain = run(toy), {name: p.clone() for name, p in toy.named_parameters()}
     for weight in find_storable(toy):
         query = KernelQuery("cpu", "float32", shape={"has_rows": int(weight.has_rows)})
-        weight.store(WEIGHT_FORMS.load(form if WEIGHT_FORMS.reason_against(form, query) is None else "panels")(weight.weight.data))
+        weight.store(
+            WEIGHT_FORMS.load(
+                form if WEIGHT_FORMS.reason_against(form, query) is None else "panels"
+            )(weight.weight.data)
+        )
     assert {name for name, _ in toy.named_parameters()} == {"linear.bias", "router.weight", "router.bias"} & set(plain)
     for out, wanted in zip(run(toy), expected, strict=True):
         assert torch.allclose(out, wanted, atol=1e-4 if dtype == torch.float32 else 3e-2)
@@ -146,7 +153,9 @@ def test_a_quantised_model_is_that_small_and_close(folder: Path, name: str, most
     plain, small = load(folder, quantization="none"), load(folder, quantization=name)
     assert small.num_parameters == plain.num_parameters
     assert small.num_bytes < most * 4 * plain.num_parameters
-    assert sum(p.nbytes for p in small.model.parameters()) == sum(p.nbytes for n, p in plain.model.named_parameters() if "norm" in n)
+    assert sum(p.nbytes for p in small.model.parameters()) == sum(
+        p.nbytes for n, p in plain.model.named_parameters() if "norm" in n
+    )
     for mine, theirs in zip(small.model.layers, plain.model.layers, strict=True):
         x = torch.randn(9, 64)
         error = (mine.mlp(x) - theirs.mlp(x)).norm() / theirs.mlp(x).norm()
@@ -203,8 +212,13 @@ def test_blocks_are_kept_where_a_whole_weight_comes_so():
     toy = Toy()
     plain = fill(toy, as_blocks={"words.weight", "first.weight", "second.weight", "router.weight"})
     assert isinstance(toy.linear.stored, PanelWeight) and toy.linear.stored.matrix.format is Format.INT8_GROUP
-    assert torch.equal(toy.linear.stored.unpack(torch.float32), torch.cat((plain["first.weight"], plain["second.weight"])))
-    assert torch.equal(toy.embedding(torch.tensor([7])), plain["words.weight"][7:8]) and toy.head.stored is toy.embedding.stored
+    assert torch.equal(
+        toy.linear.stored.unpack(torch.float32), torch.cat((plain["first.weight"], plain["second.weight"]))
+    )
+    assert (
+        torch.equal(toy.embedding(torch.tensor([7])), plain["words.weight"][7:8])
+        and toy.head.stored is toy.embedding.stored
+    )
     assert torch.equal(toy.router.weight, plain["router.weight"])
 
 
@@ -235,9 +249,15 @@ def test_blocks_of_stacked_experts(plain_part: str | None):
         if name == plain_part:
             return whole[name]
         return BlockTensor(flat.blocks, torch.float32, lambda: (expanded.append(name), whole[name])[1], num_stacked=3)
-    tensors = [(f"mlp.experts.{name}_proj.weight", stack(name, *shape)) for name, shape in {"gate": (24, 64), "up": (24, 64), "down": (64, 32)}.items()]
+    tensors = [
+        (f"mlp.experts.{name}_proj.weight", stack(name, *shape)) for name,
+        shape in {"gate": (24, 64), "up": (24, 64), "down": (64, 32)}.items()
+    ]
     model.experts.down = make_experts(32).down
-    names = {f"mlp.experts.{{x}}.{theirs}_proj": f"experts.{ours}" for theirs, ours in {"gate": "gate_up#{x}/gate", "up": "gate_up#{x}/up", "down": "down#{x}/down"}.items()}
+    names = {
+        f"mlp.experts.{{x}}.{theirs}_proj": f"experts.{ours}" for theirs,
+        ours in {"gate": "gate_up#{x}/gate", "up": "gate_up#{x}/up", "down": "down#{x}/down"}.items()
+    }
     fill_targets(find_targets(model, names, 0), unstack_experts(tensors, MATRICES_APART))
     gate_up, down = model.experts.gate_up, model.experts.down
     assert down.stored.matrix.format is Format.INT8_GROUP
@@ -250,7 +270,10 @@ def test_blocks_of_stacked_experts(plain_part: str | None):
 
 
 def test_a_choice_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    query, path = KernelQuery("cpu", "float32", shape={"in_width": 64, "out_width": 96, "has_rows": 0}), tmp_path / "deep" / "forms.json"
+    query, path = (
+        KernelQuery("cpu", "float32", shape={"in_width": 64, "out_width": 96, "has_rows": 0}),
+        tmp_path / "deep" / "forms.json"
+    )
     first = FormChoice(path)
     name = first.choose(query)
     first.save()
@@ -259,7 +282,9 @@ def test_a_choice_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: p
     late = FormChoice(tmp_path / "none.json", budget_s=-1.0)
     assert late.choose(query) == WEIGHT_FORMS.names()[0]
     path.write_text("{broken")
-    monkeypatch.setattr("headrace.kernels.packed_linear.choice.measure", lambda names, _: {n: float(n != "turned") for n in names})
+    monkeypatch.setattr(
+        "headrace.kernels.packed_linear.choice.measure", lambda names, _: {n: float(n != "turned") for n in names}
+    )
     assert FormChoice(path).choose(query) == "turned"
 
 

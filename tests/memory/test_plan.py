@@ -24,7 +24,10 @@ FULL = CacheSpec("full", 2, 64, 64, "float32")
 WINDOW = CacheSpec("sliding_window", 2, 64, 64, "float32", window=512)
 
 
-def demand(groups: list[CacheGroup], *, length: int = 2048, fixed: bool = False, step: int = 256, rows: int = 8, page_size: int = 16) -> CacheDemand:
+def demand(
+    groups: list[CacheGroup], *, length: int = 2048, fixed: bool = False, step: int = 256, rows: int = 8,
+    page_size: int = 16
+) -> CacheDemand:
     return CacheDemand(groups, page_size, length, is_len_fixed=fixed, max_step_tokens=step, max_rows=rows)
 
 
@@ -80,14 +83,21 @@ def test_cpu_budget_is_capped():
 
 @settings(max_examples=150, deadline=None)
 @given(
-    budget=st.integers(2**22, 2**32), length=st.sampled_from([64, 1000, 32768, 131072]), window=st.sampled_from([16, 512, 4096]),
-    step=st.sampled_from([16, 1024, 8192]), rows=st.integers(1, 512), layers=st.tuples(st.integers(1, 5), st.integers(1, 20)),
+    budget=st.integers(2**22, 2**32), length=st.sampled_from([64, 1000, 32768, 131072]),
+    window=st.sampled_from([16, 512, 4096]),
+    step=st.sampled_from([16, 1024, 8192]), rows=st.integers(1, 512),
+    layers=st.tuples(st.integers(1, 5), st.integers(1, 20)),
     share=st.none() | st.floats(0.01, 1.0),
 )
-def test_budget_is_kept_and_every_group_can_serve_the_longest_request(budget, length, window, step, rows, layers, share):
+def test_budget_is_kept_and_every_group_can_serve_the_longest_request(
+    budget, length, window, step, rows, layers, share
+):
     spec = CacheSpec("sliding_window", 2, 64, 64, "float32", window=window)
     groups = [CacheGroup(FULL, list(range(layers[0]))), CacheGroup(spec, list(range(layers[0], sum(layers))))]
-    plan = plan_cache(CacheDemand(groups, 16, length, is_len_fixed=False, max_step_tokens=step, max_rows=rows), CacheConfig(window_share=share), budget)
+    plan = plan_cache(
+        CacheDemand(groups, 16, length, is_len_fixed=False, max_step_tokens=step, max_rows=rows),
+        CacheConfig(window_share=share), budget
+    )
     full, windowed = plan.groups
     assert sum(g.num_pages * group_page_bytes(g, 16) for g in plan.groups) <= budget
     assert (full.num_pages - 1) * 16 >= plan.max_model_len
@@ -106,11 +116,19 @@ def test_memory_lines_add_up_and_skip_what_is_empty():
 
 
 def test_on_a_cpu_stored_prefixes_may_take_as_much_as_the_weights_do():
-    assert soft_budget("cuda", 10**9) == 0 and soft_budget("cpu", 10**9) == 10**9 // 2 and soft_budget("cpu", 10**6) == CPU_SOFT_LIMIT
+    assert (
+        soft_budget("cuda", 10**9) == 0 and soft_budget("cpu", 10**9) == 10**9 // 2
+        and soft_budget("cpu", 10**6) == CPU_SOFT_LIMIT
+    )
     page = group_page_bytes(CacheGroup(FULL, [0, 1]), 16)
     group = plan_cache(demand([CacheGroup(FULL, [0, 1])]), CacheConfig(), 500 * page, 200 * page).groups[0]
     assert (group.num_pages, group.soft_pages) == (500, 200)
     chosen = plan_cache(demand([CacheGroup(FULL, [0, 1])]), CacheConfig(kv_pages=300), 500 * page, 200 * page).groups[0]
     assert (chosen.num_pages, chosen.soft_pages) == (300, 0), "what the user sets is what may be used"
-    groups = plan_cache(demand([CacheGroup(WINDOW, [0]), CacheGroup(FULL, [1])]), CacheConfig(), 2000 * page, 1000 * page).groups
-    assert sum(g.soft_pages * group_page_bytes(g, 16) for g in groups) <= 1000 * page and all(0 < g.soft_pages <= g.num_pages for g in groups)
+    groups = plan_cache(
+        demand([CacheGroup(WINDOW, [0]), CacheGroup(FULL, [1])]), CacheConfig(), 2000 * page, 1000 * page
+    ).groups
+    assert (
+        sum(g.soft_pages * group_page_bytes(g, 16) for g in groups) <= 1000 * page
+        and all(0 < g.soft_pages <= g.num_pages for g in groups)
+    )

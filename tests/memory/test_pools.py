@@ -93,7 +93,9 @@ def test_pages_that_follow_each_other(tables: PageTables):
         return [tables.find_run(0, 1, count) for count in range(1, 6)]
 
     assert find() == [None] * 5
-    assert find(PageAppend(0, 1, 0, [4, 5]), PageAppend(0, 1, 2, [6]), PageAppend(1, 1, 0, [9]), PageAppend(0, 2, 3, [7])) == [4, 4, 4, None, None]
+    assert find(
+        PageAppend(0, 1, 0, [4, 5]), PageAppend(0, 1, 2, [6]), PageAppend(1, 1, 0, [9]), PageAppend(0, 2, 3, [7])
+    ) == [4, 4, 4, None, None]
     assert find(PageAppend(0, 1, 3, [8]), PageAppend(0, 1, 4, [8])) == [4, 4, 4, None, None], "one is missing between"
     assert find(PageAppend(0, 1, 1, [30, 31])) == [4, None, None, None, None], "replaced"
     assert find(PageAppend(0, 1, 0, [30])) == [30, None, None, None, None]
@@ -101,7 +103,13 @@ def test_pages_that_follow_each_other(tables: PageTables):
     assert find(PageAppend(0, 1, 3, [33])) == [30, 30, 30, 30, None]
 
 
-@pytest.mark.parametrize("append", [PageAppend(0, 3, 0, [1]), PageAppend(0, 0, 5, [1, 2]), PageAppend(1, 0, 0, [20]), PageAppend(0, 0, -1, [1]), PageAppend(0, 0, 0, [-1])])
+@pytest.mark.parametrize(
+    "append",
+    [
+        PageAppend(0, 3, 0, [1]), PageAppend(0, 0, 5, [1, 2]), PageAppend(1, 0, 0, [20]), PageAppend(0, 0, -1, [1]),
+        PageAppend(0, 0, 0, [-1])
+    ]
+)
 def test_appends_outside_are_refused(tables: PageTables, append: PageAppend):
     with pytest.raises(AssertionError):
         tables.flatten([append])
@@ -128,5 +136,8 @@ def test_free_memory_respects_control_groups(tmp_path: Path, monkeypatch: pytest
     write_group(tmp_path / "service/job", max="max")
     assert free_bytes(CPU) > 1000
     (tmp_path / "own").write_text("4:memory:/docker/1\n0::/\n")
-    write_group(tmp_path / "memory", usage_in_bytes="700", stat="total_inactive_file 100\ninactive_file 7", limit_in_bytes="1000")
+    write_group(
+        tmp_path / "memory", usage_in_bytes="700", stat="total_inactive_file 100\ninactive_file 7",
+        limit_in_bytes="1000"
+    )
     assert free_bytes(CPU) == 400

@@ -23,10 +23,14 @@ from headrace.models.deepseek_v4.model import DeepseekV4Model
 VOCAB = 256
 YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1}
 TINY: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5, "compress_ratios": [0, 4, 128, 4, 0],
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32, "n_routed_experts": 8,
-    "num_experts_per_tok": 2, "n_shared_experts": 1, "num_hash_layers": 1, "sliding_window": 16, "o_groups": 2, "o_lora_rank": 16,
-    "index_n_heads": 32, "index_head_dim": 16, "index_topk": 8, "max_position_embeddings": 4096, "rope_parameters": YARN, "initializer_range": 0.1,
+    "vocab_size": VOCAB, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5,
+    "compress_ratios": [0, 4, 128, 4, 0],
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "num_hash_layers": 1, "sliding_window": 16, "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_n_heads": 32, "index_head_dim": 16, "index_topk": 8, "max_position_embeddings": 4096,
+    "rope_parameters": YARN, "initializer_range": 0.1,
     "eos_token_id": None, "bos_token_id": 0, "pad_token_id": 0,
 }
 
@@ -40,7 +44,14 @@ def make_oracle(**options: Any) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("tid2eid"):
-                tensor.copy_(torch.stack([torch.randperm(config.n_routed_experts)[: config.num_experts_per_tok] for _ in range(config.vocab_size)]))
+                tensor.copy_(
+                    torch.stack(
+                        [
+                            torch.randperm(config.n_routed_experts)[: config.num_experts_per_tok]
+                            for _ in range(config.vocab_size)
+                        ]
+                    )
+                )
             elif "inv_freq" not in name and (tensor.dim() == 1 or name.endswith(("position_bias", "base", "scale"))):
                 tensor.add_(torch.randn_like(tensor) * 0.3)
     return model
@@ -49,7 +60,12 @@ def make_oracle(**options: Any) -> transformers.PreTrainedModel:
 def published_config(**options: Any) -> dict[str, Any]:
     """config.json as published files spell it."""
     config = {**TINY, "architectures": ["DeepseekV4ForCausalLM"], **options}
-    return {"rope_scaling": {"type": "yarn", **{k: v for k, v in config.pop("rope_parameters").items() if k != "rope_type"}}, **config}
+    return {
+        "rope_scaling": {
+            "type": "yarn", **{k: v for k, v in config.pop("rope_parameters").items() if k != "rope_type"}
+        },
+        **config
+    }
 
 
 @torch.no_grad()
@@ -81,8 +97,10 @@ class V4Harness(Harness):
 
 
 def build_harness(
-    config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 128, max_len: int = 768, num_sequences: int = 4,
-    kv_dtype: str = "float32", dtype: torch.dtype = torch.float32, device: torch.device = CPU, moe_experts: str = "auto",
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 128, max_len: int = 768,
+    num_sequences: int = 4,
+    kv_dtype: str = "float32", dtype: torch.dtype = torch.float32, device: torch.device = CPU,
+    moe_experts: str = "auto",
 ) -> V4Harness:
     """Build the model, load ``tensors`` in shuffled order, and give it pools of shuffled pages."""
     family = find_family("DeepseekV4ForCausalLM")

@@ -46,8 +46,8 @@ class Harness:
 
     @torch.inference_mode()
     def step(self, *spans: tuple[Sequence, list[int]], wanted: list[int] | None = None) -> list[torch.Tensor]:
-        """Append tokens to sequences in one batch; returns each span's logits [tokens, V]. One-token spans go first
-        as decodes, as in a real step. ``wanted``: spans whose last token alone gets logits, [1, V]; the others get none.
+        """Append tokens to sequences in one batch; returns each span's logits [tokens, V]. One-token spans go first as
+        decodes, as in a real step. ``wanted``: spans whose last token alone gets logits, [1, V]; the others get none.
         Logits come back to the CPU."""
         order = sorted(range(len(spans)), key=lambda i: len(spans[i][1]) > 1)
         spans_in_order = [spans[i] for i in order]
@@ -59,7 +59,9 @@ class Harness:
         for sequence, tokens in spans_in_order:
             sequence.length += len(tokens)
         if wanted is not None:
-            return [logits[places.index(order.index(i)), None] if i in wanted else logits[:0] for i in range(len(spans))]
+            return [
+                logits[places.index(order.index(i)), None] if i in wanted else logits[:0] for i in range(len(spans))
+            ]
         pieces = logits.split([len(tokens) for _, tokens in spans_in_order])
         return [pieces[order.index(i)] for i in range(len(spans))]
 
@@ -81,13 +83,17 @@ class Harness:
         for step in batch.groups:
             whole, count = step.inputs, len(places)
             inputs.append(replace(
-                whole, num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=[whole.kv_lens_cpu[p] for p in places],
+                whole, num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count,
+                kv_lens_cpu=[whole.kv_lens_cpu[p] for p in places],
                 max_query_len=1, max_kv_len=max([whole.kv_lens_cpu[p] for p in places], default=1),
-                query_start=torch.arange(count + 1, dtype=torch.int32), kv_lens=whole.kv_lens[places], page_table=whole.page_table[places],
+                query_start=torch.arange(count + 1, dtype=torch.int32), kv_lens=whole.kv_lens[places],
+                page_table=whole.page_table[places],
             ))
         return WantedTokens(batch.groups[0].inputs.query_start[1:][places].long() - 1, inputs)
 
-    def _inputs(self, group: int, spans: list[tuple[Sequence, list[int]]], positions: list[list[int]]) -> AttentionInputs:
+    def _inputs(
+        self, group: int, spans: list[tuple[Sequence, list[int]]], positions: list[list[int]]
+    ) -> AttentionInputs:
         query_lens = [len(tokens) for _, tokens in spans]
         kv_lens = [s.length + len(tokens) for s, tokens in spans]
         tables = [s.page_tables[group] for s, _ in spans]
@@ -99,28 +105,36 @@ class Harness:
         return AttentionInputs(
             num_tokens=sum(query_lens), num_decodes=query_lens.count(1), query_lens_cpu=query_lens, kv_lens_cpu=kv_lens,
             max_query_len=max(query_lens), max_kv_len=max(kv_lens),
-            query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(self.device), kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=self.device),
-            page_table=torch.tensor([table[:width] for table in tables], dtype=torch.int32, device=self.device), slots=torch.tensor(slots, device=self.device),
+            query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(self.device),
+            kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=self.device),
+            page_table=torch.tensor([table[:width] for table in tables], dtype=torch.int32, device=self.device),
+            slots=torch.tensor(slots, device=self.device),
         )
 
 
-def make_pages(spec: CacheSpec, num_pages: int, page_size: int, *, values_in_keys: bool, device: torch.device = CPU) -> KvPages:
+def make_pages(
+    spec: CacheSpec, num_pages: int, page_size: int, *, values_in_keys: bool, device: torch.device = CPU
+) -> KvPages:
     """Pages of one layer, all NaN; on other devices only finite, which is all that pools promise."""
     shape, dtype = (num_pages, page_size, spec.num_kv_heads), getattr(torch, spec.dtype)
     if dtype == torch.int8:
         k, v = (torch.full((*shape, dim), 100, dtype=dtype, device=device) for dim in (spec.head_dim, spec.value_dim))
         return KvPages(k, v, torch.full((num_pages, 2, spec.num_kv_heads, page_size), float("nan"), device=device))
-    k, v = (torch.full((*shape, dim), float("nan") if device == CPU else 3.0, dtype=dtype, device=device) for dim in (spec.head_dim, spec.value_dim))
+    k, v = (
+        torch.full((*shape, dim), float("nan") if device == CPU else 3.0, dtype=dtype, device=device)
+        for dim in (spec.head_dim, spec.value_dim)
+    )
     return KvPages(k, k[..., : spec.value_dim] if values_in_keys else v)
 
 
 def build_harness(
-    config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64, num_sequences: int = 4,
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64,
+    num_sequences: int = 4,
     max_model_len: int = 0, dtype: torch.dtype = torch.float32, device: torch.device = CPU, moe_experts: str = "auto",
     kv_dtype: str = "",
 ) -> Harness:
-    """Build the family's model for a config.json dict and load ``tensors`` in shuffled order. Pages start out as NaN, so
-    that reading what was never written shows."""
+    """Build the family's model for a config.json dict and load ``tensors`` in shuffled order. Pages start out as NaN,
+    so that reading what was never written shows."""
     family = find_family(config["architectures"][0])
     spec = family.read_config(config)
     module, _, name = family.model.partition(":")
@@ -139,9 +153,11 @@ def build_harness(
     model.bind_cache(pages, group_of_layer)
     geometries = [
         AttentionGeometry(
-            device=device.type, dtype=dtype_name, kv_dtype=kv_dtype, capability=Build(device, dtype).capability, num_heads=spec.attention.num_heads,
+            device=device.type, dtype=dtype_name, kv_dtype=kv_dtype, capability=Build(device, dtype).capability,
+            num_heads=spec.attention.num_heads,
             num_kv_heads=g.spec.num_kv_heads, head_dim=g.spec.head_dim, value_dim=g.spec.value_dim, page_size=page_size,
-            window=g.spec.window, has_softcap=attention.params.softcap > 0, has_sinks=attention.params.sinks is not None,
+            window=g.spec.window, has_softcap=attention.params.softcap > 0,
+            has_sinks=attention.params.sinks is not None,
             values_in_keys=attention.values_in_keys,
         )
         for g in groups

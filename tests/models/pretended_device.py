@@ -1,5 +1,5 @@
-"""A device to run models on where there is none: CPU tensors that were asked for on ``cpu:0`` count as a device's, all others
-as the host's. Tells which operations mix the two, and which would wait for the device."""
+"""A device to run models on where there is none: CPU tensors that were asked for on ``cpu:0`` count as a device's, all
+others as the host's. Tells which operations mix the two, and which would wait for the device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cpu", 0)
-WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "__bool__", "__int__", "__float__", "__index__", "__iter__", "unbind"}
+WAITS = {
+    "item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select", "__bool__", "__int__", "__float__",
+    "__index__", "__iter__", "unbind"
+}
 MOVES = {"to", "copy_"}
 HARMLESS = {"unbind", "__iter__"}
 """They wait only when what they give is looked at, which shows by itself."""
 
 
 class PretendedDevice(TorchFunctionMode):
-    """``mixed`` and ``waits`` collect the names of functions and where they were called from; what tests themselves wait
-    for is theirs."""
+    """``mixed`` and ``waits`` collect the names of functions and where they were called from; what tests themselves
+    wait for is theirs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +35,9 @@ class PretendedDevice(TorchFunctionMode):
         for tensor in tensors:
             tensor._is_on_device = True
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

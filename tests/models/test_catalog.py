@@ -58,7 +58,8 @@ print(sorted(n for n in sys.modules if n.endswith(".family") and n != "headrace.
 
 def _family(name: str, plugin_api: int = PLUGIN_API) -> Family:
     return Family(
-        name=name, architectures=(f"{name.title()}ForCausalLM",), read_config=dict, cache_specs=lambda spec, dtype: [], model="nowhere:Model",
+        name=name, architectures=(f"{name.title()}ForCausalLM",), read_config=dict, cache_specs=lambda spec, dtype: [],
+        model="nowhere:Model",
         gguf_architectures=(name,), plugin_api=plugin_api,
     )
 
@@ -71,7 +72,11 @@ def out_of_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed packages with families, most of them unfit, and a catalog of their own."""
     points = [
         EntryPoint(name, value, catalog.ENTRY_POINT_GROUP)
-        for name, value in {"llama": "no_such_module_at_all:FAMILY", "broken": "no_such_module_at_all:FAMILY", "old": f"{__name__}:OLD", "wrong": f"{__name__}:WRONG", "good": f"{__name__}:GOOD"}.items()
+        for name,
+        value in {
+            "llama": "no_such_module_at_all:FAMILY", "broken": "no_such_module_at_all:FAMILY", "old": f"{__name__}:OLD",
+            "wrong": f"{__name__}:WRONG", "good": f"{__name__}:GOOD"
+        }.items()
     ]
     monkeypatch.setattr("headrace.base.registry.installed_points", lambda group: points)
     registry: Registry[Family] = Registry("model family")

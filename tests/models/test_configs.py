@@ -13,15 +13,18 @@ from headrace.base.errors import ConfigError
 from headrace.models.catalog import find_family, find_gguf_family
 
 WIDE = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 32, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
 }
 
 
 def metadata(architecture: str, **more: Any) -> dict[str, Any]:
     keys = {
-        "context_length": 256, "embedding_length": 64, "block_count": 7, "feed_forward_length": 96, "attention.head_count": 4,
-        "attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32, "attention.layer_norm_rms_epsilon": 1e-5,
+        "context_length": 256, "embedding_length": 64, "block_count": 7, "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32,
+        "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 50000.0, "rope.dimension_count": 32, **more,
     }
     return {
@@ -37,7 +40,10 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
               {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
     "gemma3": ("Gemma3ForCausalLM", {"attention.sliding_window": 16, "attention.head_count_kv": [2] * 7},
                {"sliding_window": 16, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
-    "phi3": ("Phi3ForCausalLM", {"attention.sliding_window": 20, "rope.dimension_count": 24}, {"sliding_window": 20, "partial_rotary_factor": 0.75}),
+    "phi3": (
+        "Phi3ForCausalLM", {"attention.sliding_window": 20, "rope.dimension_count": 24},
+        {"sliding_window": 20, "partial_rotary_factor": 0.75}
+    ),
     "olmo2": ("Olmo2ForCausalLM", {}, {}),
     "granite": ("GraniteForCausalLM", {"attention.scale": 0.1, "embedding_scale": 12.0, "residual_scale": 0.2, "logit_scale": 8.0},
                 {"attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 8.0}),
@@ -57,7 +63,11 @@ def test_gguf_metadata_reads_like_config_json(name: str):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "glm4", "gemma3"])
 def test_without_a_key_length_heads_share_the_width(name: str):
     """That is the format's rule, whatever a config.json of the family would mean by leaving it out."""
-    stated = {key: value for key, value in metadata(name, **{"rope.dimension_count": 16, "attention.sliding_window": 16}).items() if "_length" not in key or "context" in key}
+    stated = {
+        key: value for key,
+        value in metadata(name, **{"rope.dimension_count": 16, "attention.sliding_window": 16}).items()
+        if "_length" not in key or "context" in key
+    }
     stated |= {f"{name}.embedding_length": 64, f"{name}.feed_forward_length": 96}
     family = find_gguf_family(name)
     spec = family.read_config(family.gguf_config(stated))
@@ -75,7 +85,9 @@ def test_a_factor_without_a_type_divides_all_frequencies(key: str):
 def test_rotary_divisors_of_a_gguf_file_are_taken_from_the_metadata():
     divisors = np.linspace(1, 9, 16, dtype=np.float32)
     family = find_gguf_family("llama")
-    scaling = family.read_config(family.gguf_config({**metadata("llama"), "rope_freqs.weight": divisors})).layers[0].rope.scaling
+    scaling = family.read_config(
+        family.gguf_config({**metadata("llama"), "rope_freqs.weight": divisors})
+    ).layers[0].rope.scaling
     assert scaling.short_factor == scaling.long_factor == tuple(float(d) for d in divisors)
     assert scaling.attention_factor == 1.0
 
@@ -92,7 +104,10 @@ def test_rotary_divisors_of_a_gguf_file_are_taken_from_the_metadata():
 @pytest.mark.parametrize("pattern", [2, np.array([True, False, True, False, True, False, True])])
 def test_gemma3_gguf_window_pattern(pattern: Any):
     family = find_gguf_family("gemma3")
-    more = {"attention.sliding_window": 16, "attention.sliding_window_pattern": pattern, "attention.head_count_kv": np.full(7, 2, dtype=np.int32)}
+    more = {
+        "attention.sliding_window": 16, "attention.sliding_window_pattern": pattern,
+        "attention.head_count_kv": np.full(7, 2, dtype=np.int32)
+    }
     config = family.gguf_config(metadata("gemma3", **more))
     json.dumps(config)
     assert [layer.window for layer in family.read_config(config).layers] == [16, 0, 16, 0, 16, 0, 16]
@@ -111,7 +126,9 @@ def test_gemma3_layers_and_cache_groups():
     assert {layer.rope.theta for layer in spec.layers if not layer.window} == {1e6}
     kinds = {(s.kind, s.window) for s in find_family("Gemma3ForCausalLM").cache_specs(spec, "bfloat16")}
     assert kinds == {("full", 0), ("sliding_window", 4096)}
-    assert spec == find_family("Gemma3ForCausalLM").read_config({"architectures": ["Gemma3ForCausalLM"]}), "left-out fields have transformers' defaults"
+    assert (
+        spec == find_family("Gemma3ForCausalLM").read_config({"architectures": ["Gemma3ForCausalLM"]})
+    ), "left-out fields have transformers' defaults"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +141,10 @@ def test_gemma3_layers_and_cache_groups():
         ("LlamaForCausalLM", {"num_attention_heads": True}, "num_attention_heads"),
         ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads"),
         ("LlamaForCausalLM", {"hidden_act": "relu2"}, "hidden_act"),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"]}, "layer_types"),
+        (
+            "Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention"]},
+            "layer_types"
+        ),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "layer_types": 5}, "layer_types"),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers"),
         ("MistralForCausalLM", {"sliding_window": "x"}, "sliding_window"),
@@ -151,20 +171,33 @@ def test_a_stretch_that_was_added_to_a_newer_file_counts(architecture: str, kind
     parameters = plain if architecture.startswith("Llama") else {"full_attention": plain, "sliding_attention": plain}
     added = {kind: "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     windows = {"sliding_window": 16, "sliding_window_pattern": 2}
-    config = {**WIDE, **windows, "architectures": [architecture], "rope_theta": 1e4, "rope_parameters": parameters, "rope_scaling": added}
+    config = {
+        **WIDE, **windows, "architectures": [architecture], "rope_theta": 1e4, "rope_parameters": parameters,
+        "rope_scaling": added
+    }
     full = [layer.rope for layer in find_family(architecture).read_config(config).layers if not layer.window]
     assert full and all((rope.theta, rope.scaling.kind, rope.scaling.factor) == (4321.0, "yarn", 4.0) for rope in full)
 
 
 def test_window_as_long_as_the_context_is_no_window():
-    spec = find_family("MistralForCausalLM").read_config({**WIDE, "architectures": ["MistralForCausalLM"], "sliding_window": 256})
+    spec = find_family("MistralForCausalLM").read_config(
+        {**WIDE, "architectures": ["MistralForCausalLM"], "sliding_window": 256}
+    )
     assert {layer.window for layer in spec.layers} == {0}
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text", "Phi3", "Olmo2", "Granite", "Glm4", "Glm", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text", "Phi3", "Olmo2", "Granite", "Glm4", "Glm", "Mixtral",
+        "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3"
+    ]
+)
 def test_norms_and_rotary_bases_left_out_are_those_transformers_fills_in(name: str):
     architecture = name.removesuffix("Text") + "ForCausalLM"
-    shape = {key: value for key, value in WIDE.items() if key not in ("rms_norm_eps", "rope_theta")} | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    shape = {
+        key: value for key, value in WIDE.items() if key not in ("rms_norm_eps", "rope_theta")
+    } | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
     theirs = getattr(transformers, f"{name}Config")(**shape)
     spec = find_family(architecture).read_config({**shape, "architectures": [architecture]})
     rotations = theirs.rope_parameters if name == "Gemma3Text" else {"every layer": theirs.rope_parameters}
@@ -173,7 +206,9 @@ def test_norms_and_rotary_bases_left_out_are_those_transformers_fills_in(name: s
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
-@pytest.mark.parametrize("stated", [{}, {"sliding_window": None}, {"max_window_layers": 3}, {"sliding_window": 100, "max_window_layers": 0}])
+@pytest.mark.parametrize(
+    "stated", [{}, {"sliding_window": None}, {"max_window_layers": 3}, {"sliding_window": 100, "max_window_layers": 0}]
+)
 def test_windows_left_out_are_those_transformers_fills_in(name: str, stated: dict[str, Any]):
     shape = {**WIDE, "num_hidden_layers": 30, "max_position_embeddings": 8192, "use_sliding_window": True, **stated}
     filled = getattr(transformers, f"{name}Config")(**shape).to_dict()

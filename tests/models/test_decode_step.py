@@ -1,4 +1,5 @@
-"""A step of decodes in one call against the same step by its parts: the same logits to the last bit, and the first greatest of them."""
+"""A step of decodes in one call against the same step by its parts: the same logits to the last bit, and the first
+greatest of them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def start(harness: Harness, lengths: tuple[int, ...] = LENGTHS) -> list[Sequence
     return sequences
 
 
-def run(harness: Harness, sequences: list[Sequence], tokens: list[int], *, is_greedy: bool) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+def run(
+    harness: Harness, sequences: list[Sequence], tokens: list[int], *, is_greedy: bool
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Logits, drawn, and the rows' last tokens afterwards, of the next step of the sequences."""
     step = harness.model.join_decodes()
     assert isinstance(step, DecodeStep)
@@ -63,7 +66,9 @@ def check(harness: Harness, sequences: list[Sequence]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ["llama-tied-biased", "mistral", "gemma3", "qwen3", "phi3", "mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "case", ["llama-tied-biased", "mistral", "gemma3", "qwen3", "phi3", "mixtral", "qwen3-moe", "gpt-oss"]
+)
 def test_families(case, dtype):
     found = next(name for name in CASES if name.startswith(case))
     harness = build(found, dtype)
@@ -84,7 +89,10 @@ def test_quantised_weights_and_threads(quantise, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        harness = build("llama", store=lambda weight: PanelWeight(quantise(weight)), vocab_size=3001, hidden_size=64, intermediate_size=160)
+        harness = build(
+            "llama", store=lambda weight: PanelWeight(quantise(weight)), vocab_size=3001, hidden_size=64,
+            intermediate_size=160
+        )
         check(harness, start(harness, tuple(range(1, 8))))
     finally:
         torch.set_num_threads(before)
@@ -93,7 +101,8 @@ def test_quantised_weights_and_threads(quantise, threads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama", "gemma3", "qwen3-moe"])
 def test_members_of_a_team_agree(case, dtype):
-    """Layers large enough for several members, with fewer rows than these and with more: step by step what one thread computes."""
+    """Layers large enough for several members, with fewer rows than these and with more: step by step what one thread
+    computes."""
     before, sizes = torch.get_num_threads(), {"hidden_size": 256, "intermediate_size": 640, "vocab_size": 4001}
     sizes |= {"moe_intermediate_size": 320} if "moe" in case else {}
     try:
@@ -141,7 +150,9 @@ def test_of_equal_logits_the_first():
 
     def repeat(weight: torch.Tensor) -> None:
         for i, token in enumerate(best):  # whoever was last is now first, too, and in between
-            weight[1100 + i], weight[40 + i], weight[2400 + i] = weight[token].clone(), weight[token].clone(), weight[token].clone()
+            weight[1100 + i], weight[40 + i], weight[2400 + i] = (
+                weight[token].clone(), weight[token].clone(), weight[token].clone()
+            )
 
     edit_head(harness, repeat)
     check(harness, sequences)

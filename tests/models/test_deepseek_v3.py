@@ -72,7 +72,8 @@ def test_a_token_costs_one_vector_per_layer(oracle: Any, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(("options", "named"), [
-    ({"n_group": 3}, "n_group"), ({"num_experts_per_tok": 7}, "num_experts_per_tok"), ({"attention_bias": True}, "attention_bias"),
+    ({"n_group": 3}, "n_group"), ({"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ({"attention_bias": True}, "attention_bias"),
 ])
 def test_values_that_cannot_be_served_are_named(oracle: Any, options: dict[str, Any], named: str):
     with pytest.raises(ConfigError) as caught:

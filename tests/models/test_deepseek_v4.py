@@ -110,7 +110,9 @@ def test_a_gpu_says_the_same(oracle: Any, expected: torch.Tensor, chunks: list[i
     device = torch.device("cuda")
     harness = build_harness(published_config(), oracle.state_dict(), page_size=256, device=device)
     torch.testing.assert_close(run_in_chunks(harness, prompt(0, LENGTH), chunks), expected, **TOLERANCE)
-    halved = build_harness(published_config(), oracle.state_dict(), page_size=256, device=device, dtype=torch.bfloat16, kv_dtype="bfloat16")
+    halved = build_harness(
+        published_config(), oracle.state_dict(), page_size=256, device=device, dtype=torch.bfloat16, kv_dtype="bfloat16"
+    )
     theirs = oracle_logits(make_oracle().bfloat16(), prompt(0, LENGTH)[:100]).float()
     ours = run_in_chunks(halved, prompt(0, LENGTH)[:100], [70, 30])
     assert (ours - expected[:100]).norm() <= 2 * (theirs - expected[:100]).norm()
@@ -121,11 +123,15 @@ def test_a_gpu_says_the_same(oracle: Any, expected: torch.Tensor, chunks: list[i
 
 def test_both_spellings_of_the_configuration_read_alike(oracle: Any):
     read = find_family("DeepseekV4ForCausalLM").read_config
-    assert read(published_config(compress_ratios=[*TINY["compress_ratios"], 0])) == read({**oracle.config.to_dict(), "architectures": ["DeepseekV4ForCausalLM"]})
+    assert (
+        read(published_config(compress_ratios=[*TINY["compress_ratios"], 0]))
+        == read({**oracle.config.to_dict(), "architectures": ["DeepseekV4ForCausalLM"]})
+    )
 
 
 @pytest.mark.parametrize(("options", "named"), [
-    ({"compress_ratios": [0, 4]}, "compress_ratios"), ({"compress_ratios": [0, 4, 8, 4, 0]}, "compress_ratios"), ({"num_key_value_heads": 2}, "num_key_value_heads"),
+    ({"compress_ratios": [0, 4]}, "compress_ratios"), ({"compress_ratios": [0, 4, 8, 4, 0]}, "compress_ratios"),
+    ({"num_key_value_heads": 2}, "num_key_value_heads"),
     ({"o_groups": 3}, "o_groups"), ({"scoring_func": "tanh"}, "scoring_func"), ({"q_lora_rank": None}, "q_lora_rank"),
 ])
 def test_values_that_cannot_be_served_are_named(options: dict[str, Any], named: str):
@@ -137,15 +143,20 @@ def test_values_that_cannot_be_served_are_named(options: dict[str, Any], named: 
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
 RENAMES = {
-    "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_norm": "attn.q_norm", "self_attn.q_b_proj": "attn.wq_b", "self_attn.kv_proj": "attn.wkv",
-    "self_attn.kv_norm": "attn.kv_norm", "self_attn.o_a_proj": "attn.wo_a", "self_attn.o_b_proj": "attn.wo_b", "self_attn.sinks": "attn.attn_sink",
-    "self_attn.compressor.indexer.q_b_proj": "attn.indexer.wq_b", "self_attn.compressor.indexer.scorer.weights_proj": "attn.indexer.weights_proj",
+    "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_norm": "attn.q_norm", "self_attn.q_b_proj": "attn.wq_b",
+    "self_attn.kv_proj": "attn.wkv",
+    "self_attn.kv_norm": "attn.kv_norm", "self_attn.o_a_proj": "attn.wo_a", "self_attn.o_b_proj": "attn.wo_b",
+    "self_attn.sinks": "attn.attn_sink",
+    "self_attn.compressor.indexer.q_b_proj": "attn.indexer.wq_b",
+    "self_attn.compressor.indexer.scorer.weights_proj": "attn.indexer.weights_proj",
     **{
         f"self_attn.compressor.{theirs}{name}": f"attn.{ours}compressor.{published}"
         for theirs, ours in (("", ""), ("indexer.", "indexer."))
-        for name, published in (("position_bias", "ape"), ("kv_proj", "wkv"), ("gate_proj", "wgate"), ("kv_norm", "norm"))
+        for name,
+        published in (("position_bias", "ape"), ("kv_proj", "wkv"), ("gate_proj", "wgate"), ("kv_norm", "norm"))
     },
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate.weight": "ffn.gate.weight", "mlp.gate.tid2eid": "ffn.gate.tid2eid",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate.weight": "ffn.gate.weight",
+    "mlp.gate.tid2eid": "ffn.gate.tid2eid",
     "mlp.gate.e_score_correction_bias": "ffn.gate.bias", "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1",
     "mlp.shared_experts.up_proj": "ffn.shared_experts.w3", "mlp.shared_experts.down_proj": "ffn.shared_experts.w2",
     **{f"{part}_hc.{kind}": f"hc_{part}_{kind}" for part in ("attn", "ffn") for kind in ("fn", "base", "scale")},
@@ -166,17 +177,22 @@ def publish(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         _, _, layer, rest = name.split(".", 3)
         if rest == "mlp.experts.gate_up_proj":
             for x, both in enumerate(tensor):
-                published[f"layers.{layer}.ffn.experts.{x}.w1.weight"], published[f"layers.{layer}.ffn.experts.{x}.w3.weight"] = both.chunk(2)
+                published[
+                    f"layers.{layer}.ffn.experts.{x}.w1.weight"
+                ], published[f"layers.{layer}.ffn.experts.{x}.w3.weight"] = both.chunk(2)
         elif rest == "mlp.experts.down_proj":
             published |= {f"layers.{layer}.ffn.experts.{x}.w2.weight": own for x, own in enumerate(tensor)}
         else:
             stem, _, kind = rest.rpartition(".")
-            published[f"layers.{layer}.{RENAMES[rest]}" if rest in RENAMES else f"layers.{layer}.{RENAMES[stem]}.{kind}"] = tensor
+            published[
+                f"layers.{layer}.{RENAMES[rest]}" if rest in RENAMES else f"layers.{layer}.{RENAMES[stem]}.{kind}"
+            ] = tensor
     return published
 
 
 def quantise(published: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """As published files are: 4-bit experts, 8-bit matrices, else bfloat16 and float32; and the same without quantisation."""
+    """As published files are: 4-bit experts, 8-bit matrices, else bfloat16 and float32; and the same without
+    quantisation."""
     stored, plain = {}, {}
     draw = torch.Generator().manual_seed(5)
     for name, tensor in published.items():
@@ -186,7 +202,10 @@ def quantise(published: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
             exponents = torch.full((tensor.shape[0], tensor.shape[1] // 32), 123, dtype=torch.uint8)
             stored[name], stored[scale] = codes.view(torch.int8), exponents.view(torch.float8_e8m0fnu)
             plain[name] = dequantise_mxfp4(codes, exponents, torch.float32)
-        elif f".{name}".rsplit(".", 2)[-2] in ("wq_a", "wq_b", "wo_a", "wo_b", "w1", "w2", "w3") or name.endswith("attn.wkv.weight"):
+        elif (
+            f".{name}".rsplit(".", 2)[-2] in ("wq_a", "wq_b", "wo_a", "wo_b", "w1", "w2", "w3")
+            or name.endswith("attn.wkv.weight")
+        ):
             exponents = torch.full(tuple(-(-n // 128) for n in tensor.shape), 121, dtype=torch.uint8)
             stored[name], stored[scale] = (tensor * 64).to(torch.float8_e4m3fn), exponents.view(torch.float8_e8m0fnu)
             plain[name] = dequantise_blocks(stored[name], stored[scale], torch.float32)
@@ -198,7 +217,10 @@ def quantise(published: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
 def test_published_checkpoints(oracle: Any, expected: torch.Tensor):
     text = prompt(0, LENGTH)[:40]
     published = publish(oracle.state_dict())
-    harness = build_harness(published_config(), {**published, "mtp.0.e_proj.weight": torch.ones(3, 3), "mtp.0.e_proj.scale": torch.ones(1, 1)})
+    harness = build_harness(
+        published_config(),
+        {**published, "mtp.0.e_proj.weight": torch.ones(3, 3), "mtp.0.e_proj.scale": torch.ones(1, 1)}
+    )
     torch.testing.assert_close(run_in_chunks(harness, text, [40]), expected[:40], **TOLERANCE)
     stored, plain = quantise(published)
     assert len(stored) > len(plain)
@@ -255,7 +277,10 @@ def test_frequencies_of_published_models():
     )).compressed_rope
     table = RotaryTable(rope, length=2, device=CPU).cos_sin
     assert torch.equal(table[0], torch.cat((torch.ones(32), torch.zeros(32)))), "cosines are not stretched"
-    low, high = (f(64 * math.log(65536 / (2 * math.pi * turns)) / (2 * math.log(160000))) for f, turns in ((math.floor, 32), (math.ceil, 1)))
+    low, high = (
+        f(64 * math.log(65536 / (2 * math.pi * turns)) / (2 * math.log(160000))) for f,
+        turns in ((math.floor, 32), (math.ceil, 1))
+    )
     for i in (0, low, low + 1, high, 31):
         plain = 160000.0 ** (-2 * i / 64)
         ramp = min(max((i - low) / (high - low), 0), 1)

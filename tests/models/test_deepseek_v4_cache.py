@@ -27,7 +27,8 @@ from headrace.models.deepseek_v4.spec import cache_specs, places
 
 CPU = torch.device("cpu")
 FLASH = {
-    "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "sliding_window": 128,
+    "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 43,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "sliding_window": 128,
 }
 PRO = {**FLASH, "num_hidden_layers": 61, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0]}
 VECTOR = CacheSpec(layout.WINDOW_FP8, 1, 512, 512, layout.FP8, window=128)
@@ -37,7 +38,10 @@ def read(**options: Any) -> Any:
     return find_family("DeepseekV4ForCausalLM").read_config(published_config(**options))
 
 
-@pytest.mark.parametrize(("options", "at_a_tenth", "compressed"), [(FLASH, 15897.45, 3850.25), (PRO, 23691.4375, 5511.4375)], ids=["flash", "pro"])
+@pytest.mark.parametrize(
+    ("options", "at_a_tenth", "compressed"), [(FLASH, 15897.45, 3850.25), (PRO, 23691.4375, 5511.4375)],
+    ids=["flash", "pro"]
+)
 def test_bytes_per_token_of_published_models(options: dict[str, Any], at_a_tenth: float, compressed: float):
     spec = read(**options)
     kept = [place for layer in spec.layers for place in places(spec, layer)]
@@ -49,7 +53,10 @@ def test_bytes_per_token_of_published_models(options: dict[str, Any], at_a_tenth
     assert at_a_tenth < pools < 1.02 * at_a_tenth
 
 
-@pytest.mark.parametrize(("tokens", "ratio", "slots", "page"), [(256, 1, 256, 149760), (128, 1, 128, 74880), (256, 4, 64, 37440), (256, 128, 2, 1728)])
+@pytest.mark.parametrize(
+    ("tokens", "ratio", "slots", "page"),
+    [(256, 1, 256, 149760), (128, 1, 128, 74880), (256, 4, 64, 37440), (256, 128, 2, 1728)]
+)
 def test_pages_of_packed_vectors(tokens: int, ratio: int, slots: int, page: int):
     spec = CacheSpec(layout.ENTRIES_FP8, 1, 512, 512, layout.FP8, compress_ratio=ratio)
     pool = build_pool(CacheGroup(spec, [3], 3), tokens, CPU)
@@ -79,7 +86,10 @@ def test_a_slot_is_two_pieces_and_nothing_else_is_touched(slot: int):
 def test_scales_are_the_least_powers_of_two_that_hold():
     x = torch.tensor([1.0, 0.5, 0.3, 1e-4 / 448, 1e-4 / 6, 3.0])
     assert ceil_power_of_two(x).tolist() == [127, 126, 126, 105, 112, 129]
-    assert power_of_two(torch.tensor([0, 1, 127, 254], dtype=torch.uint8)).tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
+    assert (
+        power_of_two(torch.tensor([0, 1, 127, 254], dtype=torch.uint8)).tolist()
+        == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
+    )
     vectors = torch.randn(50, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 4, 50)[:, None]
     unpacked = packed_pools.unpack_vectors(*packed_pools.pack_vectors(vectors))
     assert torch.equal(unpacked[:, 448:], vectors[:, 448:].bfloat16().float())
@@ -129,7 +139,9 @@ def test_state_is_kept_from_the_first_window_that_still_needs_it(length: int, ra
 
 
 def test_at_the_end_of_a_page_only_overlapping_windows_need_state():
-    wide, overlapping = (CompressorStatePolicy(CacheSpec(layout.STATE, 1, 8, 8, "float32", w, r), 256) for w, r in ((128, 128), (8, 4)))
+    wide, overlapping = (
+        CompressorStatePolicy(CacheSpec(layout.STATE, 1, 8, 8, "float32", w, r), 256) for w, r in ((128, 128), (8, 4))
+    )
     assert wide.first_needed(512) == 2 and overlapping.first_needed(512) == 1
 
 
@@ -139,8 +151,12 @@ def test_pages_that_do_not_hold_whole_windows_are_refused():
 
 
 def test_serving_in_8_bits():
-    """Vectors of 512 dims packed, against the same model whose cache keeps float32: near, and the same choice mostly."""
-    options = {**TINY, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 3, "compress_ratios": [4, 128, 0], "index_topk": 64}
+    """Vectors of 512 dims packed, against the same model whose cache keeps float32: near, and the same choice
+    mostly."""
+    options = {
+        **TINY, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 3,
+        "compress_ratios": [4, 128, 0], "index_topk": 64
+    }
     state, text = make_oracle(**options).state_dict(), prompt(0, 200)
     logits = []
     for kv_dtype in ("float32", layout.FP8):
@@ -153,7 +169,9 @@ def test_serving_in_8_bits():
     assert not torch.equal(packed, exact)
 
 
-def test_a_broken_8_bit_pool_leaves_the_model_servable(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_broken_8_bit_pool_leaves_the_model_servable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     broken: Registry[Any] = Registry("KV pool")
     broken.add(layout.WINDOW_FP8, "a_module_that_is_not_there:Pool")
     monkeypatch.setattr("headrace.models.deepseek_v4.spec.CACHE_POOLS", broken)

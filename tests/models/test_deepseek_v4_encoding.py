@@ -1,4 +1,5 @@
-"""DeepSeek-V4's chat format: renderings that the published encoder gives, calls written and read back, texts found by digest."""
+"""DeepSeek-V4's chat format: renderings that the published encoder gives, calls written and read back, texts found by
+digest."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def call(name: str, call_id: str = "c1", **arguments: Any) -> dict[str, Any]:
 
 CALLING = {"role": "assistant", "content": "", "tool_calls": [call("f", a="x", n=3)]}
 TWO_CALLS = {"role": "assistant", "content": "", "tool_calls": [call("f", "c1"), call("g", "c2")]}
-RESULTS = [{"role": "tool", "tool_call_id": "c2", "content": "res2"}, {"role": "tool", "tool_call_id": "c1", "content": "res1"}]
+RESULTS = [
+    {"role": "tool", "tool_call_id": "c2", "content": "res2"}, {"role": "tool", "tool_call_id": "c1", "content": "res1"}
+]
 F_CALL = (
     '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
@@ -43,11 +46,16 @@ GOLDEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "chat": ([SYSTEM, U1], CHAT, f"{BOS}SYS{USER}U1{ASSISTANT}</think>"),
     "thinking": ([SYSTEM, U1], {}, f"{BOS}SYS{USER}U1{ASSISTANT}<think>"),
     "effort none": ([SYSTEM, U1], {"reasoning_effort": "none"}, f"{BOS}SYS{USER}U1{ASSISTANT}</think>"),
-    "reasoning dropped": ([SYSTEM, U1, ANSWER, U2], {}, f"{BOS}SYS{USER}U1{ASSISTANT}</think>A1{EOS}{USER}U2{ASSISTANT}<think>"),
-    "reasoning kept": (
-        [SYSTEM, U1, ANSWER, U2], {"drop_thinking": False}, f"{BOS}SYS{USER}U1{ASSISTANT}<think>R1</think>A1{EOS}{USER}U2{ASSISTANT}<think>",
+    "reasoning dropped": (
+        [SYSTEM, U1, ANSWER, U2], {}, f"{BOS}SYS{USER}U1{ASSISTANT}</think>A1{EOS}{USER}U2{ASSISTANT}<think>"
     ),
-    "two turns in chat": ([SYSTEM, U1, ANSWER, U2], CHAT, f"{BOS}SYS{USER}U1{ASSISTANT}</think>A1{EOS}{USER}U2{ASSISTANT}</think>"),
+    "reasoning kept": (
+        [SYSTEM, U1, ANSWER, U2], {"drop_thinking": False},
+        f"{BOS}SYS{USER}U1{ASSISTANT}<think>R1</think>A1{EOS}{USER}U2{ASSISTANT}<think>",
+    ),
+    "two turns in chat": (
+        [SYSTEM, U1, ANSWER, U2], CHAT, f"{BOS}SYS{USER}U1{ASSISTANT}</think>A1{EOS}{USER}U2{ASSISTANT}</think>"
+    ),
     "answered": ([U1, ANSWER], CHAT, f"{BOS}{USER}U1{ASSISTANT}</think>A1{EOS}"),
     "reminder": (
         [U1, {"role": "latest_reminder", "content": "LR"}, {"role": "assistant", "content": "x"}], CHAT,
@@ -57,7 +65,8 @@ GOLDEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "query": ([{**U1, "task": "query"}], CHAT, f"{BOS}{USER}U1<｜query｜>"),
     "action": ([{**U1, "task": "action"}], CHAT, f"{BOS}{USER}U1{ASSISTANT}</think><｜action｜>"),
     "earlier developers dropped": (
-        [U1, {"role": "developer", "content": "D"}, ANSWER, U2], {}, f"{BOS}{USER}U1{ASSISTANT}</think>A1{EOS}{USER}U2{ASSISTANT}<think>",
+        [U1, {"role": "developer", "content": "D"}, ANSWER, U2], {},
+        f"{BOS}{USER}U1{ASSISTANT}</think>A1{EOS}{USER}U2{ASSISTANT}<think>",
     ),
 }
 
@@ -75,7 +84,9 @@ def test_renderings_of_the_published_encoder(encoder: ChatEncoder, name: str):
 
 def test_results_come_in_the_order_of_calls(encoder: ChatEncoder):
     text = encoder.render([U1, TWO_CALLS, *RESULTS], variables=CHAT)
-    assert text.endswith(f"{EOS}{USER}<tool_result>res1</tool_result>\n\n<tool_result>res2</tool_result>{ASSISTANT}</think>")
+    assert text.endswith(
+        f"{EOS}{USER}<tool_result>res1</tool_result>\n\n<tool_result>res2</tool_result>{ASSISTANT}</think>"
+    )
     assert '<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n<｜DSML｜invoke name="g">\n\n</｜DSML｜invoke>' in text
     followed = encoder.render([U1, TWO_CALLS, *RESULTS, U2], variables=CHAT)
     assert followed.endswith(f"<tool_result>res2</tool_result>\n\nU2{ASSISTANT}</think>")
@@ -88,20 +99,29 @@ def test_reasoning_before_calls_of_this_turn_is_kept(encoder: ChatEncoder):
 
 
 def test_a_message_that_is_continued_stays_open(encoder: ChatEncoder):
-    assert encoder.render([U1, ANSWER], add_generation_prompt=False, continue_final_message=True, variables=CHAT) == f"{BOS}{USER}U1{ASSISTANT}</think>A1"
+    assert encoder.render(
+        [U1, ANSWER], add_generation_prompt=False, continue_final_message=True, variables=CHAT
+    ) == f"{BOS}{USER}U1{ASSISTANT}</think>A1"
     assert encoder.render([U1], add_generation_prompt=False) == f"{BOS}{USER}U1"
 
 
 def test_calls_are_read_back_as_they_were_written(encoder: ChatEncoder):
     arguments = {"city": "He said \"hi\"\n<b>", "days": 3, "tags": ["é", {"a": None}], "metric": False}
-    said = {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call("f", **arguments), call("g")]}
+    said = {
+        "role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.",
+        "tool_calls": [call("f", **arguments), call("g")]
+    }
     prompt, whole = encoder.render([U1], variables={}), encoder.render([U1, said], variables={})
     assert whole.startswith(prompt) and whole.endswith(EOS)
     parser = OutputParser(
-        tools=TOOL_FORMATS.load("deepseek_v4"), reasoning=REASONING_FORMATS.load("deepseek_v4"), schemas=ToolSchemas([("f", None), ("g", None)]), is_open=True,
+        tools=TOOL_FORMATS.load("deepseek_v4"), reasoning=REASONING_FORMATS.load("deepseek_v4"),
+        schemas=ToolSchemas([("f", None), ("g", None)]), is_open=True,
     )
     events = merge_events(parser.push(whole[len(prompt) :].removesuffix(EOS)) + parser.finish())
-    texts = {is_reasoning: "".join(e.text for e in events if isinstance(e, TextDelta) and e.is_reasoning == is_reasoning) for is_reasoning in (True, False)}
+    texts = {
+        is_reasoning: "".join(e.text for e in events if isinstance(e, TextDelta) and e.is_reasoning == is_reasoning)
+        for is_reasoning in (True, False)
+    }
     assert texts[True].strip() == "Hm." and texts[False].strip() == "Let me see."
     names = [e.name for e in events if isinstance(e, CallStart)]
     read = {names[e.index]: json.loads(e.text) for e in events if isinstance(e, CallArguments)}
@@ -110,27 +130,41 @@ def test_calls_are_read_back_as_they_were_written(encoder: ChatEncoder):
 
 def test_texts_are_known_by_their_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whatever they are called; code is read, not run; without one, what needs it is refused."""
-    texts = {"tools": "TOOLS {dsml_token}\n{tool_schemas}", "response_format": "FORM {schema}", "max_effort": "EFFORT\n"}
-    monkeypatch.setattr(encoding, "TEXT_DIGESTS", {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()})
+    texts = {
+        "tools": "TOOLS {dsml_token}\n{tool_schemas}", "response_format": "FORM {schema}", "max_effort": "EFFORT\n"
+    }
+    monkeypatch.setattr(
+        encoding, "TEXT_DIGESTS", {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    )
     with pytest.raises(UnsupportedFeature, match="encoding folder"):
         ChatEncoder(tmp_path).render([U1], tools=[{"type": "function", "function": {"name": "f"}}])
     (tmp_path / "encoding").mkdir()
-    code = "raise SystemExit('run')\n" + "\n".join(f"A{i} = {text!r}" for i, text in enumerate(texts.values())) + "\nB = 'other'\n"
+    code = (
+        "raise SystemExit('run')\n" + "\n".join(f"A{i} = {text!r}" for i, text in enumerate(texts.values()))
+        + "\nB = 'other'\n"
+    )
     (tmp_path / "encoding" / "anything.py").write_text(code)
     (tmp_path / "encoding" / "broken.py").write_text("def broken(:")
     assert find_texts(tmp_path) == texts
     encoder = ChatEncoder(tmp_path)
     assert encoder.takes_tools
     tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]
-    text = encoder.render([SYSTEM, U1, ANSWER, U2], tools=tools, variables={"reasoning_effort": "max", "response_format": {"type": "object"}})
+    text = encoder.render(
+        [SYSTEM, U1, ANSWER, U2], tools=tools,
+        variables={"reasoning_effort": "max", "response_format": {"type": "object"}}
+    )
     head = f'{BOS}EFFORT\nSYS\n\nTOOLS ｜DSML｜\n{{"name": "f"}}\n{{"name": "g"}}\n\nFORM {{"type": "object"}}'
-    assert text == f"{head}{USER}U1{ASSISTANT}<think>R1</think>A1{EOS}{USER}U2{ASSISTANT}<think>", "tools keep all reasoning"
+    assert text == f"{head}{USER}U1{ASSISTANT}<think>R1</think>A1{EOS}{USER}U2{ASSISTANT}<think>", (
+        "tools keep all reasoning"
+    )
     assert encoder.render([U1], tools=tools[:1], variables=CHAT).startswith(f"{BOS}\n\nTOOLS")
 
 
 @pytest.mark.parametrize("messages", [
-    [], [{"role": "nobody", "content": ""}], [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "image_url"}]}],
-    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+    [], [{"role": "nobody", "content": ""}], [{"role": "user", "content": 3}],
+    [{"role": "user", "content": [{"type": "image_url"}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
 ])
 def test_messages_without_words_are_refused(encoder: ChatEncoder, messages: list[Any]):
     with pytest.raises(HeadraceError):

@@ -19,7 +19,8 @@ from headrace.models.catalog import find_family
 VOCAB = 97
 LENGTHS = (5, 7, 6, 20, 1, 30, 6)
 BERT = {
-    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 80, "max_position_embeddings": 64,
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 80,
+    "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
 ROBERTA = {**BERT, "pad_token_id": 1, "type_vocab_size": 1}
@@ -50,7 +51,9 @@ def build_pair(name: str) -> tuple[Any, Any]:
 def build_ours(config: dict[str, Any]) -> Any:
     family = find_family(config["architectures"][0])
     module, _, name = family.model.partition(":")
-    return getattr(importlib.import_module(module), name)(family.read_config(config), Build(torch.device("cpu"), torch.float32))
+    return getattr(importlib.import_module(module), name)(
+        family.read_config(config), Build(torch.device("cpu"), torch.float32)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -60,7 +63,8 @@ def test_a_step_of_texts_equals_each_text_alone(name: str):
     kinds = [[int(place > len(text) // 2) for place in range(len(text))] for text in texts]
     has_kinds = theirs.config.type_vocab_size > 1
     batch = ForwardBatch(
-        torch.tensor([t for text in texts for t in text]), torch.tensor([p for text in texts for p in range(len(text))]), [], list(LENGTHS),
+        torch.tensor([t for text in texts for t in text]),
+        torch.tensor([p for text in texts for p in range(len(text))]), [], list(LENGTHS),
         torch.tensor([k for kind in kinds for k in kind]) if has_kinds else None,
     )
     with torch.inference_mode():
@@ -81,7 +85,10 @@ def test_files_with_training_heads_and_old_names_load():
     torch.manual_seed(0)
     theirs = transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).eval()
     config = {**theirs.config.to_dict(), "architectures": ["BertForMaskedLM"]}
-    tensors = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t for name, t in theirs.state_dict().items()}
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t for name,
+        t in theirs.state_dict().items()
+    }
     ours = build_ours(config)
     ours.load_weights({**tensors, "bert.embeddings.position_ids": torch.arange(64)}.items())
     ids = torch.tensor([4, 9, 33, 8])
@@ -94,7 +101,10 @@ def test_files_with_training_heads_and_old_names_load():
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [({"position_embedding_type": "relative_key"}, "position_embedding_type"), ({"is_decoder": True}, "is_decoder"), ({"num_attention_heads": 5}, "hidden_size"), ({"hidden_act": "xielu"}, "hidden_act")],
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"), ({"is_decoder": True}, "is_decoder"),
+        ({"num_attention_heads": 5}, "hidden_size"), ({"hidden_act": "xielu"}, "hidden_act")
+    ],
 )
 def test_what_is_not_served_is_named(changed: dict[str, Any], named: str):
     with pytest.raises(ConfigError, match=named):

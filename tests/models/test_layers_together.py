@@ -1,4 +1,5 @@
-"""All layers in one kernel against the same layers called one after the other, for every family whose layers it knows."""
+"""All layers in one kernel against the same layers called one after the other, for every family whose layers it
+knows."""
 
 from __future__ import annotations
 
@@ -37,12 +38,15 @@ def cpu_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ATTENTION_BACKENDS, "load", lambda _: CpuAttention)
 
 
-def build(case: str, dtype: torch.dtype = torch.float32, store=keep_in_panels, kv_dtype: str = "", **config: int) -> Harness:
+def build(
+    case: str, dtype: torch.dtype = torch.float32, store=keep_in_panels, kv_dtype: str = "", **config: int
+) -> Harness:
     """A model whose weights are packed; ``store`` packs one."""
     name, overrides = CASES[case]
     oracle = make_oracle(name, {**overrides, **config})
     harness = build_harness(
-        config_json(oracle), oracle.state_dict(), num_sequences=12, max_len=120, dtype=dtype, max_model_len=MAX_MODEL_LEN.get(case, 0), kv_dtype=kv_dtype,
+        config_json(oracle), oracle.state_dict(), num_sequences=12, max_len=120, dtype=dtype,
+        max_model_len=MAX_MODEL_LEN.get(case, 0), kv_dtype=kv_dtype,
     )
     for weight in find_storable(harness.model):
         weight.store(store(weight.weight.data))
@@ -62,7 +66,9 @@ def mix(harness: Harness) -> torch.Tensor:
     first, second, third, fourth = (harness.start() for _ in range(4))
     steps = [harness.step((first, prompt(0, 9)), (second, prompt(1, 33)))]
     steps.append(harness.step((first, [3]), (second, prompt(2, 20)), (third, prompt(3, 2)), (fourth, prompt(4, 40))))
-    steps.append(harness.step((first, [4]), (third, [5]), (second, prompt(5, 3)), (fourth, prompt(6, 7)), wanted=[1, 3]))
+    steps.append(
+        harness.step((first, [4]), (third, [5]), (second, prompt(5, 3)), (fourth, prompt(6, 7)), wanted=[1, 3])
+    )
     harness.step((first, prompt(7, 5)), (third, [8]), (fourth, prompt(8, 4)), wanted=[])
     steps.append(harness.step(*((s, [6]) for s in (first, second, third, fourth))))
     return torch.cat([logits for step in steps for logits in step])
@@ -81,7 +87,9 @@ def share(harness: Harness) -> torch.Tensor:
     """Decodes of sequences that begin with the same pages: many of them, some with fewer, one with none."""
     parent, other = harness.start(), harness.start()
     harness.step((parent, prompt(0, 84)), (other, prompt(1, 30)))
-    sequences = [*(fork(harness, parent, 20) for _ in range(5)), parent, *(fork(harness, parent, 17) for _ in range(2)), other]
+    sequences = [
+        *(fork(harness, parent, 20) for _ in range(5)), parent, *(fork(harness, parent, 17) for _ in range(2)), other
+    ]
     harness.step(*((s, prompt(i, 2 + i)) for i, s in enumerate(sequences) if s not in (parent, other)))
     steps = [harness.step(*((s, [9 + step + i]) for i, s in enumerate(sequences))) for step in range(3)]
     return torch.cat([logits for step in steps for logits in step])
@@ -113,7 +121,9 @@ def both(scene: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("scene", "case"), [
-    (scene, case) for scene in SCENES for case in CASES if is_together(case) and not (scene == "share" and case in MAX_MODEL_LEN)
+    (scene, case)
+    for scene in SCENES
+    for case in CASES if is_together(case) and not (scene == "share" and case in MAX_MODEL_LEN)
 ])
 def test_float32_is_the_same(scene, case):
     torch.testing.assert_close(*both(scene, case), atol=2e-5, rtol=2e-5)
@@ -129,11 +139,15 @@ def test_bfloat16_is_the_same_but_for_rounding(scene, case):
 @pytest.mark.parametrize("case", MIXTURES)
 @pytest.mark.parametrize("scene", SCENES)
 def test_bfloat16_chooses_other_experts_only_where_it_is_close(scene, case):
-    """Of two experts that are nearly as good rounding may choose either, for this token and so for what later ones see of it."""
+    """Of two experts that are nearly as good rounding may choose either, for this token and so for what later ones see
+    of it."""
     together, apart = both(scene, case, torch.bfloat16)
     exact = play(scene, build(case), together=True)
     differences = (together - apart).abs().amax(-1)
-    assert (differences <= 0.02 * apart.abs().max()).float().mean() >= 0.75 and differences.median() <= 0.01 * apart.abs().max()
+    assert (
+        (differences <= 0.02 * apart.abs().max()).float().mean() >= 0.75
+        and differences.median() <= 0.01 * apart.abs().max()
+    )
     assert (together - exact).abs().mean() <= 1.5 * (apart - exact).abs().mean()
 
 
@@ -163,7 +177,9 @@ def test_many_rows(dtype, intermediate_size):
 
 
 def test_many_query_heads_share_a_kv_head():
-    torch.testing.assert_close(*both("mix", "llama", num_attention_heads=12, num_key_value_heads=1), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        *both("mix", "llama", num_attention_heads=12, num_key_value_heads=1), atol=2e-5, rtol=2e-5
+    )
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avxvnni", "avx512", "amx"])
@@ -194,7 +210,9 @@ def test_other_layers_are_called_one_after_the_other(case):
 
 def test_large_steps_are_not_taken(monkeypatch):
     harness = build("llama")
-    monkeypatch.setattr("headrace.kernels.decoder_layers.table.LayerTable.run", lambda *_: pytest.fail("a large step went through"))
+    monkeypatch.setattr(
+        "headrace.kernels.decoder_layers.table.LayerTable.run", lambda *_: pytest.fail("a large step went through")
+    )
     monkeypatch.setattr("headrace.layers.decoder.fused.MOST_TOKENS", 20)
     harness.step((harness.start(), prompt(0, 12)), (harness.start(), prompt(1, 9)))
 

@@ -1,5 +1,5 @@
-"""Products that leave sums for the norm after them, as kernels that share the inputs do, or add to the residual themselves: the model
-computes the same."""
+"""Products that leave sums for the norm after them, as kernels that share the inputs do, or add to the residual
+themselves: the model computes the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels.linear import LINEAR_SUMS, reference
 
-LEAVES = {"llama": True, "llama-tied-biased": True, "qwen3": True, "mixtral": True, "gemma3": False, "olmo2": False, "granite": False, "deepseek-v3": True}
+LEAVES = {
+    "llama": True, "llama-tied-biased": True, "qwen3": True, "mixtral": True, "gemma3": False, "olmo2": False,
+    "granite": False, "deepseek-v3": True
+}
 """Whether any branch of the family goes to a norm as it is: neither scaled nor normalised before it is added."""
 
 
@@ -19,23 +22,36 @@ def build(case: str) -> Harness:
     return build_harness(config_json(oracle), oracle.state_dict())
 
 
-WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64
+}
 
 
 def decode(harness: Harness) -> torch.Tensor:
     first, second = harness.start(), harness.start()
     logits = harness.step((first, prompt(0, 5)), (second, prompt(1, 9)))
     logits += harness.step((first, [3]), (second, [4]))
-    return torch.cat(logits + harness.step((first, [5]), (second, prompt(2, 6)), wanted=[0] if harness.model.narrows else None))
+    return torch.cat(
+        logits + harness.step((first, [5]), (second, prompt(2, 6)), wanted=[0] if harness.model.narrows else None)
+    )
 
 
 @pytest.mark.parametrize("case", LEAVES)
 def test_logits(case: str, monkeypatch: pytest.MonkeyPatch):
     expected, left = decode(build(case)), []
 
-    def leave_halves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
+    def leave_halves(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         half = x.shape[1] // 2
-        left.append(torch.stack([reference.linear(x[:, :half], weight[:, :half], bias), reference.linear(x[:, half:], weight[:, half:], None)]))
+        left.append(
+            torch.stack(
+                [
+                    reference.linear(x[:, :half], weight[:, :half], bias),
+                    reference.linear(x[:, half:], weight[:, half:], None)
+                ]
+            )
+        )
         return left[-1]
 
     monkeypatch.setattr(LINEAR_SUMS, "choose", lambda query: leave_halves)
@@ -47,7 +63,9 @@ def test_logits(case: str, monkeypatch: pytest.MonkeyPatch):
 def test_logits_of_products_added_in_place(case: str, monkeypatch: pytest.MonkeyPatch):
     expected, added = decode(build(case)), []
 
-    def add_to_residual(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor | None:
+    def add_to_residual(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> torch.Tensor | None:
         out = reference.linear(x, weight, bias)
         added.append(residual is not None)
         if residual is None:
@@ -62,7 +80,8 @@ def test_logits_of_products_added_in_place(case: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.cuda
 def test_logits_on_hopper(monkeypatch: pytest.MonkeyPatch):
-    """A model wide enough for its kernels: one product in a kernel with the activation, two that leave sums, one as it is."""
+    """A model wide enough for its kernels: one product in a kernel with the activation, two that leave sums, one as it
+    is."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper")
     from headrace.kernels.linear import hopper

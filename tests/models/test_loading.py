@@ -18,7 +18,8 @@ from headrace.models.llama.family import read_config
 from headrace.models.llama.model import LlamaModel
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
 }
 
@@ -41,7 +42,9 @@ def test_parts_land_in_their_rows():
         for kind in ("weight", "bias"):
             stacked = torch.cat([tensors[f"{at}self_attn.{part}_proj.{kind}"] for part in "qkv"])
             assert torch.equal(getattr(attention.qkv, kind), stacked)
-        assert torch.equal(mlp.gate_up.weight, torch.cat([tensors[f"{at}mlp.{part}_proj.weight"] for part in ("gate", "up")]))
+        assert torch.equal(
+            mlp.gate_up.weight, torch.cat([tensors[f"{at}mlp.{part}_proj.weight"] for part in ("gate", "up")])
+        )
     assert torch.equal(model.head.weight, tensors["lm_head.weight"])
 
 
@@ -66,10 +69,22 @@ def test_tied_head_shares_storage_and_may_be_in_the_file():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), r"missing \(1\): model.layers.1.self_attn.k_proj.weight"),
-        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(1)}), r"not expected \(1\): model.layers.2.mlp.up_proj.weight"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}), r"not expected \(1\): model.layers.0.self_attn.q_proj.bias"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(30, 16)}), r"wrong shape \(1\): lm_head.weight is \[30, 16\], not \[31, 16\]"),
+        (
+            lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"),
+            r"missing \(1\): model.layers.1.self_attn.k_proj.weight"
+        ),
+        (
+            lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(1)}),
+            r"not expected \(1\): model.layers.2.mlp.up_proj.weight"
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
+            r"not expected \(1\): model.layers.0.self_attn.q_proj.bias"
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(30, 16)}),
+            r"wrong shape \(1\): lm_head.weight is \[30, 16\], not \[31, 16\]"
+        ),
     ],
 )
 def test_faults_are_named(fault: Any, message: str):
@@ -88,12 +103,17 @@ def test_a_tensor_given_twice_and_many_missing():
     assert "missing (20): " in str(caught.value) and "and 14 more" in str(caught.value)
 
 
-MOE_CONFIG = {**CONFIG, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+MOE_CONFIG = {
+    **CONFIG, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "head_dim": 8
+}
 
 
 def build_moe(architecture: str) -> Any:
     family = find_family(architecture)
-    return load_target(family.model)(family.read_config({**MOE_CONFIG, "architectures": [architecture]}), Build(torch.device("cpu"), torch.float32))
+    return load_target(family.model)(
+        family.read_config({**MOE_CONFIG, "architectures": [architecture]}), Build(torch.device("cpu"), torch.float32)
+    )
 
 
 def moe_checkpoint(model: Any) -> dict[str, torch.Tensor]:
@@ -138,7 +158,10 @@ def test_experts_in_every_layout(architecture: str, layout: Any):
     tensors = moe_checkpoint(model)
     expected = {
         f"layers.{i}.mlp.experts.{ours}.weight": torch.stack(
-            [torch.cat([tensors[f"model.layers.{i}.mlp.experts.{x}.{matrix}_proj.weight"] for matrix in matrices]) for x in range(3)]
+            [
+                torch.cat([tensors[f"model.layers.{i}.mlp.experts.{x}.{matrix}_proj.weight"] for matrix in matrices])
+                for x in range(3)
+            ]
         )
         for i in range(2) for ours, matrices in {"gate_up": ("gate", "up"), "down": ("down",)}.items()
     }
@@ -163,11 +186,18 @@ def test_a_missing_expert_is_named():
 @pytest.mark.parametrize("keeps_blocks", [False, True])
 @pytest.mark.parametrize("scales_first", [False, True])
 def test_experts_in_mxfp4(scales_first: bool, keeps_blocks: bool):
-    """Blocks and scales in either order become what transformers makes of them, or stay what they are; other layers may be plain."""
-    config = {**MOE_CONFIG, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "architectures": ["GptOssForCausalLM"]}
+    """Blocks and scales in either order become what transformers makes of them, or stay what they are; other layers may
+    be plain."""
+    config = {
+        **MOE_CONFIG, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "architectures": ["GptOssForCausalLM"]
+    }
     family = find_family("GptOssForCausalLM")
-    model = load_target(family.model)(family.read_config(config), Build(torch.device("cpu"), torch.float32, keeps_blocks=keeps_blocks))
-    oracle = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{k: v for k, v in config.items() if k != "architectures"}))
+    model = load_target(family.model)(
+        family.read_config(config), Build(torch.device("cpu"), torch.float32, keeps_blocks=keeps_blocks)
+    )
+    oracle = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**{k: v for k, v in config.items() if k != "architectures"})
+    )
     tensors = {name: torch.randn(t.shape) for name, t in oracle.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
     expected = {}
@@ -182,11 +212,15 @@ def test_experts_in_mxfp4(scales_first: bool, keeps_blocks: bool):
     model.load_weights(tensors.items())
     experts = model.layers[1].mlp.experts
     assert (experts.gate_up.stored is not None) == (experts.down.stored is not None) == keeps_blocks
-    gate_up, down = (matrix.unpack(torch.float32) if keeps_blocks else matrix.weight for matrix in (experts.gate_up, experts.down))
+    gate_up, down = (
+        matrix.unpack(torch.float32) if keeps_blocks else matrix.weight for matrix in (experts.gate_up, experts.down)
+    )
     assert torch.equal(gate_up[:, :32], expected["gate_up_proj"].transpose(1, 2)[:, 0::2])
     assert torch.equal(gate_up[:, 32:], expected["gate_up_proj"].transpose(1, 2)[:, 1::2])
     assert torch.equal(down, expected["down_proj"].transpose(1, 2))
-    assert torch.equal(model.layers[0].mlp.experts.down.weight, tensors["model.layers.0.mlp.experts.down_proj"].transpose(1, 2))
+    assert torch.equal(
+        model.layers[0].mlp.experts.down.weight, tensors["model.layers.0.mlp.experts.down_proj"].transpose(1, 2)
+    )
     if keeps_blocks:
         return
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]

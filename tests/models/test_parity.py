@@ -1,4 +1,5 @@
-"""Every family against transformers, on tiny random configs in float32: logits, and greedy tokens against ``generate``."""
+"""Every family against transformers, on tiny random configs in float32: logits, and greedy tokens against
+``generate``."""
 
 from __future__ import annotations
 
@@ -23,14 +24,24 @@ BASE = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "rms_norm_eps": 1e-5,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }
-SWIGLU_LIMIT = {"swiglu_limit": 0.5} if hasattr(transformers.GptOssConfig, "swiglu_limit") else {}  # older versions have a fixed one
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]}
+# older versions have a fixed one
+SWIGLU_LIMIT = {"swiglu_limit": 0.5} if hasattr(transformers.GptOssConfig, "swiglu_limit") else {}
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 9.0]
+}
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-    "yarn-mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False},
+    "yarn-mscale": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7,
+        "mscale_all_dim": 1.0, "truncate": False
+    },
 }
 MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -48,13 +59,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-mixed-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
     "qwen3-biased-mqa": ("Qwen3", {"head_dim": 128, "num_key_value_heads": 1, "attention_bias": True}),
-    "gemma3": ("Gemma3Text", {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 6, "layer_types": TYPES, "query_pre_attn_scalar": 20}),
+    "gemma3": (
+        "Gemma3Text",
+        {"num_hidden_layers": 3, "head_dim": 32, "sliding_window": 6, "layer_types": TYPES, "query_pre_attn_scalar": 20}
+    ),
     "gemma3-softcap-left-over": ("Gemma3Text", {"head_dim": 16, "attn_logit_softcapping": 1.0}),
     "gemma3-head256": (
         "Gemma3Text",
         {
-            "num_hidden_layers": 3, "head_dim": 256, "num_key_value_heads": 1, "sliding_window": 5, "sliding_window_pattern": 2,
-            "final_logit_softcapping": 3.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 5000.0, "rope_local_base_freq": 70.0,
+            "num_hidden_layers": 3, "head_dim": 256, "num_key_value_heads": 1, "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "final_logit_softcapping": 3.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_theta": 5000.0, "rope_local_base_freq": 70.0,
         },
     ),
     "phi3": ("Phi3", {"sliding_window": None}),
@@ -63,7 +79,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-short-partial": (
         "Phi3",
         {
-            "rope_scaling": {**LONGROPE, "short_factor": [1.0, 1.5, 2.0], "long_factor": [3.0, 4.0, 5.0]}, "partial_rotary_factor": 0.5,
+            "rope_scaling": {**LONGROPE, "short_factor": [1.0, 1.5, 2.0], "long_factor": [3.0, 4.0, 5.0]},
+            "partial_rotary_factor": 0.5,
             "original_max_position_embeddings": 64, "tie_word_embeddings": True, "sliding_window": 200,
         },
     ),
@@ -71,56 +88,81 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-mha-biased": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
     "granite": (
         "Granite",
-        {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0, "tie_word_embeddings": True},
+        {
+            "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+            "tie_word_embeddings": True
+        },
     ),
     "granite-biased": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.5}),
     "glm4": ("Glm4", {"head_dim": 16}),
-    "glm4-unbiased-head64": ("Glm4", {"head_dim": 64, "attention_bias": False, "num_key_value_heads": 4, "partial_rotary_factor": 0.25}),
+    "glm4-unbiased-head64": (
+        "Glm4", {"head_dim": 64, "attention_bias": False, "num_key_value_heads": 4, "partial_rotary_factor": 0.25}
+    ),
     "glm": ("Glm", {"head_dim": 24, "partial_rotary_factor": 1.0}),
 }
 CASES |= {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mixtral-window": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7, "head_dim": 32}),
-    "qwen3-moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}),
+    "mixtral-window": (
+        "Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7, "head_dim": 32}
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+            "head_dim": 16
+        }
+    ),
     "qwen3-moe-some-dense": (
         "Qwen3Moe",
         {
-            "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
+            "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 40,
+            "decoder_sparse_step": 2,
             "mlp_only_layers": [3], "attention_bias": True, "use_sliding_window": True, "sliding_window": 6,
         },
     ),
-    "gpt-oss": ("GptOss", {"num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6}),
+    "gpt-oss": (
+        "GptOss",
+        {"num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6}
+    ),
     "gpt-oss-plain-rope": (
         "GptOss",
         {
-            "num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 32, "num_key_value_heads": 1, "layer_types": TYPES[:2], **SWIGLU_LIMIT,
+            "num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 32, "num_key_value_heads": 1,
+            "layer_types": TYPES[:2], **SWIGLU_LIMIT,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "attention_bias": False,
         },
     ),
     "deepseek-v3": (
         "DeepseekV3",
         {
-            **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 20, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 20, "n_routed_experts": 8,
+            "n_group": 4, "topk_group": 2,
             "num_experts_per_tok": 3, "moe_intermediate_size": 24, "rope_scaling": SCALINGS["yarn-mscale"],
         },
     ),
     "deepseek-v3-halves": (
         "DeepseekV3",
         {
-            **MLA, "first_k_dense_replace": 0, "q_lora_rank": None, "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+            **MLA, "first_k_dense_replace": 0, "q_lora_rank": None, "n_routed_experts": 6, "n_group": 1,
+            "topk_group": 1, "num_experts_per_tok": 2,
             "moe_intermediate_size": 24, "n_shared_experts": 2, "norm_topk_prob": False, "rope_interleave": False,
         },
     ),
     "deepseek-v2": (
         "DeepseekV2",
         {
-            **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 16, "n_routed_experts": 6, "n_group": 3, "topk_group": 2,
-            "topk_method": "group_limited_greedy", "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 3.0,
+            **MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 16, "n_routed_experts": 6,
+            "n_group": 3, "topk_group": 2,
+            "topk_method": "group_limited_greedy", "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+            "routed_scaling_factor": 3.0,
         },
     ),
     "deepseek-v2-greedy": (
         "DeepseekV2",
-        {**MLA, "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "rope_scaling": SCALINGS["yarn-mscale"]},
+        {
+            **MLA, "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "rope_scaling": SCALINGS["yarn-mscale"]
+        },
     ),
 }
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
@@ -163,7 +205,10 @@ def pair(request: pytest.FixtureRequest) -> tuple[transformers.PreTrainedModel, 
     model = make_oracle(*CASES[request.param])
 
     def build(page_size: int) -> Harness:
-        return build_harness(config_json(model), model.state_dict(), page_size=page_size, max_model_len=MAX_MODEL_LEN.get(request.param, 0))
+        return build_harness(
+            config_json(model), model.state_dict(), page_size=page_size,
+            max_model_len=MAX_MODEL_LEN.get(request.param, 0)
+        )
 
     return model, build
 
@@ -204,7 +249,8 @@ def test_greedy_tokens_equal_generate(pair):
     harness = build(16)
     tokens, others = prompt(4), prompt(5, 9)
     expected = [
-        model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(p):].tolist() for p in (tokens, others)
+        model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(p):].tolist()
+        for p in (tokens, others)
     ]
     sequences = [harness.start(), harness.start()]
     logits = harness.step((sequences[0], tokens), (sequences[1], others))
@@ -247,7 +293,9 @@ def test_norms_joined_with_products_change_nothing(pair, monkeypatch):
     pieces = [harness.step((sequence, tokens[:2]))[0], *(harness.step((sequence, [token]))[0] for token in tokens[2:])]
     torch.testing.assert_close(torch.cat(pieces), first, **TOLERANCE)
     layers = harness.model.layers
-    most = sum(not isinstance(layer.attention_norm, NoNorm) and isinstance(layer.attention, Attention) for layer in layers) - 1
+    most = sum(
+        not isinstance(layer.attention_norm, NoNorm) and isinstance(layer.attention, Attention) for layer in layers
+    ) - 1
     assert len(joined) >= 8 * most and set(joined) <= {1, 2}
 
 
@@ -265,10 +313,12 @@ def test_bfloat16_is_as_near_as_transformers_is(name: str):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("mixtral", "qwen3-moe", "gpt-oss", "deepseek"))])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.startswith(("mixtral", "qwen3-moe", "gpt-oss", "deepseek"))]
+)
 def test_mixtures_of_experts_on_a_gpu(name: str):
-    """In float32 as on a CPU, chunked and step by step; in bfloat16 about as near as transformers is: rounding makes some
-    token choose another expert, here as there."""
+    """In float32 as on a CPU, chunked and step by step; in bfloat16 about as near as transformers is: rounding makes
+    some token choose another expert, here as there."""
     model, tokens, device = make_oracle(*CASES[name]), prompt(0), torch.device("cuda")
     expected = oracle_logits(model, tokens)
     harness = build_harness(config_json(model), model.state_dict(), page_size=16, device=device)

@@ -23,7 +23,10 @@ def write(folder: Path, name: str, content: Any) -> None:
 
 def sentence_folder(folder: Path, pooling: dict[str, Any], *more: tuple[str, str]) -> None:
     modules = [("", "Transformer"), ("1_Pooling", "Pooling"), *more]
-    write(folder, "modules.json", [{"idx": i, "name": str(i), "path": path, "type": TYPE + kind} for i, (path, kind) in enumerate(modules)])
+    write(
+        folder, "modules.json",
+        [{"idx": i, "name": str(i), "path": path, "type": TYPE + kind} for i, (path, kind) in enumerate(modules)]
+    )
     write(folder, "1_Pooling/config.json", pooling)
 
 
@@ -34,19 +37,30 @@ def plan(folder: Path, architecture: str, task: str = "auto", **config: Any) -> 
 
 
 def test_folder_of_sentence_transformers(tmp_path: Path):
-    sentence_folder(tmp_path, {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, ("2_Dense", "Dense"), ("3_Normalize", "Normalize"))
-    write(tmp_path, "2_Dense/config.json", {"in_features": 8, "out_features": 4, "bias": False, "activation_function": "torch.nn.modules.activation.Tanh"})
+    sentence_folder(
+        tmp_path, {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, ("2_Dense", "Dense"),
+        ("3_Normalize", "Normalize")
+    )
+    write(
+        tmp_path, "2_Dense/config.json",
+        {"in_features": 8, "out_features": 4, "bias": False, "activation_function": "torch.nn.modules.activation.Tanh"}
+    )
     write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 77})
     found = plan(tmp_path, "BertModel")
     assert found == PoolingPlan("embed", "mean", True, (DenseLayer(8, 4, False, "tanh", tmp_path / "2_Dense"),), 77)
     assert (found.facts(8).width, found.facts(8).needs_all_tokens) == (4, True)
 
 
-@pytest.mark.parametrize(("mode", "reduction"), [("pooling_mode_cls_token", "first"), ("pooling_mode_lasttoken", "last"), ("pooling_mode_max_tokens", "max")])
+@pytest.mark.parametrize(
+    ("mode", "reduction"),
+    [("pooling_mode_cls_token", "first"), ("pooling_mode_lasttoken", "last"), ("pooling_mode_max_tokens", "max")]
+)
 def test_pooling_modes(tmp_path: Path, mode: str, reduction: str):
     sentence_folder(tmp_path, {mode: True})
     found = plan(tmp_path, "Qwen3ForCausalLM")
-    assert (found.reduction, found.normalise, found.facts(4).needs_all_tokens) == (reduction, False, reduction != "last")
+    assert (
+        found.reduction, found.normalise, found.facts(4).needs_all_tokens
+    ) == (reduction, False, reduction != "last")
     sentence_folder(tmp_path, {"pooling_mode": "cls"})
     assert plan(tmp_path, "BertModel").reduction == "first"
 
@@ -62,7 +76,9 @@ def test_without_files_encoders_take_the_mean_and_decoders_the_last(tmp_path: Pa
 @pytest.mark.parametrize(("stated", "reduction"), [(1, "mean"), (2, "first"), (3, "last"), (0, None), (None, None)])
 def test_gguf_files_state_their_pooling(tmp_path: Path, stated: int | None, reduction: str | None):
     metadata = {"general.architecture": "qwen3"} | ({} if stated is None else {"qwen3.pooling_type": stated})
-    source = ModelSource("m", "gguf", tmp_path / "m.gguf", {"architectures": ["Qwen3ForCausalLM"]}, gguf_metadata=metadata)
+    source = ModelSource(
+        "m", "gguf", tmp_path / "m.gguf", {"architectures": ["Qwen3ForCausalLM"]}, gguf_metadata=metadata
+    )
     family = find_family("Qwen3ForCausalLM")
     found = plan_pooling(source, family, read_task(source, family, "auto"))
     assert found == (None if reduction is None else PoolingPlan("embed", reduction, True))
@@ -82,20 +98,31 @@ def test_an_embedder_is_built_without_the_head(tmp_path: Path):
         ({"id2label": {"0": "LABEL_0"}}, "sigmoid", ("LABEL_0",)),
         ({"num_labels": 3, "problem_type": "multi_label_classification"}, "sigmoid", ("LABEL_0", "LABEL_1", "LABEL_2")),
         ({"num_labels": 1, "problem_type": "regression"}, "identity", ("LABEL_0",)),
-        ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity", ("LABEL_0",)),
-        ({"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, "sigmoid", ("LABEL_0",)),
+        (
+            {"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+            "identity", ("LABEL_0",)
+        ),
+        (
+            {"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, "sigmoid",
+            ("LABEL_0",)
+        ),
     ],
 )
 def test_classifiers(tmp_path: Path, config: dict[str, Any], activation: str, labels: tuple[str, ...]):
     found = plan(tmp_path, "BertForSequenceClassification", **config)
-    assert (found.kind, found.reduction, found.activation, found.labels, found.takes_pairs) == ("classify", "first", activation, labels, True)
+    assert (
+        found.kind, found.reduction, found.activation, found.labels, found.takes_pairs
+    ) == ("classify", "first", activation, labels, True)
     found = plan(tmp_path, "Qwen3ForSequenceClassification", **config)
     assert (found.reduction, found.labels, found.takes_pairs) == ("last", labels, False)
 
 
 @pytest.mark.parametrize(
     ("architecture", "task"),
-    [("BertModel", "generate"), ("BertModel", "classify"), ("BertForSequenceClassification", "embed"), ("LlamaForCausalLM", "classify"), ("LlamaModel", "generate")],
+    [
+        ("BertModel", "generate"), ("BertModel", "classify"), ("BertForSequenceClassification", "embed"),
+        ("LlamaForCausalLM", "classify"), ("LlamaModel", "generate")
+    ],
 )
 def test_tasks_a_checkpoint_cannot_do(tmp_path: Path, architecture: str, task: str):
     with pytest.raises(ConfigError, match="task must be"):

@@ -1,5 +1,5 @@
-"""Mixtures of experts on a device that is not there: no operation mixes its tensors with the host's, and nothing waits for it
-but what says so."""
+"""Mixtures of experts on a device that is not there: no operation mixes its tensors with the host's, and nothing waits
+for it but what says so."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from headrace.kernels.moe.reference import grouped_linear
 from headrace.models.deepseek_v4.model import DeepseekV4Model
 from headrace.models.weights import draw_dummy_weights
 
-MAY_WAIT = {"tolist kernels/moe/reference.py grouped_linear", "where layers/attention/reference.py _make_bucket", "tolist layers/moe/packed.py run"}
-"""The plain products of groups of rows and plain attention, which a GPU has better ones for; experts in 4 bits when tokens are
-many."""
+MAY_WAIT = {
+    "tolist kernels/moe/reference.py grouped_linear", "where layers/attention/reference.py _make_bucket",
+    "tolist layers/moe/packed.py run"
+}
+"""The plain products of groups of rows and plain attention, which a GPU has better ones for; experts in 4 bits when
+tokens are many."""
 
 
 ON_A_GPU = "grouped"
@@ -37,7 +40,10 @@ def test_what_it_notices():
         assert (here.to(DEVICE) + there).device == DEVICE and not device.mixed
         there + here
         assert device.mixed == ["add a test"] and not device.waits
-        grouped_linear(torch.ones(2, 3, device=DEVICE), torch.ones(1, 3, 3, device=DEVICE), None, torch.tensor([2], device=DEVICE), torch.zeros(2, device=DEVICE))
+        grouped_linear(
+            torch.ones(2, 3, device=DEVICE), torch.ones(1, 3, 3, device=DEVICE), None, torch.tensor([2], device=DEVICE),
+            torch.zeros(2, device=DEVICE)
+        )
         assert device.waits == ["tolist kernels/moe/reference.py grouped_linear"]
 
 
@@ -45,7 +51,9 @@ def test_what_it_notices():
 def test_families(name: str):
     model = make_oracle(*CASES[name])
     with PretendedDevice() as device:
-        harness = build_harness(config_json(model), model.state_dict(), page_size=16, device=DEVICE, moe_experts=ON_A_GPU)
+        harness = build_harness(
+            config_json(model), model.state_dict(), page_size=16, device=DEVICE, moe_experts=ON_A_GPU
+        )
         adopt(device, harness)
         first, second = harness.start(), harness.start()
         harness.step((first, prompt(0)), (second, prompt(1, 7)))
@@ -57,11 +65,14 @@ def test_families(name: str):
 @pytest.mark.parametrize("expert_dtype", [None, "fp4"])
 def test_deepseek_v4(kv_dtype: str, expert_dtype: str | None, monkeypatch: pytest.MonkeyPatch):
     """Steps that begin, cross and end windows and pages, with few tokens and many."""
-    options: dict[str, Any] = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64, "expert_dtype": expert_dtype}
+    options: dict[str, Any] = {
+        "head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64, "expert_dtype": expert_dtype
+    }
     monkeypatch.setattr(DeepseekV4Model, "load_weights", lambda self, tensors: draw_dummy_weights(self, 0))
     with PretendedDevice() as device:
         harness = deepseek_v4_tiny.build_harness(
-            deepseek_v4_tiny.published_config(**options), {}, page_size=256, max_len=512, num_sequences=2, kv_dtype=kv_dtype, device=DEVICE,
+            deepseek_v4_tiny.published_config(**options), {}, page_size=256, max_len=512, num_sequences=2,
+            kv_dtype=kv_dtype, device=DEVICE,
             moe_experts="auto" if expert_dtype else ON_A_GPU,
         )
         adopt(device, harness)

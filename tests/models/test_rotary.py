@@ -23,8 +23,12 @@ CASES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED},
     "yarn": {"rope_type": "yarn", "factor": 4.0, **TRAINED},
-    "yarn-factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, **TRAINED},
-    "yarn-mscale": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False, **TRAINED},
+    "yarn-factor": {
+        "rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, **TRAINED
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False, **TRAINED
+    },
     "longrope": {"rope_type": "longrope", **FACTORS, **TRAINED},
     "longrope-factor": {"rope_type": "longrope", "factor": 32.0, **FACTORS, **TRAINED},
     "longrope-attention": {"rope_type": "longrope", "attention_factor": 1.19, **FACTORS, **TRAINED},
@@ -35,7 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_tables_match_transformers(name: str, length: int):
     config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=4, max_position_embeddings=NATIVE, rope_parameters={"rope_theta": 5000.0, **CASES[name]},
+        hidden_size=128, num_attention_heads=4, max_position_embeddings=NATIVE,
+        rope_parameters={"rope_theta": 5000.0, **CASES[name]},
     )
     kind = CASES[name]["rope_type"]
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, CPU, seq_len=length)
@@ -58,7 +63,10 @@ def test_old_and_new_spelling_are_one():
 def test_divisors_from_a_file_replace_the_formula():
     """GGUF stores the divisors of the frequencies instead of the parameters they came from."""
     heads = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 128}
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32
+    }
     scaled = RotaryTable(read_rope(Fields({**heads, "rope_scaling": scaling})), length=50, device=CPU)
     plain = RotaryTable(read_rope(Fields(heads)), length=50, device=CPU)
     frequencies = [torch.atan2(table.cos_sin[1, 16:], table.cos_sin[1, :16]) for table in (plain, scaled)]

@@ -22,14 +22,26 @@ from headrace.service.parsing.schemas import loosen
 WEATHER = {
     "type": "object", "required": ["city"],
     "properties": {
-        "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"], "type": "string"}, "metric": {"type": "boolean"},
+        "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"], "type": "string"},
+        "metric": {"type": "boolean"},
         "where": {"$ref": "#/$defs/place"},
     },
-    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False}},
+    "$defs": {
+        "place": {
+            "type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False
+        }
+    },
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}, {"type": "function", "function": {"name": "noop", "parameters": {}}},
-    {"type": "function", "function": {"name": "opt", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}}},
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "noop", "parameters": {}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "opt",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}
+        }
+    },
 ]
 SPECIAL = ["</s>", "｜DSML｜", *(f"<|{t}|>" for t in ("channel", "message", "end", "start", "constrain", "call"))]
 TOKENS = [bytes([i]) for i in range(256)] + [t.encode() for t in SPECIAL]
@@ -63,7 +75,9 @@ def allows(tag: dict, text: str) -> bool:
 
 def written(name: str, *calls: tuple[str, dict]) -> str:
     writing = TOOL_FORMATS.load(name).writing
-    texts = [write_call(writing, n, a, lambda v: json.dumps(v, ensure_ascii=False)).replace("$index", "0") for n, a in calls]
+    texts = [
+        write_call(writing, n, a, lambda v: json.dumps(v, ensure_ascii=False)).replace("$index", "0") for n, a in calls
+    ]
     return writing.begin + (writing.between or "").join(texts) + writing.end
 
 
@@ -73,14 +87,19 @@ RIGHT = {"city": "Pa<ris> [\"\\ 日", "days": -3, "unit": "F", "metric": True, "
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())
 def test_forced_calls_are_what_the_parser_reads(name):
     tag = force_calls(TOOLS, TOOL_FORMATS.load(name))
-    for calls in ([("noop", {})], [("get_weather", RIGHT)], [("get_weather", {"city": "x", "metric": False})], [("opt", {})], [("opt", {"b": None})], [("opt", {"a": 1, "b": None})]):
+    for calls in (
+        [("noop", {})], [("get_weather", RIGHT)], [("get_weather", {"city": "x", "metric": False})], [("opt", {})],
+        [("opt", {"b": None})], [("opt", {"a": 1, "b": None})]
+    ):
         text = written(name, *calls)
         assert allows(tag, text), text
         _, content, found = summary(run(parser(name), [text]))
         assert content == "" and [(n, json.loads(a), c) for n, a, c in found] == [(*c, True) for c in calls]
     wrong = [
-        [("evil", {})], [("get_weather", {})], [("get_weather", {"city": "x", "unit": "K"})], [("get_weather", {"city": "x", "days": "a\nb"})],
-        [("get_weather", {"city": "x", "where": {"y": 1}})], [("get_weather", {"city": "x", "other": 1})], [("opt", {"a": 1.5})],
+        [("evil", {})], [("get_weather", {})], [("get_weather", {"city": "x", "unit": "K"})],
+        [("get_weather", {"city": "x", "days": "a\nb"})],
+        [("get_weather", {"city": "x", "where": {"y": 1}})], [("get_weather", {"city": "x", "other": 1})],
+        [("opt", {"a": 1.5})],
     ]
     for calls in wrong:
         assert not allows(tag, written(name, *calls)), calls
@@ -108,7 +127,10 @@ def test_calls_after_reasoning(name):
     space = "" if reasoning.channels or call.startswith("\n") else "\n\n"
     thought = f"Hm, {{\n1 < 2}}\n{end}{space}{call}"
     assert allows(tag, call) and allows(tag, start + thought) and allows(open_tag, thought)
-    assert not allows(open_tag, "Hm") and not allows(tag, start + thought + "x") and not allows(tag, f"{start}Hm{end}Hello")
+    assert (
+        not allows(open_tag, "Hm") and not allows(tag, start + thought + "x")
+        and not allows(tag, f"{start}Hm{end}Hello")
+    )
     found = summary(run(parser(name, PAIRS[name]), [start + thought]))
     assert found[0].startswith("Hm") and (found[1], [n for n, _, _ in found[2]]) == ("", ["noop"])
 
@@ -119,16 +141,26 @@ def test_strict_calls_where_text_may_stand(name):
     strict[0]["function"]["parameters"] = {**WEATHER, "additionalProperties": False}
     tag = force_calls(strict, TOOL_FORMATS.load(name), is_forced=False)
     answer = TOOL_FORMATS.load(name).writing.answer
-    assert allows(tag, answer + "Hello < {there} [you].\n") and allows(tag, written(name, ("get_weather", {"city": "x"})))
-    assert not allows(tag, written(name, ("evil", {}))) and not allows(tag, written(name, ("get_weather", {"city": "x", "other": 1})))
+    assert (
+        allows(tag, answer + "Hello < {there} [you].\n") and allows(tag, written(name, ("get_weather", {"city": "x"})))
+    )
+    assert (
+        not allows(tag, written(name, ("evil", {})))
+        and not allows(tag, written(name, ("get_weather", {"city": "x", "other": 1})))
+    )
     if name not in ("llama3_json", "pythonic", "gemma", "gpt_oss"):
-        assert allows(tag, "So:\n" + written(name, ("noop", {}))) and not allows(tag, "So:\n" + written(name, ("evil", {})))
+        assert (
+            allows(tag, "So:\n" + written(name, ("noop", {})))
+            and not allows(tag, "So:\n" + written(name, ("evil", {})))
+        )
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())
 def test_an_answer_of_a_given_form_or_calls(name):
     formats = Formats(TOOL_FORMATS.load(name), REASONING_FORMATS.load(PAIRS[name]))
-    asked = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False})
+    asked = Grammar.json_schema(
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    )
     tag = json.loads(confine_output(formats, asked, TOOLS, "").text)
     reasoning, call = formats.reasoning, written(name, ("noop", {}))
     start, end = reasoning.writing or (reasoning.starts[0], reasoning.ends[0])
@@ -141,13 +173,21 @@ def test_an_answer_of_a_given_form_or_calls(name):
         assert not allows(tag, formats.tools.writing.answer + text)
     delayed = json.loads(confine_output(formats, asked, [], "").text)
     assert allows(delayed, f"{start}Hm{end}{reasoning.answer}" + '{"a": 4}') and not allows(delayed, call)
-    assert confine_output(formats, asked, TOOLS, "", is_forced=True) == confine_output(formats, None, TOOLS, "", is_forced=True)
+    assert (
+        confine_output(formats, asked, TOOLS, "", is_forced=True)
+        == confine_output(formats, None, TOOLS, "", is_forced=True)
+    )
     with pytest.raises(RequestError, match="both decide"):
         confine_output(formats, Grammar.regex("a"), TOOLS, "", is_forced=True)
 
 
 def test_a_format_after_reasoning():
-    body = {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}}
+    body = {
+        "type": "json_schema",
+        "json_schema": {
+            "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False
+        }
+    }
     tag = {"type": "structural_tag", "format": after_reasoning(body, REASONING_FORMATS.load("qwen3"), is_open=False)}
     for text in ('{"a": 1}', '<think>\nx{</think>\n\n{"a": 1}', '<think></think>{"a": 1}'):
         assert allows(tag, text)
@@ -156,14 +196,18 @@ def test_a_format_after_reasoning():
 
 
 @pytest.mark.parametrize("grammar, right, wrong", [
-    (Grammar.json_object(), '{"a": [1]}', "[1]"), (Grammar.json_schema({"type": "integer"}), "12", '"x"'), (Grammar.regex("a+"), "aa", "ab"), (Grammar.choice(["yes", "no"]), "no", "nope"),
+    (Grammar.json_object(), '{"a": [1]}', "[1]"), (Grammar.json_schema({"type": "integer"}), "12", '"x"'),
+    (Grammar.regex("a+"), "aa", "ab"), (Grammar.choice(["yes", "no"]), "no", "nope"),
     (Grammar.structural_tag({"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}), "x", "y"),
 ], ids=lambda v: getattr(v, "kind", ""))
 def test_structured_output_begins_after_the_reasoning(grammar, right, wrong):
     reasoning = REASONING_FORMATS.load("qwen3")
     for is_open, start in ((True, ""), (False, "<think>")):
         delayed = json.loads(delay_grammar(grammar, reasoning, is_open=is_open).text)
-        assert allows(delayed, f"{start}Hm, maybe.\n</think>\n\n{right}") and not allows(delayed, f"{start}Hm.</think>{wrong}")
+        assert (
+            allows(delayed, f"{start}Hm, maybe.\n</think>\n\n{right}")
+            and not allows(delayed, f"{start}Hm.</think>{wrong}")
+        )
         assert allows(delayed, right) is not is_open
     assert delay_grammar(grammar, None, is_open=False) == grammar
     assert delay_grammar(Grammar.ebnf('start: "a"'), reasoning, is_open=True) == Grammar.ebnf('start: "a"')
@@ -171,18 +215,31 @@ def test_structured_output_begins_after_the_reasoning(grammar, right, wrong):
 
 def test_schemas_that_need_not_be_exact_lose_what_cannot_be_enforced():
     schema = {
-        "type": "object", "title": "T", "properties": {"a": {"oneOf": [{"type": "string", "pattern": "(?=x)"}, {"not": {}}]}, "b": {"$ref": "http://x"}, "c": True},
+        "type": "object", "title": "T",
+        "properties": {
+            "a": {"oneOf": [{"type": "string", "pattern": "(?=x)"}, {"not": {}}]}, "b": {"$ref": "http://x"}, "c": True
+        },
         "uniqueItems": True, "if": {}, "required": ["a"], "$defs": {"d": {"format": "date"}},
     }
     assert loosen(schema) == {
-        "type": "object", "required": ["a"], "properties": {"a": {"anyOf": [{"type": "string"}, {}]}, "b": {}, "c": {}}, "$defs": {"d": {}}, "additionalProperties": False,
+        "type": "object", "required": ["a"], "properties": {"a": {"anyOf": [{"type": "string"}, {}]}, "b": {}, "c": {}},
+        "$defs": {"d": {}}, "additionalProperties": False,
     }
     number = {"type": "integer", "minimum": 1, "exclusiveMaximum": 9}
-    kept = [number, {"type": "string", "maxLength": 5}, {"type": "array", "minItems": 2, "items": {}}, {"type": "number", "minimum": 0.5}]
+    kept = [
+        number, {"type": "string", "maxLength": 5}, {"type": "array", "minItems": 2, "items": {}},
+        {"type": "number", "minimum": 0.5}
+    ]
     assert [loosen(s) for s in kept] == kept
-    for lost in ({"minimum": 3, "maximum": 3}, {"minimum": 5, "maximum": 1}, {"minimum": "x"}, {"minimum": True}, {"maximum": 10**12}):
+    for lost in (
+        {"minimum": 3, "maximum": 3}, {"minimum": 5, "maximum": 1}, {"minimum": "x"}, {"minimum": True},
+        {"maximum": 10**12}
+    ):
         assert loosen({"type": "integer", **lost}) == {"type": "integer"}
-    assert loosen({"type": "string", "minLength": -1}) == {"type": "string"} and loosen({"enum": [1], "minimum": 3}) == {"enum": [1]}
+    assert (
+        loosen({"type": "string", "minLength": -1}) == {"type": "string"}
+        and loosen({"enum": [1], "minimum": 3}) == {"enum": [1]}
+    )
     for lost in ({"enum": [2**60 + 1, 1]}, {"const": [{"a": "\0"}]}, {"minimum": 0.12345678901234567}):
         assert loosen({"type": "number", **lost}) == {"type": "number"}
     deep: dict = {}

@@ -46,7 +46,9 @@ def test_text_around_calls(name, text):
     assert content.split() == ["Let", "me", "see.", "Done."] or content == "Let me see.Done."
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2", "gpt_oss", "granite"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2", "gpt_oss", "granite"]
+)
 @pytest.mark.parametrize("form", [{}, {"ensure_ascii": False}, {"indent": 2}, {"separators": (",", ":")}], ids=str)
 def test_nested_json_arguments_are_passed_on_as_written(name, form):
     arguments = json.dumps(NESTED, **form)
@@ -57,8 +59,14 @@ def test_nested_json_arguments_are_passed_on_as_written(name, form):
 
 @pytest.mark.parametrize("name, text", [
     ("pythonic", "[get_weather(**)]"),
-    ("qwen3_coder", "<tool_call><function=get_weather>\n<parameter=where>\n{where}\n</parameter>\n<parameter=city>\n{city}\n</parameter><parameter=tags>{tags}</parameter>\n<parameter=metric>\nTrue\n</parameter>\n</function></tool_call>"),
-    ("glm45", "<tool_call>get_weather\n<arg_key>where</arg_key>\n<arg_value>{where}</arg_value><arg_key>city</arg_key><arg_value>{city}</arg_value><arg_key>tags</arg_key><arg_value>{tags}</arg_value><arg_key>metric</arg_key><arg_value>true</arg_value></tool_call>"),
+    (
+        "qwen3_coder",
+        "<tool_call><function=get_weather>\n<parameter=where>\n{where}\n</parameter>\n<parameter=city>\n{city}\n</parameter><parameter=tags>{tags}</parameter>\n<parameter=metric>\nTrue\n</parameter>\n</function></tool_call>"
+    ),
+    (
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>where</arg_key>\n<arg_value>{where}</arg_value><arg_key>city</arg_key><arg_value>{city}</arg_value><arg_key>tags</arg_key><arg_value>{tags}</arg_value><arg_key>metric</arg_key><arg_value>true</arg_value></tool_call>"
+    ),
     ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="where" string="false">{where}</｜DSML｜parameter><｜DSML｜parameter name="city" string="true">{city}</｜DSML｜parameter>'
                     '<｜DSML｜parameter name="tags" string="false">{tags}</｜DSML｜parameter><｜DSML｜parameter name="metric" string="false">true</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>'),
 ], ids=lambda v: v[:12])
@@ -76,7 +84,10 @@ def test_nested_values_of_untyped_formats(name, text):
 def test_reasoning_is_set_apart(name):
     assert summary(run(parser(None, name), [REASONED[name]])) == (THOUGHT, ANSWER, []) or name == "deepseek_r1"
     is_open = name != "gpt_oss"
-    opened = REASONED[name] if not is_open else REASONED[name].split("think>", 1)[-1] if name in ("qwen3",) else REASONED[name]
+    opened = (
+        REASONED[name] if not is_open else REASONED[name].split("think>", 1)[-1] if name in ("qwen3",)
+        else REASONED[name]
+    )
     assert summary(run(parser(None, name, is_open=is_open), [opened])) == (THOUGHT, ANSWER, [])
 
 
@@ -93,8 +104,10 @@ def test_reasoning_cut_short(name):
 
 
 @pytest.mark.parametrize("tools, reasoning", [
-    ("hermes", "qwen3"), ("deepseek_v3", "deepseek_r1"), ("deepseek_v31", "deepseek_v3"), ("deepseek_v4", "deepseek_v4"), ("glm45", "glm45"),
-    ("kimi_k2", "kimi_k2"), ("mistral", "mistral"), ("gpt_oss", "gpt_oss"), ("granite", "granite"), ("qwen3_coder", "qwen3"), ("pythonic", "qwen3"),
+    ("hermes", "qwen3"), ("deepseek_v3", "deepseek_r1"), ("deepseek_v31", "deepseek_v3"),
+    ("deepseek_v4", "deepseek_v4"), ("glm45", "glm45"),
+    ("kimi_k2", "kimi_k2"), ("mistral", "mistral"), ("gpt_oss", "gpt_oss"), ("granite", "granite"),
+    ("qwen3_coder", "qwen3"), ("pythonic", "qwen3"),
     ("llama3_json", "deepseek_r1"),
 ])
 def test_reasoning_then_calls(tools, reasoning):
@@ -126,7 +139,13 @@ def test_only_the_first_call_when_calls_are_not_parallel():
         assert (content, [n for n, _, _ in calls]) == ("", ["get_weather"])
 
 
-@pytest.mark.parametrize("text", ['{"type": "person", "name": "noop"}', '{"type": {"a": 1}, "name": "noop"}', '{"type": "function"}', '{"kind": "function", "name": "noop"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"type": "person", "name": "noop"}', '{"type": {"a": 1}, "name": "noop"}', '{"type": "function"}',
+        '{"kind": "function", "name": "noop"}'
+    ]
+)
 def test_json_that_is_no_call_is_an_answer(text):
     assert summary(run(parser("llama3_json"), list(text))) == ("", text, [])
 
@@ -164,26 +183,38 @@ def test_an_untyped_value_becomes_what_the_schema_says():
         return json.loads(arguments)[key]
 
     for key, text, expected in [
-        ("city", "3", "3"), ("city", " a\n", " a\n"), ("city", "null", "null"), ("city", "{}", "{}"), ("days", "3", 3), ("days", " 3 ", 3), ("days", "3.0", 3),
-        ("days", "three", "three"), ("days", "3.5", "3.5"), ("days", "99999999999999999999", 99999999999999999999), ("scale", "1e3", 1000.0), ("scale", "2", 2), ("metric", "True", True),
-        ("metric", "FALSE", False), ("metric", "yes", "yes"), ("tags", '["a"]', ["a"]), ("tags", "['a', None]", ["a", None]), ("tags", "a, b", "a, b"),
-        ("where", "{'x': 1}", {"x": 1}), ("where", '{"x": {"y": [true]}}', {"x": {"y": [True]}}), ("note", "null", None), ("note", "None", None), ("note", "3", "3"),
-        ("any", "3", 3), ("any", "[1]", [1]), ("any", "text", "text"), ("other", "true", True), ("other", "0123", "0123"), ("scale", "1e999", "1e999"),
+        ("city", "3", "3"), ("city", " a\n", " a\n"), ("city", "null", "null"), ("city", "{}", "{}"), ("days", "3", 3),
+        ("days", " 3 ", 3), ("days", "3.0", 3),
+        ("days", "three", "three"), ("days", "3.5", "3.5"), ("days", "99999999999999999999", 99999999999999999999),
+        ("scale", "1e3", 1000.0), ("scale", "2", 2), ("metric", "True", True),
+        ("metric", "FALSE", False), ("metric", "yes", "yes"), ("tags", '["a"]', ["a"]),
+        ("tags", "['a', None]", ["a", None]), ("tags", "a, b", "a, b"),
+        ("where", "{'x': 1}", {"x": 1}), ("where", '{"x": {"y": [true]}}', {"x": {"y": [True]}}),
+        ("note", "null", None), ("note", "None", None), ("note", "3", "3"),
+        ("any", "3", 3), ("any", "[1]", [1]), ("any", "text", "text"), ("other", "true", True),
+        ("other", "0123", "0123"), ("scale", "1e999", "1e999"),
         ("where", "[" * 5000, "[" * 5000), ("any", '"q"', '"q"'),
     ]:
         assert value(key, text) == expected and type(value(key, text)) is type(expected), (key, text)
 
 
 def test_slips_in_json_are_put_right():
-    for written, meant in [('"a\nb\tc"', "a\nb\tc"), (r'"\d+\."', r"\d+\."), ("True", True), ("None", None), (r'"\u12"', r"\u12"), (r'"\ud83d\ude00"', "😀")]:
-        ((_, arguments, is_complete),) = summary(run(parser("hermes"), [f'<tool_call>{{"name": "f", "arguments": {{"x": {written}}}}}</tool_call>']))[2]
+    for written, meant in [
+        ('"a\nb\tc"', "a\nb\tc"), (r'"\d+\."', r"\d+\."), ("True", True), ("None", None), (r'"\u12"', r"\u12"),
+        (r'"\ud83d\ude00"', "😀")
+    ]:
+        ((_, arguments, is_complete),) = summary(
+            run(parser("hermes"), [f'<tool_call>{{"name": "f", "arguments": {{"x": {written}}}}}</tool_call>'])
+        )[2]
         assert is_complete and json.loads(arguments) == {"x": meant}
 
 
 def test_python_literals():
     for written, meant in [
-        (r"'it\'s \x41é\n\q'", "it's Aé\n\\q"), ('"""a "b"\nc"""', 'a "b"\nc'), ("-1.5e3", -1500.0), (".5", 0.5), ("5.", 5.0), ("+7", 7), ("(1, 'x',)", [1, "x"]), ("[]", []), ("()", []), ("{}", {}),
-        ("{1: None, 'a': [True, false, null]}", {"1": None, "a": [True, False, None]}), ("''", ""), (r"'\ud83d\ude00 \U0001F600 \N'", "😀 😀 \\N"), ('"\\\n"', ""), ("[[[[]]]]", [[[[]]]]),
+        (r"'it\'s \x41é\n\q'", "it's Aé\n\\q"), ('"""a "b"\nc"""', 'a "b"\nc'), ("-1.5e3", -1500.0), (".5", 0.5),
+        ("5.", 5.0), ("+7", 7), ("(1, 'x',)", [1, "x"]), ("[]", []), ("()", []), ("{}", {}),
+        ("{1: None, 'a': [True, false, null]}", {"1": None, "a": [True, False, None]}), ("''", ""),
+        (r"'\ud83d\ude00 \U0001F600 \N'", "😀 😀 \\N"), ('"\\\n"', ""), ("[[[[]]]]", [[[[]]]]),
     ]:
         ((_, arguments, is_complete),) = summary(run(parser("pythonic"), [f"[get_weather(any={written})]"]))[2]
         assert is_complete and json.loads(arguments) == {"any": meant}, written

@@ -13,7 +13,10 @@ from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, T
 from headrace.service.parsing.format import visible_texts
 from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
-NOISE = ["Let me see.\n", " ", "\n", "\n\n", "é", "日本", "😀", "{", "}", "[", "]", "(", ")", '"', "'", "\\", '\\"', "\\u00e9", "1", "-2.5e3", "null", "get_weather", "noop", ",", ":", "="]
+NOISE = [
+    "Let me see.\n", " ", "\n", "\n\n", "é", "日本", "😀", "{", "}", "[", "]", "(", ")", '"', "'", "\\", '\\"', "\\u00e9",
+    "1", "-2.5e3", "null", "get_weather", "noop", ",", ":", "="
+]
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
@@ -22,9 +25,18 @@ def pieces_of(name: str) -> st.SearchStrategy[str]:
     tools, reasoning = TOOL_FORMATS.load(name), REASONING_FORMATS.load(PAIRS[name])
     markers = visible_texts(tools, reasoning)
     texts = [TWO_CALLS[name], REASONED[PAIRS[name]], *(t for n, t in VARIANTS if n == name)]
-    texts.append(TWO_CALLS[name].replace('{"city": "Paris", "days": 3}', json.dumps(NESTED)).replace("Paris", f'Pa"{markers[0]}\n'))
-    cut = st.tuples(st.sampled_from(texts + markers), st.integers(0, 400), st.integers(0, 400)).map(lambda t: t[0][t[1] % len(t[0]) :][: t[2]])
-    return st.lists(st.one_of(st.sampled_from(markers), st.sampled_from(NOISE), st.sampled_from(texts), cut, st.text(max_size=4)), max_size=8).map("".join)
+    texts.append(
+        TWO_CALLS[name].replace(
+            '{"city": "Paris", "days": 3}', json.dumps(NESTED)
+        ).replace("Paris", f'Pa"{markers[0]}\n')
+    )
+    cut = st.tuples(
+        st.sampled_from(texts + markers), st.integers(0, 400), st.integers(0, 400)
+    ).map(lambda t: t[0][t[1] % len(t[0]) :][: t[2]])
+    return st.lists(
+        st.one_of(st.sampled_from(markers), st.sampled_from(NOISE), st.sampled_from(texts), cut, st.text(max_size=4)),
+        max_size=8
+    ).map("".join)
 
 
 def check_order(events: list) -> None:
@@ -52,7 +64,10 @@ def check_order(events: list) -> None:
 @given(data=st.data())
 def test_any_text_in_any_pieces(name, data):
     text = data.draw(pieces_of(name))
-    options = {"is_open": data.draw(st.booleans()), "separates": data.draw(st.booleans()), "max_calls": data.draw(st.sampled_from([1, 1024]))}
+    options = {
+        "is_open": data.draw(st.booleans()), "separates": data.draw(st.booleans()),
+        "max_calls": data.draw(st.sampled_from([1, 1024]))
+    }
     reasoning = data.draw(st.sampled_from([None, PAIRS[name]]))
     options["is_open"] &= reasoning is not None
     whole = run(parser(name, reasoning, **options), [text])
@@ -97,7 +112,10 @@ def test_text_without_markers_is_passed_on_as_it_is(name):
 @pytest.mark.parametrize("name", ["hermes", "kimi_k2", "mistral", "pythonic", "qwen3_coder", "gemma"])
 def test_broken_calls_come_back_as_text(name):
     opening = visible_texts(TOOL_FORMATS.load(name), None)[0]
-    for rest in ("", "no call", " {", '{"name": 3}', '{"name": "a b", "arguments": {}}', "\x00", "[[[", '{"arguments": {}}', "f(1, 2)"):
+    for rest in (
+        "", "no call", " {", '{"name": 3}', '{"name": "a b", "arguments": {}}', "\x00", "[[[", '{"arguments": {}}',
+        "f(1, 2)"
+    ):
         text = f"So: {opening}{rest}"
         assert summary(run(parser(name), text)) == ("", text, [])
 
@@ -113,6 +131,9 @@ def test_a_call_cut_short_keeps_what_was_written(name):
 
 def test_long_output_of_the_worst_kind():
     call = '<tool_call>{"name": "f", "arguments": {"x": "' + "y" * 50_000 + '"}}</tool_call>'
-    for text in (" \n" * 25_000, "<" * 50_000, "<tool_call" * 5_000, "[" * 50_000, "\n[" * 25_000, "{" * 50_000, call, '<tool_call>{"a": ' + "[" * 50_000):
+    for text in (
+        " \n" * 25_000, "<" * 50_000, "<tool_call" * 5_000, "[" * 50_000, "\n[" * 25_000, "{" * 50_000, call,
+        '<tool_call>{"a": ' + "[" * 50_000
+    ):
         for name in ("hermes", "pythonic", "llama3_json"):
             check_order(run(parser(name), [text[i : i + 50] for i in range(0, len(text), 50)]))

@@ -119,7 +119,9 @@ class FakeRunner:
             self._check_reads(row, begin, length)
             self.num_computed += length
             if row.wants_prompt_logprobs:
-                entries = [TokenLogprobs(p, -1.0, 1) for p in range(max(1, begin + 1), min(begin + length + 1, row.prompt_len))]
+                entries = [
+                    TokenLogprobs(p, -1.0, 1) for p in range(max(1, begin + 1), min(begin + length + 1, row.prompt_len))
+                ]
                 if entries:
                     prompts.append(PromptLogprobs(row_id, max(1, begin + 1), entries))
             if plan.samples[index] and begin + length == row.jumped_from + 1:
@@ -161,17 +163,26 @@ class FakeRunner:
             tables: list[dict[int, int]] = [{} for _ in self.layout.groups]
             is_pooled = start.pooling is not None
             is_forced = start.sampling.grammar is not None
-            self.rows[start.row] = Row(start.request_id, prints, start.sampling.seed, start.prompt_len, wants, is_pooled, is_forced, tables, host_len=len(prints))
+            self.rows[start.row] = Row(
+                start.request_id, prints, start.sampling.seed, start.prompt_len, wants, is_pooled, is_forced, tables,
+                host_len=len(prints)
+            )
         for growth in plan.growths:
             row = self.rows[growth.row]
-            assert row.jumped_from <= growth.start <= row.jumped_from + 1, "a growth leaves a hole, or tells what is known"
+            assert row.jumped_from <= growth.start <= row.jumped_from + 1, (
+                "a growth leaves a hole, or tells what is known"
+            )
             fingerprint = row.prints[growth.start - 1]
             for position, token in enumerate(growth.token_ids, growth.start):
                 fingerprint = extend_print(fingerprint, token)
                 assert row.prints[position] == fingerprint, "another token than was forced"
             assert growth.start + len(growth.token_ids) == len(row.prints)
             row.host_len = len(row.prints)
-        entries = [(append.group, append.row, entry) for append in plan.appends for entry in range(append.start, append.start + len(append.pages))]
+        entries = [
+            (append.group, append.row, entry)
+            for append in plan.appends
+            for entry in range(append.start, append.start + len(append.pages))
+        ]
         assert len(set(entries)) == len(entries), "a page-table entry is written twice in one plan"
         for append in plan.appends:
             assert NULL_PAGE not in append.pages and max(append.pages) < self.layout.groups[append.group].num_pages
@@ -194,7 +205,9 @@ class FakeRunner:
             low = max(0, begin - spec.window + 1) if spec.window else 0
             for position in range(low, begin + length):
                 slot = self._slot(row, group, position)
-                assert self.kv[group].get(slot) == row.prints[position], f"{row.request_id}: position {position} is not in group {group}"
+                assert self.kv[group].get(slot) == row.prints[position], (
+                    f"{row.request_id}: position {position} is not in group {group}"
+                )
 
 
 class FakeEngine:
@@ -284,17 +297,25 @@ class FakeEngine:
 
 
 def make_layout(
-    num_pages: int, *, page_size: int = 4, max_rows: int = 4, max_model_len: int = 64, window: int = 0, window_pages: int = 0, full: bool = True,
+    num_pages: int, *, page_size: int = 4, max_rows: int = 4, max_model_len: int = 64, window: int = 0,
+    window_pages: int = 0, full: bool = True,
     soft_pages: int = 0,
 ) -> CacheLayout:
     """A full group, a window group when ``window`` is given, or the latter alone."""
     groups = [CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages, soft_pages)] if full else []
     if window:
-        groups.append(CacheGroup(CacheSpec("sliding_window", 1, 8, 8, "float32", window=window), [1], window_pages or num_pages, soft_pages))
+        groups.append(
+            CacheGroup(
+                CacheSpec("sliding_window", 1, 8, 8, "float32", window=window), [1], window_pages or num_pages,
+                soft_pages
+            )
+        )
     return CacheLayout(page_size, max_rows, max_model_len, groups)
 
 
-def make_engine(layout: CacheLayout, *, vocab: int = 50, prefix_cache: bool = True, clock=lambda: 0.0, **options) -> FakeEngine:
+def make_engine(
+    layout: CacheLayout, *, vocab: int = 50, prefix_cache: bool = True, clock=lambda: 0.0, **options
+) -> FakeEngine:
     """A fake engine over the layout; ``options`` are the scheduler's."""
     options = {"max_step_tokens": 16, "overlap_depth": 1, "max_running_requests": layout.max_rows} | options
     config = SchedulerConfig(**options)
@@ -302,7 +323,9 @@ def make_engine(layout: CacheLayout, *, vocab: int = 50, prefix_cache: bool = Tr
     return FakeEngine(scheduler, layout, vocab=vocab, depth=config.overlap_depth)
 
 
-def make_ask(request_id: str, prompt: list[int], max_tokens: int = 4, *, seed: int = 0, prompt_logprobs: int = -1, **fields) -> EngineRequest:
+def make_ask(
+    request_id: str, prompt: list[int], max_tokens: int = 4, *, seed: int = 0, prompt_logprobs: int = -1, **fields
+) -> EngineRequest:
     """A request; ``stop`` fields and message fields by keyword."""
     stop = {name: fields.pop(name) for name in ("min_tokens", "eos_ids", "stop_ids") if name in fields}
     sampling = SamplingSpec(seed=seed, num_prompt_logprobs=prompt_logprobs, grammar=fields.pop("grammar", None))

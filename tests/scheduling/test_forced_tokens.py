@@ -1,4 +1,5 @@
-"""Tokens that come without a draw: fewer steps, the same outputs, whatever is in flight, stops or runs out meanwhile."""
+"""Tokens that come without a draw: fewer steps, the same outputs, whatever is in flight, stops or runs out
+meanwhile."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_a_run_may_end_the_request(depth: int):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_grown_request_goes_before_other_prefills(depth: int):
-    engine = make_engine(make_layout(400, max_model_len=400, max_rows=3), vocab=VOCAB, overlap_depth=depth, max_step_tokens=8)
+    engine = make_engine(
+        make_layout(400, max_model_len=400, max_rows=3), vocab=VOCAB, overlap_depth=depth, max_step_tokens=8
+    )
     engine.add(make_ask("short", [1, 2, 3], 40, grammar=FORCED))
     engine.step()
     engine.add(make_ask("long", list(range(50)) * 6, 2))

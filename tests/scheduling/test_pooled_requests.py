@@ -1,4 +1,5 @@
-"""Requests that are read and not continued: one result each, chunks and prefix hits as usual, whole where nothing is kept."""
+"""Requests that are read and not continued: one result each, chunks and prefix hits as usual, whole where nothing is
+kept."""
 
 from __future__ import annotations
 
@@ -44,10 +45,15 @@ def check_results(engine: FakeEngine) -> None:
     for name, ask in engine.asks.items():
         output = engine.finishes[name]
         if ask.pooling is not None:
-            assert (output.finish.reason, output.pooled, output.token_ids) == ("stop", expected(ask.prompt_token_ids, ask.namespace), [])
+            assert (
+                (output.finish.reason, output.pooled, output.token_ids)
+                == ("stop", expected(ask.prompt_token_ids, ask.namespace), [])
+            )
         else:
             assert output.pooled is None
-            assert (engine.tokens[name], output.finish.reason) == run_alone(ask, engine.vocab, engine.layout.max_model_len)
+            assert (
+                (engine.tokens[name], output.finish.reason) == run_alone(ask, engine.vocab, engine.layout.max_model_len)
+            )
     engine.scheduler.check()
 
 
@@ -109,7 +115,10 @@ def test_one_that_fails_or_is_aborted_fails_alone():
 def test_readers_and_writers_share_steps(data):
     """Any mixture, any budget, few pages: each ends as if it ran alone."""
     keeps = data.draw(st.booleans())
-    layout = make_layout(data.draw(st.integers(17, 30)), max_rows=5, max_model_len=48) if keeps else CacheLayout(4, 5, 48, [])
+    layout = (
+        make_layout(data.draw(st.integers(17, 30)), max_rows=5, max_model_len=48) if keeps
+        else CacheLayout(4, 5, 48, [])
+    )
     budget = data.draw(st.integers(8, 40)) if keeps else 48
     engine = make_engine(layout, max_step_tokens=budget, overlap_depth=data.draw(st.sampled_from([1, 2])))
     for i in range(data.draw(st.integers(1, 12))):

@@ -29,7 +29,9 @@ class Bench:
         self.page_size = page_size
         self.policies = [FullPolicy(spec, page_size)]
         if window:
-            self.policies.append(SlidingWindowPolicy(CacheSpec("sliding_window", 1, 8, 8, "float32", window=window), page_size))
+            self.policies.append(
+                SlidingWindowPolicy(CacheSpec("sliding_window", 1, 8, 8, "float32", window=window), page_size)
+            )
         self.accounts = [PageAccounts(num_pages) for _ in self.policies]
         self.tree = PrefixTree(self.policies, page_size, self.accounts)
 
@@ -60,7 +62,9 @@ class Bench:
 
     def open(self, match: PrefixMatch):
         starts = [policy.first_needed(match.num_pages * self.page_size) for policy in self.policies]
-        tables = [self.tree.collect(match.node, g, s, match.num_pages) if match.node else [] for g, s in enumerate(starts)]
+        tables = [
+            self.tree.collect(match.node, g, s, match.num_pages) if match.node else [] for g, s in enumerate(starts)
+        ]
         for g, pages in enumerate(tables):
             self.tree.pin(g, pages)
         return self.tree.hold(match), starts, tables
@@ -165,24 +169,35 @@ def test_a_tombstone_is_healed_by_the_next_to_compute_it() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=12), st.lists(st.integers(0, 1), min_size=1, max_size=24))
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=12),
+    st.lists(st.integers(0, 1), min_size=1, max_size=24)
+)
 def test_matching_agrees_with_a_set_of_prefixes(stored: list[list[int]], query: list[int]) -> None:
     bench, known = Bench(num_pages=400, page_size=2), set()
     for tokens in stored:
         bench.store(tokens)
         known |= {tuple(tokens[:end]) for end in range(0, len(tokens) + 1, 2)}
     query = query[: len(query) // 2 * 2]
-    assert bench.hit(query) == max((end for end in range(0, len(query) + 1, 2) if tuple(query[:end]) in known), default=0)
+    assert bench.hit(query) == max(
+        (end for end in range(0, len(query) + 1, 2) if tuple(query[:end]) in known), default=0
+    )
     num_stored = len(known) - 1
     assert bench.tree.num_evictable == [num_stored]
     assert sum(len(node.pages[0]) for node in bench.tree.walk()) == num_stored
 
 
-@given(st.lists(st.integers(0, 1), max_size=20), st.lists(st.integers(0, 1), max_size=20), st.integers(0, 5), st.integers(1, 3))
+@given(
+    st.lists(st.integers(0, 1), max_size=20), st.lists(st.integers(0, 1), max_size=20), st.integers(0, 5),
+    st.integers(1, 3)
+)
 def test_common_pages_are_counted_like_a_loop_would(run: list[int], tail: list[int], at: int, page: int) -> None:
     run = run[: len(run) // page * page]
     tokens = [9] * at + tail
     want = 0
-    while (want + 1) * page <= min(len(run), len(tail)) and run[want * page : (want + 1) * page] == tail[want * page : (want + 1) * page]:
+    while (
+        (want + 1) * page <= min(len(run), len(tail))
+        and run[want * page : (want + 1) * page] == tail[want * page : (want + 1) * page]
+    ):
         want += 1
     assert count_common_pages(as_bytes(run), as_bytes(tokens), at * 4, page * 4) == want

@@ -176,7 +176,9 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("state", ["queued", "following", "prefilling", "decoding", "in flight", "retracted", "finished"])
+@pytest.mark.parametrize(
+    "state", ["queued", "following", "prefilling", "decoding", "in flight", "retracted", "finished"]
+)
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_a_request_can_be_ended_in_every_state(state: str, depth: int, how: str) -> None:
     now = [0.0]
@@ -187,7 +189,9 @@ def test_a_request_can_be_ended_in_every_state(state: str, depth: int, how: str)
     if state == "queued":
         engine.add(make_ask("other2", [40], 9))
         engine.step()
-    engine.add(make_ask("x", stem if state == "following" else [7] * 12, 2 if state == "finished" else 9, deadline_s=5.0))
+    engine.add(
+        make_ask("x", stem if state == "following" else [7] * 12, 2 if state == "finished" else 9, deadline_s=5.0)
+    )
     if state == "following":
         engine.launch()
         assert scheduler._roster.requests["x"].leader is not None
@@ -309,7 +313,10 @@ def test_the_youngest_or_least_important_gives_way(policy: str, victim: str) -> 
         engine.step()
         engine.scheduler.check()
         if first is None and engine.scheduler.stats().retracted_total:
-            first = {r.request_id for r in engine.scheduler._roster.requests.values()} - {r.request_id for r in engine.scheduler._roster.running()}
+            first = (
+                {r.request_id for r in engine.scheduler._roster.requests.values()}
+                - {r.request_id for r in engine.scheduler._roster.running()}
+            )
     assert first == {victim}
     engine.check_outputs()
 
@@ -363,7 +370,9 @@ def test_a_follower_waits_for_the_shared_part_and_then_hits_it() -> None:
     engine.add(make_ask("stranger", [40] * 5, 3))
     engine.drain()
     engine.check_outputs()
-    assert {request_id: output.num_cached_tokens for request_id, output in engine.finishes.items()} == {"leader": 0, "follower": 24, "stranger": 0}
+    assert {
+        request_id: output.num_cached_tokens for request_id, output in engine.finishes.items()
+    } == {"leader": 0, "follower": 24, "stranger": 0}
     assert engine.scheduler.stats().num_queued == 0
 
 

@@ -1,4 +1,5 @@
-"""Dense random loads: dozens of requests over tiny pools, so that sharing, eviction and retraction meet all the time."""
+"""Dense random loads: dozens of requests over tiny pools, so that sharing, eviction and retraction meet all the
+time."""
 
 from __future__ import annotations
 
@@ -20,20 +21,27 @@ def build(rng: random.Random) -> FakeEngine:
     window = rng.choice([0, 0, 2, 4, 6, 11, 20])
     pages = -(-MAX_MODEL_LEN // page_size)
     layout = make_layout(
-        1 + pages + rng.randrange(2 * pages), page_size=page_size, max_rows=rng.randint(1, 8), max_model_len=MAX_MODEL_LEN, window=window,
+        1 + pages + rng.randrange(2 * pages), page_size=page_size, max_rows=rng.randint(1, 8),
+        max_model_len=MAX_MODEL_LEN, window=window,
         window_pages=3 + -(-window // page_size) + rng.randrange(pages), full=not window or rng.random() < 0.75,
     )  # fmt: skip
     return make_engine(
-        layout, vocab=VOCAB, prefix_cache=rng.random() < 0.85, max_step_tokens=rng.choice([8, 8, 13, 32, 64]), overlap_depth=rng.randint(1, 2),
-        policy=rng.choice(["fcfs", "priority", "longest-prefix"]), starvation_steps=rng.choice([1, 3, 50]), share_prefix_in_batch=rng.random() < 0.8,
+        layout, vocab=VOCAB, prefix_cache=rng.random() < 0.85, max_step_tokens=rng.choice([8, 8, 13, 32, 64]),
+        overlap_depth=rng.randint(1, 2),
+        policy=rng.choice(["fcfs", "priority", "longest-prefix"]), starvation_steps=rng.choice([1, 3, 50]),
+        share_prefix_in_batch=rng.random() < 0.8,
     )  # fmt: skip
 
 
 def draw_ask(rng: random.Random, index: int, stems: list[list[int]]):
     stem = rng.choice(stems)
-    prompt = stem[: rng.choice([rng.randint(1, len(stem)), len(stem)])] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))]
+    prompt = (
+        stem[: rng.choice([rng.randint(1, len(stem)), len(stem)])]
+        + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))]
+    )
     return make_ask(
-        f"r{index}", prompt, rng.choice([0, 1, 5, 20, 60]), seed=rng.randrange(3), namespace=rng.choice(["", "", "", "x"]), priority=rng.randint(0, 2),
+        f"r{index}", prompt, rng.choice([0, 1, 5, 20, 60]), seed=rng.randrange(3),
+        namespace=rng.choice(["", "", "", "x"]), priority=rng.randint(0, 2),
         eos_ids=[] if rng.random() < 0.6 else [rng.randrange(VOCAB)], prompt_logprobs=rng.choice([-1] * 9 + [1]),
     )  # fmt: skip
 

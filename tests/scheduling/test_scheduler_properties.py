@@ -41,7 +41,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         share=st.booleans(),
         soft_pages=st.sampled_from([0, 0, 3, 12]),
     )
-    def build(self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, step_tokens, policy, starvation, prefix_cache, share, soft_pages):
+    def build(
+        self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, step_tokens, policy, starvation,
+        prefix_cache, share, soft_pages
+    ):
         self.now = 0.0
         num_pages = 1 + -(-MAX_MODEL_LEN // page_size) // 2 + spare_pages
         window_pages = 3 + -(-window // page_size) + spare_window_pages
@@ -56,14 +59,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-        prompt=prompts(), max_tokens=st.integers(0, 20), seed=st.integers(0, 2), min_tokens=st.integers(0, 6), stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
-        namespace=st.sampled_from(["", "", "a"]), priority=st.integers(-1, 1), deadline=st.sampled_from([None, None, None, 3.0]),
+        prompt=prompts(), max_tokens=st.integers(0, 20), seed=st.integers(0, 2), min_tokens=st.integers(0, 6),
+        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        namespace=st.sampled_from(["", "", "a"]), priority=st.integers(-1, 1),
+        deadline=st.sampled_from([None, None, None, 3.0]),
         prompt_logprobs=st.sampled_from([-1, -1, -1, 0]), grammar=st.sampled_from([None, FORCED]),
     )
     def add(self, prompt, max_tokens, seed, min_tokens, stops, namespace, priority, deadline, prompt_logprobs, grammar):
         self.count += 1
         ask = make_ask(
-            f"r{self.count}", prompt, max_tokens, seed=seed, min_tokens=min_tokens, eos_ids=stops[:1], stop_ids=stops[1:], namespace=namespace,
+            f"r{self.count}", prompt, max_tokens, seed=seed, min_tokens=min_tokens, eos_ids=stops[:1],
+            stop_ids=stops[1:], namespace=namespace,
             priority=priority, deadline_s=deadline, prompt_logprobs=prompt_logprobs, grammar=grammar,
         )
         try:

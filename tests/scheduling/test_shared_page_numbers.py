@@ -18,8 +18,10 @@ def make_ledger(num_pages: int, window_pages: int) -> CacheLedger:
     """Two ratios of entries and index keys; a window and a state as long-lived."""
     assert family.FAMILY.name == "deepseek_v4"  # it registers the kinds
     specs = [
-        CacheSpec(layout.ENTRIES, 1, 8, 8, "float32", compress_ratio=4), CacheSpec(layout.ENTRIES, 1, 8, 8, "float32", compress_ratio=128),
-        CacheSpec(layout.INDEX_KEYS, 1, 8, 8, "float32", compress_ratio=4), CacheSpec(layout.WINDOW, 1, 8, 8, "float32", window=5),
+        CacheSpec(layout.ENTRIES, 1, 8, 8, "float32", compress_ratio=4),
+        CacheSpec(layout.ENTRIES, 1, 8, 8, "float32", compress_ratio=128),
+        CacheSpec(layout.INDEX_KEYS, 1, 8, 8, "float32", compress_ratio=4),
+        CacheSpec(layout.WINDOW, 1, 8, 8, "float32", window=5),
         CacheSpec(layout.STATE, 1, 8, 8, "float32", window=8, compress_ratio=4),
     ]
     groups = [CacheGroup(spec, [i], num_pages if i in CHAINED else window_pages) for i, spec in enumerate(specs)]
@@ -31,7 +33,10 @@ def tokens(stem: int, pages: int) -> bytes:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.integers(0, 5)), max_size=25), st.integers(8, 16), st.integers(4, 10))
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.integers(0, 5)), max_size=25), st.integers(8, 16),
+    st.integers(4, 10)
+)
 def test_equal_tables(visits: list[tuple[int, int, int]], num_pages: int, window_pages: int):
     """Requests come, grow page by page, store their pages, and leave when a later one needs room or at random."""
     ledger, running = make_ledger(num_pages, window_pages), []

@@ -122,6 +122,9 @@ def test_the_wait_for_the_first_step_is_told_once_it_is_over() -> None:
         if len(outputs) == 1:
             now[0] += 10
             outputs.append(engine.scheduler.abort("c"))
-    told = {(o.request_id, len(o.token_ids), o.finish is not None): o.queued_s for o in outputs if o.queued_s is not None or o.finish is not None}
+    told = {
+        (o.request_id, len(o.token_ids), o.finish is not None): o.queued_s
+        for o in outputs if o.queued_s is not None or o.finish is not None
+    }
     assert told["a", 1, False] == told["a", 1, True] == 3.0
     assert told["b", 1, False] == told["b", 1, True] > 10.0 and told["c", 0, True] is None

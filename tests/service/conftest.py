@@ -26,7 +26,9 @@ async def start_client(config_only: Path) -> AsyncIterator[Callable]:
     """Starts clients over fake engines, waits until they are ready, and closes them after the test."""
     clients: list[EngineClient] = []
 
-    async def start(*, max_restarts: int = 5, builder: str = BUILDER, stall_timeout_s: float = 300.0, **options: object) -> EngineClient:
+    async def start(
+        *, max_restarts: int = 5, builder: str = BUILDER, stall_timeout_s: float = 300.0, **options: object
+    ) -> EngineClient:
         config = engine_config(model=str(config_only), skip_tokenizer=True, **options)
         client = EngineClient(config, max_restarts=max_restarts, builder=builder, stall_timeout_s=stall_timeout_s)
         clients.append(client)

@@ -1,4 +1,5 @@
-"""An executor without tensors, under the real engine and scheduler. The token after a sequence is a fixed function of it."""
+"""An executor without tensors, under the real engine and scheduler. The token after a sequence is a fixed function of
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 
 PATIENCE_S = 200.0
-"""What never comes is waited for so long: less than a test may take, and far more than anything takes on a machine that has other work."""
+"""What never comes is waited for so long: less than a test may take, and far more than anything takes on a machine that
+has other work."""
 
 VOCABULARY = 256
 MAX_MODEL_LEN = 4096
@@ -69,8 +71,10 @@ class FakeExecutor:
         group = CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages=config.cache.kv_pages or 512)
         self.layout = layout or CacheLayout(config.cache.page_size or 16, rows, MAX_MODEL_LEN, [group])
         self.facts = ModelFacts(
-            model="fake", architecture="Fake", family="fake", dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN,
-            vocab_size=VOCABULARY, eos_ids=[], num_parameters=0, page_size=self.layout.page_size, num_kv_tokens=group.num_pages * self.layout.page_size,
+            model="fake", architecture="Fake", family="fake", dtype="float32", device="cpu",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCABULARY, eos_ids=[], num_parameters=0, page_size=self.layout.page_size,
+            num_kv_tokens=group.num_pages * self.layout.page_size,
         )
         self.memory = [MemoryLine("weights", 1)]
         self.delay_s = delay_s
@@ -95,7 +99,9 @@ class FakeExecutor:
             time.sleep(3600)
         if self.FAIL_LAUNCH in planned and not any(t == self.FAIL_RESULT for t in planned):
             raise Boom("launch failed")
-        for index, (row, begin, length, samples) in enumerate(zip(plan.rows, plan.begins, plan.lengths, plan.samples, strict=True)):
+        for index, (row, begin, length, samples) in enumerate(
+            zip(plan.rows, plan.begins, plan.lengths, plan.samples, strict=True)
+        ):
             known = self.rows[row]
             if index < plan.num_decodes:
                 assert length == 1 and samples

@@ -1,4 +1,5 @@
-"""Bytecode of packages that have none: written where Headrace keeps what it may rebuild, and read by the next process."""
+"""Bytecode of packages that have none: written where Headrace keeps what it may rebuild, and read by the next
+process."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def start(home: Path, *, writes: bool = False) -> str:
     """What a new process prints that imports the package."""
     told = {name: value for name, value in os.environ.items() if name != "PYTHONPYCACHEPREFIX"}
     environment = {**told, "HEADRACE_CACHE": str(home / "cache"), "PYTHONDONTWRITEBYTECODE": "" if writes else "1"}
-    done = subprocess.run([sys.executable, "-c", CODE, str(home)], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(home)], env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

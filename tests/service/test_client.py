@@ -99,7 +99,9 @@ async def test_a_slow_reader_costs_one_delta_a_choice(start_client: Callable):
 
 async def test_bad_requests_are_refused_at_the_door(start_client: Callable):
     client = await start_client()
-    for prompt, params in (([], greedy()), ([9999], greedy()), ([1], greedy(0)), ([1] * 5000, greedy()), ("text", greedy())):
+    for prompt, params in (
+        ([], greedy()), ([9999], greedy()), ([1], greedy(0)), ([1] * 5000, greedy()), ("text", greedy())
+    ):
         with pytest.raises(RequestError) as caught:
             client.submit(prompt, params)
         assert caught.value.param
@@ -224,7 +226,9 @@ async def test_long_steps_and_loading_are_not_taken_for_hanging(start_client: Ca
     assert (await hung)[-1].error.kind == "engine_unavailable"
 
 
-async def test_an_engine_that_ends_takes_its_compilers_with_it(start_client: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+async def test_an_engine_that_ends_takes_its_compilers_with_it(
+    start_client: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(EngineProcess, "end", partialmethod(EngineProcess.end, grace_s=PATIENCE_S))
     client = await start_client(builder="fakes:build_beside_compilers")
     engine = psutil.Process(client.engine_pid)
@@ -307,8 +311,12 @@ asyncio.run(main())
 
 
 def test_the_engine_dies_with_its_parent_and_the_client_needs_no_torch(config_only: Path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(config_only)], stdout=subprocess.PIPE, text=True, env=environment)
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    }
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(config_only)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     with parent:
         try:
             pid, has_torch = parent.stdout.readline().split()

@@ -15,11 +15,17 @@ from headrace import LLM, AsyncLLM, SamplingParams
 
 VOCAB, NEW_TOKENS = 256, 8
 CONFIG: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4],
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 16, "n_routed_experts": 6,
-    "num_experts_per_tok": 2, "n_shared_experts": 1, "num_hash_layers": 1, "sliding_window": 16, "o_groups": 2, "o_lora_rank": 8,
-    "index_n_heads": 32, "index_head_dim": 16, "index_topk": 16, "max_position_embeddings": 2048, "initializer_range": 0.3,
-    "rope_parameters": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1},
+    "vocab_size": VOCAB, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 4,
+    "compress_ratios": [0, 4, 128, 4],
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "num_hash_layers": 1, "sliding_window": 16, "o_groups": 2,
+    "o_lora_rank": 8,
+    "index_n_heads": 32, "index_head_dim": 16, "index_topk": 16, "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1
+    },
     "eos_token_id": None, "bos_token_id": 0, "pad_token_id": 0,
 }
 BASE = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_pages": 24, "max_model_len": 1024}
@@ -44,7 +50,10 @@ def make_prompts() -> list[list[int]]:
     """Some share beginnings of one and two pages."""
     draw = random.Random(1)
     shared = [draw.randrange(1, VOCAB) for _ in range(600)]
-    return [shared[:length] + [draw.randrange(1, VOCAB) for _ in range(extra)] for length, extra in ((513, 0), (600, 3), (300, 1), (256, 5), (0, 3), (0, 260))]
+    return [
+        shared[:length] + [draw.randrange(1, VOCAB) for _ in range(extra)] for length,
+        extra in ((513, 0), (600, 3), (300, 1), (256, 5), (0, 3), (0, 260))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[in
     folder = tmp_path_factory.mktemp("deepseek_v4")
     model.save_pretrained(folder)
     with torch.inference_mode():
-        expected = [model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(p):].tolist() for p in prompts]
+        expected = [
+            model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(p):].tolist()
+            for p in prompts
+        ]
     assert len({tuple(tokens) for tokens in expected}) > 3
     return folder, prompts, expected
 
@@ -88,7 +100,9 @@ def test_a_prefix_hit_changes_no_probability(served: tuple[Path, list[list[int]]
     with LLM(str(folder), **BASE | {"max_step_tokens": 300}) as llm:
         runs = [llm.generate(prompt_token_ids=prompts, sampling_params=params) for _ in range(2)]
     assert [o.num_cached_tokens for o in runs[1]][:4] == [512, 512, 256, 256]
-    cold, warm = (torch.tensor([[entry.logprob for entry in o.outputs[0].logprobs] for o in outputs]) for outputs in runs)
+    cold, warm = (
+        torch.tensor([[entry.logprob for entry in o.outputs[0].logprobs] for o in outputs]) for outputs in runs
+    )
     torch.testing.assert_close(warm, cold, atol=1e-5, rtol=1e-5)
 
 
@@ -130,14 +144,19 @@ def oracle_logprobs(model: transformers.PreTrainedModel, tokens: list[int]) -> t
 @pytest.mark.cuda
 @pytest.mark.parametrize(("kv_dtype", "times"), [("auto", 2), ("float8_e4m3fn", 3)])
 def test_half_the_bits_on_a_gpu_are_near(kv_dtype: str, times: int, tmp_path: Path):
-    """In bfloat16 as near to float32 as transformers is; with caches in 8 bits not much further. Every entry is chosen, as
-    rounding would else choose others."""
+    """In bfloat16 as near to float32 as transformers is; with caches in 8 bits not much further. Every entry is chosen,
+    as rounding would else choose others."""
     model = make_model(head_dim=128, qk_rope_head_dim=64, index_head_dim=64, index_topk=160)
     model.save_pretrained(tmp_path)
     prompts = make_prompts()[2:]
     exact = torch.cat([oracle_logprobs(model, p) for p in prompts])
     theirs = torch.cat([oracle_logprobs(model.bfloat16(), p) for p in prompts])
-    with LLM(str(tmp_path), **BASE | {"device": "cuda", "dtype": "bfloat16", "kv_dtype": kv_dtype, "max_step_tokens": 128}) as llm:
-        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, prompt_logprobs=0, ignore_eos=True))
+    with LLM(
+        str(tmp_path), **BASE | {"device": "cuda", "dtype": "bfloat16", "kv_dtype": kv_dtype, "max_step_tokens": 128}
+    ) as llm:
+        outputs = llm.generate(
+            prompt_token_ids=prompts,
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, prompt_logprobs=0, ignore_eos=True)
+        )
     ours = torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs[1:]])
     assert (ours - exact).norm() <= times * (theirs - exact).norm()

@@ -100,7 +100,10 @@ def test_bad_request_fails_alone():
     engine.submit(request("also", [1, 3]))
     engine.submit(request("full", [1]))
     outputs = run(engine)
-    assert outputs["long"][0].finish.error.kind == "context_length_exceeded" and outputs["long"][0].finish.error.param == "prompt"
+    assert (
+        outputs["long"][0].finish.error.kind == "context_length_exceeded"
+        and outputs["long"][0].finish.error.param == "prompt"
+    )
     assert outputs["full"][0].finish.error.kind == "queue_full" and outputs["full"][0].finish.error.retry_after > 0
     assert tokens(outputs["good"]) == continuation([1, 2], 4)
 
@@ -163,7 +166,9 @@ class TightExecutor(FakeExecutor):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_without_memory_is_computed_again_in_smaller_ones(depth: int):
-    engine = engine_over(TightExecutor(engine_config(overlap_depth=depth, max_step_tokens=128, max_running_requests=40)))
+    engine = engine_over(
+        TightExecutor(engine_config(overlap_depth=depth, max_step_tokens=128, max_running_requests=40))
+    )
     prompts = {f"r{i}": [(i + j) % 250 for j in range(5 + 9 * i)] for i in range(12)}
     for name, prompt in prompts.items():
         engine.submit(request(name, prompt, max_tokens=6))
@@ -195,7 +200,10 @@ def test_memory_for_not_even_the_smallest_step_fails_it_alone():
     engine.submit(request("large", list(range(40))))
     engine.submit(request("small", [7], max_tokens=3))
     outputs = run(engine)
-    assert outputs["large"][-1].finish.error.kind == "step_failed" and "no room" in outputs["large"][-1].finish.error.message
+    assert (
+        outputs["large"][-1].finish.error.kind == "step_failed"
+        and "no room" in outputs["large"][-1].finish.error.message
+    )
     engine.submit(request("after", [8], max_tokens=3))
     assert tokens(run(engine)["after"]) == continuation([8], 3)
     engine.check()
@@ -237,7 +245,9 @@ def test_a_stuck_scheduler_is_told_and_not_spun_on(monkeypatch: pytest.MonkeyPat
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 12)),
-        st.tuples(st.just("poison"), st.sampled_from([FakeExecutor.FAIL_LAUNCH, FakeExecutor.FAIL_RESULT]), st.integers(1, 3)),
+        st.tuples(
+            st.just("poison"), st.sampled_from([FakeExecutor.FAIL_LAUNCH, FakeExecutor.FAIL_RESULT]), st.integers(1, 3)
+        ),
         st.tuples(st.just("abort"), st.integers(0, 20), st.just(0)),
         st.tuples(st.just("step"), st.integers(1, 4), st.just(0)),
     ),
@@ -246,10 +256,16 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(events=EVENTS, depth=st.integers(1, 2), chunk=st.sampled_from([8, 24]), prefix_cache=st.booleans(), kv_pages=st.sampled_from([16, 40]))
-def test_whatever_happens_every_request_ends_once_and_nothing_is_lost(events: list, depth: int, chunk: int, prefix_cache: bool, kv_pages: int):
+@given(
+    events=EVENTS, depth=st.integers(1, 2), chunk=st.sampled_from([8, 24]), prefix_cache=st.booleans(),
+    kv_pages=st.sampled_from([16, 40])
+)
+def test_whatever_happens_every_request_ends_once_and_nothing_is_lost(
+    events: list, depth: int, chunk: int, prefix_cache: bool, kv_pages: int
+):
     engine = fake_engine(
-        overlap_depth=depth, max_step_tokens=chunk, prefix_cache=prefix_cache, kv_pages=kv_pages, page_size=4, max_running_requests=4,
+        overlap_depth=depth, max_step_tokens=chunk, prefix_cache=prefix_cache, kv_pages=kv_pages, page_size=4,
+        max_running_requests=4,
     )
     asked: dict[str, tuple[list[int], int]] = {}
     outputs: dict[str, list[RequestOutput]] = {}
@@ -276,5 +292,7 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_lost(events: li
         finishes = [o.finish for o in outputs[name] if o.finish is not None]
         assert len(finishes) == 1 and outputs[name][-1].finish is not None
         expected = continuation(prompt, max_tokens)
-        assert tokens(outputs[name]) == (expected if finishes[0].reason == "length" else expected[:len(tokens(outputs[name]))])
+        assert tokens(outputs[name]) == (
+            expected if finishes[0].reason == "length" else expected[:len(tokens(outputs[name]))]
+        )
     assert engine.stats().num_used_pages == 0

@@ -16,8 +16,8 @@ BETWEEN_MS, FIRST_MS = round(BETWEEN_S * 1e3), round(FIRST_S * 1e3)
 
 
 class Clients:
-    """Requests of the first wave at once; the others one a turn, once so many have been told that they ended and so many steps
-    have been computed. Notes how long the loop was ready to wait."""
+    """Requests of the first wave at once; the others one a turn, once so many have been told that they ended and so
+    many steps have been computed. Notes how long the loop was ready to wait."""
 
     is_open = True
 
@@ -49,7 +49,13 @@ def run_waves(*waves: tuple[int, int, list[int]]) -> tuple[list[int], list[int]]
     executor = FakeExecutor(engine_config(), delay_s=0.03)
     engine = Engine(Scheduler(executor.config.scheduler, executor.config.cache, executor.layout), executor)
     asked = [
-        (after, steps, [EngineRequest(f"{i}-{j}", [1, i, j], SamplingSpec(), StopSpec(max_tokens=n)) for j, n in enumerate(lengths)])
+        (
+            after, steps,
+            [
+                EngineRequest(f"{i}-{j}", [1, i, j], SamplingSpec(), StopSpec(max_tokens=n)) for j,
+                n in enumerate(lengths)
+            ]
+        )
         for i, (after, steps, lengths) in enumerate(waves)
     ]
     clients = Clients(asked, executor)

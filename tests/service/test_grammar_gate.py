@@ -29,7 +29,9 @@ class SlowGrammars(FakeExecutor):
         return self.futures.setdefault(grammar.text, Future())
 
 
-def request(request_id: str, prompt: list[int], max_tokens: int = 4, grammar: str | None = None, **more: object) -> EngineRequest:
+def request(
+    request_id: str, prompt: list[int], max_tokens: int = 4, grammar: str | None = None, **more: object
+) -> EngineRequest:
     spec = SamplingSpec(grammar=None if grammar is None else Grammar("regex", grammar))
     return EngineRequest(request_id, prompt, spec, StopSpec(max_tokens=max_tokens), **more)
 
@@ -76,7 +78,9 @@ def test_a_grammar_that_fails_ends_its_requests_alone():
     outputs = step(engine, 6)
     (bad,), (broken,) = outputs["bad"], outputs["broken"]
     assert bad.finish.error.to_error().status == broken.finish.error.to_error().status == 400
-    assert bad.finish.error.message == "the keyword 'not' cannot be enforced" and bad.finish.error.param == "json_schema"
+    assert (
+        bad.finish.error.message == "the keyword 'not' cannot be enforced" and bad.finish.error.param == "json_schema"
+    )
     assert tokens(outputs["good"]) == continuation([3], 4) and not engine.has_work
     engine.check()
 
@@ -103,7 +107,9 @@ def test_a_grammar_that_takes_too_long_is_given_up():
     now = [0.0]
     executor = SlowGrammars()
     engine = engine_over(executor)
-    engine._waiting_room = WaitingRoom(engine._scheduler, [GrammarGate(executor, Hooks(), limit_s=5, clock=lambda: now[0])])
+    engine._waiting_room = WaitingRoom(
+        engine._scheduler, [GrammarGate(executor, Hooks(), limit_s=5, clock=lambda: now[0])]
+    )
     engine.submit(request("a", [1], grammar="slow"))
     assert step(engine, 3) == {} and engine.has_work
     now[0] = 5.1

@@ -1,4 +1,5 @@
-"""Step hooks and request coordinators: what they are told, that they may hold requests, and that their failures are theirs."""
+"""Step hooks and request coordinators: what they are told, that they may hold requests, and that their failures are
+theirs."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Recorder:
 def engine_with(*hooks: tuple[str, Any], **options: Any) -> Engine:
     executor = FakeExecutor(engine_config(**options))
     told = Hooks(hooks)
-    return Engine(Scheduler(executor.config.scheduler, executor.config.cache, executor.layout, hooks=told), executor, told)
+    return Engine(
+        Scheduler(executor.config.scheduler, executor.config.cache, executor.layout, hooks=told), executor, told
+    )
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 4) -> EngineRequest:
@@ -107,7 +110,9 @@ class Faulty:
         return fail
 
 
-@pytest.mark.parametrize("event", ["holds_request", "request_admitted", "request_finished", "step_planned", "ready_requests"])
+@pytest.mark.parametrize(
+    "event", ["holds_request", "request_admitted", "request_finished", "step_planned", "ready_requests"]
+)
 def test_a_hook_that_raises_is_switched_off_and_named_and_hurts_nobody(event: str, caplog: pytest.LogCaptureFixture):
     faulty, other, holder = Faulty(event), Recorder(), Holder()
     engine = engine_with(("acme_faulty", faulty), ("recorder", other), ("holder", holder))
@@ -214,7 +219,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (tmp_path / "acme_hooks.py").write_text(SITE)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-hooks\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[headrace.hooks]\nacme = acme_hooks:Hook\nacme_old = acme_hooks:Old\nacme_broken = acme_hooks:Broken\nacme_missing = acme_hooks:Missing\n"
+        "[headrace.hooks]\nacme = acme_hooks:Hook\nacme_old = acme_hooks:Old\nacme_broken = "
+        "acme_hooks:Broken\nacme_missing = acme_hooks:Missing\n"
         "[headrace.coordinators]\nacme = acme_hooks:Coordinator\nacme_missing = acme_hooks:Missing\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -230,7 +236,10 @@ def test_installed_hooks_are_used_and_unfit_ones_named(installed: None, caplog: 
     with caplog.at_level(logging.WARNING):
         hooks = load_hooks(config)
     assert hooks.names == ["acme"] and sys.modules["acme_hooks"].Hook.made == [config]
-    for said in ("acme_old' was made for plug-in API 0", "acme_broken' failed to start: OSError: no such device", "acme_missing' failed to load"):
+    for said in (
+        "acme_old' was made for plug-in API 0", "acme_broken' failed to start: OSError: no such device",
+        "acme_missing' failed to load"
+    ):
         assert said in caplog.text
 
 
@@ -260,5 +269,7 @@ def test_the_step_log_is_there_at_level_debug(monkeypatch: pytest.MonkeyPatch, c
     with caplog.at_level(logging.DEBUG):
         engine.submit(request("a", [1, 2, 3]))
         run(engine)
-    for said in ("1 chunks of 3 tokens", "1 decodes", "request a: prompt of 3 tokens", "request a: ended (length) after 4 tokens"):
+    for said in (
+        "1 chunks of 3 tokens", "1 decodes", "request a: prompt of 3 tokens", "request a: ended (length) after 4 tokens"
+    ):
         assert said in caplog.text

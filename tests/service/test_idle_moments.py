@@ -40,5 +40,7 @@ def test_idle_moments_are_used_and_requests_go_first():
     EngineLoop(engine, channel).run()
     idle = [(wait, moments) for wait, moments in channel.waits if wait]
     assert idle[:4] == [(IDLE_PAUSE_MS, 0), (IDLE_PAUSE_MS, 1), (IDLE_PAUSE_MS, 1), (IDLE_PAUSE_MS, 2)]
-    assert set(idle[4:]) == {(IDLE_WAIT_MS, moments) for moments in range(3, 3 + len(idle[4:]))}, "nothing was left after the third"
+    assert set(idle[4:]) == {(IDLE_WAIT_MS, moments) for moments in range(3, 3 + len(idle[4:]))}, (
+        "nothing was left after the third"
+    )
     assert any(isinstance(message, Outputs) and message.outputs for message in channel.sent)

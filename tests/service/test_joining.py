@@ -16,7 +16,8 @@ NAMES = ("a", "b", "c")
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[Outputs | Reply]:
-    """What an engine may send: requests that begin, go on, end, and begin again under the same id; answers in between."""
+    """What an engine may send: requests that begin, go on, end, and begin again under the same id; answers in
+    between."""
     messages: list[Outputs | Reply] = []
     running: set[str] = set()
     for number in range(draw(st.integers(1, 12))):
@@ -28,8 +29,15 @@ def runs(draw: st.DrawFn) -> list[Outputs | Reply]:
             if draw(st.booleans()):
                 is_first, ends = name not in running, draw(st.integers(0, 3)) == 0
                 tokens = draw(st.lists(st.integers(0, 99), max_size=2))
-                logprobs = [TokenLogprobs(t, -1.0, 1, [], []) for t in tokens] if draw(st.booleans()) and tokens else None
-                outputs.append(RequestOutput(name, tokens, Finish("length") if ends else None, 5 if is_first else 0, logprobs, queued_s=0.5 if is_first else None))
+                logprobs = (
+                    [TokenLogprobs(t, -1.0, 1, [], []) for t in tokens] if draw(st.booleans()) and tokens else None
+                )
+                outputs.append(
+                    RequestOutput(
+                        name, tokens, Finish("length") if ends else None, 5 if is_first else 0, logprobs,
+                        queued_s=0.5 if is_first else None
+                    )
+                )
                 running = running - {name} if ends else running | {name}
         messages.append(Outputs(outputs, EngineStats(steps_total=number) if draw(st.booleans()) else None))
     return messages
@@ -57,9 +65,18 @@ def test_joined_messages_say_the_same(messages: list):
     assert lives_of(joined) == lives_of(messages)
     assert [m for m in joined if isinstance(m, Reply)] == [m for m in messages if isinstance(m, Reply)]
     assert not any(isinstance(a, Outputs) and isinstance(b, Outputs) for a, b in itertools.pairwise(joined))
-    assert [m.stats for m in messages if isinstance(m, Outputs) and m.stats][-1:] == [m.stats for m in joined if isinstance(m, Outputs) and m.stats][-1:]
-    replies = [sum(len(o.token_ids) for m in messages[: messages.index(r)] if isinstance(m, Outputs) for o in m.outputs) for r in messages if isinstance(r, Reply)]
-    assert replies == [sum(len(o.token_ids) for m in joined[: joined.index(r)] if isinstance(m, Outputs) for o in m.outputs) for r in joined if isinstance(r, Reply)]
+    assert (
+        [m.stats for m in messages if isinstance(m, Outputs) and m.stats][-1:]
+        == [m.stats for m in joined if isinstance(m, Outputs) and m.stats][-1:]
+    )
+    replies = [
+        sum(len(o.token_ids) for m in messages[: messages.index(r)] if isinstance(m, Outputs) for o in m.outputs)
+        for r in messages if isinstance(r, Reply)
+    ]
+    assert replies == [
+        sum(len(o.token_ids) for m in joined[: joined.index(r)] if isinstance(m, Outputs) for o in m.outputs)
+        for r in joined if isinstance(r, Reply)
+    ]
 
 
 def test_a_message_alone_stays_as_it_is():

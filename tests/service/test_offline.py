@@ -99,7 +99,9 @@ def test_a_wrong_prompt_found_late_ends_those_that_run(llm: LLM):
         llm.generate([*long, [99999]], greedy(2))
     assert 0 < llm.stats().requests_total < 40 and llm.stats().num_running == 0
     llm.check()
-    assert [o.outputs[0].token_ids for o in llm.generate([[5], [6]], greedy(2))] == [continuation([5], 2), continuation([6], 2)]
+    assert [
+        o.outputs[0].token_ids for o in llm.generate([[5], [6]], greedy(2))
+    ] == [continuation([5], 2), continuation([6], 2)]
 
 
 def test_unknown_option_names_the_nearest(config_only: Path):
@@ -148,7 +150,10 @@ def test_interrupt_aborts_everything_and_the_model_stays_usable(config_only: Pat
 
 def test_threads_take_turns(llm: LLM):
     results: dict[int, list[int]] = {}
-    threads = [threading.Thread(target=lambda i=i: results.update({i: llm.generate([i], greedy(30))[0].outputs[0].token_ids})) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda i=i: results.update({i: llm.generate([i], greedy(30))[0].outputs[0].token_ids}))
+        for i in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -204,9 +209,14 @@ async def test_async_abort_and_leaving(config_only: Path):
     await llm.close()
 
 
-@pytest.mark.parametrize("code", ["import headrace", "from headrace import SamplingParams", "from headrace import LLM, AsyncLLM"])
+@pytest.mark.parametrize(
+    "code", ["import headrace", "from headrace import SamplingParams", "from headrace import LLM, AsyncLLM"]
+)
 def test_imports_cost_no_torch(code: str):
-    done = subprocess.run([sys.executable, "-c", f"{code}; import sys; sys.exit('torch' in sys.modules)"], cwd=Path(__file__).parents[2], timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; import sys; sys.exit('torch' in sys.modules)"], cwd=Path(__file__).parents[2],
+        timeout=200
+    )
     assert done.returncode == 0
 
 

@@ -1,4 +1,5 @@
-"""Whatever is wrong with a call of `LLM` is a typed error that names the field; and an `LLM` shared by threads, over fakes."""
+"""Whatever is wrong with a call of `LLM` is a typed error that names the field; and an `LLM` shared by threads, over
+fakes."""
 
 from __future__ import annotations
 
@@ -42,10 +43,14 @@ def llm(config_only: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize(("param", "values"), [
-    ("n", [1.5, "2", None, True]), ("temperature", ["1", None]), ("top_k", [1.5, "3", None]), ("seed", [1.5, "x", True, 2**63]),
-    ("max_tokens", [1.5, "3", True]), ("min_tokens", [1.5, None]), ("stop", [5, [5], ["a", None]]), ("stop_token_ids", [5, "ab", [1.5], [None]]),
-    ("ignore_eos", ["yes", None, 1]), ("bad_words", ["word", [5]]), ("logit_bias", [[1], {"a": 1}, {1: "x"}, {1: None}]),
-    ("allowed_token_ids", [5, "ab"]), ("logprobs", [1.5, "2", True]), ("prompt_logprobs", [1.5, "x"]), ("detokenize", ["x"]), ("grammar", ["x"]),
+    ("n", [1.5, "2", None, True]), ("temperature", ["1", None]), ("top_k", [1.5, "3", None]),
+    ("seed", [1.5, "x", True, 2**63]),
+    ("max_tokens", [1.5, "3", True]), ("min_tokens", [1.5, None]), ("stop", [5, [5], ["a", None]]),
+    ("stop_token_ids", [5, "ab", [1.5], [None]]),
+    ("ignore_eos", ["yes", None, 1]), ("bad_words", ["word", [5]]),
+    ("logit_bias", [[1], {"a": 1}, {1: "x"}, {1: None}]),
+    ("allowed_token_ids", [5, "ab"]), ("logprobs", [1.5, "2", True]), ("prompt_logprobs", [1.5, "x"]),
+    ("detokenize", ["x"]), ("grammar", ["x"]),
 ])
 def test_parameters_of_the_wrong_type(llm: LLM, param: str, values: list[Any]):
     for value in values:
@@ -63,10 +68,16 @@ def test_numbers_of_numpy_are_numbers(llm: LLM):
 
 
 @pytest.mark.parametrize(("arguments", "param"), [
-    *[({"prompts": value}, "prompts") for value in (5, 3.5, b"ab", {1, 2}, [None], [[1], 5], {"prompt": 5}, {"prompt": None}, {5: 5}, {})],
+    *[
+        ({"prompts": value}, "prompts")
+        for value in (5, 3.5, b"ab", {1, 2}, [None], [[1], 5], {"prompt": 5}, {"prompt": None}, {5: 5}, {})
+    ],
     *[({"prompt_token_ids": value}, "prompts") for value in (5, [[5], None], np.array([[1, 2]]))],
     *[({"prompt_token_ids": value}, "prompt_token_ids") for value in ("abc", ["abc"], [[5], "a"])],
-    *[({"prompts": [[1]], "sampling_params": value}, "sampling_params") for value in (5, "x", {"temperature": 0}, [None], [{}], SamplingParams)],
+    *[
+        ({"prompts": [[1]], "sampling_params": value}, "sampling_params")
+        for value in (5, "x", {"temperature": 0}, [None], [{}], SamplingParams)
+    ],
     *[({"prompts": [[1]], "priority": value}, "priority") for value in ("x", 1.5, True, 2**40)],
 ])
 def test_arguments_of_the_wrong_type(llm: LLM, arguments: dict[str, Any], param: str):
@@ -80,9 +91,15 @@ USER = {"role": "user", "content": "hi"}
 
 
 @pytest.mark.parametrize(("arguments", "param"), [
-    *[({"messages": value}, "messages") for value in (5, None, "hello", USER, [5], [[5]], [None], [USER, 5], [[USER], USER], [USER, [USER]])],
+    *[
+        ({"messages": value}, "messages")
+        for value in (5, None, "hello", USER, [5], [[5]], [None], [USER, 5], [[USER], USER], [USER, [USER]])
+    ],
     ({"messages": [USER], "chat_template": 5}, "chat_template"),
-    *[({"messages": [USER], "chat_template_kwargs": value}, "chat_template_kwargs") for value in (5, {5: 1}, {"messages": 1}, {"template": "x"})],
+    *[
+        ({"messages": [USER], "chat_template_kwargs": value}, "chat_template_kwargs")
+        for value in (5, {5: 1}, {"messages": 1}, {"template": "x"})
+    ],
 ])
 def test_conversations_of_the_wrong_type(llm: LLM, arguments: dict[str, Any], param: str):
     with pytest.raises(RequestError) as caught:
@@ -109,7 +126,8 @@ def run_long(llm: LLM, results: dict[int, object], i: int) -> None:
 
 
 def test_other_threads_may_look_on_and_close(config_only: Path):
-    """While one thread generates, others ask, check and reset; then one closes: the run ends, and so do those in line."""
+    """While one thread generates, others ask, check and reset; then one closes: the run ends, and so do those in
+    line."""
     results: dict[int, object] = {}
     llm = LLM(str(config_only), skip_tokenizer=True, seed=1)
     threads = [threading.Thread(target=run_long, args=(llm, results, i)) for i in range(3)]
@@ -155,7 +173,10 @@ def test_an_exception_in_the_block_closes(config_only: Path):
         llm.generate([1], GREEDY)
     llm.close()
     with LLM(config_only, skip_tokenizer=True) as first, LLM(str(config_only), skip_tokenizer=True) as second:
-        assert first.generate([5], GREEDY)[0].outputs[0].token_ids == second.generate([5], GREEDY)[0].outputs[0].token_ids == continuation([5], 3)
+        assert (
+            first.generate([5], GREEDY)[0].outputs[0].token_ids == second.generate([5], GREEDY)[0].outputs[0].token_ids
+            == continuation([5], 3)
+        )
 
 
 async def test_ids_of_choices_and_of_requests_are_told_apart(config_only: Path):
@@ -166,8 +187,13 @@ async def test_ids_of_choices_and_of_requests_are_told_apart(config_only: Path):
 
     async with AsyncLLM(str(config_only), skip_tokenizer=True, seed=2) as llm:
         for first, second in ((("a", 2), ("a/1", 1)), (("a/1", 1), ("a", 2))):
-            results = await asyncio.wait_for(asyncio.gather(finish(llm, *first), finish(llm, *second), return_exceptions=True), 200)
-            assert results[0] == ["length"] * first[1] and isinstance(results[1], RequestError) and results[1].param == "request_id"
+            results = await asyncio.wait_for(
+                asyncio.gather(finish(llm, *first), finish(llm, *second), return_exceptions=True), 200
+            )
+            assert (
+                results[0] == ["length"] * first[1] and isinstance(results[1], RequestError)
+                and results[1].param == "request_id"
+            )
         assert await finish(llm, "a/1") == ["length"]
         with pytest.raises(RequestError, match="request_id"):
             await finish(llm, 5)

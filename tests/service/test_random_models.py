@@ -1,5 +1,5 @@
-"""Any model, form of weights and schedule on a CPU: what its kernels and a crowd of neighbours say is what plain torch says of
-each request alone."""
+"""Any model, form of weights and schedule on a CPU: what its kernels and a crowd of neighbours say is what plain torch
+says of each request alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from headrace.kernels import native
 from headrace.kernels.native.loading import NativeLibrary
 
 SEEDS = (1, 5, 10, 15, 17, 19, 26, 30, 36, 37, 38)
-"""Between them every form of weights and of keys and values, both types, windows, soft-caps, experts stored and plain."""
+"""Between them every form of weights and of keys and values, both types, windows, soft-caps, experts stored and
+plain."""
 MOST_APART, MOST_APART_ROUNDED = 2e-3, 0.05
 
 

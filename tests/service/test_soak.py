@@ -1,5 +1,5 @@
-"""Random traffic over a real tiny model, with steps that fail inside it: accounts are proven after every step, every request
-ends exactly once, and what it said until then is what it says alone."""
+"""Random traffic over a real tiny model, with steps that fail inside it: accounts are proven after every step, every
+request ends exactly once, and what it said until then is what it says alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from headrace.service.engine import Engine
 
 EOS, MAX_MODEL_LEN = 2, 64
 SHAPE = {
-    "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8,
     "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": EOS,
 }
 FULL = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
 WINDOWED = {
-    **SHAPE, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 9, "query_pre_attn_scalar": 8,
+    **SHAPE, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 9,
+    "query_pre_attn_scalar": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }
 
@@ -55,13 +57,20 @@ class Traffic:
     def act(self) -> None:
         draw = self.draw
         for _ in range(draw.choice((0, 0, 1, 1, 3))):
-            prompt = draw.choice(self.shared)[: draw.choice((0, 8, 16, 33, 40))] + [draw.randrange(3, 199) for _ in range(draw.choice((1, 1, 3, 12)))]
+            prompt = (
+                draw.choice(self.shared)[: draw.choice((0, 8, 16, 33, 40))]
+                + [draw.randrange(3, 199) for _ in range(draw.choice((1, 1, 3, 12)))]
+            )
             sampling = SamplingSpec(
-                temperature=draw.choice((0.0, 0.0, 1.0)), seed=draw.randrange(9), top_k=draw.choice((0, 10)), num_prompt_logprobs=draw.choice((-1, -1, 0)),
-                penalties=draw.choice((None, Penalties(1.3, 0.2, 0.1))), rules=draw.choice((None, LogitRules(bias={5: 2.0}, min_tokens=3, held_ids=[EOS]))),
+                temperature=draw.choice((0.0, 0.0, 1.0)), seed=draw.randrange(9), top_k=draw.choice((0, 10)),
+                num_prompt_logprobs=draw.choice((-1, -1, 0)),
+                penalties=draw.choice((None, Penalties(1.3, 0.2, 0.1))),
+                rules=draw.choice((None, LogitRules(bias={5: 2.0}, min_tokens=3, held_ids=[EOS]))),
             )
             stop = StopSpec(min(draw.choice((1, 3, 10, 40)), MAX_MODEL_LEN - len(prompt)), 0, [EOS])
-            request = EngineRequest(f"r{len(self.asked)}", prompt, sampling, stop, draw.choice(("", "", "other")), draw.randrange(3))
+            request = EngineRequest(
+                f"r{len(self.asked)}", prompt, sampling, stop, draw.choice(("", "", "other")), draw.randrange(3)
+            )
             self.asked[request.request_id], self.live[request.request_id] = request, []
             self.engine.submit(request)
         if self.live and draw.random() < 0.1:
@@ -88,7 +97,9 @@ def build(folder: Path, **options: Any) -> Engine:
 
 
 def say_alone(engine: Engine, request: EngineRequest) -> list[int]:
-    alone = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, num_prompt_logprobs=-1), namespace="")
+    alone = msgspec.structs.replace(
+        request, sampling=msgspec.structs.replace(request.sampling, num_prompt_logprobs=-1), namespace=""
+    )
     engine.submit(alone)
     tokens: list[int] = []
     while engine.has_work:
@@ -98,8 +109,17 @@ def say_alone(engine: Engine, request: EngineRequest) -> list[int]:
 
 @pytest.mark.parametrize(("seed", "config", "options"), [
     (1, FULL, {"page_size": 1, "kv_pages": 70, "overlap_depth": 2, "max_step_tokens": 11}),
-    (2, FULL, {"page_size": 4, "kv_pages": 20, "overlap_depth": 1, "max_running_requests": 5, "policy": "priority", "starvation_steps": 4}),
-    (3, WINDOWED, {"page_size": 4, "kv_pages": 40, "overlap_depth": 2, "max_step_tokens": 32, "policy": "longest-prefix"}),
+    (
+        2, FULL,
+        {
+            "page_size": 4, "kv_pages": 20, "overlap_depth": 1, "max_running_requests": 5, "policy": "priority",
+            "starvation_steps": 4
+        }
+    ),
+    (
+        3, WINDOWED,
+        {"page_size": 4, "kv_pages": 40, "overlap_depth": 2, "max_step_tokens": 32, "policy": "longest-prefix"}
+    ),
     (4, WINDOWED, {"page_size": 16, "kv_pages": 9, "overlap_depth": 2, "max_queued": 8, "max_step_tokens": 8}),
 ])
 def test_random_traffic(seed: int, config: dict[str, Any], options: dict[str, Any], tmp_path: Path):

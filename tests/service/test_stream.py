@@ -36,7 +36,9 @@ class ScriptedAssembler:
         if reason:
             self.open.discard(index)
         error = output.finish.error if output.finish else None
-        return ChoiceDelta(index, "".join(map(chr, output.token_ids)), list(output.token_ids), finish_reason=reason, error=error)
+        return ChoiceDelta(
+            index, "".join(map(chr, output.token_ids)), list(output.token_ids), finish_reason=reason, error=error
+        )
 
     def to_abort(self) -> list[Abort]:
         aborts, self.aborts = self.aborts, []
@@ -55,10 +57,16 @@ async def read(stream: RequestStream) -> list[ChoiceDelta]:
 
 async def test_unread_deltas_are_merged_by_choice():
     stream, sent = make_stream()
-    for output in (RequestOutput("r/0", [65]), RequestOutput("r/1", [97]), RequestOutput("r/0", [66]), RequestOutput("r/1", [98], Finish("length")), RequestOutput("r/0", [], Finish("stop"))):
+    for output in (
+        RequestOutput("r/0", [65]), RequestOutput("r/1", [97]), RequestOutput("r/0", [66]),
+        RequestOutput("r/1", [98], Finish("length")), RequestOutput("r/0", [], Finish("stop"))
+    ):
         stream.feed(output)
     deltas = await read(stream)
-    assert {d.index: (d.text, d.token_ids, d.finish_reason) for d in deltas} == {0: ("AB", [65, 66], "stop"), 1: ("ab", [97, 98], "length")}
+    assert (
+        {d.index: (d.text, d.token_ids, d.finish_reason) for d in deltas}
+        == {0: ("AB", [65, 66], "stop"), 1: ("ab", [97, 98], "length")}
+    )
     assert len(deltas) == 2 and not sent and not stream.is_running
 
 

@@ -20,7 +20,10 @@ from headrace.service.client.local import LocalClient
 from headrace.serving import offline
 from headrace.serving.offline import LLM, AsyncLLM
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% "
+    "endif %}"
+)
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
@@ -49,7 +52,10 @@ def greedy(max_tokens: int = 24, **more: object) -> SamplingParams:
 
 
 def encode(text: str) -> list[int]:
-    return [ALPHABET.index(symbol) for token, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text) for symbol in token]
+    return [
+        ALPHABET.index(symbol) for token,
+        _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text) for symbol in token
+    ]
 
 
 def test_text_is_encoded_and_decoded(llm: LLM):
@@ -84,9 +90,13 @@ def test_chat_renders_the_template(llm: LLM):
     (one,) = llm.chat(messages, greedy())
     assert one.prompt == "<user>hi<assistant>"
     assert one.outputs[0].token_ids == continuation(encode("<user>hi<assistant>"), 24)
-    bare, other = llm.chat([messages, [{"role": "system", "content": "x"}, *messages]], greedy(), add_generation_prompt=False)
+    bare, other = llm.chat(
+        [messages, [{"role": "system", "content": "x"}, *messages]], greedy(), add_generation_prompt=False
+    )
     assert (bare.prompt, other.prompt) == ("<user>hi", "<system>x<user>hi")
-    (custom,) = llm.chat(messages, greedy(), chat_template="{{ messages[0]['content'] }}{{ mark }}", chat_template_kwargs={"mark": "!"})
+    (custom,) = llm.chat(
+        messages, greedy(), chat_template="{{ messages[0]['content'] }}{{ mark }}", chat_template_kwargs={"mark": "!"}
+    )
     assert custom.prompt == "hi!"
 
 
@@ -94,7 +104,10 @@ def test_a_model_without_tokenizer_serves_ids(folder: Path):
     (folder / "tokenizer.json").unlink()
     with LLM(str(folder)) as llm:
         assert llm.generate([1, 2], greedy())[0].outputs[0].token_ids == continuation([1, 2], 24)
-        for call in (lambda: llm.generate("text", greedy()), lambda: llm.chat([{"role": "user", "content": "x"}]), lambda: llm.generate([1], greedy(stop="x"))):
+        for call in (
+            lambda: llm.generate("text", greedy()), lambda: llm.chat([{"role": "user", "content": "x"}]),
+            lambda: llm.generate([1], greedy(stop="x"))
+        ):
             with pytest.raises(RequestError, match="tokenizer"):
                 call()
 
@@ -102,7 +115,9 @@ def test_a_model_without_tokenizer_serves_ids(folder: Path):
 async def test_a_stop_string_ends_a_stream_and_frees_its_id(folder: Path):
     async with AsyncLLM(str(folder), seed=5) as llm:
         expected = [o async for o in llm.generate("water", greedy(60))][-1].outputs[0].text
-        stop = next(expected[i:i + 1] for i in range(3, 50) if expected[i].isascii() and expected.index(expected[i]) == i)
+        stop = next(
+            expected[i:i + 1] for i in range(3, 50) if expected[i].isascii() and expected.index(expected[i]) == i
+        )
         seen = [o async for o in llm.generate("water", greedy(4000, stop=stop), request_id="again")]
         assert seen[-1].outputs[0].text == expected[:expected.index(stop)]
         assert all(seen[-1].outputs[0].text.startswith(o.outputs[0].text) for o in seen)

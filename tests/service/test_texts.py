@@ -42,7 +42,8 @@ class Words:
 
     def render_chat(self, messages, **variables) -> str:
         return ChatTemplates({"default": QWEN3}, {}).render(
-            messages, add_generation_prompt=True, continue_final_message=False, tools=None, template=None, variables=variables
+            messages, add_generation_prompt=True, continue_final_message=False, tools=None, template=None,
+            variables=variables
         )
 
 
@@ -51,13 +52,17 @@ def facts(pooling: PoolingFacts | None, max_model_len: int = 4096) -> ModelFacts
 
 
 EMBEDDER = facts(PoolingFacts("embed", 3, needs_all_tokens=True))
-CROSS = facts(PoolingFacts("classify", 1, needs_all_tokens=True, labels=["LABEL_0"], activation="sigmoid", takes_pairs=True))
+CROSS = facts(
+    PoolingFacts("classify", 1, needs_all_tokens=True, labels=["LABEL_0"], activation="sigmoid", takes_pairs=True)
+)
 JUDGE = facts(PoolingFacts("classify", 1, labels=["LABEL_0"], activation="identity"))
 WRITER = facts(None)
 
 QUESTION = (
-    '<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n<Query>: q\n<Document>: d<|im_end|>\n"
+    '<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct '
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that answer the "
+    "query\n<Query>: q\n<Document>: d<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 
@@ -72,7 +77,9 @@ def test_a_writer_is_asked_in_the_words_it_was_trained_with():
     assert Words().decode(plan.readings[0].token_ids) == QUESTION
     assert plan.readings[0].spec == PoolingSpec(label_ids=[1001, 1002])
     assert plan.finish([pack_floats([math.log(0.6), math.log(0.2)])]) == pytest.approx([0.75])
-    assert "<Instruct>: find mills\n" in Words().decode(plan_scores([("q", "d")], Reader(WRITER, Words()), instruct="find mills").readings[0].token_ids)
+    assert "<Instruct>: find mills\n" in Words().decode(
+        plan_scores([("q", "d")], Reader(WRITER, Words()), instruct="find mills").readings[0].token_ids
+    )
 
 
 def test_a_classifier_that_takes_no_pairs_is_asked_too():

@@ -14,9 +14,12 @@ from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.service.client.outputs import GenerationOutput
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "torch_dtype": "float32",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 199, "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "torch_dtype": "float32",
     "initializer_range": 0.2,
 }
 BASE = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_pages": 256, "page_size": 16, "threads": 1}
@@ -33,7 +36,10 @@ def make_prompts() -> list[list[int]]:
     """Some share long prefixes, some are one token long."""
     draw = random.Random(3)
     shared = [draw.randrange(199) for _ in range(70)]
-    prompts = [shared[:length] + [draw.randrange(199) for _ in range(extra)] for length, extra in ((70, 1), (70, 30), (40, 5), (64, 0), (0, 1), (0, 33), (16, 1))]
+    prompts = [
+        shared[:length] + [draw.randrange(199) for _ in range(extra)] for length,
+        extra in ((70, 1), (70, 30), (40, 5), (64, 0), (0, 1), (0, 33), (16, 1))
+    ]
     return [*prompts, prompts[1]]
 
 
@@ -61,7 +67,10 @@ def token_ids(outputs: list[GenerationOutput]) -> list[list[int]]:
 def alone(folder: Path) -> list[list[int]]:
     """Each prompt by itself, in one piece, without any cache."""
     with LLM(str(folder), **BASE, prefix_cache=False, overlap_depth=1, max_step_tokens=512) as llm:
-        results = [llm.generate(prompt_token_ids=[p], sampling_params=q)[0] for p, q in zip(make_prompts(), PARAMS, strict=True)]
+        results = [
+            llm.generate(prompt_token_ids=[p], sampling_params=q)[0] for p,
+            q in zip(make_prompts(), PARAMS, strict=True)
+        ]
     assert [len(t) for t in token_ids(results)] == [q.max_tokens for q in PARAMS]
     assert len({tuple(t[:5]) for t in token_ids(results)}) > 3, "the model says different things to different prompts"
     return token_ids(results)
@@ -95,14 +104,20 @@ def test_greedy_output_survives_retraction(folder: Path, depth: int):
         expected = token_ids(llm.generate(prompt_token_ids=prompts, sampling_params=params))
     with LLM(str(folder), **BASE | {"kv_pages": 14}, overlap_depth=depth) as llm:
         for _ in range(10):
-            llm.generate(prompt_token_ids=prompts[:1], sampling_params=SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[expected[0][0]]))
+            llm.generate(
+                prompt_token_ids=prompts[:1],
+                sampling_params=SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[expected[0][0]])
+            )
         assert token_ids(llm.generate(prompt_token_ids=prompts, sampling_params=params)) == expected
         llm.check()
         assert llm.stats().retracted_total > 0
 
 
 def test_a_nucleus_of_nothing_is_the_likeliest_token(folder: Path, alone: list[list[int]]):
-    params = [SamplingParams(temperature=1.5, top_p=0, top_k=20, max_tokens=len(expected), ignore_eos=True) for expected in alone]
+    params = [
+        SamplingParams(temperature=1.5, top_p=0, top_k=20, max_tokens=len(expected), ignore_eos=True)
+        for expected in alone
+    ]
     with LLM(str(folder), **BASE) as llm:
         assert token_ids(llm.generate(prompt_token_ids=make_prompts(), sampling_params=params)) == alone
 
@@ -131,8 +146,13 @@ def test_details_of_an_output(folder: Path):
         assert choice.cumulative_logprob == pytest.approx(sum(p.logprob for p in choice.logprobs))
         assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
         assert [p.token_id for p in output.prompt_logprobs[1:]] == prompt[1:]
-        stopped = llm.generate(prompt_token_ids=[prompt], sampling_params=SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=[choice.token_ids[1]]))
-        assert stopped[0].outputs[0].finish_reason == "stop" and stopped[0].outputs[0].stop_reason == choice.token_ids[1]
+        stopped = llm.generate(
+            prompt_token_ids=[prompt],
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=[choice.token_ids[1]])
+        )
+        assert (
+            stopped[0].outputs[0].finish_reason == "stop" and stopped[0].outputs[0].stop_reason == choice.token_ids[1]
+        )
         assert llm.reset_prefix_cache() is True
         assert llm.generate(prompt_token_ids=[prompt], sampling_params=params)[0].num_cached_tokens == 0
 

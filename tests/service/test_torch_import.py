@@ -21,23 +21,35 @@ QUICK = "import sys; from headrace.service.torch_import import OMITTED, import_t
 
 
 def test_products_are_the_same():
-    code = "torch.manual_seed(1); x = torch.randn(9, 16); print((torch.nn.functional.silu(x) @ x.t()).double().sum().item())"
+    code = (
+        "torch.manual_seed(1); x = torch.randn(9, 16); print((torch.nn.functional.silu(x) @ "
+        "x.t()).double().sum().item())"
+    )
     assert run(QUICK + code) == run("import torch; " + code)
 
 
 def test_random_weights_can_be_drawn():
-    code = "from headrace.models.weights.dummy import draw_dummy_weights; m = torch.nn.Linear(3, 2); draw_dummy_weights(m, 1); print(m.weight.sum().item())"
+    code = (
+        "from headrace.models.weights.dummy import draw_dummy_weights; m = torch.nn.Linear(3, 2); "
+        "draw_dummy_weights(m, 1); print(m.weight.sum().item())"
+    )
     assert run(QUICK + code) == run("import torch; " + code)
 
 
 def test_random_numbers_are_the_same():
-    code = "g = torch.Generator().manual_seed(3); print(torch.rand(3, generator=g).tolist(), torch.randperm(9, generator=g).tolist())"
+    code = (
+        "g = torch.Generator().manual_seed(3); print(torch.rand(3, generator=g).tolist(), torch.randperm(9, "
+        "generator=g).tolist())"
+    )
     assert run(QUICK + code) == run("import torch; " + code)
 
 
 @pytest.mark.skipif(not torch_import._find_omitted(), reason="here torch is imported whole")
 def test_what_was_omitted_is_not_there_until_it_is_asked_for():
-    code = "before = [n in sys.modules for n in OMITTED]; import torch._dynamo; print(any(before), all(n in sys.modules for n in OMITTED))"
+    code = (
+        "before = [n in sys.modules for n in OMITTED]; import torch._dynamo; print(any(before), all(n in sys.modules "
+        "for n in OMITTED))"
+    )
     assert run(QUICK + code) == "False True"
 
 
@@ -50,7 +62,10 @@ def test_fake_tensors_and_export_work_afterwards():
 
 
 def test_distributions_are_there_for_whoever_takes_them():
-    code = "print(torch.distributions.Normal(0.0, 1.0).log_prob(torch.tensor(0.5)).item(), hasattr(torch, 'no_such_thing'))"
+    code = (
+        "print(torch.distributions.Normal(0.0, 1.0).log_prob(torch.tensor(0.5)).item(), hasattr(torch, "
+        "'no_such_thing'))"
+    )
     assert run(QUICK + code) == run("import torch; " + code)
 
 

@@ -1,4 +1,5 @@
-"""The line between client and engine: messages arrive whole and in order, and nobody waits for a reader who does not read."""
+"""The line between client and engine: messages arrive whole and in order, and nobody waits for a reader who does not
+read."""
 
 from __future__ import annotations
 
@@ -117,7 +118,9 @@ async def test_the_last_words_come_before_the_end(pair: Pair):
     assert heard == [Reply(7)] and not channel.failure.done()
 
 
-@pytest.mark.parametrize("sent", [b"\x01", b"\x00\x00\x00\x00", (MAX_CONFIG_BYTES + 1).to_bytes(4, "little") + b"x", b"\x09\x00\x00\x00abc"])
+@pytest.mark.parametrize(
+    "sent", [b"\x01", b"\x00\x00\x00\x00", (MAX_CONFIG_BYTES + 1).to_bytes(4, "little") + b"x", b"\x09\x00\x00\x00abc"]
+)
 def test_an_engine_without_a_configuration_says_so(pair: Pair, sent: bytes):
     pair[0].sendall(sent)
     pair[0].close()

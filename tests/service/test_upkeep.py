@@ -1,4 +1,5 @@
-"""What is done to an engine as a whole: sleep, wake, other weights, with requests in the way. Over fakes, then over a process."""
+"""What is done to an engine as a whole: sleep, wake, other weights, with requests in the way. Over fakes, then over a
+process."""
 
 from __future__ import annotations
 
@@ -91,7 +92,10 @@ def test_a_sleeping_engine():
     with pytest.raises(Conflict, match="1 requests"):
         ask(engine, "release_memory", parts=["weights"])
     run(engine, tokens)
-    assert ask(engine, "release_memory", parts=["weights", "kv_cache"]) == ["kv_cache", "weights"] and engine.stats().num_evictable_pages == 0
+    assert (
+        ask(engine, "release_memory", parts=["weights", "kv_cache"]) == ["kv_cache", "weights"]
+        and engine.stats().num_evictable_pages == 0
+    )
     engine.submit(request("b"))
     (refused,) = engine.step()
     assert refused.finish.error.kind == "engine_asleep" and not engine.has_work
@@ -106,7 +110,10 @@ def test_a_sleeping_engine():
     assert ask(engine, "release_memory", parts=["cuda_graph"]) == ["cuda_graph"] and not engine.is_asleep
 
 
-@pytest.mark.parametrize(("method", "arguments"), [("release_memory", {"parts": ["x"]}), ("release_memory", {}), ("nap", {}), ("start_profile", {"folder": 1})])
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("release_memory", {"parts": ["x"]}), ("release_memory", {}), ("nap", {}), ("start_profile", {"folder": 1})]
+)
 def test_calls_that_make_no_sense(method, arguments):
     engine = engine_over(FakeExecutor(engine_config(kv_pages=64)))
     assert Control(engine, lambda: None).answer(Call(1, method, arguments)).error.kind == "invalid_request_error"

@@ -1,4 +1,5 @@
-"""The load generator's HTTP client against servers that answer byte by byte, in every form of HTTP/1.1, or not at all."""
+"""The load generator's HTTP client against servers that answer byte by byte, in every form of HTTP/1.1, or not at
+all."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ class Script:
         try:
             while self.answers:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next((int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")), 0)
+                length = next(
+                    (
+                        int(line.split(b":")[1])
+                        for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+                    ),
+                    0
+                )
                 self.requests.append(head + await reader.readexactly(length))
                 answer = self.answers.pop(0)
                 for start in range(0, len(answer or b""), self.cut):
@@ -68,17 +75,26 @@ async def test_every_form_of_a_body_and_the_connection_is_used_again(form: bytes
             assert [at for at, _ in answer.pieces] == sorted(at for at, _ in answer.pieces)
     assert script.num_connections == 1
     assert script.requests[0].startswith(b"POST /x HTTP/1.1\r\n") and script.requests[0].endswith(b'\r\n\r\n{"a":1}')
-    assert b"Authorization: Bearer k\r\n" in script.requests[0] and b"Content-Type: application/json\r\n" in script.requests[0]
+    assert (
+        b"Authorization: Bearer k\r\n" in script.requests[0]
+        and b"Content-Type: application/json\r\n" in script.requests[0]
+    )
 
 
 async def test_bodies_that_end_with_their_connection():
-    script = Script(UNTIL_CLOSED, b"HTTP/1.1 204 No Content\r\n\r\n", SIZED.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n"), SIZED, closes=True)
+    script = Script(
+        UNTIL_CLOSED, b"HTTP/1.1 204 No Content\r\n\r\n", SIZED.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n"),
+        SIZED, closes=True
+    )
     async with talking_to(script) as client:
         bodies = [(await client.send("GET", "/")).body for _ in range(4)]
     assert bodies == [b"hello world", b"", b"hello world", b"hello world"] and script.num_connections == 4
 
 
-@pytest.mark.parametrize("answer", [None, SIZED[:-3], CHUNKED[:-9], b"HTTP/1.1 2", b"what?\r\n\r\n", OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"])
+@pytest.mark.parametrize(
+    "answer",
+    [None, SIZED[:-3], CHUNKED[:-9], b"HTTP/1.1 2", b"what?\r\n\r\n", OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
+)
 async def test_what_breaks_off_is_told_and_what_came_is_kept(answer: bytes | None):
     kept = Answer()
     async with talking_to(Script(answer, closes=True)) as client:
@@ -112,7 +128,9 @@ async def test_one_connection_for_each_request_under_way():
     script = Script(*[SIZED] * 12, cut=6, pause_s=0.01)
     async with talking_to(script) as client:
         for _ in range(2):
-            assert all(answer.is_complete for answer in await asyncio.gather(*(client.send("GET", "/") for _ in range(6))))
+            assert all(
+                answer.is_complete for answer in await asyncio.gather(*(client.send("GET", "/") for _ in range(6)))
+            )
     assert script.num_connections == 6
 
 

@@ -1,5 +1,6 @@
-"""Run by `test_cuda_compiled_ahead` in a process and with a Triton cache of its own: ``python kernels_after_start.py MODEL``
-prints, as JSON, the kernels compiled before the first request and the pairs of request and kernel compiled after it."""
+"""Run by `test_cuda_compiled_ahead` in a process and with a Triton cache of its own: ``python kernels_after_start.py
+MODEL`` prints, as JSON, the kernels compiled before the first request and the pairs of request and kernel compiled
+after it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from headrace import LLM, Grammar, SamplingParams
 
 CUTS = ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1})
 EDITS = (
-    {}, {"presence_penalty": 0.5, "repetition_penalty": 1.1}, {"logit_bias": {5: 1.0}, "bad_words": ["ab", "abcd"]}, {"logprobs": 2, "seed": 3},
+    {}, {"presence_penalty": 0.5, "repetition_penalty": 1.1}, {"logit_bias": {5: 1.0}, "bad_words": ["ab", "abcd"]},
+    {"logprobs": 2, "seed": 3},
     {"frequency_penalty": 0.3, "min_tokens": 2, "allowed_token_ids": list(range(9, 200)), "logprobs": 0},
 )
 GRAMMAR = {"grammar": Grammar.regex("[a-f]{3}-[0-9]{2,4}"), "ignore_eos": False}
@@ -31,7 +33,10 @@ def kinds() -> Iterator[tuple[list[int], dict[str, Any]]]:
         yield [6], {"temperature": 0, **edit}
         for cut in CUTS:
             yield [5, 6, 7], {**cut, **edit}
-    for more in ({"temperature": 0}, {}, {"top_p": 0.9, "seed": 1}, {"min_p": 0.1, "frequency_penalty": 0.3, "logprobs": 3}, {"temperature": 0, "presence_penalty": 0.3}):
+    for more in (
+        {"temperature": 0}, {}, {"top_p": 0.9, "seed": 1}, {"min_p": 0.1, "frequency_penalty": 0.3, "logprobs": 3},
+        {"temperature": 0, "presence_penalty": 0.3}
+    ):
         yield [5], {**GRAMMAR, **more}
         yield [5] * 9, {**GRAMMAR, **more}
     yield [50, 90], {"prompt_logprobs": 2}
@@ -52,7 +57,9 @@ def main(model: str) -> None:
         for lengths, kind in kinds():
             compiled.clear()
             params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **kind})
-            llm.generate(prompt_token_ids=[[rng.randrange(3, 300) for _ in range(n)] for n in lengths], sampling_params=params)
+            llm.generate(
+                prompt_token_ids=[[rng.randrange(3, 300) for _ in range(n)] for n in lengths], sampling_params=params
+            )
             after += [(f"{lengths} {kind}", name) for name in compiled]
     print(json.dumps({"before": before, "after": after}))
 

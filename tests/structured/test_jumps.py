@@ -33,19 +33,27 @@ from headrace.execution.structured.rows import GrammarRows
 from headrace.execution.structured.store import GrammarStore
 
 SPECIAL = frozenset([EOS, TOKENS.index(b"<|call|>")])
-TOOL = {"type": "object", "properties": {"delivery_town": {"type": "string"}, "number_of_people": {"type": "integer"}}, "required": ["delivery_town", "number_of_people"], "additionalProperties": False}
+TOOL = {
+    "type": "object", "properties": {"delivery_town": {"type": "string"}, "number_of_people": {"type": "integer"}},
+    "required": ["delivery_town", "number_of_people"], "additionalProperties": False
+}
 BEGIN, END = '<tool_call>\n{"name": "book_a_table", "arguments": ', "}\n</tool_call>"
 CALL = Grammar.structural_tag({"type": "structural_tag", "format": {
     "type": "tag", "begin": BEGIN, "content": {"type": "json_schema", "json_schema": TOOL}, "end": END}})  # fmt: skip
 PATTERNED = Grammar.structural_tag({"type": "structural_tag", "format": {"type": "sequence", "elements": [
-    {"type": "const_string", "value": "The code is "}, {"type": "regex", "pattern": "[a-c]{2}"}, {"type": "const_string", "value": ", as agreed."}]}})  # fmt: skip
+    {"type": "const_string", "value": "The code is "}, {"type": "regex", "pattern": "[a-c]{2}"}, {
+        "type": "const_string", "value": ", as agreed."
+    }]}})
 
 
 def longest(text: str) -> list[int]:
     """The longest token first, as the plainest tokenizer would split."""
     rest, ids = text.encode(), []
     while rest:
-        found = max((i for i, token in enumerate(TOKENS) if i not in SPECIAL and rest.startswith(token)), key=lambda i: len(TOKENS[i]))
+        found = max(
+            (i for i, token in enumerate(TOKENS) if i not in SPECIAL and rest.startswith(token)),
+            key=lambda i: len(TOKENS[i])
+        )
         ids.append(found)
         rest = rest[len(TOKENS[found]) :]
     return ids
@@ -54,7 +62,10 @@ def longest(text: str) -> list[int]:
 VOCABULARY = Vocabulary(TOKENS, SPECIAL, longest)
 
 
-@given(st.text('": ,}{[]abtruefls12é\n', min_size=1, max_size=12), st.text('": ,}{[]abtruefls12é\n', max_size=6), st.sampled_from('"a :'))
+@given(
+    st.text('": ,}{[]abtruefls12é\n', min_size=1, max_size=12), st.text('": ,}{[]abtruefls12é\n', max_size=6),
+    st.sampled_from('"a :')
+)
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_runs_are_what_the_tokenizer_writes_whatever_comes_next(text: str, more: str, before: str):
     run = JumpFinder(VOCABULARY).find(text.encode(), ord(before))
@@ -67,7 +78,9 @@ def test_runs_are_what_the_tokenizer_writes_whatever_comes_next(text: str, more:
 
 def test_runs_end_where_a_token_could_reach_beyond():
     finder = JumpFinder(VOCABULARY)
-    assert finder.find(b"xyz", ord("{")) == list(b"xyz") and finder.find(b'xy"', ord("{")) == list(b"xy"), 'it may become ": "'
+    assert (
+        finder.find(b"xyz", ord("{")) == list(b"xyz") and finder.find(b'xy"', ord("{")) == list(b"xy")
+    ), 'it may become ": "'
     assert finder.find(b"xa", ord("{")) == list(b"x"), "ab is a token"
     assert finder.find(b"\xb8\x80", ord("a")) == [] and finder.find(b"", ord("a")) == [], "no text begins there"
     assert finder.find(b"bx", ord("a")) == list(b"bx"), "the tokenizer joins a and b, the output has them apart"
@@ -76,7 +89,8 @@ def test_runs_end_where_a_token_could_reach_beyond():
 
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("grammar", [
-    CALL, Grammar.json_schema(TOOL), Grammar.json_schema({"enum": ["alpha", "alphabet", "beta"]}), Grammar.regex("(yes|yesterday|no)!?"),
+    CALL, Grammar.json_schema(TOOL), Grammar.json_schema({"enum": ["alpha", "alphabet", "beta"]}),
+    Grammar.regex("(yes|yesterday|no)!?"),
     Grammar.choice(["ab", "abc"]), Grammar.ebnf('root ::= "x" root "y" | "longer"'), Grammar.json_object(), PATTERNED,
     Grammar.structural_tag({"type": "structural_tag", "format": {"type": "const_string", "value": "a日本é"}}),
 ])  # fmt: skip
@@ -92,7 +106,9 @@ def test_what_is_forced_is_all_that_is_allowed(name: str, grammar: Grammar):
             if text:
                 seen += 1
                 assert EOS not in ids
-                assert all(text.startswith(TOKENS[i]) or TOKENS[i].startswith(text) for i in ids), (text, [TOKENS[i] for i in ids])
+                assert all(text.startswith(TOKENS[i]) or TOKENS[i].startswith(text) for i in ids), (
+                    (text, [TOKENS[i] for i in ids])
+                )
             ids = ids[ids != EOS]
             if not len(ids):
                 break
@@ -119,7 +135,10 @@ class Bench:
 
     def __init__(self, grammar: Grammar, *, min_jump: int = 2, **sampling: Any):
         self.store = GrammarStore(lambda: VOCABULARY, len(TOKENS), [EOS])
-        self.rows, self.grammars = Rows(2, torch.device("cpu")), GrammarRows(self.store, len(TOKENS), 2, torch.device("cpu"), min_jump=min_jump)
+        self.rows, self.grammars = (
+            Rows(2, torch.device("cpu")),
+            GrammarRows(self.store, len(TOKENS), 2, torch.device("cpu"), min_jump=min_jump)
+        )
         self.store.prepare(grammar).result(200)
         self.grammars.start(0, self.rows.start(RowStart(0, "r", [1, 2], 2, SamplingSpec(grammar=grammar, **sampling))))
 
@@ -205,7 +224,9 @@ def forced_together(num_jumping: int) -> list[list[int]]:
     return [run for _, run in step.forced]
 
 
-@pytest.mark.parametrize("sampling", [{"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}, {"min_jump": 1000}], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [{"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}, {"min_jump": 1000}], ids=str
+)
 def test_rows_that_must_be_drawn_one_by_one_do_not_jump(sampling: dict[str, Any]):
     bench = Bench(CALL, **sampling)
     step, _ = bench.step(0, ord("<"))
@@ -237,16 +258,23 @@ def llm(request: pytest.FixtureRequest, folder: Path):  # noqa: F811
 
 def test_documents_are_whole_and_take_fewer_steps(llm: LLM):
     asks = [
-        SamplingParams(grammar=CALL, max_tokens=250, temperature=0.0), SamplingParams(grammar=CALL, max_tokens=250, seed=4, n=2),
-        SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0), SamplingParams(grammar=PATTERNED, max_tokens=60, seed=1),
+        SamplingParams(grammar=CALL, max_tokens=250, temperature=0.0),
+        SamplingParams(grammar=CALL, max_tokens=250, seed=4, n=2),
+        SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0),
+        SamplingParams(grammar=PATTERNED, max_tokens=60, seed=1),
         SamplingParams(grammar=CALL, max_tokens=250, seed=4, logprobs=1),
     ]
     stepwise = generate(llm, asks, 10**6)
     before = llm.stats()
     jumping = generate(llm, asks, 1)
     after = llm.stats()
-    assert after.generation_tokens_total - before.generation_tokens_total == sum(len(o.token_ids) for outputs in jumping for o in outputs)
-    assert jumping[2][0].token_ids == stepwise[2][0].token_ids and jumping[4][0].token_ids == stepwise[4][0].token_ids, "beside others"
+    assert (
+        after.generation_tokens_total - before.generation_tokens_total
+        == sum(len(o.token_ids) for outputs in jumping for o in outputs)
+    )
+    assert (
+        jumping[2][0].token_ids == stepwise[2][0].token_ids and jumping[4][0].token_ids == stepwise[4][0].token_ids
+    ), "beside others"
     for outputs in [jumping[i] for i in (0, 1, 4)]:
         for output in outputs:
             if output.finish_reason == "stop":
@@ -260,6 +288,9 @@ def test_documents_are_whole_and_take_fewer_steps(llm: LLM):
 def test_limits_and_stop_strings_within_a_run(llm: LLM):
     for length in (3, 9, 20):
         ((output,),) = generate(llm, [SamplingParams(grammar=CALL, max_tokens=length, temperature=0.0)], 1)
-        assert (len(output.token_ids), output.finish_reason) == (length, "length") and BEGIN.startswith(output.text[: len(BEGIN)])
+        assert (
+            (len(output.token_ids), output.finish_reason) == (length, "length")
+            and BEGIN.startswith(output.text[: len(BEGIN)])
+        )
     ((output,),) = generate(llm, [SamplingParams(grammar=CALL, max_tokens=100, stop=["book"], temperature=0.0)], 1)
     assert (output.text, output.stop_reason) == ('<tool_call>\n{"name": "', "book")

@@ -26,7 +26,10 @@ I, S, B, N, Z = ({"type": t} for t in ("integer", "string", "boolean", "number",
 
 
 def obj(properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties) if required is None else required, **more}
+    return {
+        "type": "object", "properties": properties, "required": list(properties) if required is None else required,
+        **more
+    }
 
 
 def strict(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
@@ -36,24 +39,42 @@ def strict(properties: dict[str, Any], required: list[str] | None = None) -> dic
 NODE = strict({"v": I, "next": {"anyOf": [{"$ref": "#/$defs/n"}, Z]}})
 
 PLAIN: list[tuple[Any, list[Any], list[Any]]] = [
-    (strict({"a": S, "b": {"type": "array", "items": strict({"c": I, "d": {"enum": ["x", "y z"]}})}}), [{"a": "ü\n", "b": [{"c": -1, "d": "y z"}]}], [{"a": "x"}, {"a": "", "b": [{}]}]),
+    (
+        strict({"a": S, "b": {"type": "array", "items": strict({"c": I, "d": {"enum": ["x", "y z"]}})}}),
+        [{"a": "ü\n", "b": [{"c": -1, "d": "y z"}]}], [{"a": "x"}, {"a": "", "b": [{}]}]
+    ),
     (strict({"a": I, "b": S, "c": B}, []), [{}, {"b": "x"}, {"a": 1, "c": True}], [{"d": 1}, {"a": 1.5}]),
     (strict({"a": I, "aa": S, "aaa": N}, ["aa"]), [{"aa": ""}, {"a": 3, "aa": "", "aaa": -1.5e3}], [{"a": 3}]),
-    (strict({"a": {"type": "array", "items": S, "minItems": 2, "maxItems": 3}}), [{"a": ["", "x"]}, {"a": ["", "", ""]}], [{"a": []}, {"a": [""] * 4}]),
+    (
+        strict({"a": {"type": "array", "items": S, "minItems": 2, "maxItems": 3}}),
+        [{"a": ["", "x"]}, {"a": ["", "", ""]}], [{"a": []}, {"a": [""] * 4}]
+    ),
     ({"type": "array", "items": {"anyOf": [I, Z]}, "minItems": 1}, [[1], [None, 2]], [[], ["x"]]),
     ({"enum": ["a", "b c", None, True]}, ["a", "b c", None, True], ["c", False]),
     ({"const": "x y"}, ["x y"], ["xy"]),
-    ({"anyOf": [strict({"x": I}), strict({"y": S}), Z]}, [{"x": 1}, {"y": ""}, None], [{}, {"x": ""}, {"x": 1, "y": ""}]),
-    ({"$defs": {"n": NODE}, "$ref": "#/$defs/n"}, [{"v": 1, "next": None}, {"v": 1, "next": {"v": 2, "next": None}}], [{"v": 1}]),
+    (
+        {"anyOf": [strict({"x": I}), strict({"y": S}), Z]}, [{"x": 1}, {"y": ""}, None],
+        [{}, {"x": ""}, {"x": 1, "y": ""}]
+    ),
+    (
+        {"$defs": {"n": NODE}, "$ref": "#/$defs/n"}, [{"v": 1, "next": None}, {"v": 1, "next": {"v": 2, "next": None}}],
+        [{"v": 1}]
+    ),
     ({"title": "T", **strict({"a": {**S, "description": "d"}})}, [{"a": "q\"\\"}], [{}]),
     ({}, [{"a": [1]}, "x", None], []),
     (True, [[], 1.5], []),
     ({"type": "object"}, [{}, {"a": [1, {"b": None}]}], [[], "x"]),
     ({"type": "object", "properties": {}, "additionalProperties": True}, [{}, {"a": ""}], [None]),
     ({"type": "array", "minItems": 1}, [[[]], [1, "x", {}]], [[], {}]),
-    (strict({"a": {}, "b": {"type": "array", "items": True}}), [{"a": {"c": 1}, "b": [None]}], [{"a": 1}, {"a": 1, "b": {}}]),
+    (
+        strict({"a": {}, "b": {"type": "array", "items": True}}), [{"a": {"c": 1}, "b": [None]}],
+        [{"a": 1}, {"a": 1, "b": {}}]
+    ),
     ({"type": "object", "additionalProperties": {"anyOf": [S, Z]}}, [{}, {"a": "", "b": None}], [{"a": 1}, ["x"]]),
-    ({"type": "object", "additionalProperties": {"type": "object", "additionalProperties": I}}, [{"a": {"b": 1}}], [{"a": 1}, {"a": {"b": ""}}]),
+    (
+        {"type": "object", "additionalProperties": {"type": "object", "additionalProperties": I}}, [{"a": {"b": 1}}],
+        [{"a": 1}, {"a": {"b": ""}}]
+    ),
 ]
 """Schema, instances it allows, and instances it does not: the part that both libraries enforce."""
 
@@ -74,14 +95,29 @@ HARDER: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "integer", "multipleOf": 7}, [0, 14, -7], [8]),
     ({"anyOf": [obj({"a": I}), obj({"a": S, "b": I})]}, [{"a": 1}, {"a": "x", "b": 1}], [{"a": "x"}]),
     ({"oneOf": [S, I]}, ["x", 1], [None]),
-    ({"oneOf": [strict({"k": {"const": "a"}, "v": I}), strict({"k": {"const": "b"}, "v": S})]}, [{"k": "a", "v": 1}], [{"k": "b", "v": 1}]),
+    (
+        {"oneOf": [strict({"k": {"const": "a"}, "v": I}), strict({"k": {"const": "b"}, "v": S})]}, [{"k": "a", "v": 1}],
+        [{"k": "b", "v": 1}]
+    ),
     ({"allOf": [obj({"a": I}), obj({"b": S})]}, [{"a": 1, "b": "x"}], [{"a": 1}, {"b": ""}]),
     ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, [3, 5], [2, 6]),
-    ({"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "required": ["c"], "additionalProperties": False}, [{"c": [{"c": []}]}], [{"c": [{}]}]),
+    (
+        {
+            "type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "required": ["c"],
+            "additionalProperties": False
+        },
+        [{"c": [{"c": []}]}], [{"c": [{}]}]
+    ),
     (obj({"a": I}, []), [{}, {"a": 1}, {"b": None}, {"a": 1, "b": "x"}], [{"a": "x"}]),
     (obj({"a": I}, [], additionalProperties=S), [{"a": 1, "b": "x"}], [{"b": 1}, {"a": ""}]),
-    ({"type": "object", "patternProperties": {"^x": I}, "additionalProperties": False}, [{"xa": 1}, {}], [{"xa": ""}, {"y": 1}]),
-    ({"type": "object", "properties": {"a": I}, "patternProperties": {"^b": S}, "additionalProperties": False}, [{"a": 1, "bx": ""}], [{"bx": 1}]),
+    (
+        {"type": "object", "patternProperties": {"^x": I}, "additionalProperties": False}, [{"xa": 1}, {}],
+        [{"xa": ""}, {"y": 1}]
+    ),
+    (
+        {"type": "object", "properties": {"a": I}, "patternProperties": {"^b": S}, "additionalProperties": False},
+        [{"a": 1, "bx": ""}], [{"bx": 1}]
+    ),
     ({"type": "object", "maxProperties": 1, "additionalProperties": I}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
     ({"type": ["string", "null"]}, ["", None], [1]),
     ({"type": ["integer", "string"], "minimum": 4, "maxLength": 1}, [4, "x"], [3, "xx"]),
@@ -89,7 +125,10 @@ HARDER: list[tuple[Any, list[Any], list[Any]]] = [
     ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer", "minimum": 0}}, "maximum": 3}, [0, 3], [-1, 4]),
     ({"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123"]),
     ({"type": "string", "format": "ipv4"}, ["127.0.0.1"], ["127.0.0.256", "1.2.3"]),
-    ({"type": "string", "format": "date"}, ["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2024-04-31", "2024-00-01", "2024-1-1"]),
+    (
+        {"type": "string", "format": "date"}, ["2024-02-29", "2000-02-29", "1999-12-31"],
+        ["2023-02-29", "1900-02-29", "2024-04-31", "2024-00-01", "2024-1-1"]
+    ),
     ({"type": "string", "format": "email"}, ["a@b.org"], ["a"]),
     ({"type": "string", "format": "password"}, ["", "a"], [1]),
     ({"type": "string", "pattern": '^[^"]*$'}, ["", "a\n\\"], ['"', 'a"b']),
@@ -99,17 +138,26 @@ HARDER: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "pattern": r"^\x00?a[^[]$"}, ["ab", "a]", 'a"'], ["a", "a["]),
     ({"type": "string", "pattern": r"^[[a&&b!--]$"}, ["[", "a", "b", "&", "!", "-", ",", '"'], ["c", "."]),
     ({"type": "object", "patternProperties": {'^[^"]$': I}, "additionalProperties": False}, [{"a": 1}], [{'"': 1}]),
-    ({"enum": [9000000000000000, -0.1, 1.5e-7, 123456789.12345]}, [9000000000000000, -0.1, 123456789.12345], [9000000000000001, 123456789.1234]),
+    (
+        {"enum": [9000000000000000, -0.1, 1.5e-7, 123456789.12345]}, [9000000000000000, -0.1, 123456789.12345],
+        [9000000000000001, 123456789.1234]
+    ),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, [0.001, 1], [0, -0.1, 1.001]),
     ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1], [-1]),
     (obj({"format": {"type": "array", "items": {"type": "string", "format": "path"}}, "f": {"const": {"format": "path"}}}, ["format", "f"], additionalProperties=False),
-     [{"format": ["/a"], "f": {"format": "path"}}], [{"format": ["/a"], "f": {}}, {"format": [1], "f": {"format": "path"}}]),
+     [{"format": ["/a"], "f": {"format": "path"}}], [
+         {"format": ["/a"], "f": {}}, {"format": [1], "f": {"format": "path"}}
+     ]),
 ]
 CASES = [*(("xgrammar", *case) for case in PLAIN), *(("llguidance", *case) for case in PLAIN + HARDER)]
 
 
-@pytest.mark.filterwarnings("ignore:Possible set", "ignore:Possible nested set")  # Python's notation may get operators in classes
-@pytest.mark.parametrize(("name", "schema", "right", "wrong"), CASES, ids=lambda value: value if isinstance(value, str) and value[0] in "lx" else "")
+# Python's notation may get operators in classes
+@pytest.mark.filterwarnings("ignore:Possible set", "ignore:Possible nested set")
+@pytest.mark.parametrize(
+    ("name", "schema", "right", "wrong"), CASES,
+    ids=lambda value: value if isinstance(value, str) and value[0] in "lx" else ""
+)
 def test_schemas_are_enforced(name: str, schema: Any, right: list[Any], wrong: list[Any]):
     grammar = Grammar.json_schema(schema)
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
@@ -126,30 +174,52 @@ def test_schemas_are_enforced(name: str, schema: Any, right: list[Any], wrong: l
 
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), [
-    ({"type": "string", "format": "date-time"}, ["2024-02-29T12:00:00Z", "1999-12-31t23:59:59.5+01:00"], ["2023-02-29T12:00:00Z", "2024-02-29T24:00:00Z", "2024-02-29T12:00:00", "2024-02-29"]),
-    ({"type": ["string", "null"], "format": "time"}, ["12:00:00Z", "00:00:00.123-23:59", None], ["12:00:60Z", "12:00Z", "12:00:00+24:00"]),
-    ({"type": "string", "format": "date", "pattern": "^2", "maxLength": 10}, ["2024-02-29"], ["1996-02-29", "2023-02-29"]),
+    (
+        {"type": "string", "format": "date-time"}, ["2024-02-29T12:00:00Z", "1999-12-31t23:59:59.5+01:00"],
+        ["2023-02-29T12:00:00Z", "2024-02-29T24:00:00Z", "2024-02-29T12:00:00", "2024-02-29"]
+    ),
+    (
+        {"type": ["string", "null"], "format": "time"}, ["12:00:00Z", "00:00:00.123-23:59", None],
+        ["12:00:60Z", "12:00Z", "12:00:00+24:00"]
+    ),
+    (
+        {"type": "string", "format": "date", "pattern": "^2", "maxLength": 10}, ["2024-02-29"],
+        ["1996-02-29", "2023-02-29"]
+    ),
     ({"enum": ["2024-01-01", "x"], "format": "date"}, ["2024-01-01"], ["x"]),
 ])  # fmt: skip
 def test_times_are_times(schema: Any, right: list[Any], wrong: list[Any]):
     grammar = Grammar.json_schema(schema)
-    assert [accepts("llguidance", grammar, json.dumps(value)) for value in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+    assert [
+        accepts("llguidance", grammar, json.dumps(value)) for value in (*right, *wrong)
+    ] == [True] * len(right) + [False] * len(wrong)
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
 def test_any_object(name: str):
     for text in walks(name, Grammar.json_object(), 15):
         assert isinstance(json.loads(text), dict)
-    assert accepts(name, Grammar.json_object(), '{"a": [1, {"b": null}]}') and not accepts(name, Grammar.json_object(), "[1]")
+    assert (
+        accepts(name, Grammar.json_object(), '{"a": [1, {"b": null}]}')
+        and not accepts(name, Grammar.json_object(), "[1]")
+    )
     assert not accepts(name, Grammar.json_object(), "{" + " " * 100 + "}"), "no blanks without end"
 
 
 def test_the_fast_library_gets_only_what_it_is_exact_for():
     for schema, _, _ in PLAIN:
-        assert inexactness(Grammar.json_schema(schema)) is None and choose_library(Grammar.json_schema(schema))[0] == "xgrammar"
+        assert (
+            inexactness(Grammar.json_schema(schema)) is None
+            and choose_library(Grammar.json_schema(schema))[0] == "xgrammar"
+        )
     for schema, _, _ in HARDER:
-        assert inexactness(Grammar.json_schema(schema)) is not None and choose_library(Grammar.json_schema(schema))[0] == "llguidance"
-    for grammar in (Grammar.regex("a"), Grammar.choice(["a"]), Grammar.ebnf('root ::= "a"'), Grammar.structural_tag({})):
+        assert (
+            inexactness(Grammar.json_schema(schema)) is not None
+            and choose_library(Grammar.json_schema(schema))[0] == "llguidance"
+        )
+    for grammar in (
+        Grammar.regex("a"), Grammar.choice(["a"]), Grammar.ebnf('root ::= "a"'), Grammar.structural_tag({})
+    ):
         assert choose_library(grammar)[0] == "llguidance"
 
 
@@ -161,23 +231,46 @@ def test_a_missing_library_names_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("keyword", "schema"), [
-    ("uniqueItems", {"type": "array", "uniqueItems": True}), ("contains", {"type": "array", "contains": I}), ("if", {"if": S, "then": {"maxLength": 1}}),
+    ("uniqueItems", {"type": "array", "uniqueItems": True}), ("contains", {"type": "array", "contains": I}),
+    ("if", {"if": S, "then": {"maxLength": 1}}),
     ("not", strict({"a": {"not": S}})), ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
-    ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 1}}), ("minProperties", {"type": "object", "minProperties": 1}),
-    ("oneOf", {"oneOf": [I, N]}), ("unevaluatedProperties", obj({"a": I}, unevaluatedProperties=False)), ("format", {"type": "string", "format": "shoe-size"}),
-    ("multipleOf", {"type": "integer", "multipleOf": 10**7}), ("x-guidance", {"type": "object", "x-guidance": {"lenient": True}}),
-    ("ref", {"$ref": "#"}), ("http", {"$ref": "http://127.0.0.1/x"}), ("Unsatisfiable", {"allOf": [S, I]}), ("look", {"type": "string", "pattern": "^(?=a)b$"}),
-    ("not whole", {"type": "string", "pattern": "a\\"}), ("not whole", {"type": "string", "pattern": "a)|(b"}), ("not whole", {"type": "object", "patternProperties": {"[a": {}}}),
-    ("\\$ref.*itself", {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "type": "array", "items": {"$ref": "#/$defs/a"}}),
+    ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 1}}),
+    ("minProperties", {"type": "object", "minProperties": 1}),
+    ("oneOf", {"oneOf": [I, N]}), ("unevaluatedProperties", obj({"a": I}, unevaluatedProperties=False)),
+    ("format", {"type": "string", "format": "shoe-size"}),
+    ("multipleOf", {"type": "integer", "multipleOf": 10**7}),
+    ("x-guidance", {"type": "object", "x-guidance": {"lenient": True}}),
+    ("ref", {"$ref": "#"}), ("http", {"$ref": "http://127.0.0.1/x"}), ("Unsatisfiable", {"allOf": [S, I]}),
+    ("look", {"type": "string", "pattern": "^(?=a)b$"}),
+    ("not whole", {"type": "string", "pattern": "a\\"}), ("not whole", {"type": "string", "pattern": "a)|(b"}),
+    ("not whole", {"type": "object", "patternProperties": {"[a": {}}}),
+    (
+        "\\$ref.*itself",
+        {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "type": "array",
+            "items": {"$ref": "#/$defs/a"}
+        }
+    ),
     ("\\$ref.*itself", strict({"a": {"$ref": "#/properties/a"}}, [])),
-    ("const.*-9223372036854775808", {"type": "integer", "const": -(2**63)}), ("minimum", {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}),
-    ("imum", {"type": "integer", "minimum": -1e20, "maximum": -1e19}), ("enum.*1234567890123456789", {"enum": ["a", {"id": [1234567890123456789]}]}),
-    ("const.*15 digits", {"const": 123456789.12345679}), ("const.*control", {"const": "a\0"}), ("enum.*control", {"enum": ["a", ["\x1b["]]}),
-    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}), ("exclusiveMaximum", {"exclusiveMaximum": -1, "minimum": -1.5}),
+    ("const.*-9223372036854775808", {"type": "integer", "const": -(2**63)}),
+    ("minimum", {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}),
+    ("imum", {"type": "integer", "minimum": -1e20, "maximum": -1e19}),
+    ("enum.*1234567890123456789", {"enum": ["a", {"id": [1234567890123456789]}]}),
+    ("const.*15 digits", {"const": 123456789.12345679}), ("const.*control", {"const": "a\0"}),
+    ("enum.*control", {"enum": ["a", ["\x1b["]]}),
+    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}),
+    ("exclusiveMaximum", {"exclusiveMaximum": -1, "minimum": -1.5}),
     ("exclusiveMinimum", {"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}),
-    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 1, "allOf": [{"exclusiveMaximum": 1.9}]}), ("empty", {"type": "string", "pattern": r"^a\x01b$"}),
+    ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 1, "allOf": [{"exclusiveMaximum": 1.9}]}),
+    ("empty", {"type": "string", "pattern": r"^a\x01b$"}),
     ("large", json.loads('{"items":' * 70 + "{}" + "}" * 70)), ("allows no output", False),
-    ("ref", {"$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1500)}, "$ref": "#/$defs/d0"}),
+    (
+        "ref",
+        {
+            "$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1500)},
+            "$ref": "#/$defs/d0"
+        }
+    ),
 ])  # fmt: skip
 def test_what_is_not_enforced_is_refused_by_name(keyword: str, schema: Any):
     grammar = Grammar.json_schema(schema)
@@ -188,12 +281,18 @@ def test_what_is_not_enforced_is_refused_by_name(keyword: str, schema: Any):
 
 
 @pytest.mark.parametrize("grammar", [
-    Grammar.regex("a{1,99999999}"), Grammar.regex("(" * 10_000), Grammar.regex("a" * 100_000), Grammar.regex("[[[["), Grammar.regex(r"(a)\1"),
-    Grammar.ebnf('root ::= "a"{1,99999999}'), Grammar.ebnf("root ::= " + "(" * 5000 + '"a"' + ")" * 5000), Grammar.ebnf("nonsense"),
-    Grammar.ebnf("\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(2000))), Grammar.ebnf('start: %json {"uniqueItems": true}'), Grammar.ebnf('root ::= missing'),
-    Grammar.ebnf("root ::= root"), Grammar.structural_tag({}), Grammar.structural_tag({"type": "structural_tag", "format": {"type": "nonsense"}}),
+    Grammar.regex("a{1,99999999}"), Grammar.regex("(" * 10_000), Grammar.regex("a" * 100_000), Grammar.regex("[[[["),
+    Grammar.regex(r"(a)\1"),
+    Grammar.ebnf('root ::= "a"{1,99999999}'), Grammar.ebnf("root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+    Grammar.ebnf("nonsense"),
+    Grammar.ebnf("\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(2000))),
+    Grammar.ebnf('start: %json {"uniqueItems": true}'), Grammar.ebnf('root ::= missing'),
+    Grammar.ebnf("root ::= root"), Grammar.structural_tag({}),
+    Grammar.structural_tag({"type": "structural_tag", "format": {"type": "nonsense"}}),
     Grammar.structural_tag({"type": "structural_tag", "format": {"type": "regex", "pattern": "a{1,99999999}"}}),
-    Grammar.structural_tag({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"uniqueItems": True}}}),
+    Grammar.structural_tag(
+        {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"uniqueItems": True}}}
+    ),
 ])  # fmt: skip
 def test_bombs_and_nonsense_are_refused(grammar: Grammar):
     with pytest.raises(Exception) as info:
@@ -201,7 +300,13 @@ def test_bombs_and_nonsense_are_refused(grammar: Grammar):
     assert isinstance(describe_failure(info.value), RequestError)
 
 
-@pytest.mark.parametrize("pattern", [r"[a-f]{3}-[0-9]+", r"(yes|no)(, (yes|no))*", r"\d{4}-\d{2}", "a/b|c\nd", r"[^\n]{1,5}", "(a|b)*c", r"\{[0-9]\}", "é+|😀"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"[a-f]{3}-[0-9]+", r"(yes|no)(, (yes|no))*", r"\d{4}-\d{2}", "a/b|c\nd", r"[^\n]{1,5}", "(a|b)*c",
+        r"\{[0-9]\}", "é+|😀"
+    ]
+)
 def test_regex_outputs_match_as_a_whole(pattern: str):
     outputs = list(walks("llguidance", Grammar.regex(pattern), 12, limit=60))
     assert outputs
@@ -213,11 +318,14 @@ def test_choices():
     choices = ["red", "green blue", 'q"uo\\te', "new\nline", "re", "日本"]
     assert set(walks("llguidance", Grammar.choice(choices), 30)) <= set(choices)
     assert all(accepts("llguidance", Grammar.choice(choices), choice) for choice in choices)
-    assert not accepts("llguidance", Grammar.choice(choices), "r") and accepts("llguidance", Grammar.choice(["", "x"]), "")
+    assert (
+        not accepts("llguidance", Grammar.choice(choices), "r") and accepts("llguidance", Grammar.choice(["", "x"]), "")
+    )
 
 
 @pytest.mark.parametrize("text", [
-    'root ::= "(" root ")" | "x"', 'start: "(" start ")" | "x"', '?start: "(" start ")" | "x"', 'root ::= start\nstart ::= "(" root ")" | "x"', "root ::= pair\npair ::= [(] root [)] | \"x\" # comment",
+    'root ::= "(" root ")" | "x"', 'start: "(" start ")" | "x"', '?start: "(" start ")" | "x"',
+    'root ::= start\nstart ::= "(" root ")" | "x"', "root ::= pair\npair ::= [(] root [)] | \"x\" # comment",
 ])  # fmt: skip
 def test_context_free_grammars_in_both_notations(text: str):
     for output in walks("llguidance", Grammar.ebnf(text), 20):
@@ -240,10 +348,14 @@ def tags(**more: Any) -> Grammar:
         {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": ARGUMENTS}, "end": "</f>"},
         {"type": "tag", "begin": "<f=b>", "content": {"type": "any_text"}, "end": ["</f>", "</g>"]},
     ]
-    return Grammar.structural_tag({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": listed, **more}})
+    return Grammar.structural_tag(
+        {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": listed, **more}}
+    )
 
 
-CALLS = re.compile(r"""((?!<f)(.|\n))*((<f=a>\{\s*"x"\s*:\s*-?\d+\s*\}</f>|<f=b>((?!</[fg]>)(.|\n))*</[fg]>)((?!<f)(.|\n))*)*""")
+CALLS = re.compile(
+    r"""((?!<f)(.|\n))*((<f=a>\{\s*"x"\s*:\s*-?\d+\s*\}</f>|<f=b>((?!</[fg]>)(.|\n))*</[fg]>)((?!<f)(.|\n))*)*"""
+)
 
 
 def test_tags_in_free_text():
@@ -260,16 +372,34 @@ def test_tags_in_free_text():
 
 def test_tags_that_must_come_and_special_tokens():
     call = 'a <f=a>{"x": 1}</f>'
-    assert accepts("llguidance", tags(at_least_one=True), call + " b") and not accepts("llguidance", tags(at_least_one=True), "a b")
-    assert accepts("llguidance", tags(stop_after_first=True), call) and not accepts("llguidance", tags(stop_after_first=True), call + "b")
-    special = {"type": "tag", "begin": "<|call|>f:", "content": {"type": "json_schema", "json_schema": ARGUMENTS}, "end": "<|call|>"}
-    grammar = Grammar.structural_tag({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<|call|>"], "tags": [special]}})
-    assert accepts("llguidance", grammar, 'So: <|call|>f:{"x": 2}<|call|> Done.') and accepts("llguidance", grammar, "no")
+    assert (
+        accepts("llguidance", tags(at_least_one=True), call + " b")
+        and not accepts("llguidance", tags(at_least_one=True), "a b")
+    )
+    assert (
+        accepts("llguidance", tags(stop_after_first=True), call)
+        and not accepts("llguidance", tags(stop_after_first=True), call + "b")
+    )
+    special = {
+        "type": "tag", "begin": "<|call|>f:", "content": {"type": "json_schema", "json_schema": ARGUMENTS},
+        "end": "<|call|>"
+    }
+    grammar = Grammar.structural_tag(
+        {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<|call|>"], "tags": [special]}}
+    )
+    assert accepts(
+        "llguidance", grammar, 'So: <|call|>f:{"x": 2}<|call|> Done.'
+    ) and accepts("llguidance", grammar, "no")
     assert not accepts("llguidance", grammar, "<|call|>g") and not accepts("llguidance", grammar, '<|call|>f:{"x": 2}')
 
 
 def test_older_structural_tags():
-    grammar = Grammar.structural_tag({"type": "structural_tag", "structures": [{"begin": "<f=a>", "schema": ARGUMENTS, "end": "</f>"}], "triggers": ["<f="]})
+    grammar = Grammar.structural_tag(
+        {
+            "type": "structural_tag", "structures": [{"begin": "<f=a>", "schema": ARGUMENTS, "end": "</f>"}],
+            "triggers": ["<f="]
+        }
+    )
     assert accepts("llguidance", grammar, 'x <f=a>{"x": 1}</f> y') and not accepts("llguidance", grammar, "x <f=b>")
 
 
@@ -277,10 +407,30 @@ def test_nested_formats():
     def text(value: str) -> dict:
         return {"type": "const_string", "value": value}
 
-    inner = {"type": "sequence", "elements": [text("a/"), {"type": "or", "elements": [text("\n"), {"type": "regex", "pattern": "[0-9]/?"}]}]}
-    format_ = {"type": "sequence", "elements": [{"type": "plus", "content": inner}, {"type": "optional", "content": text("!")}, {"type": "any_text"}]}
+    inner = {
+        "type": "sequence",
+        "elements": [text("a/"), {"type": "or", "elements": [text("\n"), {"type": "regex", "pattern": "[0-9]/?"}]}]
+    }
+    format_ = {
+        "type": "sequence",
+        "elements": [
+            {"type": "plus", "content": inner}, {"type": "optional", "content": text("!")}, {"type": "any_text"}
+        ]
+    }
     grammar = Grammar.structural_tag({"type": "structural_tag", "format": format_})
-    assert all(accepts("llguidance", grammar, ok) for ok in ("a/\n", "a/1/a/2", "a/1!rest\nof it")) and not accepts("llguidance", grammar, "a/")
-    for middle in ({"type": "any_text"}, {"type": "triggered_tags", "triggers": ["<f"], "tags": [{"type": "tag", "begin": "<f>", "content": text("x"), "end": ""}]}):
+    assert all(
+        accepts("llguidance", grammar, ok) for ok in ("a/\n", "a/1/a/2", "a/1!rest\nof it")
+    ) and not accepts("llguidance", grammar, "a/")
+    for middle in (
+        {"type": "any_text"},
+        {
+            "type": "triggered_tags", "triggers": ["<f"],
+            "tags": [{"type": "tag", "begin": "<f>", "content": text("x"), "end": ""}]
+        }
+    ):
         with pytest.raises(RequestError, match="last"):
-            library("llguidance").compile(Grammar.structural_tag({"type": "structural_tag", "format": {"type": "sequence", "elements": [middle, text("!")]}}))
+            library("llguidance").compile(
+                Grammar.structural_tag(
+                    {"type": "structural_tag", "format": {"type": "sequence", "elements": [middle, text("!")]}}
+                )
+            )

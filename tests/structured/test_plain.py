@@ -27,32 +27,60 @@ def strict(**properties: Any) -> dict[str, Any]:
 
 def tags(*contents: Any, end: str = "</f>", **more: Any) -> Grammar:
     listed = [{"type": "tag", "begin": f"<f{i}>", "content": content, "end": end} for i, content in enumerate(contents)]
-    return Grammar.structural_tag({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": listed, **more}})
+    return Grammar.structural_tag(
+        {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": listed, **more}}
+    )
 
 
 KNOWN = {
     "strings": Grammar.json_schema({"type": "array", "items": S}),
-    "fields": Grammar.json_schema(strict(name=S, kind={"enum": ["a", "ab", "12"]}, note={"anyOf": [S, {"type": "null"}]}, more={"type": "array", "items": strict(x=S)})),
+    "fields": Grammar.json_schema(
+        strict(
+            name=S, kind={"enum": ["a", "ab", "12"]}, note={"anyOf": [S, {"type": "null"}]},
+            more={"type": "array", "items": strict(x=S)}
+        )
+    ),
     "any object": Grammar.json_object(),
     "any array": Grammar.json_schema({"type": "array"}),
-    "a dictionary": Grammar.json_schema({"type": "object", "additionalProperties": {"anyOf": [S, {"type": "array", "items": S}]}}),
-    "a reference": Grammar.json_schema({"$defs": {"n": strict(v=S, next={"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]})}, "$ref": "#/$defs/n"}),
+    "a dictionary": Grammar.json_schema(
+        {"type": "object", "additionalProperties": {"anyOf": [S, {"type": "array", "items": S}]}}
+    ),
+    "a reference": Grammar.json_schema(
+        {"$defs": {"n": strict(v=S, next={"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]})}, "$ref": "#/$defs/n"}
+    ),
     "tags": tags({"type": "json_schema", "json_schema": strict(a=S)}, {"type": "any_text"}),
-    "a tag alone": Grammar.structural_tag({"type": "structural_tag", "format": {"type": "tag", "begin": "12", "content": {"type": "any_text"}, "end": ["ab!", "12."]}}),
+    "a tag alone": Grammar.structural_tag(
+        {
+            "type": "structural_tag",
+            "format": {"type": "tag", "begin": "12", "content": {"type": "any_text"}, "end": ["ab!", "12."]}
+        }
+    ),
 }
 AMBIGUOUS = {
     "branches": Grammar.json_schema({"anyOf": [strict(k=S), strict(k={"const": "x"}, v={"type": "null"})]}),
     "branches under a name that is a keyword": Grammar.json_schema(strict(default={"anyOf": [S, {"enum": ["x"]}]})),
-    "branches of a dictionary": Grammar.json_schema({"type": "object", "additionalProperties": {"anyOf": [S, {"enum": ["x"]}]}}),
+    "branches of a dictionary": Grammar.json_schema(
+        {"type": "object", "additionalProperties": {"anyOf": [S, {"enum": ["x"]}]}}
+    ),
     "branches of anything": Grammar.json_schema({"anyOf": [{}, {"enum": ["x"]}]}),
-    "branches in a definition": Grammar.json_schema({"$defs": {"b": {"anyOf": [S, {"$ref": "#/$defs/c"}]}, "c": {"enum": ["x", None]}}, "$ref": "#/$defs/b"}),
-    "a choice of formats": Grammar.structural_tag({"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "const_string", "value": "yes"}, {"type": "any_text"}]}}),
+    "branches in a definition": Grammar.json_schema(
+        {"$defs": {"b": {"anyOf": [S, {"$ref": "#/$defs/c"}]}, "c": {"enum": ["x", None]}}, "$ref": "#/$defs/b"}
+    ),
+    "a choice of formats": Grammar.structural_tag(
+        {
+            "type": "structural_tag",
+            "format": {"type": "or", "elements": [{"type": "const_string", "value": "yes"}, {"type": "any_text"}]}
+        }
+    ),
     "begins of begins": tags(),
     "a tag's schema": tags({"type": "json_schema", "json_schema": {"anyOf": [S, {"enum": ["x"]}]}}),
     "a regular expression": Grammar.regex("[a-z]+"),
 }
-AMBIGUOUS["begins of begins"] = Grammar.structural_tag({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [
-    {"type": "tag", "begin": "<f", "content": {"type": "json_schema", "json_schema": S}, "end": ""}, {"type": "tag", "begin": "<fa", "content": {"type": "any_text"}, "end": "b"},
+AMBIGUOUS[
+    "begins of begins"
+] = Grammar.structural_tag({"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [
+    {"type": "tag", "begin": "<f", "content": {"type": "json_schema", "json_schema": S}, "end": ""},
+    {"type": "tag", "begin": "<fa", "content": {"type": "any_text"}, "end": "b"},
 ]}})
 
 
@@ -115,10 +143,16 @@ def test_kept_masks_are_those_of_a_matcher_that_was_told_everything(name: str):
 
 names = st.sampled_from(["a", "ab", "b 1", "anyOf", "default", "enum", "items"])
 schemas = st.recursive(
-    st.sampled_from([S, S, {}, {"type": "integer"}, {"type": "boolean"}, {"enum": ["a", "ab", None]}, {"const": "12"}, {"type": "object"}, {"type": "array"}]),
+    st.sampled_from(
+        [
+            S, S, {}, {"type": "integer"}, {"type": "boolean"}, {"enum": ["a", "ab", None]}, {"const": "12"},
+            {"type": "object"}, {"type": "array"}
+        ]
+    ),
     lambda inner: st.builds(lambda p: strict(**p), st.dictionaries(names, inner, min_size=1, max_size=3))
     | st.builds(lambda p: {**strict(**p), "required": []}, st.dictionaries(names, inner, min_size=1, max_size=2))
-    | st.builds(lambda i: {"type": "array", "items": i, "minItems": 1}, inner) | st.builds(lambda i: {"type": "object", "additionalProperties": i}, inner)
+    | st.builds(lambda i: {"type": "array", "items": i, "minItems": 1}, inner)
+    | st.builds(lambda i: {"type": "object", "additionalProperties": i}, inner)
     | st.builds(lambda b: {"anyOf": b}, st.lists(inner, min_size=1, max_size=3)),
     max_leaves=5,
 )
@@ -138,7 +172,15 @@ def test_where_a_text_may_decide_what_follows_nothing_is_kept(name: str):
 
 
 def test_plain_tokens_are_whole_and_have_no_meaning_in_json():
-    tokens = [b"ab", b'"', b"a\\", b"\n", b" x", "é".encode(), "é".encode()[:1], b"", b"<", b"a<b", b"<eos>", b"\x7f", *(b"%d" % i for i in range(200, 300))]
+    tokens = [
+        b"ab", b'"', b"a\\", b"\n", b" x", "é".encode(), "é".encode()[:1], b"", b"<", b"a<b", b"<eos>", b"\x7f",
+        *(b"%d" % i for i in range(200, 300))
+    ]
     plain = find_plain(Vocabulary(tokens, frozenset([10])), len(tokens) + 5, b"<")
-    assert plain is not None and plain.needs_root and [tokens[i] for i in np.flatnonzero(plain.is_plain)[:3]] == [b"ab", b" x", "é".encode()]
-    assert find_plain(Vocabulary([b"1" * i for i in range(500)], frozenset()), 500, b"") is None, "all of them could be one name"
+    assert (
+        plain is not None and plain.needs_root
+        and [tokens[i] for i in np.flatnonzero(plain.is_plain)[:3]] == [b"ab", b" x", "é".encode()]
+    )
+    assert find_plain(Vocabulary([b"1" * i for i in range(500)], frozenset()), 500, b"") is None, (
+        "all of them could be one name"
+    )

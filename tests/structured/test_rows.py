@@ -1,4 +1,5 @@
-"""Masks by row: what the device must know before the host knows the token before, replay, held tokens, broken grammars."""
+"""Masks by row: what the device must know before the host knows the token before, replay, held tokens, broken
+grammars."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ class CountMatcher:
         raise AssertionError("no vocabulary, no jumps")
 
     def allowed(self) -> set[int]:
-        return {EOS} if len(self.seen) >= self.end else {len(self.seen), *({EOS} if len(self.seen) >= self.end - 1 else ())}
+        return (
+            {EOS} if len(self.seen) >= self.end
+            else {len(self.seen), *({EOS} if len(self.seen) >= self.end - 1 else ())}
+        )
 
 
 class CountGrammar:
@@ -89,7 +93,10 @@ class Step:
 
 
 def store_of(library: CountLibrary, **options: Any) -> GrammarStore:
-    return GrammarStore(lambda: Vocabulary([], frozenset()), VOCAB_SIZE, [EOS], choose=lambda _: ("count", lambda *_: library), **options)
+    return GrammarStore(
+        lambda: Vocabulary([], frozenset()), VOCAB_SIZE, [EOS], choose=lambda _: ("count", lambda *_: library),
+        **options
+    )
 
 
 class Bench:
@@ -100,10 +107,14 @@ class Bench:
         self.grammars = GrammarRows(store_of(CountLibrary()), VOCAB_SIZE, 8, torch.device("cpu"))
         self.num_drawn: dict[int, int] = {}
 
-    def start(self, row: int, end: int | None, *, output: tuple[int, ...] = (), rules: LogitRules | None = None) -> RowTokens:
+    def start(
+        self, row: int, end: int | None, *, output: tuple[int, ...] = (), rules: LogitRules | None = None
+    ) -> RowTokens:
         grammar = None if end is None else Grammar("regex", str(end))
         self.num_drawn[row] = len(output)
-        known = self.rows.start(RowStart(row, f"r{row}", [1, 2, *output], 2, SamplingSpec(grammar=grammar, rules=rules)))
+        known = self.rows.start(
+            RowStart(row, f"r{row}", [1, 2, *output], 2, SamplingSpec(grammar=grammar, rules=rules))
+        )
         if grammar is not None:
             self.grammars.start(row, known)
         return known
@@ -111,7 +122,9 @@ class Bench:
     def batch(self, *rows: int) -> SampleBatch:
         return SampleBatch.of(np.array(rows), np.array([2 + self.num_drawn[row] for row in rows]), self.rows)
 
-    def step(self, ids: dict[int, int], *, is_done: bool = True) -> tuple[dict[int, set[int]], dict[int, str | None], Step]:
+    def step(
+        self, ids: dict[int, int], *, is_done: bool = True
+    ) -> tuple[dict[int, set[int]], dict[int, str | None], Step]:
         """One step of the rows of ``ids``, which then draw those: the tokens each was allowed, errors, the step."""
         batch = self.batch(*ids)
         filling = self.grammars.begin(batch)
@@ -128,7 +141,10 @@ class Bench:
 def read_masks(masks: RowMasks, rows: list[int]) -> dict[int, set[int]]:
     table, mask_of_row = (part.numpy() for part in masks.send())
     bits = np.unpackbits(table.astype("<i4").view(np.uint8), bitorder="little", axis=-1)[:, :VOCAB_SIZE]
-    return {row: set(map(int, np.flatnonzero(bits[place]))) if place >= 0 else set(range(VOCAB_SIZE)) for row, place in zip(rows, mask_of_row, strict=True)}
+    return {
+        row: set(map(int, np.flatnonzero(bits[place]))) if place >= 0 else set(range(VOCAB_SIZE)) for row,
+        place in zip(rows, mask_of_row, strict=True)
+    }
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -217,7 +233,9 @@ def test_models_that_cannot_be_constrained_say_why():
         raise ConfigError("no tokenizer.json")
 
     with pytest.raises(UnsupportedFeature, match=r"no tokenizer\.json"):
-        GrammarStore(no_tokenizer, VOCAB_SIZE, [EOS], choose=lambda _: ("count", CountLibrary)).prepare(Grammar.json_object()).result(200)
+        GrammarStore(
+            no_tokenizer, VOCAB_SIZE, [EOS], choose=lambda _: ("count", CountLibrary)
+        ).prepare(Grammar.json_object()).result(200)
 
 
 class StateGrammar(CountGrammar):
@@ -249,7 +267,10 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Bench:
     bench.num_asked = []
     monkeypatch.setattr(CountLibrary, "compile", lambda library, grammar: StateGrammar(library, int(grammar.text)))
     fill = CountLibrary.fill
-    monkeypatch.setattr(CountLibrary, "fill", lambda library, matchers, masks: bench.num_asked.append(len(matchers)) or fill(library, matchers, masks))
+    monkeypatch.setattr(
+        CountLibrary, "fill", lambda library, matchers,
+        masks: bench.num_asked.append(len(matchers)) or fill(library, matchers, masks)
+    )
     return bench
 
 
@@ -265,7 +286,9 @@ def test_outputs_in_one_state_share_a_mask(shared: Bench):
     shared.start(2, 5)
     assert shared.step({2: 0})[0] == {2: {0}} and len(shared.num_asked) == 4, "another grammar"
     shared.start(3, 3, rules=LogitRules(min_tokens=9, held_ids=[EOS]))
-    assert [shared.step({3: t})[0][3] for t in (0, 1, 2)] == [{0}, {1}, {2}], "an end that is held back makes another mask"
+    assert [shared.step({3: t})[0][3] for t in (0, 1, 2)] == [{0}, {1}, {2}], (
+        "an end that is held back makes another mask"
+    )
 
 
 def test_a_row_that_cannot_go_on_shares_that_with_nobody(shared: Bench, monkeypatch: pytest.MonkeyPatch):
@@ -286,7 +309,9 @@ def test_a_table_drops_what_was_not_asked_for_lately():
     table = MaskTable(1, 2, torch.device("cpu"), num_kept=2, most_kept=4)
     table.tensor[table.add("a").place] = 7
     places = [table.find("a").place, *(table.add(key).place for key in "bcd")]
-    assert sorted(places) == [1, 2, 3, 4] and table.tensor.shape == (5, 2) and int(table.tensor[places[0]].sum()) == 14, "it grows"
+    assert (
+        sorted(places) == [1, 2, 3, 4] and table.tensor.shape == (5, 2) and int(table.tensor[places[0]].sum()) == 14
+    ), "it grows"
     assert table.add("e").place == places[0]
     assert MaskTable(9, 1, torch.device("cpu"), num_kept=3).tensor.shape == (18, 1), "room for a state of every row"
 
@@ -304,5 +329,7 @@ def test_masks_that_wait_for_a_step_are_begun_as_it_is_read():
     assert read_masks(filling.result(), [0]) == {0: {1}}
     bench.num_drawn[0] += 1
     filling = bench.grammars.begin(bench.batch(0), is_launched=True)
-    assert filling.masks is None and read_masks(filling.result(), [0]) == {0: {2, EOS}}, "whoever is in a hurry reads it himself"
+    assert filling.masks is None and read_masks(filling.result(), [0]) == {0: {2, EOS}}, (
+        "whoever is in a hurry reads it himself"
+    )
     assert second.num_reads == 1

@@ -1,5 +1,5 @@
-"""Structured outputs of a real, tiny, random model through the offline API: valid whatever else is asked of sampling, and
-the same however the steps are scheduled."""
+"""Structured outputs of a real, tiny, random model through the offline API: valid whatever else is asked of sampling,
+and the same however the steps are scheduled."""
 
 from __future__ import annotations
 
@@ -21,17 +21,26 @@ pytest.importorskip("llguidance")
 pytest.importorskip("xgrammar")
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "torch_dtype": "float32",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "torch_dtype": "float32",
     "initializer_range": 0.2,
 }
 BASE = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_pages": 256, "page_size": 16, "threads": 1}
 PLAIN = {
-    "type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}, "c": {"type": "null"}},
+    "type": "object",
+    "properties": {
+        "a": {"enum": ["x", "yy"]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "c": {"type": "null"}
+    },
     "required": ["a", "b"], "additionalProperties": False,
 }
-HARDER = {"type": "array", "items": {"type": "string", "pattern": "^[a-f]+$", "maxLength": 6}, "minItems": 2, "maxItems": 3}
+HARDER = {
+    "type": "array", "items": {"type": "string", "pattern": "^[a-f]+$", "maxLength": 6}, "minItems": 2, "maxItems": 3
+}
 NUMBER = {"type": "integer", "minimum": 10, "maximum": 999}
 PATTERN = r"[a-f]{3}-[0-9]{2,4}"
 
@@ -58,9 +67,12 @@ def asks() -> list[SamplingParams]:
 
     plain, harder, number = map(Grammar.json_schema, (PLAIN, HARDER, NUMBER))
     return [
-        ask(plain), ask(plain, temperature=0.0), ask(harder, n=3, logprobs=2), ask(number, top_k=3, repetition_penalty=1.3), ask(Grammar.regex(PATTERN), top_p=0.5),
-        ask(Grammar.choice(["red", "green"]), n=4), ask(None, max_tokens=25), ask(Grammar.ebnf('root ::= "(" root ")" | "x"'), min_p=0.01),
-        ask(plain, min_tokens=60, max_tokens=100), ask(number, ignore_eos=True), ask(harder, logit_bias={5: 5.0}, presence_penalty=1.0),
+        ask(plain), ask(plain, temperature=0.0), ask(harder, n=3, logprobs=2),
+        ask(number, top_k=3, repetition_penalty=1.3), ask(Grammar.regex(PATTERN), top_p=0.5),
+        ask(Grammar.choice(["red", "green"]), n=4), ask(None, max_tokens=25),
+        ask(Grammar.ebnf('root ::= "(" root ")" | "x"'), min_p=0.01),
+        ask(plain, min_tokens=60, max_tokens=100), ask(number, ignore_eos=True),
+        ask(harder, logit_bias={5: 5.0}, presence_penalty=1.0),
         ask(None, max_tokens=12, ignore_eos=True),
     ]
 
@@ -91,7 +103,10 @@ def expected(folder: Path) -> list[list[tuple[str, str]]]:
 
 
 def test_outputs_are_what_the_grammar_says(expected: list[list[tuple[str, str]]]):
-    ended = [(params, text) for params, choices in zip(asks(), expected, strict=True) for reason, text in choices if reason == "stop" and params.grammar]
+    ended = [
+        (params, text) for params, choices in zip(asks(), expected, strict=True) for reason,
+        text in choices if reason == "stop" and params.grammar
+    ]
     assert len(ended) >= 14, "most outputs come to their end"
     for params, text in ended:
         check(params, text)
@@ -111,12 +126,20 @@ def test_retracted_requests_go_on_where_they_were(folder: Path, llm: LLM):
         small.check()
     for i, output in enumerate(outputs):
         assert re.fullmatch(params[i].grammar.text, output.outputs[0].text)
-    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in llm.generate(["x"] * 9, params)]
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        o.outputs[0].token_ids for o in llm.generate(["x"] * 9, params)
+    ]
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
-def test_masks_of_a_failed_step_are_not_taken_for_those_of_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
-    params = [SamplingParams(grammar=Grammar.json_schema(schema), max_tokens=90, seed=i) for i, schema in enumerate((PLAIN, HARDER))]  # neither ends within three steps, whichever begins first
+def test_masks_of_a_failed_step_are_not_taken_for_those_of_a_state(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+):
+    # neither ends within three steps, whichever begins first
+    params = [
+        SamplingParams(grammar=Grammar.json_schema(schema), max_tokens=90, seed=i) for i,
+        schema in enumerate((PLAIN, HARDER))
+    ]
     with LLM(str(folder), **BASE) as llm:
         model, calls = llm._client._engine.executor._runner._model, iter(range(1, 10**6))
 
@@ -130,7 +153,9 @@ def test_masks_of_a_failed_step_are_not_taken_for_those_of_a_state(folder: Path,
 
         join = model.join_decodes  # decodes in one call, once there are kernels for it
         monkeypatch.setattr(model, "forward", fail_once(model.forward))
-        monkeypatch.setattr(model, "join_decodes", lambda: (step := join()) and SimpleNamespace(run=fail_once(step.run)))
+        monkeypatch.setattr(
+            model, "join_decodes", lambda: (step := join()) and SimpleNamespace(run=fail_once(step.run))
+        )
         broken = llm.generate(["x", "y"], params, errors="return")
         assert {choice.error.kind for output in broken for choice in output.outputs if choice.error} == {"step_failed"}
         for _ in range(2):
@@ -142,11 +167,15 @@ def test_the_end_is_held_back_for_min_tokens_only_where_something_else_is_allowe
     params = SamplingParams(grammar=Grammar.regex("a*"), max_tokens=50, min_tokens=30, temperature=1.0, seed=1)
     (held,) = llm.generate(["x"], [params])[0].outputs
     assert len(held.token_ids) >= 30 and set(held.text) == {"a"}
-    (forced,) = llm.generate(["x"], [SamplingParams(grammar=Grammar.regex("ab"), max_tokens=50, min_tokens=30)])[0].outputs
+    (forced,) = llm.generate(
+        ["x"], [SamplingParams(grammar=Grammar.regex("ab"), max_tokens=50, min_tokens=30)]
+    )[0].outputs
     assert (forced.text, forced.finish_reason) == ("ab", "stop")
     (cut,) = llm.generate(["x"], [SamplingParams(grammar=Grammar.regex("a{40}b"), max_tokens=5)])[0].outputs
     assert cut.finish_reason == "length" and set(cut.text) == {"a"}
-    (stopped,) = llm.generate(["x"], [SamplingParams(grammar=Grammar.regex("a{9}b{9}"), max_tokens=50, stop=["b"])])[0].outputs
+    (stopped,) = llm.generate(
+        ["x"], [SamplingParams(grammar=Grammar.regex("a{9}b{9}"), max_tokens=50, stop=["b"])]
+    )[0].outputs
     assert stopped.finish_reason == "stop" and set(stopped.text) == {"a"}
 
 
@@ -159,13 +188,21 @@ def test_logprobs_are_those_of_the_model(llm: LLM):
 
 def test_rules_and_grammar_may_leave_nothing(llm: LLM):
     free = SamplingParams(max_tokens=3, ignore_eos=True)
-    (refused, other) = llm.generate(["x", "y"], [SamplingParams(grammar=Grammar.regex("[0-9]"), allowed_token_ids=[100], max_tokens=3), free], errors="return")
-    assert "no token" in refused.outputs[0].error.message and other.outputs[0].error is None and len(other.outputs[0].token_ids) == 3
+    (refused, other) = llm.generate(
+        ["x", "y"], [SamplingParams(grammar=Grammar.regex("[0-9]"), allowed_token_ids=[100], max_tokens=3), free],
+        errors="return"
+    )
+    assert (
+        "no token" in refused.outputs[0].error.message and other.outputs[0].error is None
+        and len(other.outputs[0].token_ids) == 3
+    )
 
 
 def test_a_bad_grammar_fails_alone(llm: LLM):
     bad = SamplingParams(grammar=Grammar.json_schema({"type": "array", "uniqueItems": True}))
-    (refused, other) = llm.generate(["x", "y"], [bad, SamplingParams(grammar=Grammar.choice(["yes"]), max_tokens=9)], errors="return")
+    (refused, other) = llm.generate(
+        ["x", "y"], [bad, SamplingParams(grammar=Grammar.choice(["yes"]), max_tokens=9)], errors="return"
+    )
     assert "uniqueItems" in refused.outputs[0].error.message and other.outputs[0].text == "yes"
     with pytest.raises(RequestError, match="uniqueItems"):
         llm.generate(["x"], [bad])

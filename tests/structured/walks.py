@@ -12,7 +12,10 @@ import numpy as np
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.library import GRAMMAR_LIBRARIES, GrammarLibrary
 
-LONGER = ['": "', '", "', '"}', '{"', '": ', ", ", "}]", '[{"', "true", "null", "false", "\\u00", "\\ud8", "\\n", "  ", "ab", "12", "-1", ".5", "e3", '""', "é", "😀", "<a>"]
+LONGER = [
+    '": "', '", "', '"}', '{"', '": ', ", ", "}]", '[{"', "true", "null", "false", "\\u00", "\\ud8", "\\n", "  ", "ab",
+    "12", "-1", ".5", "e3", '""', "é", "😀", "<a>"
+]
 TOKENS = [*(bytes([i]) for i in range(256)), *(text.encode() for text in LONGER), b"<eos>", b"<|call|>"]
 EOS = TOKENS.index(b"<eos>")
 CALL = TOKENS.index(b"<|call|>")
@@ -41,7 +44,9 @@ def walk(lib: GrammarLibrary, compiled: Any, seed: int, limit: int = 150) -> str
     matcher, written = compiled.start(), []
     for _ in range(limit):
         ids = allowed(lib, matcher)
-        assert matcher.error is None and len(ids), f"stuck after {b''.join(TOKENS[i] for i in written)!r}: {matcher.error}"
+        assert matcher.error is None and len(ids), (
+            f"stuck after {b''.join(TOKENS[i] for i in written)!r}: {matcher.error}"
+        )
         if EOS in ids and (len(ids) == 1 or draw.random() < stop):
             return b"".join(TOKENS[i] for i in written).decode("utf-8", "replace")
         ids = ids[ids != EOS]
@@ -72,4 +77,7 @@ def accepts(name: str, grammar: Grammar, text: str) -> bool:
 
 def spellings(value: Any) -> list[str]:
     """JSON as models write it."""
-    return [json.dumps(value, ensure_ascii=False), json.dumps(value, separators=(",", ":"), ensure_ascii=False), json.dumps(value, indent=2, ensure_ascii=False)]
+    return [
+        json.dumps(value, ensure_ascii=False), json.dumps(value, separators=(",", ":"), ensure_ascii=False),
+        json.dumps(value, indent=2, ensure_ascii=False)
+    ]

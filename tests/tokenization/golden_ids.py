@@ -38,7 +38,12 @@ def write_golden() -> None:
         cases = []
         for text in texts:
             bare = oracle(text, add_special_tokens=False)["input_ids"]
-            cases.append({"text": text, "ids": oracle(text)["input_ids"], "decoded": oracle.decode(bare, skip_special_tokens=True)})
+            cases.append(
+                {
+                    "text": text, "ids": oracle(text)["input_ids"],
+                    "decoded": oracle.decode(bare, skip_special_tokens=True)
+                }
+            )
         found[model] = {"bos_id": oracle.bos_token_id, "eos_id": oracle.eos_token_id, "cases": cases}
     GOLDEN.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 

@@ -17,7 +17,9 @@ from headrace.service.tokenization.requests import build_requests
 
 def assemble(tokenizer: Tokenizer | None, prompt: list[int] | None = None, **params: object) -> OutputAssembler:
     asked = SamplingParams(**{"max_tokens": 40, **params})
-    return OutputAssembler(build_requests("r", prompt or [5], asked, facts=model_facts(500), tokenizer=tokenizer), asked, tokenizer)
+    return OutputAssembler(
+        build_requests("r", prompt or [5], asked, facts=model_facts(500), tokenizer=tokenizer), asked, tokenizer
+    )
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -36,7 +38,9 @@ def test_text_and_tokens_arrive():
     assert first == ChoiceDelta(0, tokenizer.decode(ids[:2]), ids[:2], num_cached_tokens=4)
     last = assembler.feed(RequestOutput("r", ids[2:], Finish("length")))
     assert first.text + last.text == "Hello, world!"
-    assert (last.finish_reason, last.stop_reason, assembler.is_finished, assembler.to_abort()) == ("length", None, True, [])
+    assert (
+        last.finish_reason, last.stop_reason, assembler.is_finished, assembler.to_abort()
+    ) == ("length", None, True, [])
     assert assembler.feed(RequestOutput("r", ids)) is None
     assert assembler.feed(RequestOutput("unknown", ids)) is None
 
@@ -117,7 +121,8 @@ def test_choices_are_kept_apart():
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from([byte_level, pieces]), st.lists(st.integers(3, 270), min_size=1, max_size=30), st.lists(st.integers(1, 5), min_size=1),
+    st.sampled_from([byte_level, pieces]), st.lists(st.integers(3, 270), min_size=1, max_size=30),
+    st.lists(st.integers(1, 5), min_size=1),
     st.lists(st.sampled_from(["a", "ab", "é", "xy", " "]), max_size=3), st.booleans(),
 )
 def test_deltas_merge_to_one_output(make, ids, sizes, stops, include):
@@ -128,9 +133,13 @@ def test_deltas_merge_to_one_output(make, ids, sizes, stops, include):
     assembler, text, tokens, logprobs, finish, at = assemble(tokenizer, **params), "", [], [], None, 0
     for size in [*sizes, len(ids)]:
         part, at = ids[at : at + size], at + size
-        delta = assembler.feed(RequestOutput("r", part, Finish("length") if at >= len(ids) else None, logprobs=logprobs_of(part)))
+        delta = assembler.feed(
+            RequestOutput("r", part, Finish("length") if at >= len(ids) else None, logprobs=logprobs_of(part))
+        )
         if delta is not None:
-            text, tokens, logprobs, finish = text + delta.text, tokens + delta.token_ids, logprobs + delta.logprobs, delta
+            text, tokens, logprobs, finish = (
+                text + delta.text, tokens + delta.token_ids, logprobs + delta.logprobs, delta
+            )
         if at >= len(ids):
             break
     assert (text, tokens, logprobs) == (whole.text, whole.token_ids, whole.logprobs)

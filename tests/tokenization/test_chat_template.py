@@ -24,7 +24,12 @@ CHATS = [
     [{"role": "system", "content": "Be brief.\n"}, USER],
     [USER, {"role": "assistant", "content": "4\n\n"}, {"role": "user", "content": "日本語 🙂"}],
 ]
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "é <b>", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "é <b>", "parameters": {"type": "object", "properties": {}}}
+    }
+]
 
 
 def render(template: str, messages: list[dict], **options: object) -> str:
@@ -43,16 +48,22 @@ def oracle():
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("prompt", [True, False])
 def test_rendering_equals_transformers(oracle, name: str, messages: list[dict], prompt: bool):
-    expected = oracle.apply_chat_template(messages, chat_template=ALL[name], tokenize=False, add_generation_prompt=prompt)
+    expected = oracle.apply_chat_template(
+        messages, chat_template=ALL[name], tokenize=False, add_generation_prompt=prompt
+    )
     assert render(ALL[name], messages, add_generation_prompt=prompt) == expected
 
 
 @pytest.mark.parametrize("options", [{"tools": TOOLS}, {"date_string": "1 May"}, {"enable_thinking": False}])
 @pytest.mark.parametrize("template", [HEADERS, CHATML])
 def test_variables_equal_transformers(oracle, template: str, options: dict):
-    expected = oracle.apply_chat_template(CHATS[1], chat_template=template, tokenize=False, add_generation_prompt=True, **options)
+    expected = oracle.apply_chat_template(
+        CHATS[1], chat_template=template, tokenize=False, add_generation_prompt=True, **options
+    )
     tools = options.get("tools")
-    assert render(template, CHATS[1], tools=tools, variables={k: v for k, v in options.items() if k != "tools"}) == expected
+    assert render(
+        template, CHATS[1], tools=tools, variables={k: v for k, v in options.items() if k != "tools"}
+    ) == expected
 
 
 @pytest.mark.parametrize("content", ["The answer", "The answer is ", "x\n", ""])
@@ -60,7 +71,9 @@ def test_variables_equal_transformers(oracle, template: str, options: dict):
 def test_open_message_equals_transformers(oracle, template: str, content: str):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
     if content:
-        expected = oracle.apply_chat_template(messages, chat_template=template, tokenize=False, continue_final_message=True)
+        expected = oracle.apply_chat_template(
+            messages, chat_template=template, tokenize=False, continue_final_message=True
+        )
     else:
         expected = render(template, messages[:1])
     assert render(template, messages, add_generation_prompt=False, continue_final_message=True) == expected
@@ -71,7 +84,10 @@ def test_smollm2_template_equals_transformers(oracle):
     package_path(SMOLLM2)
     tokenizer = load_model(SMOLLM2)
     for messages in CHATS:
-        expected = oracle.apply_chat_template(messages, chat_template=tokenizer._facts.chat_templates["default"], tokenize=False, add_generation_prompt=True)
+        expected = oracle.apply_chat_template(
+            messages, chat_template=tokenizer._facts.chat_templates["default"], tokenize=False,
+            add_generation_prompt=True
+        )
         assert tokenizer.render_chat(messages) == expected
     ids = tokenizer.encode(tokenizer.render_chat(CHATS[1]), add_special_tokens=False)
     assert ids[0] == tokenizer.special_id("<|im_start|>") == ids[ids.index(tokenizer.special_id("<|im_end|>")) + 2]
@@ -84,8 +100,12 @@ def test_content_parts_become_what_the_template_understands():
     assert render(PARTS_ONLY, parts) == "[user]onetwo[assistant]"
     assert render(PARTS_ONLY, [{"role": "user", "content": "one"}]) == "[user]one[assistant]"
     last = [{"role": "assistant", "content": [{"type": "text", "text": "so "}]}]
-    assert render(PARTS_ONLY, [*parts, *last], add_generation_prompt=False, continue_final_message=True) == "[user]onetwo[assistant]so "
-    assert render(CHATML, [{"role": "assistant", "content": None}], add_generation_prompt=False) == "<|im_start|>assistant\n<|im_end|>\n"
+    assert render(
+        PARTS_ONLY, [*parts, *last], add_generation_prompt=False, continue_final_message=True
+    ) == "[user]onetwo[assistant]so "
+    assert render(
+        CHATML, [{"role": "assistant", "content": None}], add_generation_prompt=False
+    ) == "<|im_start|>assistant\n<|im_end|>\n"
 
 
 @pytest.mark.parametrize(("messages", "error", "message"), [
@@ -135,7 +155,10 @@ def test_endless_templates_are_cut_off(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_open_message_must_be_shown():
     with pytest.raises(RequestError, match="does not show"):
-        render("{% for m in messages %}{{ m.role }}{% endfor %}", [USER], add_generation_prompt=False, continue_final_message=True)
+        render(
+            "{% for m in messages %}{{ m.role }}{% endfor %}", [USER], add_generation_prompt=False,
+            continue_final_message=True
+        )
     with pytest.raises(RequestError, match="add_generation_prompt"):
         render(CHATML, [USER], continue_final_message=True)
 
@@ -157,7 +180,10 @@ def new_backend() -> Backend:
 
 
 def test_templates_are_found_in_folders(tmp_path: Path):
-    folder = write_folder(tmp_path, new_backend(), chat_template=[{"name": "default", "template": "listed"}, {"name": "rag", "template": "rag"}])
+    folder = write_folder(
+        tmp_path, new_backend(),
+        chat_template=[{"name": "default", "template": "listed"}, {"name": "rag", "template": "rag"}]
+    )
     assert load_folder(folder).render_chat([USER]) == "listed"
     assert load_folder(folder).render_chat([USER], template="rag") == "rag"
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
@@ -175,7 +201,10 @@ def test_templates_are_found_in_folders(tmp_path: Path):
 
 
 def test_begin_of_text_is_not_doubled(tmp_path: Path):
-    folder = write_folder(tmp_path, new_backend(), bos_token="<s>", eos_token="</s>", add_bos_token=True, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    folder = write_folder(
+        tmp_path, new_backend(), bos_token="<s>", eos_token="</s>", add_bos_token=True,
+        chat_template="{{ bos_token }}{{ messages[0].content }}"
+    )
     tokenizer = load_folder(folder)
     rendered = tokenizer.render_chat([{"role": "user", "content": "aa"}])
     assert tokenizer.encode(rendered, add_special_tokens=False) == [0, 2, 2]
@@ -183,11 +212,20 @@ def test_begin_of_text_is_not_doubled(tmp_path: Path):
 
 
 def test_arguments_of_earlier_calls_are_an_object_and_a_text():
-    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":1,  "a": "é"}'}}]}]
+    messages = [
+        {
+            "role": "assistant", "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b":1,  "a": "é"}'}}
+            ]
+        }
+    ]
     call = "{% set c = messages[0].tool_calls[0] %}"
     for written, rendered in [
-        ("{{ c.function.arguments | tojson }}", '{"b": 1, "a": "é"}'), ("{{ 'x' + c.function.arguments + 'y' }}", 'x{"b":1,  "a": "é"}y'),
-        ("{{ c['function']['arguments'] }}", '{"b":1,  "a": "é"}'), ("{{ 'x' ~ c.function.arguments }}", 'x{"b":1,  "a": "é"}'),
+        ("{{ c.function.arguments | tojson }}", '{"b": 1, "a": "é"}'),
+        ("{{ 'x' + c.function.arguments + 'y' }}", 'x{"b":1,  "a": "é"}y'),
+        ("{{ c['function']['arguments'] }}", '{"b":1,  "a": "é"}'),
+        ("{{ 'x' ~ c.function.arguments }}", 'x{"b":1,  "a": "é"}'),
         ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }} {% endfor %}", "b=1 a=é "),
         ("{{ c.function.arguments is string }} {{ c.function.arguments is mapping }}", "False True"),
     ]:
@@ -195,7 +233,9 @@ def test_arguments_of_earlier_calls_are_an_object_and_a_text():
 
 
 @pytest.mark.parametrize("calls", [{}, "f", [1], [{"id": "1"}], [{"function": {"arguments": "{}"}}], [{"function": {"name": "f", "arguments": "{"}}],
-                                   [{"function": {"name": "f", "arguments": "[1]"}}], [{"function": {"name": "f", "arguments": "[" * 100_000}}], [{"function": {"name": "f", "arguments": 5}}]])
+                                   [{"function": {"name": "f", "arguments": "[1]"}}], [
+                                       {"function": {"name": "f", "arguments": "[" * 100_000}}
+                                   ], [{"function": {"name": "f", "arguments": 5}}]])
 def test_earlier_calls_that_are_none(calls):
     if calls:
         with pytest.raises(RequestError):
@@ -203,8 +243,18 @@ def test_earlier_calls_that_are_none(calls):
 
 
 def test_whether_a_template_shows_tools():
-    assert ChatTemplates({"default": "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}"}, {}).takes_tools
-    assert ChatTemplates({"default": "{{ messages[0].content }}", "tool_use": "{% for t in tools %}{{ t.function.description }}{% endfor %}"}, {}).takes_tools
-    assert not ChatTemplates({"default": "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}"}, {}).takes_tools
+    assert ChatTemplates(
+        {"default": "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}"}, {}
+    ).takes_tools
+    assert ChatTemplates(
+        {
+            "default": "{{ messages[0].content }}",
+            "tool_use": "{% for t in tools %}{{ t.function.description }}{% endfor %}"
+        },
+        {}
+    ).takes_tools
+    assert not ChatTemplates(
+        {"default": "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}"}, {}
+    ).takes_tools
     assert not ChatTemplates({"default": "{{ messages[0].content }}"}, {}).takes_tools
     assert not ChatTemplates({}, {}).takes_tools

@@ -1,4 +1,5 @@
-"""Whatever the ids and however they are chunked: all deltas together are the decoded output, cut at the first stop string."""
+"""Whatever the ids and however they are chunked: all deltas together are the decoded output, cut at the first stop
+string."""
 
 from __future__ import annotations
 
@@ -123,7 +124,9 @@ def decoded(tokenizer: Tokenizer, prompt: list[int], output: list[int], *, is_fi
 def test_decode_equals_the_library(name: str, numbers: list[int], skip: bool):
     tokenizer = tokenizer_named(name)
     ids = [n % tokenizer.vocab_size for n in numbers]
-    ours, theirs = tokenizer.decode(ids, skip_special_tokens=skip), tokenizer._backend.decode(ids, skip_special_tokens=skip)
+    ours, theirs = (
+        tokenizer.decode(ids, skip_special_tokens=skip), tokenizer._backend.decode(ids, skip_special_tokens=skip)
+    )
     if name == "pieces" and "\ufffd" in theirs:  # the library spoils a whole run of byte tokens for one wrong byte
         assert "\ufffd" in ours
     else:
@@ -167,7 +170,9 @@ def test_spaces_follow_the_prompt():
 @pytest.mark.parametrize("byte_by_byte", [True, False])
 def test_what_a_prompt_left_incomplete_is_not_put_into_the_output(byte_by_byte: bool):
     tokenizer = pieces() if byte_by_byte else tokenizer_named("byte_level")
-    lead, letter = (tokenizer._backend.token_to_id(text) for text in (("<0xC3>", "\u2581a") if byte_by_byte else ("Ã", "a")))
+    lead, letter = (
+        tokenizer._backend.token_to_id(text) for text in (("<0xC3>", "\u2581a") if byte_by_byte else ("Ã", "a"))
+    )
     for output, expected in (([letter], tokenizer.token_text(letter)), ([], ""), ([lead], "\ufffd")):
         detokenizer = Detokenizer(tokenizer, prompt_ids=[letter, lead], stop_strings=["\ufffd\ufffd"])
         assert detokenizer.push(output) + detokenizer.finish() == expected
@@ -207,7 +212,10 @@ def test_stop_strings_count_from_min_tokens():
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.lists(st.integers(0, 40), max_size=8))
+@given(
+    st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.integers(0, 40), max_size=8)
+)
 @example("aabaa", ["abab", "ba"], [1, 2, 3])
 def test_scanner_finds_the_match_complete_first(text: str, stops: list[str], cuts: list[int]):
     scanner, passed = StopScanner(stops), 0
@@ -225,7 +233,9 @@ def test_scanner_finds_the_match_complete_first(text: str, stops: list[str], cut
 
 def test_rare_decoders_are_asked():
     backend = Backend(models.BPE(vocab={"he": 0, "llo</w>": 1, "you</w>": 2}, merges=[]))
-    backend.decoder = decoders.Sequence([decoders.Replace("</w>", " "), decoders.Fuse(), decoders.Replace("o y", "o, y")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("</w>", " "), decoders.Fuse(), decoders.Replace("o y", "o, y")]
+    )
     backend.normalizer, backend.pre_tokenizer = normalizers.NFC(), pre_tokenizers.Whitespace()
     tokenizer = Tokenizer(backend, TokenizerFacts())
     assert tokenizer.decode([0, 1]) == "hello "

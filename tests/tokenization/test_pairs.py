@@ -12,7 +12,9 @@ from tokenizers.processors import TemplateProcessing
 
 from headrace.service.tokenization.tokenizer import Tokenizer, TokenizerFacts, cut_longest
 
-WORDS = {"[CLS]": 0, "[SEP]": 1, "[UNK]": 2, **{word: i for i, word in enumerate(["a", "b", "c", "d", "e", "f", "g"], 3)}}
+WORDS = {
+    "[CLS]": 0, "[SEP]": 1, "[UNK]": 2, **{word: i for i, word in enumerate(["a", "b", "c", "d", "e", "f", "g"], 3)}
+}
 TEMPLATES = {
     "bert": dict(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1"),
     "roberta": dict(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] [SEP] $B [SEP]"),

@@ -18,7 +18,9 @@ from headrace.service.tokenization.requests import build_requests, special_stops
 FACTS = model_facts(500)
 
 
-def build(prompt: list[int] | None = None, *, request_id: str = "r", tokenizer=None, facts=FACTS, **params: object) -> list[EngineRequest]:
+def build(
+    prompt: list[int] | None = None, *, request_id: str = "r", tokenizer=None, facts=FACTS, **params: object
+) -> list[EngineRequest]:
     return build_requests(request_id, prompt or [5, 6, 7], SamplingParams(**params), facts=facts, tokenizer=tokenizer)
 
 
@@ -26,7 +28,9 @@ def test_the_plain_request():
     (request,) = build(temperature=0.5, top_k=-1, max_tokens=10, seed=3)
     assert (request.request_id, request.prompt_token_ids) == ("r", [5, 6, 7])
     sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.seed, sampling.penalties, sampling.rules) == (0.5, 0, 3, None, None)
+    assert (
+        sampling.temperature, sampling.top_k, sampling.seed, sampling.penalties, sampling.rules
+    ) == (0.5, 0, 3, None, None)
     assert (sampling.num_logprobs, sampling.num_prompt_logprobs) == (-1, -1)
     assert (request.stop.max_tokens, request.stop.eos_ids, request.stop.stop_ids) == (10, [2], [])
 
@@ -45,15 +49,20 @@ def test_output_fills_the_context_by_default():
     assert build([1] * 63, max_tokens=None)[0].stop.max_tokens == 1
 
 
-@pytest.mark.parametrize(("prompt", "params"), [([1] * 64, {"max_tokens": None}), ([1] * 60, {"max_tokens": 5}), ([1] * 100, {})])
+@pytest.mark.parametrize(
+    ("prompt", "params"), [([1] * 64, {"max_tokens": None}), ([1] * 60, {"max_tokens": 5}), ([1] * 100, {})]
+)
 def test_what_does_not_fit_is_refused(prompt: list[int], params: dict):
-    with pytest.raises(ContextLengthExceeded, match="this model's maximum context length is 64 tokens"):  # in words that clients look for
+    # in words that clients look for
+    with pytest.raises(ContextLengthExceeded, match="this model's maximum context length is 64 tokens"):
         build(prompt, **params)
 
 
 @pytest.mark.parametrize(("param", "params"), [
-    ("prompt", {"prompt": [1, 500]}), ("prompt", {"prompt": [-1]}), ("prompt", {"prompt": [1, "a"]}), ("prompt", {"prompt": [True]}),
-    ("prompt", {"prompt": [1.0]}), ("logit_bias", {"logit_bias": {500: 1.0}}), ("logit_bias", {"logit_bias": {1: math.nan}}),
+    ("prompt", {"prompt": [1, 500]}), ("prompt", {"prompt": [-1]}), ("prompt", {"prompt": [1, "a"]}),
+    ("prompt", {"prompt": [True]}),
+    ("prompt", {"prompt": [1.0]}), ("logit_bias", {"logit_bias": {500: 1.0}}),
+    ("logit_bias", {"logit_bias": {1: math.nan}}),
     ("allowed_token_ids", {"allowed_token_ids": [3, 600]}), ("allowed_token_ids", {"allowed_token_ids": []}),
     ("stop_token_ids", {"stop_token_ids": [-4]}), ("stop", {"stop": "x"}), ("bad_words", {"bad_words": ["x"]}),
     ("min_tokens", {"min_tokens": 62, "max_tokens": None}), ("temperature", {"temperature": -1.0}), ("n", {"n": 0}),
@@ -76,7 +85,10 @@ def test_an_empty_prompt_and_a_past_deadline_are_refused():
 
 
 def test_rules_hold_what_the_user_asked():
-    assert build(logit_bias={4: 2}, allowed_token_ids=[4, 5])[0].sampling.rules == LogitRules(bias={4: 2.0}, allowed_ids=[4, 5])
+    assert (
+        build(logit_bias={4: 2}, allowed_token_ids=[4, 5])[0].sampling.rules
+        == LogitRules(bias={4: 2.0}, allowed_ids=[4, 5])
+    )
     (held,) = build(min_tokens=3, stop_token_ids=[9, 2])
     assert held.sampling.rules == LogitRules(min_tokens=3, held_ids=[2, 9])
     assert (held.stop.min_tokens, held.stop.stop_ids) == (3, [9, 2])
@@ -104,13 +116,18 @@ def test_a_special_token_as_stop_string_stops_by_its_id():
 
 @given(st.lists(st.integers(0, 499), min_size=1, max_size=40), st.integers(1, 4), st.integers(-(2**63), 2**63 - 1))
 def test_requests_cross_the_wire(prompt: list[int], n: int, seed: int):
-    for request in build_requests("r", prompt, SamplingParams(n=n, seed=seed, min_tokens=2, logit_bias={1: -3.5}), facts=FACTS, tokenizer=None):
+    for request in build_requests(
+        "r", prompt, SamplingParams(n=n, seed=seed, min_tokens=2, logit_bias={1: -3.5}), facts=FACTS, tokenizer=None
+    ):
         assert decode_to_engine(encode(request)) == request
 
 
 def test_a_grammar_ends_the_output_itself():
     grammar = Grammar.regex("a*")
-    plain, longer, endless = (build(grammar=grammar, max_tokens=20, **more)[0] for more in ({}, {"min_tokens": 3, "stop_token_ids": [9]}, {"ignore_eos": True}))
+    plain, longer, endless = (
+        build(grammar=grammar, max_tokens=20, **more)[0]
+        for more in ({}, {"min_tokens": 3, "stop_token_ids": [9]}, {"ignore_eos": True})
+    )
     assert plain.sampling.grammar == grammar and plain.sampling.rules is None
     assert [(r.stop.eos_ids, r.stop.min_tokens) for r in (plain, longer, endless)] == [([2], 0)] * 3
     assert longer.sampling.rules == LogitRules(min_tokens=3, held_ids=[2, 9])
@@ -123,9 +140,14 @@ def test_thinking_budgets_become_token_ids():
 
     def limit(**budget):
         params = SamplingParams(thinking_budget=ThinkingBudget(max_tokens=5, **budget))
-        return build_requests("r", [5], params, facts=model_facts(tokenizer.vocab_size), tokenizer=tokenizer)[0].sampling.rules.thinking
+        return build_requests(
+            "r", [5], params, facts=model_facts(tokenizer.vocab_size), tokenizer=tokenizer
+        )[0].sampling.rules.thinking
 
-    assert limit(end="<|pad|>") == ThinkingLimit(5, end) and limit(end="<|pad|>", start="<s>") == ThinkingLimit(6, end, start)
+    assert (
+        limit(end="<|pad|>") == ThinkingLimit(5, end)
+        and limit(end="<|pad|>", start="<s>") == ThinkingLimit(6, end, start)
+    )
     for budget in ({"end": "<|pad|>a"}, {"end": ""}, {"end": "<|pad|>", "start": "xyz no token"}):
         with pytest.raises(UnsupportedFeature, match="thinking budget"):
             limit(**budget)

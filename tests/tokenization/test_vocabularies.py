@@ -83,7 +83,8 @@ def train_sentencepiece(folder: Path, **options: object) -> Path:
 @pytest.mark.parametrize("rules", ["identity", "nmt_nfkc"])
 def test_sentencepiece_bpe_equals_sentencepiece(tmp_path: Path, prefix: bool, rules: str):
     path = train_sentencepiece(
-        tmp_path, model_type="bpe", add_dummy_prefix=prefix, normalization_rule_name=rules, remove_extra_whitespaces=rules != "identity",
+        tmp_path, model_type="bpe", add_dummy_prefix=prefix, normalization_rule_name=rules,
+        remove_extra_whitespaces=rules != "identity",
         user_defined_symbols=["<think>"], control_symbols=["<turn>"],
     )
     import sentencepiece
@@ -97,7 +98,9 @@ def test_sentencepiece_bpe_equals_sentencepiece(tmp_path: Path, prefix: bool, ru
 
 
 def test_sentencepiece_unigram_equals_sentencepiece(tmp_path: Path):
-    path = train_sentencepiece(tmp_path, model_type="unigram", normalization_rule_name="identity", remove_extra_whitespaces=False)
+    path = train_sentencepiece(
+        tmp_path, model_type="unigram", normalization_rule_name="identity", remove_extra_whitespaces=False
+    )
     import sentencepiece
 
     oracle = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -128,7 +131,10 @@ def test_byte_spelling_is_that_of_the_library():
 @given(st.text(max_size=60), st.sampled_from(sorted(SPLITS)))
 def test_every_split_loses_nothing(text: str, name: str):
     vocab = sorted(CHAR_OF_BYTE.values())
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": vocab, "tokenizer.ggml.merges": []}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": vocab,
+        "tokenizer.ggml.merges": []
+    }
     backend = build_gguf(metadata)
     normalized = backend.normalizer.normalize_str(text) if backend.normalizer else text
     assert backend.decode(backend.encode(text).ids) == normalized
@@ -141,7 +147,9 @@ def test_splits_equal_transformers():
     assert {"llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"} <= set(shared)
     for name in shared:
         theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), behavior="isolated")
-        ours = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(rule), behavior="isolated") for rule in SPLITS[name]])
+        ours = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(rule), behavior="isolated") for rule in SPLITS[name]]
+        )
         for text in [*CORPUS, *DIGITS]:
             assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), (name, text)
 
@@ -154,18 +162,26 @@ def test_gguf_metadata_gives_the_ids_of_the_folder_it_was_made_from():
     tokens = {**{i: t for t, i in content["model"]["vocab"].items()}, **{i: t["content"] for i, t in added.items()}}
     merges = content["model"]["merges"]
     metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "deepseek-v3", "tokenizer.ggml.tokens": [tokens[i] for i in range(len(tokens))],
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "deepseek-v3",
+        "tokenizer.ggml.tokens": [tokens[i] for i in range(len(tokens))],
         "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in merges],
-        "tokenizer.ggml.token_type": [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))],
+        "tokenizer.ggml.token_type": [
+            (3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))
+        ],
     }
     ours, oracle = build_gguf(metadata), Tokenizer.from_file(str(folder / "tokenizer.json"))
     special = next(t["content"] for t in added.values() if t["special"])
     for text in [*CORPUS, *DIGITS, f"a{special}b"]:
-        assert ours.encode(text, add_special_tokens=False).ids == oracle.encode(text, add_special_tokens=False).ids, text
+        assert (
+            ours.encode(text, add_special_tokens=False).ids == oracle.encode(text, add_special_tokens=False).ids
+        ), text
 
 
 def test_unknown_gguf_tokenizers_are_refused():
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "lama-bpe", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": []}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "lama-bpe", "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": []
+    }
     with pytest.raises(ModelError, match="llama-bpe"):
         build_gguf(metadata)
     with pytest.raises(ModelError, match="rwkv"):
@@ -178,7 +194,8 @@ def test_gguf_marks_control_and_user_tokens():
     alphabet = sorted(CHAR_OF_BYTE.values())
     tokens = [*alphabet, "<｜end｜>", "<think>"]
     metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [],
         "tokenizer.ggml.token_type": [1] * 256 + [3, 4],
     }
     backend = build_gguf(metadata)
@@ -189,9 +206,12 @@ def test_gguf_marks_control_and_user_tokens():
 def test_folder_configuration_is_honoured(tmp_path: Path):
     backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<s>": 2, "</s>": 3}, merges=[]))
     backend.decoder = decoders.Fuse()
-    declared = {"4": {"content": "<end>", "special": True, "normalized": False}, "9": {"content": "<gap>", "special": True}}
+    declared = {
+        "4": {"content": "<end>", "special": True, "normalized": False}, "9": {"content": "<gap>", "special": True}
+    }
     folder = write_folder(
-        tmp_path, backend, bos_token={"content": "<s>"}, eos_token="</s>", add_bos_token=True, add_eos_token=False, added_tokens_decoder=declared,
+        tmp_path, backend, bos_token={"content": "<s>"}, eos_token="</s>", add_bos_token=True, add_eos_token=False,
+        added_tokens_decoder=declared,
     )
     tokenizer = load_folder(folder, eos_token_id=[3, 4])
     assert tokenizer.encode("ab") == [2, 0, 1]
@@ -201,7 +221,9 @@ def test_folder_configuration_is_honoured(tmp_path: Path):
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (2, (3, 4), 5)
     assert tokenizer.special_id("<end>") == 4
     assert tokenizer.special_id("a") is None
-    assert load_tokenizer(ModelSource("other", "folder", folder / "nowhere", {}), tokenizer=str(folder / "tokenizer.json")).encode("a") == [2, 0]
+    assert load_tokenizer(
+        ModelSource("other", "folder", folder / "nowhere", {}), tokenizer=str(folder / "tokenizer.json")
+    ).encode("a") == [2, 0]
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path):
@@ -212,8 +234,10 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("vocab.json", "{}", "vocab.json must be converted"), ("tokenizer.json", "{", "cannot be read"), ("readme", "", "--skip-tokenizer"),
-    ("x.tiktoken", "", "x.tiktoken must be converted"), ("sentencepiece.bpe.model", "", "sentencepiece.bpe.model must be converted"),
+    ("vocab.json", "{}", "vocab.json must be converted"), ("tokenizer.json", "{", "cannot be read"),
+    ("readme", "", "--skip-tokenizer"),
+    ("x.tiktoken", "", "x.tiktoken must be converted"),
+    ("sentencepiece.bpe.model", "", "sentencepiece.bpe.model must be converted"),
 ])
 def test_folder_without_a_usable_tokenizer(tmp_path: Path, name: str, content: str, message: str):
     (tmp_path / name).write_text(content)
@@ -222,7 +246,8 @@ def test_folder_without_a_usable_tokenizer(tmp_path: Path, name: str, content: s
 
 
 @pytest.mark.parametrize("broken", [
-    {"tokenizer.ggml.merges": ["a b"]}, {"tokenizer.ggml.merges": ["a"]}, {"tokenizer.ggml.token_type": [1, 1]}, {"tokenizer.ggml.tokens": [""]},
+    {"tokenizer.ggml.merges": ["a b"]}, {"tokenizer.ggml.merges": ["a"]}, {"tokenizer.ggml.token_type": [1, 1]},
+    {"tokenizer.ggml.tokens": [""]},
 ])
 def test_broken_gguf_metadata_is_refused_with_a_typed_error(broken: dict):
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": [], **broken}

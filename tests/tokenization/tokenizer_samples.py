@@ -21,9 +21,12 @@ CORPUS = [
     "", " ", "  ", "\n", "\n\n\n", "\t\t x", "Hello, world!", " leading", "trailing ", "two  spaces   three    four",
     "def f(x):\n    return x ** 2\n\n\nclass A:\n\tpass\n", "for (int i = 0; i < n; ++i) { a[i] += b[i]; }",
     "don't we'll I'M THEY'RE it's", "Grüße aus Köln, naïve café", "Привет, мир! Как дела?", "日本語のテキストです。", "中文测试,標點符號。",
-    "한국어 문장입니다", "مرحبا بالعالم", "שלום עולם", "हिन्दी में लिखा हुआ", "ไทยไม่มีช่องว่าง", "🙂🙃 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽", "e\u0301 vs é", "a\u00a0b\u200bc\u2028d",
-    "x = {'a': [1, 2, 3], \"b\": null}", "https://example.org/a?b=c&d=%20#e", "!!!???...---___===", "\u0000\u0001\u007f", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𐍈 𒀀",
-    "MixedCASE camelCase snake_case kebab-case", "a" * 200, "ab" * 100, " " * 40 + "deep", "<tag attr='v'>text</tag>", "�",
+    "한국어 문장입니다", "مرحبا بالعالم", "שלום עולם", "हिन्दी में लिखा हुआ", "ไทยไม่มีช่องว่าง", "🙂🙃 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽",
+    "e\u0301 vs é", "a\u00a0b\u200bc\u2028d",
+    "x = {'a': [1, 2, 3], \"b\": null}", "https://example.org/a?b=c&d=%20#e", "!!!???...---___===",
+    "\u0000\u0001\u007f", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𐍈 𒀀",
+    "MixedCASE camelCase snake_case kebab-case", "a" * 200, "ab" * 100, " " * 40 + "deep", "<tag attr='v'>text</tag>",
+    "�",
 ]
 DIGITS = ["CO₂ x² ½ №1 ①", "12345", "3.14159", "2024-01-31", "a1b22c333", "1 2  3   4", "１２３", "٣٤٥", "1,000,000.00"]
 
@@ -63,7 +66,8 @@ def byte_level() -> HeadraceTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=["<s>", "</s>", "<|pad|>"], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False,
+        vocab_size=500, special_tokens=["<s>", "</s>", "<|pad|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
     return HeadraceTokenizer(backend, TokenizerFacts(names={"bos_token": "<s>", "eos_token": "</s>"}))
@@ -79,7 +83,9 @@ def pieces() -> HeadraceTokenizer:
     merges = [("\u2581", "a"), ("\u2581", "b"), ("a", "b"), ("\u2581", "ab"), ("c", "e"), ("\u2581", "\u2581")]
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<unk>", "<s>", "</s>")])
     return HeadraceTokenizer(backend, TokenizerFacts(names={"bos_token": "<s>", "eos_token": "</s>"}, add_bos=True))
 
@@ -97,7 +103,10 @@ def word_pieces() -> HeadraceTokenizer:
 @cache
 def metaspace() -> HeadraceTokenizer:
     """Unigram with the older decoder that drops the first token's space itself."""
-    scored = [("<unk>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), ("\u2581a", -2.5), ("a", -3.0), ("b", -3.0), ("\u2581\u2581b", -4.0), ("é", -5.0)]
+    scored = [
+        ("<unk>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), ("\u2581a", -2.5), ("a", -3.0), ("b", -3.0),
+        ("\u2581\u2581b", -4.0), ("é", -5.0)
+    ]
     backend = Tokenizer(models.Unigram(scored, 0, False))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -107,7 +116,8 @@ def metaspace() -> HeadraceTokenizer:
 
 def model_facts(vocab_size: int, **changed: object) -> ModelFacts:
     base = {
-        "model": "m", "architecture": "A", "family": "f", "dtype": "float32", "device": "cpu", "max_model_len": 64, "vocab_size": vocab_size,
+        "model": "m", "architecture": "A", "family": "f", "dtype": "float32", "device": "cpu", "max_model_len": 64,
+        "vocab_size": vocab_size,
         "eos_ids": [2], "num_parameters": 1, "page_size": 16, "num_kv_tokens": 1024,
     }
     return ModelFacts(**{**base, **changed})

@@ -21,13 +21,18 @@ def copy_ahead():
 
 def tensors():
     torch.manual_seed(0)
-    made = [torch.randn(3, 5).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool)]
+    made = [
+        torch.randn(3, 5).to(dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool)
+    ]
     made += [torch.randn(()), torch.empty(0, 4), torch.randn(40, 30).t()]
     made += [torch.randint(0, 256, (int(size),), dtype=torch.uint8) for size in torch.randint(1, 300_000, (60,))]
     return [(f"t{i}", tensor) for i, tensor in enumerate(made)]
 
 
-@pytest.mark.parametrize(("buffer_bytes", "ahead_bytes", "threads"), [(1 << 24, 1 << 29, 8), (1000, 50_000, 3), (4096, 1, 1)])
+@pytest.mark.parametrize(
+    ("buffer_bytes", "ahead_bytes", "threads"), [(1 << 24, 1 << 29, 8), (1000, 50_000, 3), (4096, 1, 1)]
+)
 def test_every_byte_arrives(copy_ahead, monkeypatch, buffer_bytes, ahead_bytes, threads):
     monkeypatch.setattr("headrace.models.weights.device_copy.BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr("headrace.models.weights.device_copy.AHEAD_BYTES", ahead_bytes)

@@ -76,19 +76,27 @@ def test_float32_scalars_are_the_decimals_that_were_written(tiny):
 @example(float("inf"))
 def test_float32_scalars_are_numpys_shortest_decimals(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "scalar.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x" + struct.pack("<If", 6, value))
+    path.write_bytes(
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x" + struct.pack("<If", 6, value)
+    )
     read = read_gguf_metadata(path)["x"]
     assert np.float32(read) == np.float32(value) and len(repr(read)) <= len(repr(float(str(np.float32(value))))) + 1
 
 
 @pytest.mark.parametrize(("type_id", "letter", "values"), [
-    (0, "B", [0, 255]), (1, "b", [-128, 127]), (2, "H", [65535]), (3, "h", [-32768]), (4, "I", [2**32 - 1]), (5, "i", [-(2**31)]),
+    (0, "B", [0, 255]), (1, "b", [-128, 127]), (2, "H", [65535]), (3, "h", [-32768]), (4, "I", [2**32 - 1]),
+    (5, "i", [-(2**31)]),
     (6, "f", [0.5, -3.0]), (7, "?", [True, False]), (10, "Q", [2**64 - 1]), (11, "q", [-(2**63)]), (12, "d", [1e300]),
 ])
 def test_reads_every_type_of_number(tmp_path, type_id, letter, values):
     path, head = tmp_path / "numbers.gguf", b"GGUF" + struct.pack("<IQQ", 3, 0, 2)
-    many = struct.pack("<Q", 1) + b"m" + struct.pack("<IIQ", 9, type_id, len(values)) + struct.pack(f"<{len(values)}{letter}", *values)
-    path.write_bytes(head + many + struct.pack("<Q", 1) + b"o" + struct.pack("<I", type_id) + struct.pack("<" + letter, values[0]))
+    many = (
+        struct.pack("<Q", 1) + b"m" + struct.pack("<IIQ", 9, type_id, len(values))
+        + struct.pack(f"<{len(values)}{letter}", *values)
+    )
+    path.write_bytes(
+        head + many + struct.pack("<Q", 1) + b"o" + struct.pack("<I", type_id) + struct.pack("<" + letter, values[0])
+    )
     metadata = read_gguf_metadata(path)
     assert list(metadata["m"]) == values and metadata["o"] == values[0]
     assert [type(value) for value in (*metadata["m"], metadata["o"])] == [type(values[0])] * (len(values) + 1)
@@ -124,7 +132,12 @@ def test_reads_small_constants(tiny):
         (lambda data: data[:12], "has 12 bytes"),
         (lambda data: data[:200], "truncated"),
         (lambda data: data.replace(b"x.flags", b"x.flag\xff"), "UTF-8"),
-        (lambda data: data.replace(b"blk.0.attn_norm.weight", b"blk.0.attn_norm.weighT").replace(b"blk.0.attn_q", b"\xff" * 12), "UTF-8"),
+        (
+            lambda data: data.replace(
+                b"blk.0.attn_norm.weight", b"blk.0.attn_norm.weighT"
+            ).replace(b"blk.0.attn_q", b"\xff" * 12),
+            "UTF-8"
+        ),
     ],
 )
 def test_damage_is_named(tiny, tmp_path, damage, message):
@@ -152,7 +165,12 @@ def test_mutated_headers_never_raise_anything_else(tiny, tmp_path_factory, data)
     content = bytearray(tiny.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))
-        patch = data.draw(st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from([b"\xff" * 8, b"\x00" * 8, struct.pack("<Q", 2**63 - 1)])))
+        patch = data.draw(
+            st.one_of(
+                st.binary(min_size=1, max_size=8),
+                st.sampled_from([b"\xff" * 8, b"\x00" * 8, struct.pack("<Q", 2**63 - 1)])
+            )
+        )
         content[at : at + len(patch)] = patch
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(0, len(content))) :]

@@ -21,7 +21,8 @@ from headrace.models.weights.gguf_naming import (
 )
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM", "glm4": "Glm4ForCausalLM",
 }
 
@@ -36,7 +37,8 @@ def parameter_names(architecture):
     model_class = getattr(transformers, architecture)
     config_class = transformers.Gemma3TextConfig if architecture.startswith("Gemma3") else model_class.config_class
     config = config_class(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=8, pad_token_id=0, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )
     with torch.device("meta"):
@@ -56,7 +58,10 @@ def test_names_invert_the_converters_table(gguf_architecture):
 
 
 def test_constants_are_left_out_and_unknown_names_kept():
-    tensors = [stored("rope_freqs.weight"), stored("rope_factors_long.weight"), stored("blk.0.mystery.weight"), stored("v.blk.0.x")]
+    tensors = [
+        stored("rope_freqs.weight"), stored("rope_factors_long.weight"), stored("blk.0.mystery.weight"),
+        stored("v.blk.0.x")
+    ]
     assert [named.name for named in name_tensors(tensors, {}, GgufNaming())] == ["blk.0.mystery.weight", "v.blk.0.x"]
 
 
@@ -68,8 +73,13 @@ def interleave(weight, num_heads):
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (8, 1)])
 def test_interleaved_rows_are_put_back(num_heads, num_kv_heads):
-    metadata = {"general.architecture": "a", "a.attention.head_count": num_heads, "a.attention.head_count_kv": num_kv_heads}
-    tensors = [stored("blk.3.attn_q.weight", 6 * num_heads), stored("blk.3.attn_k.weight", 6 * num_kv_heads), stored("blk.3.attn_v.weight", 6 * num_kv_heads)]
+    metadata = {
+        "general.architecture": "a", "a.attention.head_count": num_heads, "a.attention.head_count_kv": num_kv_heads
+    }
+    tensors = [
+        stored("blk.3.attn_q.weight", 6 * num_heads), stored("blk.3.attn_k.weight", 6 * num_kv_heads),
+        stored("blk.3.attn_v.weight", 6 * num_kv_heads)
+    ]
     query, key, value = name_tensors(tensors, metadata, interleaved_rotary_naming(None))
     for named, heads in ((query, num_heads), (key, num_kv_heads)):
         weight = np.random.default_rng(0).normal(size=(6 * heads, 5))
@@ -79,14 +89,25 @@ def test_interleaved_rows_are_put_back(num_heads, num_kv_heads):
 
 def test_head_counts_per_layer_and_unsound_ones():
     metadata = {"general.architecture": "a", "a.attention.head_count": np.array([2, 4])}
-    orders = [named.row_order for named in name_tensors([stored("blk.0.attn_q.weight"), stored("blk.1.attn_q.weight")], metadata, interleaved_rotary_naming(None))]
+    orders = [
+        named.row_order
+        for named in name_tensors(
+            [stored("blk.0.attn_q.weight"), stored("blk.1.attn_q.weight")], metadata, interleaved_rotary_naming(None)
+        )
+    ]
     assert orders[0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7] and orders[1].tolist() == list(range(8))
     for count in (None, 0, 3, "4", np.array([2])):
         with pytest.raises(WeightError, match="head"):
-            name_tensors([stored("blk.1.attn_q.weight")], {"general.architecture": "a", "a.attention.head_count": count}, interleaved_rotary_naming(None))
+            name_tensors(
+                [stored("blk.1.attn_q.weight")], {"general.architecture": "a", "a.attention.head_count": count},
+                interleaved_rotary_naming(None)
+            )
 
 
 def test_the_offset_is_for_norm_weights_alone():
-    names = ["output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_q_norm.weight", "blk.0.post_ffw_norm.weight", "blk.0.ffn_up.weight", "token_embd.weight"]
+    names = [
+        "output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_q_norm.weight", "blk.0.post_ffw_norm.weight",
+        "blk.0.ffn_up.weight", "token_embd.weight"
+    ]
     offsets = [named.offset for named in name_tensors(map(stored, names), {}, unit_norm_offset_naming(None))]
     assert offsets == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]

@@ -34,8 +34,11 @@ MODELS = {
 
 
 def first_rows(data: np.ndarray, tensor: GgufTensor) -> np.ndarray:
-    """The first rows of a stored tensor, one head of queries or keys, dequantised by the package: all of them take long."""
-    kind, rows = gguf.GGMLQuantizationType(tensor.type_id), min(HEAD_DIM, tensor.shape[0]) if len(tensor.shape) > 1 else 1
+    """The first rows of a stored tensor, one head of queries or keys, dequantised by the package: all of them take
+    long."""
+    kind, rows = (
+        gguf.GGMLQuantizationType(tensor.type_id), min(HEAD_DIM, tensor.shape[0]) if len(tensor.shape) > 1 else 1
+    )
     row_bytes = gguf.quant_shape_to_byte_shape(tensor.shape, kind)[-1] if kind.name != "F32" else 4 * tensor.shape[-1]
     return gguf.dequantize(data[tensor.offset : tensor.offset + row_bytes * rows].reshape(rows, row_bytes), kind)
 
@@ -43,7 +46,9 @@ def first_rows(data: np.ndarray, tensor: GgufTensor) -> np.ndarray:
 def undo_conversion(values: np.ndarray, stored: GgufTensor, arch: gguf.MODEL_ARCH) -> np.ndarray:
     """Llama's converter reorders the rows of each query and key head; Gemma's adds one to every norm."""
     if arch is gguf.MODEL_ARCH.LLAMA:
-        return LlamaTensorProcessor({"num_attention_heads": 1, "num_key_value_heads": 1}).process(values, stored.name).weights
+        return LlamaTensorProcessor(
+            {"num_attention_heads": 1, "num_key_value_heads": 1}
+        ).process(values, stored.name).weights
     return values - 1.0 if "norm" in stored.name else values
 
 
@@ -59,5 +64,7 @@ def test_weights_equal_those_the_gguf_package_dequantises(package: str):
         place = stored.pop(names.get_name(name, try_suffixes=(".weight",)))
         expected = undo_conversion(first_rows(data, place), place, arch)
         assert tuple(tensor.shape) == place.shape
-        np.testing.assert_array_equal(tensor.float().numpy().reshape(-1, place.shape[-1])[: len(expected)], expected, err_msg=name)
+        np.testing.assert_array_equal(
+            tensor.float().numpy().reshape(-1, place.shape[-1])[: len(expected)], expected, err_msg=name
+        )
     assert not stored

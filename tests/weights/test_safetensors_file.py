@@ -20,13 +20,17 @@ from headrace.models.weights.safetensors_file import read_header, read_safetenso
 from headrace.service.tokenization import load_tokenizer
 
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8,
     torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64,
 ]
 
 
 def same_bytes(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,12 @@ def test_shards_are_read_in_order_and_repeated_names_once(tmp_path, caplog):
 
 
 def test_unaligned_tensors_are_read(tmp_path):
-    header = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "b": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}}).encode()
+    header = json.dumps(
+        {
+            "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}
+        }
+    ).encode()
     path = tmp_path / "odd.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\x07" + struct.pack("<2f", 1.5, -2))
     assert dict(read_safetensors([path]))["b"].tolist() == [1.5, -2]
@@ -103,7 +112,13 @@ def test_damage_is_named(tmp_path, header, message):
         read_header(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x01", struct.pack("<Q", 2**63), struct.pack("<Q", 9) + b"{", struct.pack("<Q", 50000) + b"[" * 50000, struct.pack("<Q", 2) + b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\x01", struct.pack("<Q", 2**63), struct.pack("<Q", 9) + b"{", struct.pack("<Q", 50000) + b"[" * 50000,
+        struct.pack("<Q", 2) + b"\xff\xfe"
+    ]
+)
 def test_broken_headers_are_weight_errors(tmp_path, content):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
@@ -115,7 +130,10 @@ def test_broken_headers_are_weight_errors(tmp_path, content):
 def test_what_a_clone_without_lfs_leaves_is_told_as_such(tmp_path, name):
     path = tmp_path / name
     path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 269060552\n")
-    read = {".safetensors": read_header, ".gguf": read_gguf_header}.get(path.suffix) or (lambda at: load_tokenizer(ModelSource("m", "folder", at.parent, {})))
+    read = (
+        {".safetensors": read_header, ".gguf": read_gguf_header}.get(path.suffix)
+        or (lambda at: load_tokenizer(ModelSource("m", "folder", at.parent, {})))
+    )
     with pytest.raises(WeightError, match=f"{name} is a pointer of Git LFS.* git lfs pull"):
         read(path)
 
@@ -136,7 +154,12 @@ def test_mutated_files_never_raise_anything_else(tiny, tmp_path_factory, data):
     header_end = 8 + struct.unpack("<Q", content[:8])[0]
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, header_end - 1))
-        patch = data.draw(st.one_of(st.binary(min_size=1, max_size=4), st.sampled_from([b"9", b"[", b'"', b"}", b"-", b"e9", b"null", b"F32"])))
+        patch = data.draw(
+            st.one_of(
+                st.binary(min_size=1, max_size=4),
+                st.sampled_from([b"9", b"[", b'"', b"}", b"-", b"e9", b"null", b"F32"])
+            )
+        )
         content[at : at + len(patch)] = patch
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(0, len(content))) :]
@@ -152,6 +175,8 @@ def test_mutated_files_never_raise_anything_else(tiny, tmp_path_factory, data):
 def test_open_weights_of_a_folder(tiny, tmp_path):
     source = ModelSource("m", "folder", tiny.parent, {"architectures": ["LlamaForCausalLM"]}, weight_files=(tiny,))
     oracle = load_file(tiny)
-    assert {name for name, _ in open_weights(source, load_format="auto", device="cpu", dtype=torch.float32)} == oracle.keys()
+    assert {
+        name for name, _ in open_weights(source, load_format="auto", device="cpu", dtype=torch.float32)
+    } == oracle.keys()
     with pytest.raises(ConfigError, match="load_format"):
         open_weights(source, load_format="gguf", device="cpu", dtype=torch.float32)

@@ -55,7 +55,9 @@ def make_gguf(path, *, architecture="llama", output=True, split=(0, 1), extra=No
         writer.add_uint16("split.count", split[1])
         writer.add_int32("split.tensors.count", split[1] + 1)
     if split[0] > 0 or output:
-        writer.add_tensor("output.weight" if split[0] == 0 else f"blk.{split[0] - 1}.attn_norm.weight", np.ones((3, 8), np.float32))
+        writer.add_tensor(
+            "output.weight" if split[0] == 0 else f"blk.{split[0] - 1}.attn_norm.weight", np.ones((3, 8), np.float32)
+        )
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -151,7 +153,10 @@ def test_a_split_gguf_file(tmp_path):
         source = resolve(typed)
         assert source.weight_files == tuple(parts) and source.path == parts[0] and source.name == "m"
     names = {name for name, _ in open_weights(source, device="cpu", dtype=torch.float32)}
-    assert names == {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"}
+    assert names == {
+        "model.embed_tokens.weight", "lm_head.weight", "model.layers.0.input_layernorm.weight",
+        "model.layers.1.input_layernorm.weight"
+    }
     parts[2].unlink()
     with pytest.raises(ModelError, match=r"lacks 1 of the 3 parts of m\.gguf, first m-00003-of-00003\.gguf"):
         resolve(parts[0])
@@ -227,12 +232,16 @@ def test_what_may_not_be_read_is_told_by_name(tmp_path, monkeypatch):
 def test_a_user_without_a_home(tmp_path):
     """As containers have them: the cache is where nobody else's home is, and no library raises."""
     code = (
-        "import os, pwd; os.environ.pop('HOME', None); pwd.getpwuid = lambda number: (_ for _ in ()).throw(KeyError(number))\n"
-        "from headrace.base import env; from headrace.base.config import ModelConfig; from headrace.models.source import resolve_source\n"
+        "import os, pwd; os.environ.pop('HOME', None); pwd.getpwuid = lambda number: (_ for _ in "
+        "()).throw(KeyError(number))\n"
+        "from headrace.base import env; from headrace.base.config import ModelConfig; from headrace.models.source "
+        "import resolve_source\n"
         "try: resolve_source(ModelConfig(model='no-such-model'))\n"
         "except Exception as error: print(type(error).__name__, env.cache_dir())"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "HEADRACE_CACHE", "HF_HOME")} | {"HF_HUB_OFFLINE": "1"}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("HOME", "HEADRACE_CACHE", "HF_HOME")
+    } | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == ["ModelError", "/.cache/headrace"]
 
@@ -263,7 +272,10 @@ def test_a_config_without_architectures_says_how_to_name_them(tmp_path):
 
 
 def test_nothing_here_imports_torch():
-    code = "import sys, headrace.models.source, headrace.models.weights.gguf_naming as n; sys.exit('torch' in sys.modules or 'gguf' in sys.modules)"
+    code = (
+        "import sys, headrace.models.source, headrace.models.weights.gguf_naming as n; sys.exit('torch' in sys.modules "
+        "or 'gguf' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode == 0
 
 
@@ -393,7 +405,9 @@ def test_a_cached_gguf_file_is_named_with_its_repository(hub):
 def test_offline_errors_name_the_reason_the_cache_and_the_nearest(hub):
     hub("acme/rocket-1b")
     hub("acme/half", weights=())
-    with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set; it is not in the cache.*Unset HF_HUB_OFFLINE.*near: acme/rocket-1b"):
+    with pytest.raises(
+        ModelError, match=r"HF_HUB_OFFLINE is set; it is not in the cache.*Unset HF_HUB_OFFLINE.*near: acme/rocket-1b"
+    ):
         resolve("acme/rockett-1b")
     with pytest.raises(ModelError, match="cached copy is incomplete"):
         resolve("acme/half")
@@ -447,7 +461,10 @@ def test_a_download_takes_only_what_is_needed(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("acme/new", revision="v2").name == "acme/new"
     assert asked[0][:2] == ("acme/new", "v2")
-    assert "*.safetensors" in asked[0][2] and "config.json" not in asked[0][2] and not any("bin" in pattern for pattern in asked[0][2])
+    assert (
+        "*.safetensors" in asked[0][2] and "config.json" not in asked[0][2]
+        and not any("bin" in pattern for pattern in asked[0][2])
+    )
     files[:] = ["a.Q4.gguf", "a.Q8.gguf"]
     with pytest.raises(ModelError, match=r"name one of the GGUF files.*acme/ggufs/a\.Q4\.gguf"):
         resolve("acme/ggufs")

@@ -23,6 +23,8 @@ from headrace.base.config.sections import (
 )
 
 __all__ = [
-    "ENGINE_SECTIONS", "LEAST_CONTEXT", "SECTIONS", "CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "OperationsConfig", "OptionInfo",
-    "SchedulerConfig", "ServeConfig", "ServerConfig", "all_options", "build_sections", "engine_config", "flatten", "option", "options_of", "resolve_for_device",
+    "ENGINE_SECTIONS", "LEAST_CONTEXT", "SECTIONS", "CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig",
+    "OperationsConfig", "OptionInfo",
+    "SchedulerConfig", "ServeConfig", "ServerConfig", "all_options", "build_sections", "engine_config", "flatten",
+    "option", "options_of", "resolve_for_device",
 ]

@@ -1,4 +1,5 @@
-"""`EngineConfig`: the sections one engine needs, and how flat options (flags, ``LLM`` keyword arguments) become them."""
+"""`EngineConfig`: the sections one engine needs, and how flat options (flags, ``LLM`` keyword arguments) become
+them."""
 
 from __future__ import annotations
 

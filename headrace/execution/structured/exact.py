@@ -19,7 +19,12 @@ from headrace.execution.structured.schema import MAX_DEPTH
 MAX_NODES = 2000
 MAX_ITEMS = 64
 MAX_ENUM = 512
-ANNOTATIONS = frozenset({"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$comment", "$id"})
+ANNOTATIONS = frozenset(
+    {
+        "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$schema",
+        "$comment", "$id"
+    }
+)
 OF_TYPE = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
     "array": frozenset({"items", "minItems", "maxItems"}),
@@ -49,7 +54,10 @@ class _Reader:
         """The reason against a whole schema."""
         if not isinstance(root, dict):
             return self._read(root, 1)
-        self._defs = {f"#/{place}/{name}": value for place in ("$defs", "definitions") for name, value in dict(root.get(place) or {}).items()}
+        self._defs = {
+            f"#/{place}/{name}": value for place in ("$defs", "definitions") for name,
+            value in dict(root.get(place) or {}).items()
+        }
         if any(isinstance(schema, dict) and "$ref" in schema for schema in self._defs.values()):
             return "a '$ref' to another, which may be to itself"
         rest = {name: value for name, value in root.items() if name not in ("$defs", "definitions")}
@@ -68,7 +76,10 @@ class _Reader:
         if not keys:
             return None
         if "$ref" in keys:
-            return None if keys == {"$ref"} and schema["$ref"] in self._defs else "the keyword '$ref' beside others, or elsewhere"
+            return (
+                None if keys == {"$ref"} and schema["$ref"] in self._defs
+                else "the keyword '$ref' beside others, or elsewhere"
+            )
         if "anyOf" in keys:
             return self._read_any(schema, keys, depth)
         if keys <= {"enum", "const", "type"} and keys & {"enum", "const"}:
@@ -78,7 +89,9 @@ class _Reader:
     def _read_any(self, schema: dict[str, Any], keys: set[str], depth: int) -> str | None:
         if keys != {"anyOf"} or not isinstance(schema["anyOf"], list) or not schema["anyOf"]:
             return "the keyword 'anyOf' beside others"
-        return next((reason for branch in schema["anyOf"] if (reason := self._read(branch, depth + 1)) is not None), None)
+        return next(
+            (reason for branch in schema["anyOf"] if (reason := self._read(branch, depth + 1)) is not None), None
+        )
 
     def _read_typed(self, schema: dict[str, Any], keys: set[str], depth: int) -> str | None:
         kind = schema.get("type")
@@ -98,13 +111,21 @@ class _Reader:
             return None if others is False else self._read(others, depth + 1)
         if not isinstance(properties, dict) or others is not False:
             return "an object with other properties"
-        if not isinstance(required, list) or not set(map(str, required)) <= properties.keys() or not all(_is_plain(name) for name in properties):
+        if (
+            not isinstance(required, list) or not set(map(str, required)) <= properties.keys()
+            or not all(_is_plain(name) for name in properties)
+        ):
             return "unusual names of properties"
-        return next((reason for value in properties.values() if (reason := self._read(value, depth + 1)) is not None), None)
+        return next(
+            (reason for value in properties.values() if (reason := self._read(value, depth + 1)) is not None), None
+        )
 
     def _read_array(self, schema: dict[str, Any], depth: int) -> str | None:
         low, high = schema.get("minItems", 0), schema.get("maxItems", 0)
-        if type(low) is not int or type(high) is not int or not 0 <= low <= MAX_ITEMS or not 0 <= high <= MAX_ITEMS or ("maxItems" in schema and high < max(1, low)):
+        if (
+            type(low) is not int or type(high) is not int or not 0 <= low <= MAX_ITEMS or not 0 <= high <= MAX_ITEMS
+            or ("maxItems" in schema and high < max(1, low))
+        ):
             return "the keyword 'minItems' or 'maxItems'"
         return self._read(schema.get("items", True), depth + 1)
 
@@ -115,7 +136,14 @@ def _read_values(schema: dict[str, Any], keys: set[str]) -> str | None:
         return "the keyword 'enum'"
     if "type" in keys and not (schema["type"] == "string" and all(isinstance(value, str) for value in values)):
         return "the keyword 'type' beside 'enum' or 'const'"
-    return None if all(value is None or isinstance(value, bool) or (isinstance(value, str) and _is_plain(value)) for value in values) else "the keyword 'enum'"
+    return (
+        None
+        if all(
+            value is None or isinstance(value, bool) or (isinstance(value, str) and _is_plain(value))
+            for value in values
+        )
+        else "the keyword 'enum'"
+    )
 
 
 def _is_plain(text: str) -> bool:

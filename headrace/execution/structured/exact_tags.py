@@ -13,21 +13,29 @@ from headrace.execution.structured.structural_tag import MAX_DEPTH, is_open, mod
 
 MAX_TAGS = 128
 FIELDS = {
-    "const_string": {"value"}, "json_schema": {"json_schema"}, "any_text": set(), "sequence": {"elements"}, "or": {"elements"}, "optional": {"content"},
-    "plus": {"content"}, "star": {"content"}, "tag": {"begin", "content", "end"}, "triggered_tags": {"triggers", "tags"},
+    "const_string": {"value"}, "json_schema": {"json_schema"}, "any_text": set(), "sequence": {"elements"},
+    "or": {"elements"}, "optional": {"content"},
+    "plus": {"content"}, "star": {"content"}, "tag": {"begin", "content", "end"},
+    "triggered_tags": {"triggers", "tags"},
     "tags_with_separator": {"tags", "separator"},
 }
-OPTIONAL = {"triggered_tags": {"stop_after_first"}, "tags_with_separator": {"stop_after_first", "at_least_one"}, "json_schema": {"style"}}
+OPTIONAL = {
+    "triggered_tags": {"stop_after_first"}, "tags_with_separator": {"stop_after_first", "at_least_one"},
+    "json_schema": {"style"}
+}
 
 ReadSchema = Callable[[Any], str | None]
 """What is not known to be exact in a JSON schema, or None."""
 
 
 def tag_inexactness(tag: Any, read_schema: ReadSchema) -> str | None:
-    """None when a structural tag is in the exact part, else what is not. What is wrong with a tag is for the other library
-    to say."""
+    """None when a structural tag is in the exact part, else what is not. What is wrong with a tag is for the other
+    library to say."""
     if isinstance(tag, dict) and tag.keys() <= {"structures", "triggers", "type"} >= {"type"} and "structures" in tag:
-        if not isinstance(tag["structures"], list) or not all(isinstance(s, dict) and s.keys() == {"begin", "schema", "end"} for s in tag["structures"]):
+        if (
+            not isinstance(tag["structures"], list)
+            or not all(isinstance(s, dict) and s.keys() == {"begin", "schema", "end"} for s in tag["structures"])
+        ):
             return "an unusual structure"
         tag = modernise(tag)
     if not isinstance(tag, dict) or tag.keys() != {"type", "format"} or tag["type"] != "structural_tag":
@@ -56,7 +64,9 @@ class _Reader:
             case "const_string":
                 return None if isinstance(node["value"], str) else "a const_string"
             case "json_schema":
-                return self._read_schema(node["json_schema"]) if node.get("style", "json") == "json" else "a style of JSON"
+                return (
+                    self._read_schema(node["json_schema"]) if node.get("style", "json") == "json" else "a style of JSON"
+                )
             case "sequence" | "or":
                 return self._read_elements(node["elements"], depth, is_sequence=kind == "sequence", is_last=is_last)
             case "optional" | "plus" | "star":
@@ -71,11 +81,21 @@ class _Reader:
         if not isinstance(elements, list) or not elements:
             return "an empty sequence"
         may_be_open = [is_last and (not is_sequence or place == len(elements) - 1) for place in range(len(elements))]
-        return next((r for e, may in zip(elements, may_be_open, strict=True) if (r := self.read(e, depth + 1, is_last=may)) is not None), None)
+        return next(
+            (
+                r for e,
+                may in zip(elements, may_be_open, strict=True)
+                if (r := self.read(e, depth + 1, is_last=may)) is not None
+            ),
+            None
+        )
 
     def _read_tag(self, tag: Any, depth: int, *, is_last: bool) -> str | None:
         self._num_tags += 1
-        if self._num_tags > MAX_TAGS or not isinstance(tag, dict) or tag.keys() - {"type"} != FIELDS["tag"] or tag.get("type", "tag") != "tag":
+        if (
+            self._num_tags > MAX_TAGS or not isinstance(tag, dict) or tag.keys() - {"type"} != FIELDS["tag"]
+            or tag.get("type", "tag") != "tag"
+        ):
             return "an unusual tag"
         ends = tag["end"] if isinstance(tag["end"], list) else [tag["end"]]
         if not isinstance(tag["begin"], str) or not ends or not all(isinstance(end, str) for end in ends):
@@ -90,10 +110,15 @@ class _Reader:
         triggers = node["triggers"] if is_triggered else [node["separator"]]
         if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
             return "an unusual trigger or separator"
-        if not isinstance(node["tags"], list) or not node["tags"] or not all(type(node.get(name, False)) is bool for name in OPTIONAL[node["type"]]):
+        if (
+            not isinstance(node["tags"], list) or not node["tags"]
+            or not all(type(node.get(name, False)) is bool for name in OPTIONAL[node["type"]])
+        ):
             return "unusual tags"
         for tag in node["tags"]:
-            if (reason := self._read_tag(tag, depth + 1, is_last=is_last and bool(node.get("stop_after_first")))) is not None:
+            if (
+                reason := self._read_tag(tag, depth + 1, is_last=is_last and bool(node.get("stop_after_first")))
+            ) is not None:
                 return reason
             if is_triggered and sum(tag["begin"].startswith(trigger) for trigger in triggers) != 1:
                 return "a tag without a trigger of its own"

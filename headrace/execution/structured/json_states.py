@@ -1,8 +1,8 @@
-"""`JsonAutomaton`: where an output stands in the JSON of a schema: what it is within, how much of that there is, and what is
-written of a name, a number or a string that is not done.
+"""`JsonAutomaton`: where an output stands in the JSON of a schema: what it is within, how much of that there is, and
+what is written of a name, a number or a string that is not done.
 
-What is done is forgotten but for the names in an object and the number of items in an array: schemas in which more of it
-matters are not read (``json_values.py``).
+What is done is forgotten but for the names in an object and the number of items in an array: schemas in which more of
+it matters are not read (``json_values.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from headrace.execution.structured.json_values import Listing, Number, Place, Re
 from headrace.execution.structured.reach import Reach
 
 Within = tuple[Any, ...] | None
-"""None around the whole, else ``(what that is within, record, names)`` or ``(what that is within, listing, number of items)``."""
+"""None around the whole, else ``(what that is within, record, names)`` or ``(what that is within, listing, number of
+items)``."""
 
 Inside = tuple[Within, str, Any]
 """Within what, the phase, and what the phase has to remember."""
@@ -24,7 +25,8 @@ MAX_DEPTH = 64
 MAX_WRITTEN = 512
 MAX_BLANKS = 48
 OTHER = "*"
-"""Stands among the names of an object for those that the schema does not name. No schema's name: those have quotes around."""
+"""Stands among the names of an object for those that the schema does not name. No schema's name: those have quotes
+around."""
 
 _BLANKS = b" \n\r\t"
 _ENDS = b"]}"
@@ -51,7 +53,8 @@ class JsonAutomaton:
         self.start: Inside = (None, "value", (place, b""))
         self._num_items, self._longest, self._count_blanks = reach.items, reach.longest, count
         self._phases: dict[str, Callable[[Within, Any, int], Inside | None]] = {
-            "value": self._begin_value, "first": self._go_first, "next": self._go_next, "name?": self._begin_name, "name": self._write_name,
+            "value": self._begin_value, "first": self._go_first, "next": self._go_next, "name?": self._begin_name,
+            "name": self._write_name,
             "colon": self._go_colon, "text": self._write_text, "number": self._write_number, "word": self._write_word,
         }
 
@@ -69,7 +72,8 @@ class JsonAutomaton:
         return self._round(within), phase, written
 
     def _round_text(self, text: Text, inside: Any, length: int) -> tuple[Any, int | str]:
-        """Where both a pattern and lengths bind a string, what one needs may be more than the other leaves, however far away."""
+        """Where both a pattern and lengths bind a string, what one needs may be more than the other leaves, however far
+        away."""
         least, most = text.limits or (0, 0)
         if text.pattern is not None:
             return (inside, length) if least or most else (text.pattern.summarise(inside), length)
@@ -101,7 +105,10 @@ class JsonAutomaton:
             return self._enter(within, place.listing, 0)
         if character == '"' and place.text is not None:
             text = place.text
-            return within, "text", (text, b"" if text.limits is None else (None if text.pattern is None else text.pattern.start, 0), b"")
+            return (
+                within, "text",
+                (text, b"" if text.limits is None else (None if text.pattern is None else text.pattern.start, 0), b"")
+            )
         if character in "-0123456789" and place.number is not None:
             return within, "number", (place.number, _add_digit(place.number, b"", byte))
         return (within, "word", bytes([byte])) if character in "tfn" and place.has_words else None
@@ -143,7 +150,9 @@ class JsonAutomaton:
             within = outer, what, min(count + 1, max(what.bounds, default=0) + 1)
         return within, "next", b""
 
-    def _add_blank(self, within: Within, phase: str, blanks: bytes, byte: int, place: Place | None = None) -> Inside | None:
+    def _add_blank(
+        self, within: Within, phase: str, blanks: bytes, byte: int, place: Place | None = None
+    ) -> Inside | None:
         if len(blanks) >= MAX_BLANKS:
             return None
         more = self._count_blanks(blanks, byte)
@@ -198,7 +207,9 @@ class JsonAutomaton:
         if after is None:
             return None
         if not text.is_free:
-            so_far = _add_written(so_far, byte) if text.limits is None else _count(text, so_far, byte, is_whole=not after)
+            so_far = (
+                _add_written(so_far, byte) if text.limits is None else _count(text, so_far, byte, is_whole=not after)
+            )
             if so_far is None:
                 return None
         return within, "text", (text, so_far, after)
@@ -235,7 +246,8 @@ def _add_digit(number: Number, written: bytes, byte: int) -> bytes:
 
 
 def _count(text: Text, so_far: tuple[Any, int], byte: int, *, is_whole: bool) -> tuple[Any, int] | None:
-    """One more byte of a string that is told by its length and its place in a pattern; None for what is not counted here."""
+    """One more byte of a string that is told by its length and its place in a pattern; None for what is not counted
+    here."""
     inside, length = so_far
     assert text.limits is not None
     if byte == ord("\\") or (text.pattern is not None and byte > 127):
@@ -253,8 +265,8 @@ def _is_end(tail: bytes, byte: int) -> bool:
 
 
 def follow_text(tail: bytes, byte: int) -> bytes | None:
-    """What matters of the end of a string's text: a character or an escape that is not done, and the escape before it, which
-    may be half of a character."""
+    """What matters of the end of a string's text: a character or an escape that is not done, and the escape before it,
+    which may be half of a character."""
     before, part = (tail[:6], tail[6:]) if tail[:2] == b"\\u" and len(tail) >= 6 else (b"", tail)
     character = bytes([byte])
     if part[:1] == b"\\":

@@ -1,4 +1,5 @@
-"""What JSON a schema allows where, read as far as `JsonAutomaton` needs it. Conservative: schemas that say more are not read."""
+"""What JSON a schema allows where, read as far as `JsonAutomaton` needs it. Conservative: schemas that say more are not
+read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ SCALARS = {
     "string": frozenset({"pattern", "minLength", "maxLength", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"}),
 }
-KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const"}).union(*SCALARS.values())
+KNOWN = frozenset(
+    {"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const"}
+).union(*SCALARS.values())
 MAX_LENGTH = 4096
 """Of strings whose characters are counted one by one."""
 
@@ -26,8 +29,8 @@ class NotReadError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """A string. ``is_free``: whatever it holds, the same may follow. Else what is written of it tells, or its length and
-    where it stands in ``pattern``; ``limits`` are the least and the greatest length that mean anything."""
+    """A string. ``is_free``: whatever it holds, the same may follow. Else what is written of it tells, or its length
+    and where it stands in ``pattern``; ``limits`` are the least and the greatest length that mean anything."""
 
     is_free: bool
     pattern: RegexAutomaton | None = None
@@ -43,8 +46,8 @@ class Number:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """What may stand in a place, by what it begins with: an object, an array, a string, a number, or a word (`null`, and the
-    like)."""
+    """What may stand in a place, by what it begins with: an object, an array, a string, a number, or a word (`null`,
+    and the like)."""
 
     record: Record | None = None
     listing: Listing | None = None
@@ -140,7 +143,10 @@ class _Reader:
                 record.others = None if others is False else self.read(others)
             case "array":
                 bounds = [schema[name] for name in ("minItems", "maxItems") if name in schema]
-                if not all(type(bound) is int for bound in bounds) or not isinstance(schema.get("items", True), bool | dict):
+                if (
+                    not all(type(bound) is int for bound in bounds)
+                    or not isinstance(schema.get("items", True), bool | dict)
+                ):
                     raise NotReadError
                 items = self.read(schema.get("items", True))
                 _fill(place, "listing", Listing(items, frozenset(bounds)))
@@ -183,7 +189,10 @@ def _read_text(schema: dict[str, Any], reach: Reach) -> Text:
 
 def _read_pattern(pattern: Any, reach: Reach) -> RegexAutomaton | None:
     """Of an expression for a whole string. Anchors that bind one branch of it alone are not read."""
-    if not isinstance(pattern, str) or not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
+    if (
+        not isinstance(pattern, str) or not pattern.startswith("^") or not pattern.endswith("$")
+        or pattern.endswith("\\$")
+    ):
         return None
     return None if "|" in pattern and not _is_bound(pattern[1:-1]) else read_regex(pattern[1:-1], reach, is_quoted=True)
 

@@ -19,7 +19,9 @@ class JumpFinder:
 
     def __init__(self, vocabulary: Vocabulary):
         self._tokens, self._encode = vocabulary.tokens, vocabulary.encode
-        self._sorted = sorted(token for i, token in enumerate(vocabulary.tokens) if token and i not in vocabulary.special_ids)
+        self._sorted = sorted(
+            token for i, token in enumerate(vocabulary.tokens) if token and i not in vocabulary.special_ids
+        )
         self._kept: OrderedDict[tuple[int, bytes], list[int]] = OrderedDict()
 
     def find(self, text: bytes, last_token: int) -> list[int]:
@@ -30,7 +32,9 @@ class JumpFinder:
         key = (last_token, text[:MAX_TEXT])
         run = self._kept.get(key)
         if run is None:
-            run = self._kept[key] = self._split(key[1], self._tokens[last_token] if last_token < len(self._tokens) else b"")
+            run = self._kept[key] = self._split(
+                key[1], self._tokens[last_token] if last_token < len(self._tokens) else b""
+            )
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -44,7 +48,8 @@ class JumpFinder:
         return []
 
     def _split_after(self, text: bytes, context: bytes) -> list[int] | None:
-        """The ids of ``text`` where it follows ``context``, which is left whole; None when they cannot be told apart."""
+        """The ids of ``text`` where it follows ``context``, which is left whole; None when they cannot be told
+        apart."""
         assert self._encode is not None
         try:
             ids = list(self._encode((context + text).decode()))

@@ -37,9 +37,9 @@ class Matcher(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """A grammar for one vocabulary; shared by any number of outputs. ``library`` fills the masks of its matchers. ``plain``:
-    tokens that leave a matcher where it is, wherever all of them are allowed; None where none are known to. ``states``: where
-    its outputs stand, if an automaton of ours reads it."""
+    """A grammar for one vocabulary; shared by any number of outputs. ``library`` fills the masks of its matchers.
+    ``plain``: tokens that leave a matcher where it is, wherever all of them are allowed; None where none are known to.
+    ``states``: where its outputs stand, if an automaton of ours reads it."""
 
     library: GrammarLibrary
     plain: PlainTokens | None
@@ -50,7 +50,8 @@ class CompiledGrammar(Protocol):
 
 
 class GrammarLibrary(Protocol):
-    """Made once for a vocabulary. `compile` is called from other threads than `fill` and must let those run meanwhile."""
+    """Made once for a vocabulary. `compile` is called from other threads than `fill` and must let those run
+    meanwhile."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises `RequestError` when the grammar is wrong, asks for what the library does not enforce, allows no
@@ -62,7 +63,8 @@ class GrammarLibrary(Protocol):
 
 
 class LibraryFactory(Protocol):
-    """What a registry entry is: makes the library for a vocabulary of ``vocab_size`` ids, ``eos_ids`` of which end text."""
+    """What a registry entry is: makes the library for a vocabulary of ``vocab_size`` ids, ``eos_ids`` of which end
+    text."""
 
     def __call__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]) -> GrammarLibrary: ...
 
@@ -76,18 +78,20 @@ def _missing(package: str) -> str | None:
 
 
 GRAMMAR_LIBRARIES.add(
-    "xgrammar", "headrace.execution.structured.xgrammar:XgrammarLibrary", supports=lambda grammar: _missing("xgrammar") or inexactness(grammar),
+    "xgrammar", "headrace.execution.structured.xgrammar:XgrammarLibrary",
+    supports=lambda grammar: _missing("xgrammar") or inexactness(grammar),
     priority=20, doc="JSON and structural tags of plain schemas: the fastest masks",
 )
 GRAMMAR_LIBRARIES.add(
-    "llguidance", "headrace.execution.structured.llguidance:GuidanceLibrary", supports=lambda _: _missing("llguidance"), priority=10,
+    "llguidance", "headrace.execution.structured.llguidance:GuidanceLibrary", supports=lambda _: _missing("llguidance"),
+    priority=10,
     doc="JSON schemas, regular expressions, GBNF and Lark grammars, choices, structural tags",
 )
 
 
 def choose_library(grammar: Grammar, *tried: str) -> tuple[str, LibraryFactory]:
-    """The best library that enforces a grammar exactly, by name, other than those ``tried``; raises `UnsupportedFeature`
-    saying what to install."""
+    """The best library that enforces a grammar exactly, by name, other than those ``tried``; raises
+    `UnsupportedFeature` saying what to install."""
     reasons: dict[str, str | None] = dict.fromkeys(tried, "it does not enforce this one exactly")
     for entry in GRAMMAR_LIBRARIES:
         if entry.name in tried:
@@ -99,4 +103,6 @@ def choose_library(grammar: Grammar, *tried: str) -> tuple[str, LibraryFactory]:
             except PluginError as error:
                 reasons[entry.name] = error.message
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise UnsupportedFeature(f"no grammar library here serves this {grammar.kind} ({listing}); {INSTALL}", param=grammar.kind)
+    raise UnsupportedFeature(
+        f"no grammar library here serves this {grammar.kind} ({listing}); {INSTALL}", param=grammar.kind
+    )

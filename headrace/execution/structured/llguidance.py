@@ -38,7 +38,10 @@ JSON_OPTIONS = {
     # Without \u escapes: they would let a property be named twice, once in disguise.
     "json_allowed_escapes": '"\\bfnrt',
 }
-LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000, "verbose_errors": False
+}
 MAX_MESSAGE = 400
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 _LARK = re.compile(r"^\s*[?!]?start\s*:(?!:=)", re.MULTILINE)
@@ -88,8 +91,8 @@ class GuidanceMatcher:
 
 
 class GuidanceGrammar:
-    """A `CompiledGrammar`: matchers nobody advances. Copies of one share what has been computed of the grammar, and wait for
-    one another as they compute: outputs take turns in being copies of each."""
+    """A `CompiledGrammar`: matchers nobody advances. Copies of one share what has been computed of the grammar, and
+    wait for one another as they compute: outputs take turns in being copies of each."""
 
     plain = None
 
@@ -114,11 +117,14 @@ class GuidanceLibrary:
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = llguidance.LLExecutor(num_threads=self._num_threads)
-        texts = {i: vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(face.tokens)}
+        texts = {
+            i: vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(face.tokens)
+        }
         self._special_ids = {text: i for i, text in texts.items() if text}
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
-        """See `GrammarLibrary`. The first mask is computed too: it is the slowest, and shows a grammar that allows nothing."""
+        """See `GrammarLibrary`. The first mask is computed too: it is the slowest, and shows a grammar that allows
+        nothing."""
         try:
             text = HEADER + self._read(grammar)
         except RequestError:
@@ -133,7 +139,9 @@ class GuidanceLibrary:
         return GuidanceGrammar(self, origins, None if automaton is None else States(automaton, self._tokens))
 
     def _open(self, grammar: Grammar, text: str) -> llguidance.LLMatcher:
-        origin = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits)
+        origin = llguidance.LLMatcher(
+            self._tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits
+        )
         allowed = b"" if origin.is_error() else origin.compute_bitmask()
         if origin.is_error():
             raise _complain(grammar, origin.get_error())

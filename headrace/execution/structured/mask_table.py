@@ -1,6 +1,6 @@
-"""`MaskTable`: masks on the device. Every row has a place of its own; others are shared by outputs in the same state of a
-grammar, and kept for the next that comes to it. `RowMasks`: those of a step, on their way there. Refuses: computing masks.
-S rows of a step, W words a mask, P places.
+"""`MaskTable`: masks on the device. Every row has a place of its own; others are shared by outputs in the same state of
+a grammar, and kept for the next that comes to it. `RowMasks`: those of a step, on their way there. Refuses: computing
+masks. S rows of a step, W words a mask, P places.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ class KeptMask:
 
 
 class MaskTable:
-    """``tensor`` [P, W] int32, P = max_rows + num_kept. Whoever writes to a place does so in the order of the device's stream,
-    behind the draws that read what was there before. It grows. ``places_sent``: of the rows of the latest step, here and there."""
+    """``tensor`` [P, W] int32, P = max_rows + num_kept. Whoever writes to a place does so in the order of the device's
+    stream, behind the draws that read what was there before. It grows. ``places_sent``: of the rows of the latest step,
+    here and there."""
 
-    def __init__(self, max_rows: int, num_words: int, device: torch.device, *, num_kept: int = NUM_KEPT, most_kept: int = MOST_KEPT):
+    def __init__(
+        self, max_rows: int, num_words: int, device: torch.device, *, num_kept: int = NUM_KEPT,
+        most_kept: int = MOST_KEPT
+    ):
         num_kept = max(num_kept, max_rows)  # so that no step drops a mask that it uses
         self._most_places = max_rows + max(num_kept, most_kept)
         self.tensor = torch.zeros((max_rows + num_kept, num_words), dtype=torch.int32, device=device)
@@ -70,8 +74,9 @@ class MaskTable:
 @dataclass(slots=True)
 class RowMasks:
     """What grammars allow in a step: ``mask_of_row`` [S] int32 tells the place of each row's mask in the table, or -1.
-    ``changed`` [n, W] int32 has room for masks that are new there. ``errors`` tells why, by row, where a grammar cannot go on.
-    ``words`` is all that is sent, in memory that can be sent as it is: places of new masks, of rows, new masks."""
+    ``changed`` [n, W] int32 has room for masks that are new there. ``errors`` tells why, by row, where a grammar cannot
+    go on. ``words`` is all that is sent, in memory that can be sent as it is: places of new masks, of rows, new
+    masks."""
 
     table: MaskTable
     words: torch.Tensor
@@ -88,7 +93,10 @@ class RowMasks:
         words, written = host_words(2 * most_changed + num_rows + most_changed * num_words, table.tensor.device)
         rows, masks = 2 * most_changed, 2 * most_changed + num_rows
         written[rows:masks] = mask_of_row
-        return cls(table, words, written[:rows].view(np.int64), written[rows:masks], written[masks:].reshape(most_changed, num_words))
+        return cls(
+            table, words, written[:rows].view(np.int64), written[rows:masks],
+            written[masks:].reshape(most_changed, num_words)
+        )
 
     def change(self, count: int, row_place: int, place: int) -> None:
         """New mask ``count``, the last one so far, is for a place of the table, and the row at ``row_place`` has it."""
@@ -103,6 +111,8 @@ class RowMasks:
         rows, num_rows, num_words = 2 * len(self.places), len(self.mask_of_row), table.tensor.shape[1]
         sent = self.words[: rows + num_rows + num_changed * num_words].to(table.tensor.device, non_blocking=True)
         if num_changed:
-            table.tensor.index_copy_(0, sent[: 2 * num_changed].view(torch.int64), sent[rows + num_rows :].view(num_changed, num_words))
+            table.tensor.index_copy_(
+                0, sent[: 2 * num_changed].view(torch.int64), sent[rows + num_rows :].view(num_changed, num_words)
+            )
         table.places_sent = key, sent[rows : rows + num_rows]
         return table.tensor, table.places_sent[1]

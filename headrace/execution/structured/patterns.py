@@ -1,10 +1,10 @@
-r"""`reword_pattern`: patterns of JSON strings in llguidance's notation, which is Rust's, without the characters that a string can
-hold only as ``\uXXXX``, which outputs never do.
+r"""`reword_pattern`: patterns of JSON strings in llguidance's notation, which is Rust's, without the characters that a
+string can hold only as ``\uXXXX``, which outputs never do.
 
-JSON schema means JavaScript's notation, where classes have no others within them and no operators. And llguidance drops those
-characters from the middle of a pattern, and takes a class that holds all of them for one with every escape, quotes and
-backslashes among them, so that ``[^"]`` would let a quote through. Refuses: understanding patterns; brackets and escapes are
-enough. `FORMATS`: strings of some formats by patterns.
+JSON schema means JavaScript's notation, where classes have no others within them and no operators. And llguidance drops
+those characters from the middle of a pattern, and takes a class that holds all of them for one with every escape,
+quotes and backslashes among them, so that ``[^"]`` would let a quote through. Refuses: understanding patterns; brackets
+and escapes are enough. `FORMATS`: strings of some formats by patterns.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from headrace.base.grammar import UNWRITTEN
 
 _LESS = r"--[\x00-\x07\x0B\x0E-\x1F\x7F]"
 _LEAP = "[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00"
-_DAYS = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+_DAYS = (
+    "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+)
 _DATE = f"(?:[0-9]{{4}}-(?:{_DAYS})|(?:{_LEAP})-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
-"""Of RFC 3339, but for leap seconds, which few programs read. llguidance's own have a 29th of February every year and a 60th
-second every minute."""
+"""Of RFC 3339, but for leap seconds, which few programs read. llguidance's own have a 29th of February every year and a
+60th second every minute."""
 
 _ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _CLASS = re.compile(r"(\[\^?\]?)((?:\\.|[^\]\\])*\\?(?:\]|\Z))", re.DOTALL)

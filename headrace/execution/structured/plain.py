@@ -1,8 +1,9 @@
-"""`PlainTokens`: tokens that leave a matcher where it is. Nothing need be computed for them: the next mask is the last one.
+"""`PlainTokens`: tokens that leave a matcher where it is. Nothing need be computed for them: the next mask is the last
+one.
 
-Inside a string of any content, or text until a tag, one more piece of plain text changes nothing that a grammar could tell.
-`read_breaks` says of which grammars that is known; `find_plain` which tokens they are. Where all of them are allowed, an
-output is in such a place: names and choices, of which a grammar has a limited number, cannot allow so many.
+Inside a string of any content, or text until a tag, one more piece of plain text changes nothing that a grammar could
+tell. `read_breaks` says of which grammars that is known; `find_plain` which tokens they are. Where all of them are
+allowed, an output is in such a place: names and choices, of which a grammar has a limited number, cannot allow so many.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.structural_tag import modernise
 
 MIN_TOKENS = 4096
-"""Of which none begins another: more than there are names of properties, values of an enumeration, or tags, in a grammar."""
+"""Of which none begins another: more than there are names of properties, values of an enumeration, or tags, in a
+grammar."""
 
 ENOUGH_TOKENS = 4 * MIN_TOKENS
 """Among which so many are sought first."""
@@ -29,8 +31,8 @@ _FIRST = {"integer": "number", **{name: name for name in ("string", "object", "a
 
 @dataclass(frozen=True, slots=True)
 class PlainTokens:
-    """``is_plain`` [V] bool, and the same as the ``words`` [W] int32 of a mask. ``needs_root``: a mask stays as it is only if
-    the token before it was plain, too (else a tag may have begun). ``probe``: a word with some."""
+    """``is_plain`` [V] bool, and the same as the ``words`` [W] int32 of a mask. ``needs_root``: a mask stays as it is
+    only if the token before it was plain, too (else a tag may have begun). ``probe``: a word with some."""
 
     is_plain: np.ndarray
     words: np.ndarray
@@ -68,8 +70,8 @@ def find_plain(vocabulary: Vocabulary, vocab_size: int, breaks: bytes) -> PlainT
 
 
 def read_breaks(grammar: Grammar) -> bytes | None:
-    """For a grammar of the exact part: the bytes with which a tag may begin or end within text, none for JSON; None when what
-    may follow a text could depend on it."""
+    """For a grammar of the exact part: the bytes with which a tag may begin or end within text, none for JSON; None
+    when what may follow a text could depend on it."""
     if grammar.kind == "json_object":
         return b""
     if grammar.kind == "json_schema":
@@ -104,7 +106,10 @@ def _tells_by_first(schema: Any) -> bool:
         if len(set(firsts)) < len(firsts):
             return False
         pending += branches
-        pending += [node.get("items"), node.get("additionalProperties"), *(child for place in ("properties", "$defs", "definitions") for child in node.get(place, {}).values())]
+        pending += [
+            node.get("items"), node.get("additionalProperties"),
+            *(child for place in ("properties", "$defs", "definitions") for child in node.get(place, {}).values())
+        ]
     return True
 
 
@@ -120,7 +125,9 @@ def _firsts_of(schema: Any, root: Any, depth: int = 0) -> list[str]:
         return [first for branch in schema["anyOf"] for first in _firsts_of(branch, root, depth + 1)]
     if "enum" in schema or "const" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
-        return sorted({"string" if isinstance(value, str) else "null" if value is None else "boolean" for value in values})
+        return sorted(
+            {"string" if isinstance(value, str) else "null" if value is None else "boolean" for value in values}
+        )
     first = _FIRST.get(schema.get("type", ""))
     return unknown if first is None else [first]
 

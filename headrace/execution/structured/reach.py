@@ -31,8 +31,8 @@ class Reach:
         return sorted(self._tokens, key=len, reverse=True)
 
     def find_longest(self, alphabet: bytes, *, is_quoted: bool = False) -> int:
-        """The bytes at most with which a token goes on in text of an alphabet and of anything beyond ASCII, whatever it goes
-        on with behind them. ``is_quoted``: the text is a JSON string."""
+        """The bytes at most with which a token goes on in text of an alphabet and of anything beyond ASCII, whatever it
+        goes on with behind them. ``is_quoted``: the text is a JSON string."""
         known = alphabet + _BEYOND_ASCII + (_ESCAPES if is_quoted else b"")
         within, longest = re.compile(b"[" + re.escape(known) + b"]*"), 0
         for token in self._by_length:

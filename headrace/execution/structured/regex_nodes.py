@@ -15,7 +15,9 @@ MAX_COUNTS = 8
 
 _COUNTS = re.compile(r"\{(\d{1,5})(?:(,)(\d{0,5}))?\}")
 _ALL = (1 << 128) - 1
-_CLASSES = {"d": "0123456789", "w": "0123456789_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "s": "\t\n\v\f\r "}
+_CLASSES = {
+    "d": "0123456789", "w": "0123456789_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "s": "\t\n\v\f\r "
+}
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r"}
 _META = frozenset("\\.+*?()|[]{}^$#&-~")
 
@@ -39,8 +41,8 @@ Part = int | list["Part"] | tuple["Part", ...] | Repeat
 
 
 class Move(IntEnum):
-    """What a jump does to the counts that run: nothing; begin another, at 1; add 1 to the innermost, which ends within its
-    bounds; forget that one."""
+    """What a jump does to the counts that run: nothing; begin another, at 1; add 1 to the innermost, which ends within
+    its bounds; forget that one."""
 
     PLAIN = 0
     ENTER = 1
@@ -50,8 +52,8 @@ class Move(IntEnum):
 
 @dataclass(slots=True)
 class Nodes:
-    """A nondeterministic automaton from node 0 to ``end``: ``edges[n]`` are ``(bytes as bits, target)``, ``jumps[n]`` ``(move,
-    target)`` for nothing, ``counts[n]`` the counts that run at a node, the outermost first."""
+    """A nondeterministic automaton from node 0 to ``end``: ``edges[n]`` are ``(bytes as bits, target)``, ``jumps[n]``
+    ``(move, target)`` for nothing, ``counts[n]`` the counts that run at a node, the outermost first."""
 
     edges: list[list[tuple[int, int]]] = field(default_factory=list)
     jumps: list[list[tuple[Move, int]]] = field(default_factory=list)
@@ -224,7 +226,10 @@ class _Parser:
         bits, previous = 0, ""
         is_first = True
         while (character := self._take()) != "]" or is_first:
-            if character in ("", "[") or (character in "&~-" and self._peek() == character) or (is_first and character == "]"):
+            if (
+                character in ("", "[") or (character in "&~-" and self._peek() == character)
+                or (is_first and character == "]")
+            ):
                 raise NotReadError
             more = 0
             if character == "\\":

@@ -41,13 +41,18 @@ class RegexAutomaton:
         if byte > 127:
             return None
         edges = self._nodes.edges
-        return self._close({(target, counts) for node, counts in inside for bits, target in edges[node] if bits >> byte & 1})
+        return self._close(
+            {(target, counts) for node, counts in inside for bits, target in edges[node] if bits >> byte & 1}
+        )
 
     def summarise(self, inside: Inside) -> Inside:
         """See `Automaton`. Counts mean nothing while no token takes them to a bound."""
         if not self._may_round:
             return inside
-        return frozenset((node, tuple(map(self._round, self._nodes.counts[node], counts))) if counts else (node, counts) for node, counts in inside)
+        return frozenset(
+            (node, tuple(map(self._round, self._nodes.counts[node], counts))) if counts else (node, counts) for node,
+            counts in inside
+        )
 
     def weigh(self, inside: Inside) -> int:
         """See `Automaton`."""
@@ -62,7 +67,8 @@ class RegexAutomaton:
         return PAST if count >= repeat.low and (repeat.high is None or furthest < repeat.high) else count
 
     def _close(self, places: set[tuple[int, Counts]]) -> Inside | None:
-        """With all that is reached for nothing, less what leads nowhere but there; None when that is nothing, or too much."""
+        """With all that is reached for nothing, less what leads nowhere but there; None when that is nothing, or too
+        much."""
         edges, jumps, end, pending = self._nodes.edges, self._nodes.jumps, self._nodes.end, list(places)
         while pending:
             node, counts = pending.pop()
@@ -99,7 +105,10 @@ def _list_bytes(kinds: set[int]) -> bytes:
 def _find_classes(kinds: set[int]) -> bytes:
     """For each byte the least that is in the same of these."""
     first: dict[tuple[bool, ...], int] = {}
-    return bytes(byte if byte > 127 else first.setdefault(tuple(bool(bits >> byte & 1) for bits in kinds), byte) for byte in range(256))
+    return bytes(
+        byte if byte > 127 else first.setdefault(tuple(bool(bits >> byte & 1) for bits in kinds), byte)
+        for byte in range(256)
+    )
 
 
 def read_regex(pattern: str, reach: Reach, *, is_quoted: bool = False) -> RegexAutomaton | None:

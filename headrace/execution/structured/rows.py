@@ -4,8 +4,8 @@ A mask needs the token before it. Where that is still on the device (two plans i
 draw; the masks are filled as soon as the step before is read, while the device computes, and the draw follows before
 anything else is launched. G rows, V vocabulary.
 
-Where a grammar leaves no choice for a few tokens, the step that drew the one before them tells them, too. Matchers go on
-by them at once; what a later step in flight draws in their place is recognised by its position and ignored.
+Where a grammar leaves no choice for a few tokens, the step that drew the one before them tells them, too. Matchers go
+on by them at once; what a later step in flight draws in their place is recognised by its position and ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MIN_JUMP = 2
 """Tokens that a forced run must have."""
 
 JUMP_COST = 0.8
-"""What runs in it add to a step, in steps, as measured over captured graphs: all rows of the step pay, and each that has a run gains its tokens but one."""
+"""What runs in it add to a step, in steps, as measured over captured graphs: all rows of the step pay, and each that
+has a run gains its tokens but one."""
 
 
 class DrawnStep(Protocol):
@@ -48,7 +49,8 @@ class DrawnStep(Protocol):
 
 @dataclass(slots=True)
 class Asking:
-    """A row whose mask is computed: at ``place`` of the batch, into a mask that is ``kept`` for others under ``key``, if any."""
+    """A row whose mask is computed: at ``place`` of the batch, into a mask that is ``kept`` for others under ``key``,
+    if any."""
 
     place: int
     constraint: Constraint
@@ -58,8 +60,8 @@ class Asking:
 
 @dataclass(slots=True)
 class Filling:
-    """The masks of a step: ``constraints[i]`` is at place ``places[i]`` of the batch and draws token ``indices[i]`` of its
-    output. Begun once all tokens before are known: then ``masks`` are on their way."""
+    """The masks of a step: ``constraints[i]`` is at place ``places[i]`` of the batch and draws token ``indices[i]`` of
+    its output. Begun once all tokens before are known: then ``masks`` are on their way."""
 
     rows: GrammarRows
     num_rows: int
@@ -96,11 +98,16 @@ class _Unread:
 
 class GrammarRows:
     """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `Filling.follow` once
-    all of it but its draw is, and `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are drawn one by one,
-    and longer ones, too, where the rows of a step would lose more by them than those that have runs gain."""
+    all of it but its draw is, and `catch_up` before its result is read. ``min_jump``: forced runs of fewer tokens are
+    drawn one by one, and longer ones, too, where the rows of a step would lose more by them than those that have runs
+    gain."""
 
-    def __init__(self, store: GrammarStore, vocab_size: int, max_rows: int, device: torch.device, *, min_jump: int = MIN_JUMP):
-        self._store, self._num_words, self._max_rows, self._device, self.min_jump = store, -(-vocab_size // 32), max_rows, device, min_jump
+    def __init__(
+        self, store: GrammarStore, vocab_size: int, max_rows: int, device: torch.device, *, min_jump: int = MIN_JUMP
+    ):
+        self._store, self._num_words, self._max_rows, self._device, self.min_jump = (
+            store, -(-vocab_size // 32), max_rows, device, min_jump
+        )
         self._table: MaskTable | None = None
         self._constraints: dict[int, Constraint] = {}
         self._unread: deque[_Unread] = deque()
@@ -128,8 +135,9 @@ class GrammarRows:
 
     def begin(self, batch: SampleBatch, *, is_launched: bool = False) -> Filling | None:
         """Start on the masks of a batch, now or when the tokens before are read; None when no row of it has a grammar.
-        ``is_launched``: the device is at work already. If not, another thread makes them while this one launches the step; a
-        thread that only waits for the interpreter would cost more than the libraries' own threads leave to be done."""
+        ``is_launched``: the device is at work already. If not, another thread makes them while this one launches the
+        step; a thread that only waits for the interpreter would cost more than the libraries' own threads leave to be
+        done."""
         self._batch_size = len(batch.rows)
         if not len(batch.constrained):
             return None
@@ -142,7 +150,8 @@ class GrammarRows:
         return filling
 
     def await_step(self, step: DrawnStep, drawn: list[tuple[int, int, Constraint]]) -> None:
-        """A step was launched whose tokens ``(place in its batch, index in the output, constraint)`` go on with these."""
+        """A step was launched whose tokens ``(place in its batch, index in the output, constraint)`` go on with
+        these."""
         self._unread.append(_Unread(step, drawn))
 
     def reset(self) -> None:
@@ -151,9 +160,11 @@ class GrammarRows:
         self._unread.clear()
         self._waiting = self._table = None
 
-    def catch_up(self, last: DrawnStep | None = None, *, before: DrawnStep | None = None, is_launched: bool = True) -> None:
-        """Let the matchers see the tokens of all launched steps, up to ``last`` or ``before`` one of them; waits for those. Then
-        begin on the masks that waited for them."""
+    def catch_up(
+        self, last: DrawnStep | None = None, *, before: DrawnStep | None = None, is_launched: bool = True
+    ) -> None:
+        """Let the matchers see the tokens of all launched steps, up to ``last`` or ``before`` one of them; waits for
+        those. Then begin on the masks that waited for them."""
         if last is not None and not any(entry.step is last for entry in self._unread):
             return
         while self._unread and self._unread[0].step is not before:
@@ -179,7 +190,9 @@ class GrammarRows:
 
     def _jump(self, constraints: list[Constraint]) -> list[tuple[int, list[int]]]:
         """Go on by the tokens that grammars force now, if they are many; ``[(row, tokens)]`` or nothing."""
-        runs = [(constraint, run) for constraint in constraints if len(run := self._find_run(constraint)) >= self.min_jump]
+        runs = [
+            (constraint, run) for constraint in constraints if len(run := self._find_run(constraint)) >= self.min_jump
+        ]
         if sum(len(run) - 1 for _, run in runs) < JUMP_COST * self._batch_size:
             return []
         return [(constraint.row, self._follow_run(constraint, run)) for constraint, run in runs]
@@ -200,8 +213,8 @@ class GrammarRows:
         return run
 
     def _fill(self, filling: Filling, *, is_launched: bool) -> None:
-        """Begin on the masks that nobody knows. A row that is over, or further on by a forced run, and computed before that was
-        known, is allowed everything."""
+        """Begin on the masks that nobody knows. A row that is over, or further on by a forced run, and computed before
+        that was known, is allowed everything."""
         table, asking, begun = self._table, filling.asking, set[Hashable]()
         assert table is not None, "a row with a grammar was started"
         mask_of_row = np.full(filling.num_rows, -1, dtype=np.int32)
@@ -232,8 +245,8 @@ class GrammarRows:
             filling.work = self._thread.submit(_ask, asking, filling.masks.changed)
 
     def settle(self, filling: Filling) -> RowMasks:
-        """Finish the masks of a step, once all that were asked for are there. A row that cannot go on is allowed nothing, and
-        shares that with nobody."""
+        """Finish the masks of a step, once all that were asked for are there. A row that cannot go on is allowed
+        nothing, and shares that with nobody."""
         masks, table, failed = filling.masks, self._table, set[Hashable]()
         assert masks is not None and table is not None
         asking, sharing = filling.asking, filling.sharing

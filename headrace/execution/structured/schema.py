@@ -21,8 +21,10 @@ MAX_MULTIPLE = 10_000
 """A multiple is found by an automaton with as many states."""
 
 NOT_ENFORCED = frozenset({
-    "uniqueItems", "contains", "minContains", "maxContains", "if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies",
-    "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor",
+    "uniqueItems", "contains", "minContains", "maxContains", "if", "then", "else", "not", "dependentRequired",
+    "dependentSchemas", "dependencies",
+    "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor", "$recursiveRef",
+    "$recursiveAnchor",
     "disallow", "extends", "$anchor", "divisibleBy", "x-guidance",
 })
 """Keywords that restrict values (or change how the library reads the schema) and cannot be enforced token by token."""
@@ -47,7 +49,10 @@ def reword(schema: Any) -> Any:
     kept: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, dict):
-            kept[name] = {reword_pattern(key) if name == "patternProperties" else key: reword(child) for key, child in value.items()}
+            kept[name] = {
+                reword_pattern(key) if name == "patternProperties" else key: reword(child) for key,
+                child in value.items()
+            }
         elif name in _LISTED or name in _SINGLE or (isinstance(value, dict) and name not in _DATA):
             kept[name] = reword(value)
         elif name == "pattern" and isinstance(value, str):
@@ -58,7 +63,10 @@ def reword(schema: Any) -> Any:
     if pattern is None:
         return kept
     parts = kept.get("allOf", [])
-    return {**kept, "allOf": [*parts, {"pattern": pattern}]} if "pattern" in kept and isinstance(parts, list) else {**kept, "pattern": pattern}
+    return (
+        {**kept, "allOf": [*parts, {"pattern": pattern}]} if "pattern" in kept and isinstance(parts, list)
+        else {**kept, "pattern": pattern}
+    )
 
 
 def check_schema(schema: Any, param: str) -> None:
@@ -68,7 +76,10 @@ def check_schema(schema: Any, param: str) -> None:
         node, depth = pending.pop()
         num_nodes += 1
         if depth > MAX_DEPTH or num_nodes > MAX_NODES:
-            raise RequestError(f"{param}: the schema is too large: at most {MAX_DEPTH} levels and {MAX_NODES} subschemas are taken", param=param)
+            raise RequestError(
+                f"{param}: the schema is too large: at most {MAX_DEPTH} levels and {MAX_NODES} subschemas are taken",
+                param=param
+            )
         if isinstance(node, dict):
             _check_keywords(node, param)
             _check_values(node, param)
@@ -77,7 +88,11 @@ def check_schema(schema: Any, param: str) -> None:
     for target in targets:
         _check_end(schema, target, param)
     if sum(_measure_depth(_find(schema, target)) for target in targets) > MAX_REFERRED_DEPTH:
-        raise RequestError(f"{param}: the keyword '$ref' leads too deep: at most {MAX_REFERRED_DEPTH} levels of schemas may be referred to in all", param=param)
+        raise RequestError(
+            f"{param}: the keyword '$ref' leads too deep: at most {MAX_REFERRED_DEPTH} levels of schemas may be "
+            "referred to in all",
+            param=param
+        )
 
 
 def _find(schema: Any, target: str) -> Any:
@@ -120,21 +135,31 @@ def _subschemas(node: dict[str, Any]) -> Iterator[Any]:
     for name in _SINGLE:
         value = node.get(name)
         yield from value if isinstance(value, list) else (value,)
-    yield from (value for name, value in node.items() if isinstance(value, dict) and name not in _DATA and name not in (*_NAMED, *_SINGLE))
+    yield from (
+        value for name,
+        value in node.items() if isinstance(value, dict) and name not in _DATA and name not in (*_NAMED, *_SINGLE)
+    )
 
 
 def _check_keywords(node: dict[str, Any], param: str) -> None:
     for name in sorted(NOT_ENFORCED.intersection(node)):
-        raise RequestError(f"{param}: the keyword {name!r} cannot be enforced; leave it out and check the output yourself", param=param)
-    for pattern in (node.get("pattern"), *(node["patternProperties"] if isinstance(node.get("patternProperties"), dict) else ())):
+        raise RequestError(
+            f"{param}: the keyword {name!r} cannot be enforced; leave it out and check the output yourself", param=param
+        )
+    for pattern in (
+        node.get("pattern"), *(node["patternProperties"] if isinstance(node.get("patternProperties"), dict) else ())
+    ):
         if isinstance(pattern, str):
             check_whole(pattern, param)
     multiple = node.get("multipleOf")
     if isinstance(multiple, int | float) and not 0 < multiple <= MAX_MULTIPLE:
-        raise RequestError(f"{param}: the keyword 'multipleOf' must be above 0 and at most {MAX_MULTIPLE}, got {multiple}", param=param)
+        raise RequestError(
+            f"{param}: the keyword 'multipleOf' must be above 0 and at most {MAX_MULTIPLE}, got {multiple}", param=param
+        )
     if _may_repeat_keys(node):
         raise RequestError(
-            f"{param}: the keyword 'minProperties' cannot be enforced where other properties are allowed (names could repeat); "
+            f"{param}: the keyword 'minProperties' cannot be enforced where other properties are allowed (names could "
+            "repeat); "
             "set additionalProperties to false or name the properties in 'required'", param=param,
         )
 
@@ -142,7 +167,10 @@ def _check_keywords(node: dict[str, Any], param: str) -> None:
 def _may_repeat_keys(node: dict[str, Any]) -> bool:
     """Properties without a name of their own are not told apart, so that counting them can count one twice."""
     least, required = node.get("minProperties", 0), node.get("required", ())
-    if not isinstance(least, int | float) or not isinstance(required, list | tuple) or least <= len(set(map(str, required))):
+    if (
+        not isinstance(least, int | float) or not isinstance(required, list | tuple)
+        or least <= len(set(map(str, required)))
+    ):
         return False
     return node.get("additionalProperties", True) is not False or bool(node.get("patternProperties"))
 
@@ -151,11 +179,18 @@ def _check_values(node: dict[str, Any], param: str) -> None:
     """Numbers and strings that would be another one in the grammar."""
     for name in ("const", "enum", *_BOUNDS, "multipleOf"):
         value = node.get(name)
-        if name in node and not is_exact(value) and not (name in _UPPER and isinstance(value, int | float) and value >= MAX_NUMBER):
+        if (
+            name in node and not is_exact(value)
+            and not (name in _UPPER and isinstance(value, int | float) and value >= MAX_NUMBER)
+        ):
             raise RequestError(f"{param}: the keyword {name!r} cannot be enforced to the letter: numbers can have up to 15 digits (longer ones can be strings), "
                                f"strings no control characters but those that JSON has short escapes for; got {str(value)[:80]}", param=param)
     bounds = [list(_read_bounds(node, names)) for names in (_LOWER, _UPPER)]
-    if any(_lets_bound_through(lower, upper) or _lets_bound_through((-upper[0], upper[1]), (-lower[0], lower[1])) for lower in bounds[0] for upper in bounds[1]):
+    if any(
+        _lets_bound_through(lower, upper) or _lets_bound_through((-upper[0], upper[1]), (-lower[0], lower[1]))
+        for lower in bounds[0]
+        for upper in bounds[1]
+    ):
         raise RequestError(f"{param}: the keyword '{_LOWER[1]}' or '{_UPPER[1]}' cannot be enforced where it is a whole number, and the other bound "
                            "less than one away; take another bound", param=param)
 

@@ -1,5 +1,6 @@
-"""`States`: where an output stands in a grammar, found by an automaton of our own: two outputs in one state have one mask and
-one forced text, which need be computed only once. Built as outputs come to new states. Refuses: computing masks.
+"""`States`: where an output stands in a grammar, found by an automaton of our own: two outputs in one state have one
+mask and one forced text, which need be computed only once. Built as outputs come to new states. Refuses: computing
+masks.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ MAX_WEIGHT = 65_536
 
 
 class Automaton(Protocol):
-    """Reads a part of the grammars, byte by byte. An inside is what it makes of the bytes so far: equal insides have equal
-    futures."""
+    """Reads a part of the grammars, byte by byte. An inside is what it makes of the bytes so far: equal insides have
+    equal futures."""
 
     start: Hashable
     classes: bytes | None
@@ -32,8 +33,8 @@ class Automaton(Protocol):
 
 @dataclass(eq=False, slots=True)
 class State:
-    """``next``: by byte. ``mask_key``: see `States.find_key`, once somebody asked. ``forced``: the text that must follow, once it
-    is known."""
+    """``next``: by byte. ``mask_key``: see `States.find_key`, once somebody asked. ``forced``: the text that must
+    follow, once it is known."""
 
     inside: Hashable
     mask_key: object | None = None

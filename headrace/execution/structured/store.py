@@ -30,11 +30,14 @@ class GrammarStore:
     """``read_vocabulary`` reads the tokenizer; it is called on a worker, when the first grammar comes."""
 
     def __init__(
-        self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_ids: Sequence[int], *, choose: Choose = choose_library,
+        self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_ids: Sequence[int], *,
+        choose: Choose = choose_library,
         max_kept: int = MAX_KEPT,
     ):
         self.eos_ids = frozenset(eos_ids)
-        self._read_vocabulary, self._vocab_size, self._choose, self._max_kept = read_vocabulary, vocab_size, choose, max_kept
+        self._read_vocabulary, self._vocab_size, self._choose, self._max_kept = (
+            read_vocabulary, vocab_size, choose, max_kept
+        )
         self._eos_list = list(eos_ids)
         self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="grammar")
         self._futures: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
@@ -75,12 +78,16 @@ class GrammarStore:
 
     def _open(self, name: str, factory: Callable[..., GrammarLibrary]) -> GrammarLibrary:
         if not self._eos_list:
-            raise UnsupportedFeature("structured outputs need an end-of-text token, which this model does not state", param="grammar")
+            raise UnsupportedFeature(
+                "structured outputs need an end-of-text token, which this model does not state", param="grammar"
+            )
         if self._vocabulary is None:
             try:
                 self._vocabulary = self._read_vocabulary()
             except (ConfigError, ModelError) as error:
-                raise UnsupportedFeature(f"structured outputs need the model's tokenizer: {error.message}", param="grammar") from error
+                raise UnsupportedFeature(
+                    f"structured outputs need the model's tokenizer: {error.message}", param="grammar"
+                ) from error
             if self._vocabulary.encode is not None:
                 self.jumps = JumpFinder(self._vocabulary)
         self._libraries[name] = library = factory(self._vocabulary, self._vocab_size, self._eos_list)

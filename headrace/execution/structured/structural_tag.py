@@ -18,7 +18,10 @@ from headrace.execution.structured.schema import check_schema
 
 PARAM = "structural_tag"
 MAX_DEPTH = 32
-OPEN_END = "free text (any_text, triggered_tags) must come last, or be any_text as the content of a tag: otherwise its end is unknown"
+OPEN_END = (
+    "free text (any_text, triggered_tags) must come last, or be any_text as the content of a tag: otherwise its end is "
+    "unknown"
+)
 ANY_TEXT = r"/(.|\n)*/"
 """Special tokens are never part of it."""
 
@@ -61,9 +64,11 @@ class _LarkWriter:
         self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._depth = 0
         self._writers: dict[str, Callable[[dict[str, Any]], str]] = {
-            "const_string": self._const_string, "json_schema": self._json_schema, "regex": self._regex, "any_text": self._any_text,
+            "const_string": self._const_string, "json_schema": self._json_schema, "regex": self._regex,
+            "any_text": self._any_text,
             "sequence": self._sequence, "or": self._or, "tag": self._tag, "triggered_tags": self._triggered_tags,
-            "tags_with_separator": self._tags_with_separator, "optional": self._repeated, "plus": self._repeated, "star": self._repeated,
+            "tags_with_separator": self._tags_with_separator, "optional": self._repeated, "plus": self._repeated,
+            "star": self._repeated,
         }
 
     def write(self, node: Any) -> str:
@@ -143,7 +148,10 @@ class _LarkWriter:
             begin = _text(tag, "begin")
             found = [t for t in triggers if isinstance(t, str) and t and begin.startswith(t)]
             if len(found) != 1:
-                raise _wrong(f"the tag that begins with {begin!r} must have exactly one trigger, its beginning; it has {len(found)}")
+                raise _wrong(
+                    f"the tag that begins with {begin!r} must have exactly one trigger, its beginning; it has "
+                    f"{len(found)}"
+                )
             branches.append(f"{self._text_until(found[0], triggers)} {self._tag(tag, found[0])}")
         tags, rest = "(" + " | ".join(branches) + ")", self._text_without(triggers)
         if node.get("stop_after_first"):

@@ -1,5 +1,5 @@
-"""`TagAutomaton`: where an output stands in free text with tags in it, each around the JSON of a schema: tool calls as they are
-written. Refuses: other formats, and texts of which one could be taken for another.
+"""`TagAutomaton`: where an output stands in free text with tags in it, each around the JSON of a schema: tool calls as
+they are written. Refuses: other formats, and texts of which one could be taken for another.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MAX_TAGS = 64
 PARTS = {"type", "begin", "content", "end"}
 
 Inside = tuple[str, int, Any]
-"""The phase, the tag, and what is written: of a trigger or a character (``text``), of a beginning, or of an end; or where the
-JSON stands."""
+"""The phase, the tag, and what is written: of a trigger or a character (``text``), of a beginning, or of an end; or
+where the JSON stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,10 @@ class TagAutomaton:
 
 def read_tags(format_: Any, reach: Reach, count: Callable[[bytes, int], bytes]) -> TagAutomaton:
     """The automaton of a format; raises `NotReadError`. ``count``: see `JsonAutomaton`."""
-    if not isinstance(format_, dict) or format_.keys() != {"type", "triggers", "tags"} or format_["type"] != "triggered_tags":
+    if (
+        not isinstance(format_, dict) or format_.keys() != {"type", "triggers", "tags"}
+        or format_["type"] != "triggered_tags"
+    ):
         raise NotReadError
     triggers = [_read_ascii(trigger) for trigger in format_["triggers"]]
     tags = [_read_tag(tag, reach, count) for tag in format_["tags"]]

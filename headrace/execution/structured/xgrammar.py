@@ -57,7 +57,10 @@ class XgrammarMatcher:
 class XgrammarGrammar:
     """A `CompiledGrammar`."""
 
-    def __init__(self, library: XgrammarLibrary, inner: xgrammar.CompiledGrammar, plain: PlainTokens | None, states: States | None):
+    def __init__(
+        self, library: XgrammarLibrary, inner: xgrammar.CompiledGrammar, plain: PlainTokens | None,
+        states: States | None
+    ):
         self.library, self.plain, self.states = library, plain, states
         self._inner = inner
 
@@ -70,11 +73,18 @@ class XgrammarLibrary:
     """A `GrammarLibrary`."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]):
-        specials = [vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(vocabulary.tokens)]
+        specials = [
+            vocabulary.tokens[i].decode("utf-8", "replace")
+            for i in vocabulary.special_ids if i < len(vocabulary.tokens)
+        ]
         self._special_texts = [text for text in specials if text]
-        tokens = self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens[:vocab_size])]
+        tokens = self._tokens = [
+            b"" if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens[:vocab_size])
+        ]
         self._reach = Reach(tokens)
-        info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_ids))
+        info = xgrammar.TokenizerInfo(
+            tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=list(eos_ids)
+        )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._batch, self._large_batch = xgrammar.BatchGrammarMatcher(1), xgrammar.BatchGrammarMatcher(num_threads)
@@ -88,7 +98,9 @@ class XgrammarLibrary:
         try:
             inner = self._compile_tag(grammar) if grammar.kind == "structural_tag" else self._compile_json(grammar)
         except (RuntimeError, ValueError) as error:
-            raise RequestError(f"the {grammar.kind} cannot be used as a grammar: {error}"[:500], param=grammar.kind) from error
+            raise RequestError(
+                f"the {grammar.kind} cannot be used as a grammar: {error}"[:500], param=grammar.kind
+            ) from error
         breaks = read_breaks(grammar)
         automaton = read_automaton(grammar, self._reach, count_blanks)
         states = None if automaton is None else States(automaton, self._tokens)
@@ -96,13 +108,17 @@ class XgrammarLibrary:
         mask = np.zeros((1, self._num_words), dtype=np.int32)
         self.fill([compiled.start()], mask)
         if not mask.any():
-            raise RequestError(f"the {grammar.kind} cannot be used as a grammar: it allows no output", param=grammar.kind)
+            raise RequestError(
+                f"the {grammar.kind} cannot be used as a grammar: it allows no output", param=grammar.kind
+            )
         return compiled
 
     def _compile_json(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         schema = grammar.text or '{"type":"object"}'
         with self._lock:
-            return self._compiler.compile_json_schema(schema, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE, strict_mode=False)
+            return self._compiler.compile_json_schema(
+                schema, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE, strict_mode=False
+            )
 
     def _compile_tag(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         tag = msgspec.json.decode(grammar.text)

@@ -14,7 +14,8 @@ GATES = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
 
 @triton.jit
 def apply_gate(gate, up, limit, alpha, up_offset, GATE: tl.constexpr):
-    """The activation of ``gate`` times ``up``, float32 both; the numbers are those of `CLAMPED_SWIGLU` and read by that alone."""
+    """The activation of ``gate`` times ``up``, float32 both; the numbers are those of `CLAMPED_SWIGLU` and read by that
+    alone."""
     if GATE == 2:
         # tanh(u) = 1 - 2 / (exp(2u) + 1), with u the tanh approximation's argument
         u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -28,7 +29,8 @@ def apply_gate(gate, up, limit, alpha, up_offset, GATE: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(
-    x_ptr, out_ptr, x_stride, limit, alpha, up_offset, F: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, out_ptr, x_stride, limit, alpha, up_offset, F: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
 """Attention graphs of cuDNN (through nvidia-cudnn-frontend): one per set of bounds, built once and kept.
 
-R requests, H heads, K kv heads, E head dim. A graph over pages fixes the largest number of requests, queries and keys and
-the pool; the real lengths are read from device memory, so an execution may be captured and replayed. An exact graph has
-one request of exactly those lengths, keys and values in a row: several percent faster, having nothing to look up.
+R requests, H heads, K kv heads, E head dim. A graph over pages fixes the largest number of requests, queries and keys
+and the pool; the real lengths are read from device memory, so an execution may be captured and replayed. An exact graph
+has one request of exactly those lengths, keys and values in a row: several percent faster, having nothing to look up.
 https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 """
 
@@ -24,8 +24,8 @@ Q, K, V, OUT, QUERY_LENS, KV_LENS, TABLE, Q_OFFSETS, OUT_OFFSETS = range(1, 10)
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a graph is built for: q [T, H, E] holds chunks of up to ``queries`` tokens back to back. ``table_stride`` is the
-    page table's row length in entries, ``num_pages`` the pool's. Of an exact graph ``num_pages`` is 0; k and v are
+    """What a graph is built for: q [T, H, E] holds chunks of up to ``queries`` tokens back to back. ``table_stride`` is
+    the page table's row length in entries, ``num_pages`` the pool's. Of an exact graph ``num_pages`` is 0; k and v are
     [keys, K, E] and q is [queries, H, E]."""
 
     requests: int
@@ -105,7 +105,9 @@ def _build_exact(b: Bounds, handle: Any) -> Any:
     q = rows(Q, b.queries, b.num_heads, b.head_dim)
     k, v = rows(K, b.keys, b.num_kv_heads, b.head_dim), rows(V, b.keys, b.num_kv_heads, b.value_dim)
     out, _ = graph.sdpa(name="attention", q=q, k=k, v=v, generate_stats=False, attn_scale=b.scale, **_mask(b))
-    out.set_output(True).set_uid(OUT).set_dim((1, b.num_heads, b.queries, b.value_dim)).set_stride(_query_stride(b, b.value_dim))
+    out.set_output(True).set_uid(OUT).set_dim(
+        (1, b.num_heads, b.queries, b.value_dim)
+    ).set_stride(_query_stride(b, b.value_dim))
     return _finish(graph)
 
 
@@ -120,17 +122,23 @@ def _build_paged(b: Bounds, handle: Any) -> Any:
 
     def pages(name: int, dim: int) -> Any:
         row = b.num_kv_heads * dim
-        return graph.tensor(dim=(b.num_pages, b.num_kv_heads, b.page_size, dim), stride=(b.page_size * row, dim, row, 1), uid=name)
+        return graph.tensor(
+            dim=(b.num_pages, b.num_kv_heads, b.page_size, dim), stride=(b.page_size * row, dim, row, 1), uid=name
+        )
 
     q = heads(Q, b.head_dim)
     table = integers(TABLE, b.requests, 1, -(-b.keys // b.page_size), stride=b.table_stride)
     q.set_ragged_offset(integers(Q_OFFSETS, b.requests + 1, 1, 1))
     out, _ = graph.sdpa(
-        name="attention", q=q, k=pages(K, b.head_dim), v=pages(V, b.value_dim), generate_stats=False, attn_scale=b.scale,
-        use_padding_mask=True, seq_len_q=integers(QUERY_LENS, b.requests, 1, 1), seq_len_kv=integers(KV_LENS, b.requests, 1, 1),
+        name="attention", q=q, k=pages(K, b.head_dim), v=pages(V, b.value_dim), generate_stats=False,
+        attn_scale=b.scale,
+        use_padding_mask=True, seq_len_q=integers(QUERY_LENS, b.requests, 1, 1),
+        seq_len_kv=integers(KV_LENS, b.requests, 1, 1),
         paged_attention_k_table=table, paged_attention_v_table=table, paged_attention_max_seq_len_kv=b.keys, **_mask(b),
     )
-    out.set_output(True).set_uid(OUT).set_dim((b.requests, b.num_heads, b.queries, b.value_dim)).set_stride(_query_stride(b, b.value_dim))
+    out.set_output(True).set_uid(OUT).set_dim(
+        (b.requests, b.num_heads, b.queries, b.value_dim)
+    ).set_stride(_query_stride(b, b.value_dim))
     out.set_ragged_offset(integers(OUT_OFFSETS, b.requests + 1, 1, 1))
     return _finish(graph)
 

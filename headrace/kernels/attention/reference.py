@@ -9,7 +9,8 @@ import torch
 
 
 def attend_densely(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int = 0, softcap: float = 0.0,
+    sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``q`` [Q, H, E] on ``k`` [L, K, E] and ``v`` [L, K, E_value]; returns [Q, H, E_value] in q's dtype.
 

@@ -1,9 +1,9 @@
 """Paged causal attention: prefill of ragged chunks, and decode split over the keys.
 
-T tokens, R requests, H heads, K kv heads, G = H / K, E head dim. All G query heads of a kv head share a tile, so keys and
-values are read once a kv head. Softmax runs in base 2 with a running maximum (Milakov & Gimelshein, arXiv:1805.02867; Dao,
-arXiv:2307.08691); the split of decode over keys follows Flash-Decoding, in shares that are equal over all requests: each
-program works out its own from their lengths.
+T tokens, R requests, H heads, K kv heads, G = H / K, E head dim. All G query heads of a kv head share a tile, so keys
+and values are read once a kv head. Softmax runs in base 2 with a running maximum (Milakov & Gimelshein,
+arXiv:1805.02867; Dao, arXiv:2307.08691); the split of decode over keys follows Flash-Decoding, in shares that are equal
+over all requests: each program works out its own from their lengths.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,8 @@ def block_dim(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """Block sizes of one kernel. ``rows`` are query rows (tokens times heads of a kv head), ``keys`` cached positions."""
+    """Block sizes of one kernel. ``rows`` are query rows (tokens times heads of a kv head), ``keys`` cached
+    positions."""
 
     rows: int
     keys: int
@@ -62,17 +63,21 @@ class Deal:
 
 
 DEALS = {128: (Deal(0.25, 1, 9), Deal(1, 2, 7), Deal(2, 4, 5)), 256: (Deal(1, 2, 7),)}
-"""By the width of a head's tile. The fewer programs, the more each must have under way; the more requests, the more programs it
-takes to deal a long one out. Measured on an H200; none was slower than one program for each request and head."""
+"""By the width of a head's tile. The fewer programs, the more each must have under way; the more requests, the more
+programs it takes to deal a long one out. Measured on an H200; none was slower than one program for each request and
+head."""
 OTHER_DEALS = (Deal(1.5, 3, 5),)
 MOST_PROGRAMS = 4
 ROOMY_CAPABILITIES = (9, 10)
 """Where a program may have 227 KiB of shared memory, so that tiles may be deeper than `decode_tile`."""
 
 
-def plan_splits(num_requests: int, num_kv_heads: int, max_kv_len: int, *, head_dim: int, tile: Tile, processors: int, is_roomy: bool = True) -> tuple[int, Tile]:
-    """How many programs of each kv head share all requests' keys, and their tile; one a request where there are many requests.
-    Depends on constants of a captured graph alone."""
+def plan_splits(
+    num_requests: int, num_kv_heads: int, max_kv_len: int, *, head_dim: int, tile: Tile, processors: int,
+    is_roomy: bool = True
+) -> tuple[int, Tile]:
+    """How many programs of each kv head share all requests' keys, and their tile; one a request where there are many
+    requests. Depends on constants of a captured graph alone."""
     for deal in DEALS.get(head_dim, OTHER_DEALS) if is_roomy else OTHER_DEALS:
         if num_requests * num_kv_heads <= deal.most_tiles * processors:
             split = replace(tile, keys=64, num_stages=deal.stages) if tile.num_stages > 1 and is_roomy else tile
@@ -133,11 +138,12 @@ def _accumulate(logits, v, acc, top, total, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "num_requests", "capacity"])
 def _plan_prefill_kernel(
-    query_start_ptr, blocks_ptr, first, num_requests, capacity, LEAST: tl.constexpr, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr,
+    query_start_ptr, blocks_ptr, first, num_requests, capacity, LEAST: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Write ``(request, first token of the block)`` for every block of TOKENS query tokens of requests with LEAST tokens or
-    more; late blocks first, since they see the most keys. One program a request; unused entries get request -1 from the
-    program after the last."""
+    """Write ``(request, first token of the block)`` for every block of TOKENS query tokens of requests with LEAST
+    tokens or more; late blocks first, since they see the most keys. One program a request; unused entries get request
+    -1 from the program after the last."""
     request = tl.program_id(0)
     other = tl.arange(0, BLOCK_R)
     known = other < num_requests
@@ -159,7 +165,8 @@ def _plan_prefill_kernel(
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, blocks_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
     table_stride, page_stride_k, page_stride_v, scale, softcap,
-    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TOKENS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -192,7 +199,9 @@ def _prefill_kernel(
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS:
-            top = tl.load(sinks_ptr + query_head, mask=query_head < K * G, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.load(
+                sinks_ptr + query_head, mask=query_head < K * G, other=0.0
+            ).to(tl.float32) * 1.4426950408889634
             total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
 
@@ -201,7 +210,9 @@ def _prefill_kernel(
             for at in tl.range(0, unmasked, BLOCK_N):
                 k = _load_block(k_ptr, table, at, low, kv_len, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, False)
                 logits = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
-                v = _load_block(v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, False)
+                v = _load_block(
+                    v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, False
+                )
                 acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
             start = unmasked
         for at in tl.range(start, end, BLOCK_N):
@@ -216,16 +227,21 @@ def _prefill_kernel(
             acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
 
         out = acc / total[:, None]
-        tl.store(out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dim_v < EV)[None, :])
+        tl.store(
+            out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty),
+            mask=valid[:, None] & (dim_v < EV)[None, :]
+        )
 
 
 @triton.jit
 def _combine(
     partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, num_used,
-    K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_EV: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_EV: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Join the partial results of one request and kv head, from slot ``base`` on, CHUNK at a time in their order, and write the
-    output rows. Loads of a chunk wait for nothing but each other: one at a time they would take a microsecond a split."""
+    """Join the partial results of one request and kv head, from slot ``base`` on, CHUNK at a time in their order, and
+    write the output rows. Loads of a chunk wait for nothing but each other: one at a time they would take a microsecond
+    a split."""
     row, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_EV)
     valid = row < G
     inside = valid[:, None] & (dim < EV)[None, :]
@@ -243,7 +259,8 @@ def _combine(
         part_top = tl.load(stats_ptr + at * 2, mask=known, other=MASKED, cache_modifier=".cg")
         part_total = tl.load(stats_ptr + at * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
         part = tl.load(
-            partial_ptr + at[:, :, None] * EV + dim[None, None, :], mask=known[:, :, None] & (dim < EV)[None, None, :], other=0.0, cache_modifier=".cg"
+            partial_ptr + at[:, :, None] * EV + dim[None, None, :], mask=known[:, :, None] & (dim < EV)[None, None, :],
+            other=0.0, cache_modifier=".cg"
         )
         new_top = tl.maximum(top, tl.max(part_top, axis=0))
         fade, part_fade = tl.exp2(top - new_top), tl.exp2(part_top - new_top[None, :])
@@ -256,9 +273,12 @@ def _combine(
 
 
 @triton.jit
-def _share_out(kv_lens_ptr, num_requests, slot, slots, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Which part of which request's keys a slot has: ``(request, its length, split, blocks each, number of splits)``, request
-    BLOCK_R where there is none. All splits are equal, up to the last of each request, and as short as ``slots`` allow."""
+def _share_out(
+    kv_lens_ptr, num_requests, slot, slots, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Which part of which request's keys a slot has: ``(request, its length, split, blocks each, number of splits)``,
+    request BLOCK_R where there is none. All splits are equal, up to the last of each request, and as short as ``slots``
+    allow."""
     other = tl.arange(0, BLOCK_R)
     is_there = other < num_requests
     lens = tl.load(kv_lens_ptr + other, mask=is_there, other=0)
@@ -274,23 +294,31 @@ def _share_out(kv_lens_ptr, num_requests, slot, slots, WINDOW: tl.constexpr, BLO
     request = tl.sum((ends <= slot).to(tl.int32), 0)
     count = tl.sum(tl.where(other == request, counts, 0), 0)
     split = slot - (tl.sum(tl.where(other == request, ends, 0), 0) - count)
-    return tl.where(slot < tl.sum(counts, 0), request, BLOCK_R), tl.sum(tl.where(other == request, lens, 0), 0), split, each, count
+    return (
+        tl.where(slot < tl.sum(counts, 0), request, BLOCK_R), tl.sum(tl.where(other == request, lens, 0), 0), split,
+        each, count
+    )
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, query_start_ptr, kv_lens_ptr, table_ptr,
+    sinks_ptr,
     table_stride, page_stride_k, page_stride_v, scale, softcap, num_requests,
-    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_SPLIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OPEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    OPEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # heads fastest: the programs that run together then read whole pages, not stripes of them
     head, slot = tl.program_id(0), tl.program_id(1)
     # lengths are older than the previous kernel: these loads need not wait for it
     if IS_SPLIT:
-        request, kv_len, split, each, count = _share_out(kv_lens_ptr, num_requests, slot, tl.num_programs(1), WINDOW, BLOCK_N, BLOCK_R)
+        request, kv_len, split, each, count = _share_out(
+            kv_lens_ptr, num_requests, slot, tl.num_programs(1), WINDOW, BLOCK_N, BLOCK_R
+        )
         is_used = request < BLOCK_R
     else:
         request, kv_len, split, each, count = slot, tl.load(kv_lens_ptr + slot), 0, 1 << 24, 1
@@ -335,7 +363,9 @@ def _decode_kernel(
         else:
             base, tile = head * tl.num_programs(1) + slot - split, request * K + head
             part = (base + split).to(tl.int64) * G + row
-            tl.store(partial_ptr + part[:, None] * EV + dim_v[None, :], acc, mask=valid[:, None] & (dim_v < EV)[None, :])
+            tl.store(
+                partial_ptr + part[:, None] * EV + dim_v[None, :], acc, mask=valid[:, None] & (dim_v < EV)[None, :]
+            )
             tl.store(stats_ptr + part * 2, top, mask=valid)
             tl.store(stats_ptr + part * 2 + 1, total, mask=valid)
             # The last program to arrive joins the parts; the barrier orders all threads' stores before its arrival.
@@ -343,7 +373,10 @@ def _decode_kernel(
             arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
             if arrived == count - 1:
                 tl.debug_barrier()
-                _combine(partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, count, K, G, EV, SINKS, BLOCK_G, BLOCK_EV, CHUNK)
+                _combine(
+                    partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, count, K, G, EV, SINKS, BLOCK_G,
+                    BLOCK_EV, CHUNK
+                )
                 tl.store(counters_ptr + tile, 0)
 
 
@@ -359,7 +392,10 @@ class Head:
     def constants(self) -> dict[str, object]:
         """The launch arguments of these values."""
         scale = self.scale / self.softcap if self.softcap else self.scale * LOG2_E
-        return dict(scale=scale, softcap=float(self.softcap), WINDOW=self.window, SOFTCAP=self.softcap > 0, SINKS=self.sinks is not None)
+        return dict(
+            scale=scale, softcap=float(self.softcap), WINDOW=self.window, SOFTCAP=self.softcap > 0,
+            SINKS=self.sinks is not None
+        )
 
 
 def _geometry(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> dict[str, object]:
@@ -383,7 +419,8 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, width: int, dtype: torch.dtype, tile: Tile | None = None
+    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, width: int, dtype: torch.dtype,
+    tile: Tile | None = None
 ) -> PrefillPlan:
     """Plan requests ``first`` and later. ``query_lens`` are host-known, all requests; no device synchronisation."""
     tile, tokens = _query_tile(group, width, dtype, tile)
@@ -393,9 +430,11 @@ def plan_prefill(
     return PrefillPlan(blocks, tile, tokens)
 
 
-def plan_open_prefill(query_start: torch.Tensor, num_tokens: int, *, group: int, width: int, dtype: torch.dtype) -> PrefillPlan:
-    """Plan whatever requests of two tokens or more there will be: as many blocks as ``num_tokens`` can fill, most of which
-    may turn out to have none. May be captured."""
+def plan_open_prefill(
+    query_start: torch.Tensor, num_tokens: int, *, group: int, width: int, dtype: torch.dtype
+) -> PrefillPlan:
+    """Plan whatever requests of two tokens or more there will be: as many blocks as ``num_tokens`` can fill, most of
+    which may turn out to have none. May be captured."""
     tile, tokens = _query_tile(group, width, dtype, None)
     num_requests = query_start.shape[0] - 1
     num_blocks = num_tokens // tokens + min(num_requests, num_tokens // 2)
@@ -412,9 +451,12 @@ def _query_tile(group: int, width: int, dtype: torch.dtype, tile: Tile | None) -
     return tile, tile.rows // group
 
 
-def _deal_blocks(query_start: torch.Tensor, blocks: torch.Tensor, first: int, num_requests: int, tokens: int, *, least: int) -> None:
+def _deal_blocks(
+    query_start: torch.Tensor, blocks: torch.Tensor, first: int, num_requests: int, tokens: int, *, least: int
+) -> None:
     _plan_prefill_kernel[(num_requests + 1,)](
-        query_start, blocks, first, num_requests, blocks.shape[0], LEAST=least, BLOCK_R=max(1024, next_power_of_2(num_requests)), TOKENS=tokens,
+        query_start, blocks, first, num_requests, blocks.shape[0], LEAST=least,
+        BLOCK_R=max(1024, next_power_of_2(num_requests)), TOKENS=tokens,
         num_warps=4,
     )
 
@@ -429,7 +471,8 @@ def prefill(
     if not plan.blocks.shape[0]:
         return
     _prefill_kernel[(k_pages.shape[2], plan.blocks.shape[0])](
-        q, k_pages, v_pages, out, plan.blocks, query_start, kv_lens, page_table, head.sinks if head.sinks is not None else q,
+        q, k_pages, v_pages, out, plan.blocks, query_start, kv_lens, page_table,
+        head.sinks if head.sinks is not None else q,
         page_table.stride(0), **_geometry(q, k_pages, v_pages), **head.constants(),
         BLOCK_M=plan.tile.rows, BLOCK_N=plan.tile.keys, TOKENS=plan.tokens, PDL=pdl,
         num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages, launch_pdl=pdl,
@@ -442,8 +485,8 @@ def _is_roomy(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Where splits leave partial results: one slot for each program that may take part on so many ``processors``. Kept for the
-    backend's life, since captured graphs hold its addresses. ``counters`` are zero between launches."""
+    """Where splits leave partial results: one slot for each program that may take part on so many ``processors``. Kept
+    for the backend's life, since captured graphs hold its addresses. ``counters`` are zero between launches."""
 
     partial: torch.Tensor
     stats: torch.Tensor
@@ -457,13 +500,16 @@ class DecodeWorkspace:
         programs = processors * MOST_PROGRAMS
         partial = torch.empty(programs * group * value_dim, dtype=torch.float32, device=device)
         stats = torch.empty(programs * group * 2, dtype=torch.float32, device=device)
-        return cls(partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), processors, _is_roomy(device))
+        return cls(
+            partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), processors, _is_roomy(device)
+        )
 
 
 @dataclass(frozen=True)
 class DecodeStep:
     """The first ``num_requests`` rows of ``kv_lens`` and ``page_table`` have one token each; no length is above
-    ``max_kv_len``. With ``query_start`` only those that have one by it are decodes, and their tokens stand where it says."""
+    ``max_kv_len``. With ``query_start`` only those that have one by it are decodes, and their tokens stand where it
+    says."""
 
     kv_lens: torch.Tensor
     page_table: torch.Tensor
@@ -473,7 +519,8 @@ class DecodeStep:
 
 
 def decode(
-    q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, workspace: DecodeWorkspace, head: Head, step: DecodeStep,
+    q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, workspace: DecodeWorkspace,
+    head: Head, step: DecodeStep,
     *, pdl: bool = False,
 ) -> None:
     """Attention of the step's decodes: rows of q [T, H, E] to rows of ``out`` [T, H, EV], ``pages`` being k's and v's.
@@ -488,12 +535,17 @@ def decode(
     count = step.num_requests
     slots = count
     if not is_open:
-        slots, tile = plan_splits(count, k_pages.shape[2], reach, head_dim=k_pages.shape[3], tile=tile, processors=workspace.processors, is_roomy=workspace.is_roomy)
+        slots, tile = plan_splits(
+            count, k_pages.shape[2], reach, head_dim=k_pages.shape[3], tile=tile, processors=workspace.processors,
+            is_roomy=workspace.is_roomy
+        )
     rows = next_power_of_2(geometry["G"])
     joining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, JOINED_VALUES // (rows * geometry["BLOCK_EV"]))))
     _decode_kernel[(k_pages.shape[2], slots)](
-        q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters, step.query_start if is_open else step.kv_lens,
-        step.kv_lens, step.page_table, head.sinks if head.sinks is not None else q, step.page_table.stride(0), num_requests=count, **geometry,
+        q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters,
+        step.query_start if is_open else step.kv_lens,
+        step.kv_lens, step.page_table, head.sinks if head.sinks is not None else q, step.page_table.stride(0),
+        num_requests=count, **geometry,
         **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=slots > count,
         BLOCK_R=1 if count == 1 or slots == count else max(16, next_power_of_2(count)),
         OPEN=is_open, **joining, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,

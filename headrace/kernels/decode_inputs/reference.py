@@ -7,7 +7,9 @@ import torch
 from headrace.kernels.decode_inputs import DecodeInputs
 
 
-def decode_inputs(requests: torch.Tensor, last_token: torch.Tensor, tables: torch.Tensor, page_size: int, out: DecodeInputs) -> None:
+def decode_inputs(
+    requests: torch.Tensor, last_token: torch.Tensor, tables: torch.Tensor, page_size: int, out: DecodeInputs
+) -> None:
     """See `headrace.kernels.decode_inputs.DECODE_INPUTS`; copies the page tables whole."""
     rows, lens = requests.unbind()
     torch.index_select(last_token, 0, rows, out=out.token_ids)

@@ -11,7 +11,8 @@ BLOCK = 512
 
 @triton.jit(do_not_specialize=["num_rows", "entries"])
 def _decode_inputs_kernel(
-    requests_ptr, last_token_ptr, tables_ptr, token_ids_ptr, positions_ptr, kv_lens_ptr, slots_ptr, page_tables_ptr, num_rows, entries,
+    requests_ptr, last_token_ptr, tables_ptr, token_ids_ptr, positions_ptr, kv_lens_ptr, slots_ptr, page_tables_ptr,
+    num_rows, entries,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     request, group, size = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -32,10 +33,13 @@ def _decode_inputs_kernel(
         tl.store(target + entry, tl.load(table + entry, mask=entry < used, other=0), mask=entry < used)
 
 
-def decode_inputs(requests: torch.Tensor, last_token: torch.Tensor, tables: torch.Tensor, page_size: int, out: DecodeInputs) -> None:
+def decode_inputs(
+    requests: torch.Tensor, last_token: torch.Tensor, tables: torch.Tensor, page_size: int, out: DecodeInputs
+) -> None:
     """See `headrace.kernels.decode_inputs.DECODE_INPUTS`."""
     groups, num_rows, entries = tables.shape
     _decode_inputs_kernel[(requests.shape[1], groups)](
-        requests, last_token, tables, out.token_ids, out.positions, out.kv_lens, out.slots, out.page_tables, num_rows, entries,
+        requests, last_token, tables, out.token_ids, out.positions, out.kv_lens, out.slots, out.page_tables, num_rows,
+        entries,
         PAGE=page_size, BLOCK=BLOCK,
     )

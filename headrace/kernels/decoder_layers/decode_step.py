@@ -13,7 +13,8 @@ from headrace.kernels.native import NATIVE
 
 
 class DecodeStep:
-    """Layers, and what is before and after them; as for these, tensors that move afterwards are read where they were."""
+    """Layers, and what is before and after them; as for these, tensors that move afterwards are read where they
+    were."""
 
     def __init__(self, layers: LayerTable, ends: EndParts):
         self._layers, self._norm, self._vocab_size = layers, ends.norm, ends.head.out_width
@@ -25,13 +26,15 @@ class DecodeStep:
     def run(
         self, requests: torch.Tensor, last_token: torch.Tensor, page_tables: torch.Tensor, *, is_greedy: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """``requests`` [2, R] int64 are rows and their lengths after the step, ``last_token`` [rows] int64 what they drew last,
-        ``page_tables`` [groups, rows, entries] int32. Returns logits [R, V] float32 and ``drawn`` [2, R], which are as
-        `headrace.kernels.sample.KEEP_BEST` has them. Where nothing but these is wanted, logits are not written: None; else
-        nothing is drawn."""
+        """``requests`` [2, R] int64 are rows and their lengths after the step, ``last_token`` [rows] int64 what they
+        drew last, ``page_tables`` [groups, rows, entries] int32. Returns logits [R, V] float32 and ``drawn`` [2, R],
+        which are as `headrace.kernels.sample.KEEP_BEST` has them. Where nothing but these is wanted, logits are not
+        written: None; else nothing is drawn."""
         ops, count = NATIVE.find(), requests.shape[1]
         assert ops is not None, "there are no layers together without it"
         drawn = torch.empty((2, count), dtype=torch.int64)
         logits = None if is_greedy else torch.empty((count, self._vocab_size), dtype=torch.float32)
-        ops.decode_step(*self._layers.numbers, self._ends, self._reals, requests, last_token, page_tables, drawn, logits)
+        ops.decode_step(
+            *self._layers.numbers, self._ends, self._reals, requests, last_token, page_tables, drawn, logits
+        )
         return logits, drawn

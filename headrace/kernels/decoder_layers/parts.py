@@ -32,8 +32,8 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Mixture:
-    """``experts`` one after the other: ``gate_up`` [X * 2F, D], ``down`` [X * D, F]. ``router`` [X, D] and ``choice_bias`` [X] float32
-    are as `ROUTE` has them."""
+    """``experts`` one after the other: ``gate_up`` [X * 2F, D], ``down`` [X * D, F]. ``router`` [X, D] and
+    ``choice_bias`` [X] float32 are as `ROUTE` has them."""
 
     experts: Mlp
     router: Product
@@ -43,8 +43,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Norms:
-    """Weights [D] of RMS norms before and after (None: there is none) each branch. ``eps`` and ``offset`` are those of the
-    head norms, too."""
+    """Weights [D] of RMS norms before and after (None: there is none) each branch. ``eps`` and ``offset`` are those of
+    the head norms, too."""
 
     attention: torch.Tensor
     mlp: torch.Tensor
@@ -80,7 +80,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Pages:
-    """``k`` and ``v`` [P, page_size, K, E], contiguous, of cache group ``group``; of codes, ``scales`` [P, 2, K, page_size]."""
+    """``k`` and ``v`` [P, page_size, K, E], contiguous, of cache group ``group``; of codes, ``scales`` [P, 2, K,
+    page_size]."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -105,8 +106,8 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class EndParts:
-    """What is before and after the layers: rows of ``embedding`` [V, D] times ``embedding_scale`` (rounded to ``dtype``, which
-    is that of hidden states), and ``head`` [V, D] of their RMS norm by ``norm`` [D]."""
+    """What is before and after the layers: rows of ``embedding`` [V, D] times ``embedding_scale`` (rounded to
+    ``dtype``, which is that of hidden states), and ``head`` [V, D] of their RMS norm by ``norm`` [D]."""
 
     embedding: PackedMatrix
     embedding_scale: float

@@ -31,21 +31,25 @@ class LayerTable:
         self.last_group = layers[-1].pages.group
 
     def run(
-        self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: tuple[torch.Tensor, torch.Tensor],
+        self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        lengths: tuple[torch.Tensor, torch.Tensor],
         wanted: tuple[torch.Tensor, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``x`` [T, D], float32 or bfloat16 and consumed, to ``(branch, residual)`` [T, D] each, whose sum is the output;
-        None while there are no kernels. ``positions`` [T] int64, ``groups``: slots [T] int64 and page table [R, *] int32 of
-        each cache group, ``lengths``: query_start [R + 1] and kv_lens [R], int32; the attention contract tells of them.
+        """``x`` [T, D], float32 or bfloat16 and consumed, to ``(branch, residual)`` [T, D] each, whose sum is the
+        output; None while there are no kernels. ``positions`` [T] int64, ``groups``: slots [T] int64 and page table [R,
+        *] int32 of each cache group, ``lengths``: query_start [R + 1] and kv_lens [R], int32; the attention contract
+        tells of them.
 
-        ``wanted``: places [S] int64 of the only rows that are wanted of the last layer, and their query_start, kv_lens and
-        page table, each as a request of its own; then what is returned are [S, D]."""
+        ``wanted``: places [S] int64 of the only rows that are wanted of the last layer, and their query_start, kv_lens
+        and page table, each as a request of its own; then what is returned are [S, D]."""
         ops = NATIVE.find()
         if ops is None:
             return None
         addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])
         x = x.contiguous()
-        branch = ops.decoder_layers(self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or NOTHING_WANTED))
+        branch = ops.decoder_layers(
+            self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or NOTHING_WANTED)
+        )
         return (branch[: len(wanted[0])], x[: len(wanted[0])]) if wanted else (branch, x)
 
     @property
@@ -55,17 +59,27 @@ class LayerTable:
 
     def _row(self, layer: LayerParts) -> tuple[list[int], list[float]]:
         norms, mlp = layer.norms, layer.mlp.experts if isinstance(layer.mlp, Mixture) else layer.mlp
-        row = [n for weight in (norms.attention, norms.attention_post, norms.mlp, norms.mlp_post) for n in (self._address(weight), _type(weight))]
+        row = [
+            n
+            for weight in (norms.attention, norms.attention_post, norms.mlp, norms.mlp_post)
+            for n in (self._address(weight), _type(weight))
+        ]
         for product in (layer.qkv, layer.output, mlp.gate_up, mlp.down):
             row += self.describe(product)
-        row += [*self._rotation(layer.rotation), *self._pages(layer.pages), *self._heads(layer.heads), NUMBERS[mlp.gate.kind]]
+        row += [
+            *self._rotation(layer.rotation), *self._pages(layer.pages), *self._heads(layer.heads),
+            NUMBERS[mlp.gate.kind]
+        ]
         numbers, reals = self._mixture(layer.mlp) if isinstance(layer.mlp, Mixture) else NO_MIXTURE
         return [*row, *numbers], [norms.eps, norms.offset, layer.heads.scale, layer.heads.softcap, *reals]
 
     def _mixture(self, mixture: Mixture) -> tuple[list[int], list[float]]:
         shape, router = mixture.shape, mixture.router
         groups = [shape["num_groups"], shape["top_groups"], shape["group_best"]]
-        numbers = [router.weight.out_width, shape["top_k"], SCORES[shape["score"]], int(shape["renormalise"]), self._address(mixture.choice_bias), *groups]
+        numbers = [
+            router.weight.out_width, shape["top_k"], SCORES[shape["score"]], int(shape["renormalise"]),
+            self._address(mixture.choice_bias), *groups
+        ]
         gate = mixture.experts.gate
         return [*numbers, *self.describe(router)], [shape["scale"], gate.limit, gate.alpha, gate.up_offset]
 
@@ -73,14 +87,20 @@ class LayerTable:
         """A product as the kernels read it, whose tensors are kept from now on."""
         weight = product.weight
         addresses = [self._address(weight.words), self._address(weight.scales), self._address(weight.mins)]
-        return [*addresses, weight.number, weight.out_width, weight.in_width, self._address(product.bias), _type(product.bias)]
+        return [
+            *addresses, weight.number, weight.out_width, weight.in_width, self._address(product.bias),
+            _type(product.bias)
+        ]
 
     def _rotation(self, rotation: Rotation) -> list[int]:
         norms = [self._address(rotation.q_norm), self._address(rotation.k_norm), _type(rotation.q_norm)]
         return [self._address(rotation.cos_sin), rotation.rotary_dim, int(rotation.interleaved), *norms]
 
     def _pages(self, pages: Pages) -> list[int]:
-        return [self._address(pages.k), self._address(pages.v), self._address(pages.scales), _type(pages.k), pages.k.shape[1], pages.group]
+        return [
+            self._address(pages.k), self._address(pages.v), self._address(pages.scales), _type(pages.k),
+            pages.k.shape[1], pages.group
+        ]
 
     def _heads(self, heads: Heads) -> list[int]:
         return [heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.window, self._address(heads.sinks)]

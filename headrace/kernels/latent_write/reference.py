@@ -8,7 +8,8 @@ from headrace.kernels.rope_write.reference import rotate
 
 
 def latent_write(
-    q_rope: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor,
+    q_rope: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
+    slots: torch.Tensor,
     pages: torch.Tensor, *, interleaved: bool,
 ) -> torch.Tensor:
     """See `LATENT_WRITE`. DeepSeek-V2, arXiv:2405.04434, section 2.1."""

@@ -6,19 +6,22 @@ LINEAR = Operation("linear kernel")
 """``linear(x [T, I], weight [O, I], bias [O] | None) -> [T, O]`` in x's dtype."""
 
 LINEAR_SUMS = Operation("linear kernel that may leave sums")
-"""``linear_sums(x [T, I], weight [O, I], bias [O] | None, residual [T, O] | None) -> [T, O]`` in x's dtype, or float32 [S, T, O]
-to be added up, as `ADD_RMS_NORM` does: where outputs are few, programs share the inputs. Or None: the product, in float32, has
-been added to the residual in place, which spares the norm after it a tensor to read and one to write: where rows are many."""
+"""``linear_sums(x [T, I], weight [O, I], bias [O] | None, residual [T, O] | None) -> [T, O]`` in x's dtype, or float32
+[S, T, O] to be added up, as `ADD_RMS_NORM` does: where outputs are few, programs share the inputs. Or None: the
+product, in float32, has been added to the residual in place, which spares the norm after it a tensor to read and one to
+write: where rows are many."""
 
 GATED_LINEAR = Operation("gated linear kernel")
-"""``gated_linear(x [T, I], weight [2F, I], bias [2F] | None, activation) -> [T, F] | None``: ``activation(gate) * up`` of a weight
-that stacks gate and up, each rounded to x's dtype as if stored; None where two kernels take no longer. ``activation`` is
-"silu" or "gelu_tanh"."""
+"""``gated_linear(x [T, I], weight [2F, I], bias [2F] | None, activation) -> [T, F] | None``: ``activation(gate) * up``
+of a weight that stacks gate and up, each rounded to x's dtype as if stored; None where two kernels take no longer.
+``activation`` is "silu" or "gelu_tanh"."""
 
 LINEAR.add("reference", "headrace.kernels.linear.reference:linear", doc="torch's own GEMM")
 
 LINEAR_SUMS.add("reference", "headrace.kernels.linear.reference:linear_sums", doc="torch's own GEMM")
-GATED_LINEAR.add("reference", "headrace.kernels.linear.reference:gated_linear", doc="torch's own GEMM, then the activation")
+GATED_LINEAR.add(
+    "reference", "headrace.kernels.linear.reference:gated_linear", doc="torch's own GEMM, then the activation"
+)
 
 MOST_OUTPUTS = 2**16
 """A weight with more, such as a vocabulary's, torch's own GEMM reads at the speed of memory already."""
@@ -42,11 +45,13 @@ def _reason_against_tiles(query: KernelQuery) -> str | None:
 
 for _operation, _name in ((LINEAR, "linear"), (LINEAR_SUMS, "linear_sums")):
     _operation.add(
-        "triton", f"headrace.kernels.linear.triton:{_name}", supports=lambda q: _in_half(q) or _reason_against_shape(q), priority=10,
+        "triton", f"headrace.kernels.linear.triton:{_name}", supports=lambda q: _in_half(q) or _reason_against_shape(q),
+        priority=10,
         doc="GEMV for one row or two, skinny GEMM for up to 8, torch beyond",
     )
     _operation.add(
-        "triton_pdl", f"headrace.kernels.linear.triton:{_name}_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
+        "triton_pdl", f"headrace.kernels.linear.triton:{_name}_pdl",
+        supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
         doc="with dependent launch",
     )
     _operation.add(
@@ -63,9 +68,11 @@ GATED_LINEAR.add(
 )
 
 LINEAR_FLOAT = Operation("linear kernel with float32 output")
-"""``linear_float(x [T, I], weight [O, I]) -> [T, O]`` float32, from the float32 sums where the device's GEMM gives them."""
+"""``linear_float(x [T, I], weight [O, I]) -> [T, O]`` float32, from the float32 sums where the device's GEMM gives
+them."""
 
 LINEAR_FLOAT.add("reference", "headrace.kernels.linear.reference:linear_float", doc="torch's own GEMM, then a cast")
 LINEAR_FLOAT.add(
-    "cublas", "headrace.kernels.linear.reference:linear_into_float", supports=_in_half, priority=10, doc="torch's own GEMM, stored as float32",
+    "cublas", "headrace.kernels.linear.reference:linear_into_float", supports=_in_half, priority=10,
+    doc="torch's own GEMM, stored as float32",
 )

@@ -23,7 +23,8 @@ SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * DEPTH * 2 + ROWS * OUTPUTS
 OPTIONS = {"silu": (), "gelu_tanh": ("-DGELU",)}
 LEAST_ROWS = 1024
 LEAST_SHARE = 0.85
-"""Of what is computed, rows and outputs that are there: tiles are large, and the last round of them may be nearly empty."""
+"""Of what is computed, rows and outputs that are there: tiles are large, and the last round of them may be nearly
+empty."""
 BAND = 8
 
 
@@ -46,7 +47,8 @@ def count_clusters(device: torch.device) -> int:
 
 
 def wins(rows: int, outputs: int, clusters: int) -> bool:
-    """Whether this is faster than torch's GEMM and an activation: for many rows, unless the last tiles are too empty."""
+    """Whether this is faster than torch's GEMM and an activation: for many rows, unless the last tiles are too
+    empty."""
     pairs, columns = -(-rows // (CLUSTER * ROWS)), -(-outputs // OUTPUTS)
     rounds = -(-pairs * columns // clusters)
     return rows >= LEAST_ROWS and rows * outputs >= LEAST_SHARE * rounds * clusters * CLUSTER * ROWS * OUTPUTS
@@ -63,10 +65,15 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *, band:
     return out
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor | None:
     """See `GATED_LINEAR`."""
     rows, outputs = x.shape[0], weight.shape[0] // 2
-    if bias is not None or outputs % 8 or not wins(rows, outputs, count_clusters(x.device)) or not hopper.is_describable(x, weight):
+    if (
+        bias is not None or outputs % 8 or not wins(rows, outputs, count_clusters(x.device))
+        or not hopper.is_describable(x, weight)
+    ):
         return hopper.gated_linear(x, weight, bias, activation)
     kernel = find_kernel(x.dtype, activation, x.device)
     return None if kernel is None else multiply(x, weight, kernel)

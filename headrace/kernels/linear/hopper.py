@@ -1,8 +1,8 @@
-"""Products of a few to a few hundred rows on Hopper's tensor cores, launched dependently: the first tiles of the weight,
-which no kernel writes, are on their way into shared memory before the previous kernel has ended.
+"""Products of a few to a few hundred rows on Hopper's tensor cores, launched dependently: the first tiles of the
+weight, which no kernel writes, are on their way into shared memory before the previous kernel has ended.
 
-M rows of x, N outputs (gated ones once), K inputs, S splits of K. Sums are float32 in a fixed order: the same input gives
-the same output. Refuses: many rows, for which torch's own GEMM is the faster; one or two, for which a GEMV is.
+M rows of x, N outputs (gated ones once), K inputs, S splits of K. Sums are float32 in a fixed order: the same input
+gives the same output. Refuses: many rows, for which torch's own GEMM is the faster; one or two, for which a GEMV is.
 """
 
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_g
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes: ``rows`` of x by ``outputs`` (of gate and of up, where gated), ``inputs`` at a time, of which
-    ``stages`` are in shared memory; ``splits`` programs share the inputs and leave a sum each."""
+    """What a program computes: ``rows`` of x by ``outputs`` (of gate and of up, where gated), ``inputs`` at a time, of
+    which ``stages`` are in shared memory; ``splits`` programs share the inputs and leave a sum each."""
 
     rows: int
     outputs: int
@@ -59,8 +59,10 @@ def _gate(gate, up, GATE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "K", "depth"])
 def _product_kernel(
-    x_desc, weight_desc, bias_ptr, out_ptr, M, N, K, depth, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, REFILL: gl.constexpr, GATE: gl.constexpr, HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, weight_desc, bias_ptr, out_ptr, M, N, K, depth, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, REFILL: gl.constexpr, GATE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
     WIDE: gl.constexpr = 2 * BLOCK_N if GATE > 0 else BLOCK_N
@@ -83,7 +85,9 @@ def _product_kernel(
     for stage in gl.static_range(STAGES):
         _fetch_tile(x_desc, [m0, k0 + stage * BLOCK_K], bars.index(stage), x_tiles.index(stage), pred=stage < steps)
     # the weight stands left, so that few rows of x fill the instruction: sums are [outputs, rows]
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_M, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_M, 16]
+    )
     acc = gl.zeros([WIDE, BLOCK_M], gl.float32, mma)
     for step in range(steps):
         at = step % STAGES
@@ -108,7 +112,9 @@ def _product_kernel(
         acc = _gate(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), GATE)  # rounded as if stored
     elif HAS_BIAS:
         acc += _load_bias(bias_ptr, n0, N, BLOCK_N, mma)
-    _store(acc.to(out_ptr.dtype.element_ty), out_ptr, m0, n0, split, M, N, BLOCK_M, BLOCK_N, 4 if SPLIT else 8, num_warps)
+    _store(
+        acc.to(out_ptr.dtype.element_ty), out_ptr, m0, n0, split, M, N, BLOCK_M, BLOCK_N, 4 if SPLIT else 8, num_warps
+    )
 
 
 @gluon.jit
@@ -118,7 +124,10 @@ def _load_bias(bias_ptr, n0, N, BLOCK_N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store(values, out_ptr, m0, n0, split, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr):
+def _store(
+    values, out_ptr, m0, n0, split, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDE: gl.constexpr,
+    num_warps: gl.constexpr
+):
     """``values`` [outputs, rows] to out [M, N] or [S, M, N], outputs side by side."""
     lanes: gl.constexpr = min(32, BLOCK_N // WIDE)
     layout: gl.constexpr = gl.BlockedLayout([WIDE, 1], [lanes, 32 // lanes], [1, num_warps], [0, 1])
@@ -135,7 +144,9 @@ def _tile_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLa
 
 
 def _describe(matrix: torch.Tensor, rows: int, inputs: int) -> TensorDescriptor:
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, inputs], _tile_layout((rows, inputs), matrix.dtype))
+    return TensorDescriptor(
+        matrix, list(matrix.shape), list(matrix.stride()), [rows, inputs], _tile_layout((rows, inputs), matrix.dtype)
+    )
 
 
 def _describe_gated(weight: torch.Tensor, outputs: int, inputs: int) -> TensorDescriptor:
@@ -146,8 +157,11 @@ def _describe_gated(weight: torch.Tensor, outputs: int, inputs: int) -> TensorDe
     return TensorDescriptor(weight, shape, strides, list(block), _tile_layout(block, weight.dtype))
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = "") -> torch.Tensor:
-    """``x @ weight.T + bias`` [M, N], through the gated activation if there is one; with splits, float32 sums [S, M, N]."""
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = ""
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` [M, N], through the gated activation if there is one; with splits, float32 sums [S, M,
+    N]."""
     (rows, inputs), gated = x.shape, bool(activation)
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     depth = ceil_div(ceil_div(inputs, tile.inputs), tile.splits) * tile.inputs
@@ -157,9 +171,12 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, t
     out = torch.empty(shape, dtype=torch.float32 if is_split else x.dtype, device=x.device)
     describe_weight = _describe_gated if gated else _describe
     _product_kernel[(ceil_div(rows, tile.rows), ceil_div(outputs, tile.outputs), tile.splits)](
-        _describe(x, tile.rows, tile.inputs), describe_weight(weight, tile.outputs, tile.inputs), x if bias is None else bias, out,
-        rows, outputs, inputs, depth, BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, STAGES=tile.stages, SPLIT=is_split,
-        REFILL=depth > tile.stages * tile.inputs, GATE=GATES[activation], HAS_BIAS=bias is not None, num_warps=tile.num_warps, launch_pdl=True,
+        _describe(x, tile.rows, tile.inputs), describe_weight(weight, tile.outputs, tile.inputs),
+        x if bias is None else bias, out,
+        rows, outputs, inputs, depth, BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, STAGES=tile.stages,
+        SPLIT=is_split,
+        REFILL=depth > tile.stages * tile.inputs, GATE=GATES[activation], HAS_BIAS=bias is not None,
+        num_warps=tile.num_warps, launch_pdl=True,
     )
     return out
 
@@ -191,8 +208,8 @@ def choose_tile(rows: int, num_weights: int) -> Tile | None:
 
 @cache
 def choose_sums_tile(rows: int, outputs: int, inputs: int) -> Tile | None:
-    """For a product that may leave sums: programs share the inputs where outputs alone do not keep the device busy. None
-    as for `choose_tile`."""
+    """For a product that may leave sums: programs share the inputs where outputs alone do not keep the device busy.
+    None as for `choose_tile`."""
     num_weights = outputs * inputs
     if rows > (128 if num_weights > LARGE_WEIGHT else MOST_ROWS):
         return None
@@ -219,7 +236,10 @@ def choose_gated_tile(rows: int, num_weights: int) -> Tile | None:
 
 def is_describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether rows begin where the hardware's copies of tiles want them to: at multiples of 16 bytes."""
-    return weight.is_contiguous() and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return (
+        weight.is_contiguous() and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -229,7 +249,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return linear_pdl(x, weight, bias) if tile is None else multiply(x, weight, bias, tile)
 
 
-def linear_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None) -> torch.Tensor | None:
+def linear_sums(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """See `LINEAR_SUMS`."""
     rows, num_weights = x.shape[0], weight.numel()
     if rows > MOST_ROWS:
@@ -239,7 +261,9 @@ def linear_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return linear(x, weight, bias) if tile is None else multiply(x, weight, None, tile)
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor | None:
     """See `GATED_LINEAR`."""
     rows, num_weights = x.shape[0], weight.numel()
     tile = choose_gated_tile(rows, num_weights) if rows > gemv_rows(num_weights) and is_describable(x, weight) else None

@@ -1,4 +1,5 @@
-"""Matrix products with few rows, bound by reading the weight once: a GEMV for one row or two, a skinny GEMM for up to 8.
+"""Matrix products with few rows, bound by reading the weight once: a GEMV for one row or two, a skinny GEMM for up to
+8.
 
 M rows of x, N outputs, K inputs, S splits. Sums are float32 in a fixed order: the same input gives the same output.
 """
@@ -20,8 +21,8 @@ MOST_SKINNY_WEIGHTS = 2**26
 """Of a larger weight torch's own GEMM reads at the speed of memory already when there is more than one row."""
 
 LEAST_ADDED_ROWS, LEAST_ADDED_INPUTS = 1024, 4096
-"""From so many rows and inputs on a product is added to the residual as it is stored: with fewer inputs reading it there takes
-longer than what the norm saves."""
+"""From so many rows and inputs on a product is added to the residual as it is stored: with fewer inputs reading it
+there takes longer than what the norm saves."""
 
 
 def gemv_rows(num_weights: int) -> int:
@@ -41,7 +42,8 @@ class Tile:
 
 
 def gemv_tile(num_outputs: int, num_inputs: int) -> Tile:
-    """About 16 to 32 KiB of weight in flight in a program, and at least two programs a multiprocessor where N allows."""
+    """About 16 to 32 KiB of weight in flight in a program, and at least two programs a multiprocessor where N
+    allows."""
     inputs = min(4096 if num_inputs <= 4096 else 2048, next_power_of_2(num_inputs))
     outputs = max(1, 16384 // inputs)
     while outputs > 1 and ceil_div(num_outputs, outputs) < 512:
@@ -71,7 +73,9 @@ def _gemv_kernel(
         sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005 (no starred tuples in Triton)
     if K <= BLOCK_K:
         # the whole row fits: the weight, which no kernel writes, is asked for before the previous kernel has ended
-        weight = tl.load(weight_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        weight = tl.load(
+            weight_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first"
+        )
         wait_for_previous(PDL)
         for m in tl.static_range(M):
             x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
@@ -82,7 +86,9 @@ def _gemv_kernel(
         for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             inside = at + k < K
             mask = (n < N)[:, None] & inside[None, :]
-            weight = tl.load(weight_row + (at + k)[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            weight = tl.load(
+                weight_row + (at + k)[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
             new_sums = ()
             for m in tl.static_range(M):
                 x = tl.load(x_ptr + m * x_stride + at + k, mask=inside, other=0.0).to(tl.float32)
@@ -101,8 +107,10 @@ def _store_sum(total, bias_ptr, out_ptr, m, n, N: tl.constexpr, HAS_BIAS: tl.con
 
 @triton.jit
 def _skinny_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, x_stride, M, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, x_stride, M, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -113,8 +121,13 @@ def _skinny_kernel(
     wait_for_previous(PDL)
     for at in tl.range(split * each, tl.minimum((split + 1) * each, K), BLOCK_K):
         inside = at + k < K
-        x = tl.load(x_ptr + m[:, None] * x_stride + (at + k)[None, :], mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_row + (at + k)[:, None], mask=inside[:, None] & (n < N)[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(
+            x_ptr + m[:, None] * x_stride + (at + k)[None, :], mask=(m < M)[:, None] & inside[None, :], other=0.0
+        )
+        weight = tl.load(
+            weight_row + (at + k)[:, None], mask=inside[:, None] & (n < N)[None, :], other=0.0,
+            eviction_policy="evict_first"
+        )
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
     mask = (m < M)[:, None] & (n < N)[None, :]
     if SPLITS == 1:
@@ -126,7 +139,10 @@ def _skinny_kernel(
 
 
 @triton.jit
-def _join_kernel(partial_ptr, bias_ptr, out_ptr, M, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
+def _join_kernel(
+    partial_ptr, bias_ptr, out_ptr, M, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr
+):
     m = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
@@ -136,32 +152,42 @@ def _join_kernel(partial_ptr, bias_ptr, out_ptr, M, N: tl.constexpr, SPLITS: tl.
     _store_sum(total, bias_ptr, out_ptr, m, n, N, HAS_BIAS)
 
 
-def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False) -> torch.Tensor:
+def gemv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False
+) -> torch.Tensor:
     """`LINEAR` for few rows, see `gemv_rows`."""
     (rows, width), outputs = x.shape, weight.shape[0]
     tile = tile or gemv_tile(outputs, width)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     _gemv_kernel[(ceil_div(outputs, tile.outputs),)](
-        x, weight, x if bias is None else bias, out, x.stride(0), N=outputs, K=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
+        x, weight, x if bias is None else bias, out, x.stride(0), N=outputs, K=width, M=rows, BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
         STAGES=tile.num_stages, HAS_BIAS=bias is not None, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )
     return out
 
 
-def skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False) -> torch.Tensor:
+def skinny(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False
+) -> torch.Tensor:
     """`LINEAR` for up to 16 rows."""
     (rows, width), outputs = x.shape, weight.shape[0]
     tile = tile or skinny_tile(outputs, width)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    partial_sums = torch.empty((tile.splits, rows, outputs), dtype=torch.float32, device=x.device) if tile.splits > 1 else out
+    partial_sums = (
+        torch.empty((tile.splits, rows, outputs), dtype=torch.float32, device=x.device) if tile.splits > 1 else out
+    )
     extra = dict(HAS_BIAS=bias is not None, PDL=pdl, launch_pdl=pdl)
     _skinny_kernel[(ceil_div(outputs, tile.outputs), tile.splits)](
-        x, weight, x if bias is None else bias, out, partial_sums, x.stride(0), rows, N=outputs, K=width, BLOCK_M=16, BLOCK_N=tile.outputs,
+        x, weight, x if bias is None else bias, out, partial_sums, x.stride(0), rows, N=outputs, K=width, BLOCK_M=16,
+        BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs, SPLITS=tile.splits, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages, **extra,
     )
     if tile.splits > 1:
-        _join_kernel[(rows, ceil_div(outputs, 512))](partial_sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=tile.splits, BLOCK=512, **extra)
+        _join_kernel[(rows, ceil_div(outputs, 512))](
+            partial_sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=tile.splits, BLOCK=512, **extra
+        )
     return out
 
 
@@ -176,7 +202,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, 
 
 
 def linear_sums(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None, *, pdl: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None, *,
+    pdl: bool = False
 ) -> torch.Tensor | None:
     """See `LINEAR_SUMS`."""
     if residual is None or bias is not None or x.shape[0] < LEAST_ADDED_ROWS or x.shape[1] < LEAST_ADDED_INPUTS:

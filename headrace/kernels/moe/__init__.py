@@ -28,10 +28,10 @@ ROUTE = Operation("route kernel")
 """``route(logits [T, X], choice_bias [X] float32 | None, **RouteShape) -> (ids [T, k] int64, weights [T, k] float32)``.
 
 Scores are made of the logits in float32 by ``score``: ``softmax`` over X, ``sigmoid``, or ``sqrt_softplus``. Each token
-chooses the ``top_k`` experts whose score plus choice bias is highest, in any order, no expert twice. With ``num_groups`` > 1
-equal groups of neighbouring experts, only experts of the ``top_groups`` best groups can be chosen, a group being worth the
-sum of its ``group_best`` highest choice scores. Weights are the chosen scores without bias, divided by their sum when
-``renormalise``, times ``scale``. Which of equal scores wins is open.
+chooses the ``top_k`` experts whose score plus choice bias is highest, in any order, no expert twice. With
+``num_groups`` > 1 equal groups of neighbouring experts, only experts of the ``top_groups`` best groups can be chosen, a
+group being worth the sum of its ``group_best`` highest choice scores. Weights are the chosen scores without bias,
+divided by their sum when ``renormalise``, times ``scale``. Which of equal scores wins is open.
 """
 
 class Gate(NamedTuple):
@@ -50,49 +50,52 @@ PackedStack = tuple["PackedMatrix", "torch.Tensor | None"]
 """The same one after the other, [X * O, I], and perhaps a bias [X, O]."""
 
 HASH_ROUTE = Operation("hash route kernel")
-"""``hash_route(logits [T, X], table [V, k], token_ids [T], *, score, renormalise, scale) -> (ids [T, k], weights [T, k])``.
+"""``hash_route(logits [T, X], table [V, k], token_ids [T], *, score, renormalise, scale) -> (ids [T, k], weights [T,
+k])``.
 
 The same where the ids are those that ``table`` has for each token; they alone decide who is chosen, scores the weights.
 """
 
 MASK_CHOICES = Operation("choice mask kernel")
-"""``mask_choices(ids [T, k], num_tokens [1])``: in place, the choices of tokens from ``num_tokens`` on, which only pad a
-step, become -1: nobody. The number stays on the device.
+"""``mask_choices(ids [T, k], num_tokens [1])``: in place, the choices of tokens from ``num_tokens`` on, which only pad
+a step, become -1: nobody. The number stays on the device.
 """
 
 GROUPED_LINEAR = Operation("grouped linear kernel")
 """``grouped_linear(x [N, I], weight [X, O, I], bias [X, O] | None, ends [X] int32, experts [N] int64) -> [N, O]``.
 
-Rows are sorted by expert: those of expert e are ``ends[e - 1]`` to ``ends[e]``, and ``experts`` says the same row by row.
-Rows behind the last end belong to nobody: what becomes of them is open.
-Row n becomes ``x[n] @ weight[experts[n]].T + bias[experts[n]]``. An expert may have no rows. Asked for with ``in_width``
-and ``out_width``.
+Rows are sorted by expert: those of expert e are ``ends[e - 1]`` to ``ends[e]``, and ``experts`` says the same row by
+row. Rows behind the last end belong to nobody: what becomes of them is open. Row n becomes ``x[n] @
+weight[experts[n]].T + bias[experts[n]]``. An expert may have no rows. Asked for with ``in_width`` and ``out_width``.
 """
 
 RUN_EXPERTS = Operation("experts kernel")
-"""``run_experts(x [T, D], ids [T, k] int64, weights [T, k] float32, gate_up: Stacked, down: Stacked, gate: Gate) -> [T, D]``.
+"""``run_experts(x [T, D], ids [T, k] int64, weights [T, k] float32, gate_up: Stacked, down: Stacked, gate: Gate) -> [T,
+D]``.
 
-The weighted sum over each token's experts of ``down(gate(gate_up(x)))``; ``gate_up`` [X, 2F, D] has the gate's rows first,
-``down`` is [X, D, F]. An id of -1 is nobody and adds nothing; no token chooses an expert twice. Asked for with ``width``,
-``expert_width``, ``num_experts`` and ``top_k``. The reference alone is meant for any T; others for as many as `is_few` says.
+The weighted sum over each token's experts of ``down(gate(gate_up(x)))``; ``gate_up`` [X, 2F, D] has the gate's rows
+first, ``down`` is [X, D, F]. An id of -1 is nobody and adds nothing; no token chooses an expert twice. Asked for with
+``width``, ``expert_width``, ``num_experts`` and ``top_k``. The reference alone is meant for any T; others for as many
+as `is_few` says.
 """
 
 PACKED_EXPERTS = Operation("packed experts kernel")
-"""``packed_experts(x [T, D], ids [T, k] int64, weights [T, k] float32, gate_up: PackedStack, down: PackedStack, gate: Gate) -> [T, D]``.
+"""``packed_experts(x [T, D], ids [T, k] int64, weights [T, k] float32, gate_up: PackedStack, down: PackedStack, gate:
+Gate) -> [T, D]``.
 
-The same for any T with matrices in packed layout: `PACKED_LINEAR` says how each product rounds its inputs. O of both is a
-multiple of 16. x is float32 or bfloat16.
+The same for any T with matrices in packed layout: `PACKED_LINEAR` says how each product rounds its inputs. O of both is
+a multiple of 16. x is float32 or bfloat16.
 """
 
 GROUP_PAIRS = Operation("pair grouping kernel")
-"""``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the pairs of token and expert sorted by
-expert and else as they come; where each pair is in that order; one past each expert's last. Pairs of nobody, -1, come after
-all others, in ``order`` as any pair and with any place.
+"""``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the pairs of token and
+expert sorted by expert and else as they come; where each pair is in that order; one past each expert's last. Pairs of
+nobody, -1, come after all others, in ``order`` as any pair and with any place.
 """
 
 SUM_PAIRS = Operation("pair sum kernel")
-"""``sum_pairs(rows [N, D], place [N] int32, weights [T, k] float32) -> [T, D]``: each token's rows, times their weights, added up in
-float32 and in the order of choice.
+"""``sum_pairs(rows [N, D], place [N] int32, weights [T, k] float32) -> [T, D]``: each token's rows, times their
+weights, added up in float32 and in the order of choice.
 """
 
 MOST_PAIRS_EACH = 96
@@ -106,14 +109,22 @@ def is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:
 HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="plain torch")
 MASK_CHOICES.add("reference", "headrace.kernels.moe.reference:mask_choices", doc="plain torch")
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
-GROUPED_LINEAR.add("reference", "headrace.kernels.moe.reference:grouped_linear", doc="a product per expert; waits for the row counts")
+GROUPED_LINEAR.add(
+    "reference", "headrace.kernels.moe.reference:grouped_linear", doc="a product per expert; waits for the row counts"
+)
 
 GROUP_PAIRS.add("reference", "headrace.kernels.moe.reference:group_pairs", doc="plain torch: a sort")
 SUM_PAIRS.add("reference", "headrace.kernels.moe.reference:sum_pairs", doc="plain torch")
-RUN_EXPERTS.add("reference", "headrace.kernels.moe.reference:run_experts", doc="plain torch, an expert at a time; waits for the choices")
-PACKED_EXPERTS.add("reference", "headrace.kernels.moe.reference:packed_experts", doc="unpacks the matrices at every call")
+RUN_EXPERTS.add(
+    "reference", "headrace.kernels.moe.reference:run_experts",
+    doc="plain torch, an expert at a time; waits for the choices"
+)
 PACKED_EXPERTS.add(
-    "native", "headrace.kernels.moe.cpu:packed_experts", supports=requires(device="cpu", dtypes=("float32", "bfloat16")), priority=10,
+    "reference", "headrace.kernels.moe.reference:packed_experts", doc="unpacks the matrices at every call"
+)
+PACKED_EXPERTS.add(
+    "native", "headrace.kernels.moe.cpu:packed_experts",
+    supports=requires(device="cpu", dtypes=("float32", "bfloat16")), priority=10,
     doc="own C++: one call from choices to sums",
 )
 
@@ -138,7 +149,8 @@ def _reason_against_route(query: KernelQuery) -> str | None:
 ROUTE.add("native", "headrace.kernels.moe.cpu:route", supports=requires(device="cpu"), priority=10, doc="own C++")
 ROUTE.add("triton", "headrace.kernels.moe.routing:route", supports=_reason_against_route, priority=10, doc="one kernel")
 ROUTE.add(
-    "triton_pdl", "headrace.kernels.moe.routing:route_pdl", supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
+    "triton_pdl", "headrace.kernels.moe.routing:route_pdl",
+    supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
     priority=15, doc="with dependent launch",
 )
 RUN_EXPERTS.add(
@@ -154,12 +166,19 @@ def _reason_against_widths(query: KernelQuery) -> str | None:
 
 
 GROUPED_LINEAR.add(
-    "triton", "headrace.kernels.moe.triton:grouped_linear", supports=requires(device="cuda", dtypes=("float32", "float16", "bfloat16")), priority=5,
+    "triton", "headrace.kernels.moe.triton:grouped_linear",
+    supports=requires(device="cuda", dtypes=("float32", "float16", "bfloat16")), priority=5,
     doc="own grouped GEMM; row counts stay on the device",
 )
 GROUPED_LINEAR.add(
-    "cutlass", "headrace.kernels.moe.grouped_mm:grouped_linear", supports=lambda q: _on_hopper(q) or _reason_against_widths(q), priority=10,
+    "cutlass", "headrace.kernels.moe.grouped_mm:grouped_linear",
+    supports=lambda q: _on_hopper(q) or _reason_against_widths(q), priority=10,
     doc="torch's grouped GEMM; row counts stay on the device",
 )
-GROUP_PAIRS.add("triton", "headrace.kernels.moe.grouping:group_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel, a program an expert")
-SUM_PAIRS.add("triton", "headrace.kernels.moe.grouping:sum_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel")
+GROUP_PAIRS.add(
+    "triton", "headrace.kernels.moe.grouping:group_pairs", supports=requires(device="cuda"), priority=10,
+    doc="one kernel, a program an expert"
+)
+SUM_PAIRS.add(
+    "triton", "headrace.kernels.moe.grouping:sum_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel"
+)

@@ -1,9 +1,10 @@
-"""A mixture's experts for decode steps and short chunks: gate and up with their activation, down with its weights, then the
-sum over a token's choices. Bound by reading the chosen experts' matrices once.
+"""A mixture's experts for decode steps and short chunks: gate and up with their activation, down with its weights, then
+the sum over a token's choices. Bound by reading the chosen experts' matrices once.
 
-T tokens, k choices a token, N = T * k pairs of the two, X experts, D model width, F expert width. Each program takes some
-outputs of one expert for up to ROWS of its pairs. Up to `FEW_TOKENS` tokens nothing is sorted: the rows are the tokens
-themselves, and of the pairs with one expert the first stands for all. The weight is the left operand: it has more rows.
+T tokens, k choices a token, N = T * k pairs of the two, X experts, D model width, F expert width. Each program takes
+some outputs of one expert for up to ROWS of its pairs. Up to `FEW_TOKENS` tokens nothing is sorted: the rows are the
+tokens themselves, and of the pairs with one expert the first stands for all. The weight is the left operand: it has
+more rows.
 """
 
 from dataclasses import dataclass
@@ -36,9 +37,9 @@ class Tile:
 
 @cache
 def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool) -> Tile:
-    """Rows for all pairs of nearly every expert, so that few matrices are read twice. Measured on an H200: blocks of fewer than 64
-    outputs are slower even where they alone would give every processor some. No more than three tiles, all of which steps of up to
-    512 decodes take: other steps launch what was compiled for those."""
+    """Rows for all pairs of nearly every expert, so that few matrices are read twice. Measured on an H200: blocks of
+    fewer than 64 outputs are slower even where they alone would give every processor some. No more than three tiles,
+    all of which steps of up to 512 decodes take: other steps launch what was compiled for those."""
     each = num_tokens * top_k / num_experts
     rows = FEW_TOKENS if num_tokens <= FEW_TOKENS or each + 2 * each**0.5 <= FEW_TOKENS else MANY_ROWS
     if not is_half:
@@ -49,7 +50,10 @@ def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool)
 
 
 @triton.jit
-def _find_rows(ids_ptr, order_ptr, ends_ptr, tile, num_tokens, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr):
+def _find_rows(
+    ids_ptr, order_ptr, ends_ptr, tile, num_tokens, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr,
+    BLOCK_X: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr
+):
     """``(expert, pair [ROWS], whether there is one [ROWS])`` of a tile; expert X or -1 where it has no work."""
     row = tl.arange(0, ROWS)
     if FEW:
@@ -70,17 +74,24 @@ def _find_rows(ids_ptr, order_ptr, ends_ptr, tile, num_tokens, TOP_K: tl.constex
 @triton.jit
 def _load_rows(x_ptr, at, x_stride, inner, is_there, is_inside):
     """[inner, ROWS]: transposed."""
-    return tl.load(x_ptr + at[None, :].to(tl.int64) * x_stride + inner[:, None], mask=is_there[None, :] & is_inside[:, None], other=0.0)
+    return tl.load(
+        x_ptr + at[None, :].to(tl.int64) * x_stride + inner[:, None], mask=is_there[None, :] & is_inside[:, None],
+        other=0.0
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, out_ptr, x_stride, num_tokens, limit, alpha, up_offset,
-    F: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
-    expert, pair, is_there = _find_rows(ids_ptr, order_ptr, ends_ptr, tl.program_id(1), num_tokens, TOP_K, BLOCK_K, X, BLOCK_X, ROWS, FEW)
+    expert, pair, is_there = _find_rows(
+        ids_ptr, order_ptr, ends_ptr, tl.program_id(1), num_tokens, TOP_K, BLOCK_K, X, BLOCK_X, ROWS, FEW
+    )
     if expert >= 0:
         token = pair // TOP_K
         column, inner = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
@@ -99,18 +110,23 @@ def _gate_up_kernel(
             up += tl.load(bias_at + F, mask=column < F, other=0.0).to(tl.float32)[:, None]
         out = apply_gate(gate, up, limit, alpha, up_offset, GATE)
         tl.store(
-            out_ptr + pair[None, :].to(tl.int64) * F + column[:, None], out.to(out_ptr.dtype.element_ty), mask=is_there[None, :] & (column < F)[:, None]
+            out_ptr + pair[None, :].to(tl.int64) * F + column[:, None], out.to(out_ptr.dtype.element_ty),
+            mask=is_there[None, :] & (column < F)[:, None]
         )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, factors_ptr, out_ptr, num_tokens,
-    D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr,
-    HAS_BIAS: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
-    expert, pair, is_there = _find_rows(ids_ptr, order_ptr, ends_ptr, tl.program_id(1), num_tokens, TOP_K, BLOCK_K, X, BLOCK_X, ROWS, FEW)
+    expert, pair, is_there = _find_rows(
+        ids_ptr, order_ptr, ends_ptr, tl.program_id(1), num_tokens, TOP_K, BLOCK_K, X, BLOCK_X, ROWS, FEW
+    )
     if expert >= 0:
         column, inner = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
         weight_at = weight_ptr + (expert.to(tl.int64) * D + column[:, None]) * F + inner[None, :]
@@ -123,11 +139,17 @@ def _down_kernel(
         if HAS_BIAS:
             total += tl.load(bias_ptr + expert * D + column, mask=column < D, other=0.0).to(tl.float32)[:, None]
         total *= tl.load(factors_ptr + pair, mask=is_there, other=0.0)[None, :]
-        tl.store(out_ptr + pair[None, :].to(tl.int64) * D + column[:, None], total, mask=is_there[None, :] & (column < D)[:, None])
+        tl.store(
+            out_ptr + pair[None, :].to(tl.int64) * D + column[:, None], total,
+            mask=is_there[None, :] & (column < D)[:, None]
+        )
 
 
 @triton.jit
-def _sum_kernel(x_ptr, ids_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sum_kernel(
+    x_ptr, ids_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     choice, column = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
@@ -138,7 +160,8 @@ def _sum_kernel(x_ptr, ids_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr, B
 
 
 def run_experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, gate: Gate, *, pdl: bool = False,
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, gate: Gate, *,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """See `RUN_EXPERTS`."""
     (num_tokens, top_k), (num_experts, width, inner) = ids.shape, down[0].shape
@@ -152,20 +175,25 @@ def run_experts(
     tile = choose_tile(num_tokens, top_k, num_experts, is_half=x.element_size() == 2)
     tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
     shape = dict(
-        TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner, D=width, FEW=few, ROWS=tile.rows,
-        OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
+        TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner,
+        D=width, FEW=few, ROWS=tile.rows,
+        OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl,
+        launch_pdl=pdl,
     )
     weight, bias = gate_up
     _gate_up_kernel[(ceil_div(inner, tile.outputs), tiles)](
-        x, weight, x if bias is None else bias, ids, order, ends, gated, x.stride(0), num_tokens, *gate[1:], HAS_BIAS=bias is not None,
+        x, weight, x if bias is None else bias, ids, order, ends, gated, x.stride(0), num_tokens, *gate[1:],
+        HAS_BIAS=bias is not None,
         GATE=GATES[gate.kind], **shape,
     )
     weight, bias = down
     _down_kernel[(ceil_div(width, tile.outputs), tiles)](
-        gated, weight, x if bias is None else bias, ids, order, ends, weights, parts, num_tokens, HAS_BIAS=bias is not None, **shape,
+        gated, weight, x if bias is None else bias, ids, order, ends, weights, parts, num_tokens,
+        HAS_BIAS=bias is not None, **shape,
     )
     _sum_kernel[(num_tokens, ceil_div(width, BLOCK_SUM))](
-        parts, ids, out, D=width, TOP_K=top_k, BLOCK_K=shape["BLOCK_K"], BLOCK=BLOCK_SUM, PDL=pdl, num_warps=4, launch_pdl=pdl
+        parts, ids, out, D=width, TOP_K=top_k, BLOCK_K=shape["BLOCK_K"], BLOCK=BLOCK_SUM, PDL=pdl, num_warps=4,
+        launch_pdl=pdl
     )
     return out
 

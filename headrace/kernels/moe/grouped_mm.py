@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
     """See `GROUPED_LINEAR`."""
     out = torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return out if bias is None else out.add_(bias.index_select(0, experts))

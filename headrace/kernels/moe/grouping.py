@@ -1,5 +1,5 @@
-"""Pairs of token and expert in the order of experts, by one kernel: a program for each expert counts those before its own. And
-each token's results added up.
+"""Pairs of token and expert in the order of experts, by one kernel: a program for each expert counts those before its
+own. And each token's results added up.
 
 T tokens, k choices, N pairs, X experts. Refuses: products; `find_tile` tells a program of one which pairs are its.
 """
@@ -16,8 +16,8 @@ AT_ONCE = (1024, 4096)
 
 @triton.jit
 def find_tile(ends_ptr, tile, X: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.constexpr):
-    """``(expert, first row, one past the expert's last row)`` of a tile; each expert's rows fill tiles of their own. Expert X
-    when there are fewer tiles."""
+    """``(expert, first row, one past the expert's last row)`` of a tile; each expert's rows fill tiles of their own.
+    Expert X when there are fewer tiles."""
     at = tl.arange(0, BLOCK_X)
     end = tl.load(ends_ptr + at, mask=at < X, other=0)
     start = tl.load(ends_ptr + at - 1, mask=(at > 0) & (at < X), other=0)
@@ -36,7 +36,9 @@ def _load_chosen(ids_ptr, at, num_pairs, X: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _group_kernel(ids_ptr, order_ptr, place_ptr, ends_ptr, num_pairs, X: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _group_kernel(
+    ids_ptr, order_ptr, place_ptr, ends_ptr, num_pairs, X: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """The last program, of expert X, takes the pairs of nobody."""
     wait_for_previous(PDL)
     expert = tl.program_id(0)
@@ -58,20 +60,26 @@ def _group_kernel(ids_ptr, order_ptr, place_ptr, ends_ptr, num_pairs, X: tl.cons
             before += tl.sum(mine, 0)
 
 
-def group_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def group_pairs(
+    ids: torch.Tensor, num_experts: int, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `GROUP_PAIRS`; ``ids`` contiguous."""
     pairs = ids.numel()
     order, place = (torch.empty(pairs, dtype=torch.int32, device=ids.device) for _ in range(2))
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     block = AT_ONCE[pairs > AT_ONCE[-1]]
     _group_kernel[(num_experts + 1,)](
-        ids, order, place, ends, pairs, X=num_experts, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512), launch_pdl=pdl
+        ids, order, place, ends, pairs, X=num_experts, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512),
+        launch_pdl=pdl
     )
     return order, place, ends
 
 
 @triton.jit
-def _sum_pairs_kernel(rows_ptr, place_ptr, weights_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sum_pairs_kernel(
+    rows_ptr, place_ptr, weights_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
@@ -90,6 +98,7 @@ def sum_pairs(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, *,
     if num_tokens:
         block = min(2048, next_power_of_2(width))
         _sum_pairs_kernel[(num_tokens, ceil_div(width, block))](
-            rows, place, weights, out, D=width, TOP_K=top_k, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512), launch_pdl=pdl
+            rows, place, weights, out, D=width, TOP_K=top_k, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512),
+            launch_pdl=pdl
         )
     return out

@@ -18,7 +18,9 @@ LEAST_SUM = 1e-20
 """Added to what weights are divided by; matters only where every chosen score is 0."""
 
 
-def route(logits: torch.Tensor, choice_bias: torch.Tensor | None, **shape: Unpack[RouteShape]) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, choice_bias: torch.Tensor | None, **shape: Unpack[RouteShape]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ROUTE`. Groups as in DeepSeek-V2 and V3, arXiv:2405.04434 section 2.2 and arXiv:2412.19437 section 2.1."""
     logits = logits.float()
     if shape["score"] == "softmax" and shape["renormalise"] and choice_bias is None and shape["num_groups"] == 1:
@@ -86,8 +88,11 @@ def sum_pairs(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) ->
     return (by_choice * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """See `GROUPED_LINEAR`. Reads the weights of experts that have rows and no others; on a GPU it waits for ``ends``."""
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
+    """See `GROUPED_LINEAR`. Reads the weights of experts that have rows and no others; on a GPU it waits for
+    ``ends``."""
     out = x.new_empty(x.shape[0], weight.shape[1])
     start = 0
     for expert, end in enumerate(ends.tolist()):
@@ -104,7 +109,9 @@ def gate_halves(x: torch.Tensor, gate: Gate) -> torch.Tensor:
     return {"silu": activations.silu_mul, "gelu_tanh": activations.gelu_tanh_mul}[gate.kind](x)
 
 
-def run_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, gate: Gate) -> torch.Tensor:
+def run_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, gate: Gate
+) -> torch.Tensor:
     """See `RUN_EXPERTS`. Sums in float32."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids[ids >= 0].unique():
@@ -117,8 +124,12 @@ def run_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_
     return out.to(x.dtype)
 
 
-def packed_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: PackedStack, down: PackedStack, gate: Gate) -> torch.Tensor:
+def packed_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: PackedStack, down: PackedStack, gate: Gate
+) -> torch.Tensor:
     """See `PACKED_EXPERTS`. Inputs are not rounded."""
     num_experts = down[0].out_width // x.shape[1]
-    first, second = ((unpack(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down))
+    first, second = (
+        (unpack(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down)
+    )
     return run_experts(x, ids, weights, first, second, gate)

@@ -1,4 +1,5 @@
-"""Routing in one kernel, a program a token: its scores, and the best of them one after the other. X experts, k choices."""
+"""Routing in one kernel, a program a token: its scores, and the best of them one after the other. X experts, k
+choices."""
 
 from functools import partial
 from typing import Unpack
@@ -17,7 +18,8 @@ LEAST = tl.constexpr(-3.0e38)  # what is no number is chosen last, but never twi
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_stride, scale, least_sum, X: tl.constexpr, BLOCK_X: tl.constexpr, TOP_K: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_stride, scale, least_sum, X: tl.constexpr, BLOCK_X: tl.constexpr,
+    TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr, SCORE: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -49,7 +51,9 @@ def _route_kernel(
     tl.store(weights_ptr + token * TOP_K + nth, weights * scale, mask=nth < TOP_K)
 
 
-def route(logits: torch.Tensor, choice_bias: torch.Tensor | None, *, pdl: bool = False, **shape: Unpack[RouteShape]) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, choice_bias: torch.Tensor | None, *, pdl: bool = False, **shape: Unpack[RouteShape]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ROUTE`; of equal scores the first expert wins."""
     (num_tokens, num_experts), top_k = logits.shape, shape["top_k"]
     assert shape["num_groups"] == 1, "see the registry"
@@ -57,9 +61,12 @@ def route(logits: torch.Tensor, choice_bias: torch.Tensor | None, *, pdl: bool =
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     if num_tokens:
         _route_kernel[(num_tokens,)](
-            logits, logits if choice_bias is None else choice_bias, ids, weights, logits.stride(0), shape["scale"], LEAST_SUM, X=num_experts,
-            BLOCK_X=next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), SCORE=SCORES[shape["score"]],
-            RENORMALISE=shape["renormalise"], HAS_BIAS=choice_bias is not None, PDL=pdl, num_warps=1 if num_experts <= 256 else 4, launch_pdl=pdl,
+            logits, logits if choice_bias is None else choice_bias, ids, weights, logits.stride(0), shape["scale"],
+            LEAST_SUM, X=num_experts,
+            BLOCK_X=next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=next_power_of_2(top_k),
+            SCORE=SCORES[shape["score"]],
+            RENORMALISE=shape["renormalise"], HAS_BIAS=choice_bias is not None, PDL=pdl,
+            num_warps=1 if num_experts <= 256 else 4, launch_pdl=pdl,
         )
     return ids, weights
 

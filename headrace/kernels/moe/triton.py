@@ -17,11 +17,14 @@ LEAST_ROWS, MOST_ROWS = 16, 128
 @triton.jit
 def _grouped_kernel(
     x_ptr, weight_ptr, bias_ptr, ends_ptr, out_ptr, x_stride, num_outputs, num_inputs,
-    X: tl.constexpr, BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    X: tl.constexpr, BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):
     expert, first, last = find_tile(ends_ptr, tl.program_id(0), X, BLOCK_X, ROWS)
     if expert < X:
-        row, column, inner = first + tl.arange(0, ROWS), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+        row, column, inner = (
+            first + tl.arange(0, ROWS), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+        )
         x_at = x_ptr + row[:, None].to(tl.int64) * x_stride + inner[None, :]
         weight_at = weight_ptr + (expert.to(tl.int64) * num_outputs + column[None, :]) * num_inputs + inner[:, None]
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -31,13 +34,18 @@ def _grouped_kernel(
             weight = tl.load(weight_at + done, mask=is_inside[:, None] & (column < num_outputs)[None, :], other=0.0)
             total = tl.dot(x, weight, total, input_precision="ieee")
         if HAS_BIAS:
-            total += tl.load(bias_ptr + expert * num_outputs + column, mask=column < num_outputs, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(
+                bias_ptr + expert * num_outputs + column, mask=column < num_outputs, other=0.0
+            ).to(tl.float32)[None, :]
         tl.store(
-            out_ptr + row[:, None].to(tl.int64) * num_outputs + column[None, :], total.to(out_ptr.dtype.element_ty), mask=(row < last)[:, None] & (column < num_outputs)[None, :]
+            out_ptr + row[:, None].to(tl.int64) * num_outputs + column[None, :], total.to(out_ptr.dtype.element_ty),
+            mask=(row < last)[:, None] & (column < num_outputs)[None, :]
         )
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
     """See `GROUPED_LINEAR`."""
     num_rows, (num_experts, outputs, inputs) = x.shape[0], weight.shape
     out = torch.empty((num_rows, outputs), dtype=x.dtype, device=x.device)
@@ -46,7 +54,8 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     block_outputs = 64 if x.dtype == torch.float32 or rows == LEAST_ROWS else 128
     if num_rows:
         _grouped_kernel[(tiles, ceil_div(outputs, block_outputs))](
-            x, weight, x if bias is None else bias, ends, out, x.stride(0), outputs, inputs, X=num_experts, BLOCK_X=next_power_of_2(num_experts),
+            x, weight, x if bias is None else bias, ends, out, x.stride(0), outputs, inputs, X=num_experts,
+            BLOCK_X=next_power_of_2(num_experts),
             HAS_BIAS=bias is not None, ROWS=rows, OUTPUTS=block_outputs, INPUTS=32 if x.dtype == torch.float32 else 64,
             num_warps=8 if rows == MOST_ROWS else 4, num_stages=4 if rows == LEAST_ROWS else 3,
         )

@@ -40,7 +40,9 @@ class CompilationStopped(CompilationFailed):
     """A compiler was told to end, as by Ctrl-C, which reaches all processes of a terminal."""
 
 
-def compile_libraries(libraries: list[Library], compiler: Compiler, folder: Path, *, workers: int | None = None) -> list[Path]:
+def compile_libraries(
+    libraries: list[Library], compiler: Compiler, folder: Path, *, workers: int | None = None
+) -> list[Path]:
     """Compile and link what is not there yet; waits for another process that is at it. Raises `CompilationFailed`."""
     targets = {library.path(compiler, folder): library for library in libraries}
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,8 +68,9 @@ def compile_libraries(libraries: list[Library], compiler: Compiler, folder: Path
 
 
 class _Workers:
-    """Threads that run compilers. Other than for those of `concurrent.futures`, nobody waits for them when the process ends: whoever
-    had them started does, and is not disturbed in saying so. After leaving, or when a compiler was told to end, none is begun."""
+    """Threads that run compilers. Other than for those of `concurrent.futures`, nobody waits for them when the process
+    ends: whoever had them started does, and is not disturbed in saying so. After leaving, or when a compiler was told
+    to end, none is begun."""
 
     def __init__(self, count: int):
         self._jobs: SimpleQueue[tuple[Future[None], tuple[list[str], Path, int]] | None] = SimpleQueue()
@@ -110,7 +113,10 @@ def _run(command: list[str], target: Path, lock: int) -> None:
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     nice = ["nice", "-n", "10"] if shutil.which("nice") else []
     try:
-        done = subprocess.run([*nice, *command, "-o", str(partial)], capture_output=True, text=True, errors="replace", pass_fds=(lock,), stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [*nice, *command, "-o", str(partial)], capture_output=True, text=True, errors="replace", pass_fds=(lock,),
+            stdin=subprocess.DEVNULL
+        )
     except OSError as error:
         raise CompilationFailed(f"{command[0]} does not run: {error.strerror or error}") from error
     if done.returncode != 0:

@@ -1,5 +1,6 @@
-"""`NativeLibrary`: the loaded operators, or none yet. They and the kernels of each instruction set are libraries of their own.
-Looks for shipped ones, then for cached ones, then compiles what this machine uses on a thread of its own while plain torch serves."""
+"""`NativeLibrary`: the loaded operators, or none yet. They and the kernels of each instruction set are libraries of
+their own. Looks for shipped ones, then for cached ones, then compiles what this machine uses on a thread of its own
+while plain torch serves."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def check_isa(name: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class NativeState:
-    """``status`` is ``ready``, ``compiling``, ``idle`` (nobody asked yet), ``off`` or ``unavailable``; ``detail`` says what
-    runs (the instruction set) or why not."""
+    """``status`` is ``ready``, ``compiling``, ``idle`` (nobody asked yet), ``off`` or ``unavailable``; ``detail`` says
+    what runs (the instruction set) or why not."""
 
     status: str
     detail: str = ""
@@ -78,7 +79,8 @@ class NativeLibrary:
         return self.ops
 
     def start(self) -> None:
-        """Load what is there already; else compile in the background. Raises `ConfigError` for a wrong HEADRACE_CPU_ISA."""
+        """Load what is there already; else compile in the background. Raises `ConfigError` for a wrong
+        HEADRACE_CPU_ISA."""
         with self._lock:
             if self._is_started:
                 return
@@ -110,9 +112,10 @@ class NativeLibrary:
             self._thread.join(timeout)
 
     def _finish(self) -> None:
-        """At the process's end: what is compiled is for the next start, and an interpreter that ends under a thread that loads a
-        library aborts. Ctrl-C ends this as if nobody had asked for it: by the system, as Python may not hear of a signal that a
-        thread takes which starts a compiler (its handlers run in the main thread, and that sleeps on)."""
+        """At the process's end: what is compiled is for the next start, and an interpreter that ends under a thread
+        that loads a library aborts. Ctrl-C ends this as if nobody had asked for it: by the system, as Python may not
+        hear of a signal that a thread takes which starts a compiler (its handlers run in the main thread, and that
+        sleeps on)."""
         if self._thread is None or not self._thread.is_alive():
             return
         for stream in (sys.stdout, sys.stderr):
@@ -121,19 +124,21 @@ class NativeLibrary:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        logger.warning("CPU kernels are still being compiled, for the next start: this process ends when they are, or by Ctrl-C")
+        logger.warning(
+            "CPU kernels are still being compiled, for the next start: this process ends when they are, or by Ctrl-C"
+        )
         self._thread.join()
 
     def select(self, name: str) -> str:
-        """Let the loaded operators use this instruction set at most (empty: the best), and compile it if need be; returns the one
-        that they use."""
+        """Let the loaded operators use this instruction set at most (empty: the best), and compile it if need be;
+        returns the one that they use."""
         assert self.ops is not None, "the native library is not loaded"
         self._load_best(name or check_isa(env.cpu_isa()), compiles=True)
         return self.state.detail
 
     def _load_best(self, most: str | None, *, compiles: bool = False) -> bool:
-        """Load the best instruction set up to ``most``; unless it ``compiles``, only if that is there. The state says what
-        came of it, if anything did."""
+        """Load the best instruction set up to ``most``; unless it ``compiles``, only if that is there. The state says
+        what came of it, if anything did."""
         compiler = find_compiler()
         for isa in reversed(machine_isas(most)):
             paths = [find_library(name, compiler) for name in (OPERATORS, isa.name)]
@@ -160,7 +165,10 @@ class NativeLibrary:
         except CompilationFailed as error:
             self._give_up(f"compiling them failed: {error}")
         except OSError as error:
-            self._give_up(f"{cache_folder()} cannot be written to: {error.strerror or error}; set HEADRACE_CACHE to a folder that can")
+            self._give_up(
+                f"{cache_folder()} cannot be written to: {error.strerror or error}; set HEADRACE_CACHE to a folder "
+                "that can"
+            )
 
     def _load(self, isa: Isa, operators: Path, kernels: Path) -> bool:
         """Use these kernels, if the processor can."""
@@ -222,8 +230,9 @@ def find_library(name: str, compiler: Compiler | None) -> Path | None:
 
 
 def ship(folder: Path = FOLDER) -> list[Path]:
-    """Compile for all instruction sets that the compiler knows, and lay the libraries beside the sources, where they are found
-    before anything is compiled; what was shipped of other sources goes. For those who make packages. Raises `CompilationFailed`."""
+    """Compile for all instruction sets that the compiler knows, and lay the libraries beside the sources, where they
+    are found before anything is compiled; what was shipped of other sources goes. For those who make packages. Raises
+    `CompilationFailed`."""
     compiler = find_compiler()
     if compiler is None:
         raise CompilationFailed(f"no C++ compiler found ({', '.join(COMPILERS)})")
@@ -243,6 +252,6 @@ def cache_folder() -> Path:
 
 
 def select_isa(name: str = "") -> str:
-    """Let the loaded kernels use this instruction set at most (empty: the best), compiled if need be; returns the one they use.
-    For tests and benchmarks."""
+    """Let the loaded kernels use this instruction set at most (empty: the best), compiled if need be; returns the one
+    they use. For tests and benchmarks."""
     return NATIVE.select(name)

@@ -1,8 +1,9 @@
-"""The C++ sources, what each is compiled for, and the libraries that are made of them; digests over all that goes into an object.
+"""The C++ sources, what each is compiled for, and the libraries that are made of them; digests over all that goes into
+an object.
 
-A source starts with ``// compiled for: scalar avx2 avx512 amx`` (kernels: an object per instruction set, without torch's
-headers), ``// compiled for: operators`` (with them), or ``// compiled with: other.cpp`` (a part of that one's objects, since
-headers take longer than a small source).
+A source starts with ``// compiled for: scalar avx2 avx512 amx`` (kernels: an object per instruction set, without
+torch's headers), ``// compiled for: operators`` (with them), or ``// compiled with: other.cpp`` (a part of that one's
+objects, since headers take longer than a small source).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Unit:
-    """One object file to be: ``options`` are all of the compiler's but the file names. The last of ``sources`` names it."""
+    """One object file to be: ``options`` are all of the compiler's but the file names. The last of ``sources`` names
+    it."""
 
     sources: tuple[Path, ...]
     label: str
@@ -103,28 +105,42 @@ def list_objects(folder: Path = FOLDER) -> dict[tuple[Path, ...], tuple[str, ...
 
 
 def library(name: str, folder: Path = FOLDER) -> Library:
-    """`OPERATORS`, or the kernels of an instruction set: of each source the object for itself, or for what it adds to, which is
-    linked first. Of an inline function of the standard library that both hold, the linker keeps the first."""
+    """`OPERATORS`, or the kernels of an instruction set: of each source the object for itself, or for what it adds to,
+    which is linked first. Of an inline function of the standard library that both hold, the linker keeps the first."""
     found = list_objects(folder)
     if name == OPERATORS:
         root = Path(torch.__file__).parent
-        options = (*OPERATOR_OPTIONS, "-isystem", str(root / "include"), "-isystem", str(root / "include" / "torch" / "csrc" / "api" / "include"))
+        options = (
+            *OPERATOR_OPTIONS, "-isystem", str(root / "include"), "-isystem",
+            str(root / "include" / "torch" / "csrc" / "api" / "include")
+        )
         units = tuple(Unit(sources, OPERATORS, options) for sources, labels in found.items() if OPERATORS in labels)
         # The stable ABI lives in torch's CPU library, which the process has loaded already.
         return Library(name, units, (*Library.link_options, f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch"))
     own, base = ISAS[LEVELS[name]], ISAS[LEVELS[name]].base
-    parts = [(sources, isa) for isa in ISAS for sources, labels in found.items() if isa.name in labels and (isa is own or (isa.name == base and name not in labels))]
+    parts = [
+        (sources, isa) for isa in ISAS for sources,
+        labels in found.items() if isa.name in labels and (isa is own or (isa.name == base and name not in labels))
+    ]
     return Library(name, tuple(Unit(sources, isa.name, _kernel_options(isa.name)) for sources, isa in parts))
 
 
 def _kernel_options(name: str) -> tuple[str, ...]:
     isa = ISAS[LEVELS[name]]
-    return (*KERNEL_OPTIONS, *isa.flags, f"-DHEADRACE_ISA={name}", f"-DHEADRACE_BASE={isa.base or name}", f"-DHEADRACE_IS_{name.upper()}")
+    return (
+        *KERNEL_OPTIONS, *isa.flags, f"-DHEADRACE_ISA={name}", f"-DHEADRACE_BASE={isa.base or name}",
+        f"-DHEADRACE_IS_{name.upper()}"
+    )
 
 
 def describe_sources(folder: Path = FOLDER) -> str:
     """A name for exactly these sources. They are read again only when one of them was written to."""
-    return _sum_files(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])))
+    return _sum_files(
+        tuple(
+            (path, path.stat().st_mtime_ns, path.stat().st_size)
+            for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
+        )
+    )
 
 
 @lru_cache(maxsize=1)
@@ -136,6 +152,6 @@ def _sum_files(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def shipped_path(name: str, folder: Path = FOLDER) -> Path:
-    """Where a library lies that was shipped with the package, if one is: compiled from exactly these sources. Torch's stable
-    ABI lets it work with any torch since 2.11."""
+    """Where a library lies that was shipped with the package, if one is: compiled from exactly these sources. Torch's
+    stable ABI lets it work with any torch since 2.11."""
     return folder / f"headrace_cpu-{platform.machine()}-{describe_sources(folder)}-{name}.so"

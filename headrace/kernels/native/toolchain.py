@@ -1,4 +1,5 @@
-"""Compilers and instruction sets: what this machine has, and the flags for it. Compiles nothing by itself but probes."""
+"""Compilers and instruction sets: what this machine has, and the flags for it. Compiles nothing by itself but
+probes."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ COMPILERS = ("g++", "c++", "clang++")
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set that kernels are compiled for. ``needs`` are names of `torch.cpu.get_capabilities`. Where it has no
-    kernel of its own, that of ``base`` is taken."""
+    """An instruction set that kernels are compiled for. ``needs`` are names of `torch.cpu.get_capabilities`. Where it
+    has no kernel of its own, that of ``base`` is taken."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -33,9 +34,13 @@ ISAS = (
     Isa("avx2", _AVX2, _HAS_AVX2),
     Isa("avxvnni", (*_AVX2, "-mavxvnni"), (*_HAS_AVX2, "avx_vnni"), base="avx2"),
     Isa("avx512", _AVX512, _HAS_AVX512),
-    Isa("amx", (*_AVX512, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (*_HAS_AVX512, "avx512_vbmi", "amx_tile", "amx_bf16", "amx_int8"), base="avx512"),
+    Isa(
+        "amx", (*_AVX512, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        (*_HAS_AVX512, "avx512_vbmi", "amx_tile", "amx_bf16", "amx_int8"), base="avx512"
+    ),
 )
-"""From the plainest to the fastest; each has what those before it have, AVX-VNNI aside. The order is that of ``Isa`` in isa.h."""
+"""From the plainest to the fastest; each has what those before it have, AVX-VNNI aside. The order is that of ``Isa`` in
+isa.h."""
 
 
 LEVELS = {isa.name: level for level, isa in enumerate(ISAS)}
@@ -57,7 +62,12 @@ class Compiler:
 
     def accepts(self, flags: tuple[str, ...]) -> bool:
         """Whether it knows these flags."""
-        return not flags or subprocess.run([self.path, *flags, "-x", "c++", "-fsyntax-only", "/dev/null"], capture_output=True).returncode == 0
+        return (
+            not flags
+            or subprocess.run(
+                [self.path, *flags, "-x", "c++", "-fsyntax-only", "/dev/null"], capture_output=True
+            ).returncode == 0
+        )
 
 
 def find_compiler() -> Compiler | None:

@@ -1,4 +1,5 @@
-"""Residual addition, RMS norm, matrix product and gated activation in one launch, for the few rows of a small decode."""
+"""Residual addition, RMS norm, matrix product and gated activation in one launch, for the few rows of a small
+decode."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ class Norm:
 
 NORM_LINEAR = Operation("norm_linear kernel")
 """``norm_linear(x, residual [M, D], norm: Norm, weight [O, D], bias [O] | None, activation="") -> (out, total)``:
-``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS norm of ``total``
-times ``weight``, plus ``bias``. With an ``activation``, "silu" or "gelu_tanh", ``weight`` stacks gate and up and ``out``
-[M, O / 2] is ``activation(gate) * up``. M satisfies `fits`.
+``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS norm of
+``total`` times ``weight``, plus ``bias``. With an ``activation``, "silu" or "gelu_tanh", ``weight`` stacks gate and up
+and ``out`` [M, O / 2] is ``activation(gate) * up``. M satisfies `fits`.
 
 ``total`` and the product are rounded to x's dtype as if stored; the normalised row is not."""
 
@@ -36,7 +37,9 @@ def fits(rows: int) -> bool:
     return 0 < rows <= MOST_ROWS
 
 
-NORM_LINEAR.add("reference", "headrace.kernels.norm_linear.reference:norm_linear", doc="the separate kernels' references in turn")
+NORM_LINEAR.add(
+    "reference", "headrace.kernels.norm_linear.reference:norm_linear", doc="the separate kernels' references in turn"
+)
 
 _on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
 _on_hopper = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0))
@@ -52,10 +55,12 @@ def _reason_against_shape(query: KernelQuery) -> str | None:
 
 
 NORM_LINEAR.add(
-    "triton", "headrace.kernels.norm_linear.triton:norm_linear", supports=lambda q: _on_gpu(q) or _reason_against_shape(q), priority=10,
+    "triton", "headrace.kernels.norm_linear.triton:norm_linear",
+    supports=lambda q: _on_gpu(q) or _reason_against_shape(q), priority=10,
     doc="a GEMV whose programs normalise the row themselves",
 )
 NORM_LINEAR.add(
-    "triton_pdl", "headrace.kernels.norm_linear.triton:norm_linear_pdl", supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
+    "triton_pdl", "headrace.kernels.norm_linear.triton:norm_linear_pdl",
+    supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
     doc="with dependent launch",
 )

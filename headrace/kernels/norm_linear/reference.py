@@ -10,7 +10,8 @@ from headrace.kernels.rms_norm.reference import rms_norm
 
 
 def norm_linear(
-    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "",
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None,
+    activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `NORM_LINEAR`."""
     total = x + residual

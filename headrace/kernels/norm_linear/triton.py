@@ -52,8 +52,8 @@ def _load_weight(weight_ptr, n, k, N, D: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _product(weight, scaled, rstd, bias_ptr, n, last, HAS_BIAS: tl.constexpr):
-    """[BLOCK_N], rounded to the weight's dtype as if stored. The norm's factor comes last: its own sum need not be there
-    before the product's begins."""
+    """[BLOCK_N], rounded to the weight's dtype as if stored. The norm's factor comes last: its own sum need not be
+    there before the product's begins."""
     total = tl.sum(weight.to(tl.float32) * scaled[None, :], axis=1) * rstd
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < last, other=0.0).to(tl.float32)
@@ -61,7 +61,10 @@ def _product(weight, scaled, rstd, bias_ptr, n, last, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _store_block(weight, up_weight, scaled, rstds, bias_ptr, out_ptr, n, N, M: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _store_block(
+    weight, up_weight, scaled, rstds, bias_ptr, out_ptr, n, N, M: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr
+):
     for m in tl.static_range(M):
         value = _product(weight, scaled[m], rstds[m], bias_ptr, n, N, HAS_BIAS)
         if GATED > 0:
@@ -103,7 +106,8 @@ def _norm_linear_kernel(
 
 
 def norm_linear(
-    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "", *, tile: Tile | None = None, pdl: bool = False,
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None,
+    activation: str = "", *, tile: Tile | None = None, pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `NORM_LINEAR`."""
     (rows, width), gated = x.shape, bool(activation)
@@ -114,8 +118,10 @@ def norm_linear(
     total = torch.empty((rows, width), dtype=residual.dtype, device=x.device)
     block = next_power_of_2(width)
     _norm_linear_kernel[(min(programs, ceil_div(outputs, tile.outputs)),)](
-        x, residual, norm.weight, weight, x if bias is None else bias, out, total, x.stride(0), residual.stride(0), norm.eps, norm.offset,
-        N=outputs, D=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=block, GATED=GATES[activation] if activation else 0, HAS_BIAS=bias is not None,
+        x, residual, norm.weight, weight, x if bias is None else bias, out, total, x.stride(0), residual.stride(0),
+        norm.eps, norm.offset,
+        N=outputs, D=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=block, GATED=GATES[activation] if activation else 0,
+        HAS_BIAS=bias is not None,
         EVEN=width == block and outputs % tile.outputs == 0, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )
     return out, total

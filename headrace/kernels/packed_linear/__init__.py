@@ -1,16 +1,19 @@
-"""Products with weights in packed layout, for CPUs: as they are, in 8 or in 4 bits. The layout is `layout.PackedMatrix`."""
+"""Products with weights in packed layout, for CPUs: as they are, in 8 or in 4 bits. The layout is
+`layout.PackedMatrix`."""
 
 from headrace.kernels.operation import KernelQuery, Operation
 
 PACKED_LINEAR = Operation("packed linear kernel")
-"""``packed_linear(x [T, I], weight: PackedMatrix [O, I], bias [O] | None, out_dtype=None) -> [T, O]`` in ``out_dtype``, x's
-if None; x is float32 or bfloat16.
+"""``packed_linear(x [T, I], weight: PackedMatrix [O, I], bias [O] | None, out_dtype=None) -> [T, O]`` in ``out_dtype``,
+x's if None; x is float32 or bfloat16.
 
-Sums are float32, or exact integers. Where the weight is 8 bits, each row of x is rounded to 8 bits with one scale; where it
-has groups, with a scale per 32 inputs. A solution may take x as bfloat16 instead where it has many rows, and multiplies
-rows that are float32 with an exact weight in float32."""
+Sums are float32, or exact integers. Where the weight is 8 bits, each row of x is rounded to 8 bits with one scale;
+where it has groups, with a scale per 32 inputs. A solution may take x as bfloat16 instead where it has many rows, and
+multiplies rows that are float32 with an exact weight in float32."""
 
-PACKED_LINEAR.add("reference", "headrace.kernels.packed_linear.reference:packed_linear", doc="unpacks the weight at every call")
+PACKED_LINEAR.add(
+    "reference", "headrace.kernels.packed_linear.reference:packed_linear", doc="unpacks the weight at every call"
+)
 
 
 def _reason_against(query: KernelQuery) -> str | None:
@@ -25,28 +28,46 @@ PACKED_LINEAR.add(
 )
 
 PACKED_GATED = Operation("packed gated kernel")
-"""``packed_gated(x [T, I], weight: PackedMatrix [2 * O, I], bias [2 * O] | None, activation) -> [T, O]``: the product followed
-by a gated activation, "silu" or "gelu_tanh", of its first half times its second."""
+"""``packed_gated(x [T, I], weight: PackedMatrix [2 * O, I], bias [2 * O] | None, activation) -> [T, O]``: the product
+followed by a gated activation, "silu" or "gelu_tanh", of its first half times its second."""
 
 PACKED_GATED.add("reference", "headrace.kernels.packed_linear.reference:packed_gated", doc="one after the other")
-PACKED_GATED.add("native", "headrace.kernels.packed_linear.cpu:packed_gated", supports=_reason_against, priority=10, doc="own C++: what is gated does not leave the cache")
+PACKED_GATED.add(
+    "native", "headrace.kernels.packed_linear.cpu:packed_gated", supports=_reason_against, priority=10,
+    doc="own C++: what is gated does not leave the cache"
+)
 
 PACKED_ROWS = Operation("packed rows kernel")
-"""``packed_rows(weight: PackedMatrix [O, I], rows [T] int64, dtype) -> [T, I]``: rows as plain numbers, float32 or bfloat16."""
+"""``packed_rows(weight: PackedMatrix [O, I], rows [T] int64, dtype) -> [T, I]``: rows as plain numbers, float32 or
+bfloat16."""
 
 PACKED_ROWS.add("reference", "headrace.kernels.packed_linear.layout:gather_rows", doc="plain torch")
-PACKED_ROWS.add("native", "headrace.kernels.packed_linear.cpu:packed_rows", supports=_reason_against, priority=10, doc="own C++")
+PACKED_ROWS.add(
+    "native", "headrace.kernels.packed_linear.cpu:packed_rows", supports=_reason_against, priority=10, doc="own C++"
+)
 
 WEIGHT_FORMS = Operation("weight form")
-"""``form(weight [O, I]) -> forms.StoredWeight``: ways to keep a weight that lose nothing, chosen among by measuring. The query
-has ``in_width``, ``out_width``, and ``has_rows``: 1 where the weight is an embedding too."""
+"""``form(weight [O, I]) -> forms.StoredWeight``: ways to keep a weight that lose nothing, chosen among by measuring.
+The query has ``in_width``, ``out_width``, and ``has_rows``: 1 where the weight is an embedding too."""
 
 
 def _reason_against_onednn(query: KernelQuery) -> str | None:
     return "rows cannot be looked up" if query.shape.get("has_rows") else _reason_against(query)
 
 
-WEIGHT_FORMS.add("panels", "headrace.kernels.packed_linear.forms:keep_in_panels", supports=_reason_against, priority=30, doc="for PACKED_LINEAR")
-WEIGHT_FORMS.add("plain", "headrace.kernels.packed_linear.forms:keep_plain", supports=_reason_against, priority=20, doc="torch's own GEMM")
-WEIGHT_FORMS.add("onednn", "headrace.kernels.packed_linear.forms:OnednnWeight", supports=_reason_against_onednn, priority=10, doc="torch's packed GEMM")
-WEIGHT_FORMS.add("turned", "headrace.kernels.packed_linear.forms:TurnedWeight", supports=_reason_against, doc="torch's own GEMM, turned around for few rows")
+WEIGHT_FORMS.add(
+    "panels", "headrace.kernels.packed_linear.forms:keep_in_panels", supports=_reason_against, priority=30,
+    doc="for PACKED_LINEAR"
+)
+WEIGHT_FORMS.add(
+    "plain", "headrace.kernels.packed_linear.forms:keep_plain", supports=_reason_against, priority=20,
+    doc="torch's own GEMM"
+)
+WEIGHT_FORMS.add(
+    "onednn", "headrace.kernels.packed_linear.forms:OnednnWeight", supports=_reason_against_onednn, priority=10,
+    doc="torch's packed GEMM"
+)
+WEIGHT_FORMS.add(
+    "turned", "headrace.kernels.packed_linear.forms:TurnedWeight", supports=_reason_against,
+    doc="torch's own GEMM, turned around for few rows"
+)

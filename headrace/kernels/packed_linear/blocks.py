@@ -1,8 +1,8 @@
 """Weights that lie in blocks, as GGUF files hold them, into packed layout without being expanded to plain numbers.
 
-A block is a run of inputs of one output with its own scales. What each type holds is said by ggml's ``ggml-quants``; types
-with a scale for fewer than 32 inputs, or with numbers that are no multiples of a few, are rounded to 8 bits with a scale per 32, which
-is finer than they are. n blocks, O outputs.
+A block is a run of inputs of one output with its own scales. What each type holds is said by ggml's ``ggml-quants``;
+types with a scale for fewer than 32 inputs, or with numbers that are no multiples of a few, are rounded to 8 bits with
+a scale per 32, which is finer than they are. n blocks, O outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ SUPER = 256
 CHUNK_WEIGHTS = 1 << 20
 """Taken apart by a thread at a time."""
 
-NATIVE_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "MXFP4_PAIRS")
+NATIVE_KINDS = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+    "MXFP4_PAIRS"
+)
 """Those that C++ takes apart, by its numbers."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -41,8 +44,8 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class BlockType:
-    """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins. ``fits`` says of
-    uint8 [n, num_bytes] whether float16 holds their scales, where it need not."""
+    """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins. ``fits``
+    says of uint8 [n, num_bytes] whether float16 holds their scales, where it need not."""
 
     inputs: int
     num_bytes: int
@@ -79,7 +82,9 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
     """Weights of equal inputs, stacked. Where their formats differ, all get 8 bits."""
     kinds = [BLOCK_TYPES[part.kind] for part in parts]
     form = kinds[0].format if len({kind.format for kind in kinds}) == 1 else Format.INT8_GROUP
-    packed = allocate(form, sum(part.out_width for part in parts), parts[0].in_width, has_mins=any(kind.has_mins for kind in kinds))
+    packed = allocate(
+        form, sum(part.out_width for part in parts), parts[0].in_width, has_mins=any(kind.has_mins for kind in kinds)
+    )
     ops = NATIVE.find()
     if ops is not None and all(part.kind in NATIVE_KINDS for part in parts):
         _pack_natively(ops, parts, packed)
@@ -199,7 +204,8 @@ def _read_by_gguf(name: str, blocks: torch.Tensor) -> Parts:
 
 
 ROUNDED_SIZES = {
-    "Q2_K": 84, "Q3_K": 110, "IQ1_S": 50, "IQ1_M": 56, "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110, "TQ1_0": 54, "TQ2_0": 66,
+    "Q2_K": 84, "Q3_K": 110, "IQ1_S": 50, "IQ1_M": 56, "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98,
+    "IQ3_S": 110, "TQ1_0": 54, "TQ2_0": 66,
 }
 """Bytes of 256 weights."""
 
@@ -209,11 +215,15 @@ def _read_iq4_nl(blocks: torch.Tensor) -> Parts:
 
 
 def _read_iq4_xs(blocks: torch.Tensor) -> Parts:
-    """A float16, eight scales' two high bits each, then their low nibbles, then the codes of 32 inputs after those of 32."""
+    """A float16, eight scales' two high bits each, then their low nibbles, then the codes of 32 inputs after those of
+    32."""
     shifts = torch.arange(0, 16, 2, dtype=torch.int32)
     high = (blocks[:, 2:3].int() | blocks[:, 3:4].int() << 8) >> shifts & 3
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
-    return _nibbles(blocks[:, 8:].unflatten(1, (8, 16))).flatten(1), (low.int() | high << 4).sub(32) * _half(blocks, 0), None
+    return (
+        _nibbles(blocks[:, 8:].unflatten(1, (8, 16))).flatten(1), (low.int() | high << 4).sub(32) * _half(blocks, 0),
+        None
+    )
 
 
 MOST_SCALE = 128 + 15
@@ -221,7 +231,8 @@ MOST_SCALE = 128 + 15
 
 
 def _read_mxfp4(blocks: torch.Tensor) -> Parts:
-    """E2M1 numbers, twice as large, times half of an E8M0 scale: OCP Microscaling Formats 1.0, sections 5.3 and 5.4. Scales below 2^-24 become 0."""
+    """E2M1 numbers, twice as large, times half of an E8M0 scale: OCP Microscaling Formats 1.0, sections 5.3 and 5.4.
+    Scales below 2^-24 become 0."""
     return _nibbles(blocks[:, 1:]), torch.exp2(blocks[:, :1].float() - 128), None
 
 
@@ -247,6 +258,10 @@ BLOCK_TYPES = {
     "IQ4_XS": BlockType(SUPER, 136, Format.IQ4_GROUP, _read_iq4_xs),
     "MXFP4": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4, fits=_has_small_scales),
     "MXFP4_PAIRS": BlockType(32, 17, Format.E2M1_GROUP, _read_mxfp4_pairs, fits=_has_small_scales),
-    **{name: BlockType(SUPER, size, Format.INT8_GROUP, partial(_read_by_gguf, name)) for name, size in ROUNDED_SIZES.items()},
+    **{
+        name: BlockType(SUPER, size, Format.INT8_GROUP, partial(_read_by_gguf, name)) for name,
+        size in ROUNDED_SIZES.items()
+    },
 }
-"""By ggml's names. In MXFP4_PAIRS, which is none of them, two neighbours share a byte, as in checkpoints of transformers."""
+"""By ggml's names. In MXFP4_PAIRS, which is none of them, two neighbours share a byte, as in checkpoints of
+transformers."""

@@ -1,6 +1,7 @@
 """Which form serves a weight best: measured once for each shape on this machine, then remembered in a file.
 
-Refuses: measuring while requests run; a shape whose turn comes when the time for measuring is up gets the form of highest priority.
+Refuses: measuring while requests run; a shape whose turn comes when the time for measuring is up gets the form of
+highest priority.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ REPEATS = 3
 BUDGET_S = 0.5
 NATIVE_FORM = "panels"
 JOINED_COST = 0.75
-"""A decode step of weights in this form is one call of one kernel (`kernels/decoder_layers`), which measuring single products
-does not show: in bfloat16 on AMX 17.7 ms a token became some 10."""
+"""A decode step of weights in this form is one call of one kernel (`kernels/decoder_layers`), which measuring single
+products does not show: in bfloat16 on AMX 17.7 ms a token became some 10."""
 
 
 class FormChoice:
@@ -80,7 +81,10 @@ def describe_machine() -> str:
     """All that a measured choice depends on but the shape."""
     state = native.state()
     kernels = f"{state.detail} {describe_sources()}" if state.status == "ready" else state.status
-    return f"{torch.cpu.get_capabilities().get('cpu_name', '?')}, {torch.get_num_threads()} threads, torch {torch.__version__}, {kernels}"
+    return (
+        f"{torch.cpu.get_capabilities().get('cpu_name', '?')}, {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}, {kernels}"
+    )
 
 
 @torch.no_grad()

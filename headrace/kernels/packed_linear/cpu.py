@@ -10,12 +10,16 @@ from headrace.kernels.packed_linear import reference
 from headrace.kernels.packed_linear.layout import PANEL, PackedMatrix, gather_rows
 
 
-def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See `PACKED_LINEAR`."""
     ops = NATIVE.find()
     if ops is None:
         return reference.packed_linear(x, weight, bias, out_dtype)
-    out = ops.packed_linear(x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, out_dtype is torch.float32)
+    out = ops.packed_linear(
+        x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, out_dtype is torch.float32
+    )
     return out if out_dtype is None or out.dtype == out_dtype else out.to(out_dtype)
 
 
@@ -24,7 +28,9 @@ def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | Non
     ops = NATIVE.find()
     if ops is None or weight.out_width % (2 * PANEL):
         return cpu.GATED[activation](packed_linear(x, weight, bias))
-    return ops.packed_gated(x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, cpu.NUMBERS[activation])
+    return ops.packed_gated(
+        x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, cpu.NUMBERS[activation]
+    )
 
 
 def packed_rows(weight: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -33,4 +39,7 @@ def packed_rows(weight: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) ->
     if ops is None:
         return gather_rows(weight, rows, dtype)
     out_width, in_width = weight.shape
-    return ops.packed_rows(rows.contiguous(), weight.words, weight.scales, weight.mins, weight.number, out_width, in_width, dtype is torch.bfloat16)
+    return ops.packed_rows(
+        rows.contiguous(), weight.words, weight.scales, weight.mins, weight.number, out_width, in_width,
+        dtype is torch.bfloat16
+    )

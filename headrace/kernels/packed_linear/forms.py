@@ -27,7 +27,9 @@ class StoredWeight(Protocol):
     shape: tuple[int, int]
     num_bytes: int
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """``x [T, I] -> [T, O]`` in ``out_dtype``, x's if None."""
 
     def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
@@ -46,9 +48,13 @@ class PanelWeight:
     def __init__(self, matrix: PackedMatrix):
         self.matrix, self.shape, self.num_bytes = matrix, matrix.shape, matrix.num_bytes
         query = KernelQuery("cpu", "float32")
-        self._linear, self._gated, self._rows = PACKED_LINEAR.choose(query), PACKED_GATED.choose(query), PACKED_ROWS.choose(query)
+        self._linear, self._gated, self._rows = (
+            PACKED_LINEAR.choose(query), PACKED_GATED.choose(query), PACKED_ROWS.choose(query)
+        )
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         return self._linear(x, self.matrix, bias, out_dtype)
 
     def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
@@ -65,9 +71,13 @@ class TurnedWeight:
     """As it is, multiplied from the left where there are at most ``most_turned`` rows; see `StoredWeight`."""
 
     def __init__(self, weight: torch.Tensor, most_turned: int = MOST_TURNED_ROWS):
-        self._weight, self.shape, self.num_bytes, self._most_turned = weight, tuple(weight.shape), weight.nbytes, most_turned
+        self._weight, self.shape, self.num_bytes, self._most_turned = (
+            weight, tuple(weight.shape), weight.nbytes, most_turned
+        )
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         if x.shape[0] > self._most_turned:
             out = F.linear(x, self._weight, bias)
         else:
@@ -92,7 +102,9 @@ class OnednnWeight:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         self.shape, self.num_bytes = tuple(weight.shape), weight.nbytes
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "").to(out_dtype or x.dtype)
 
     def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
@@ -112,7 +124,9 @@ def keep_plain(weight: torch.Tensor) -> TurnedWeight:
 
 def keep_in_panels(weight: torch.Tensor) -> PanelWeight:
     """A weight in packed layout; float32 that bfloat16 holds exactly, as bfloat16."""
-    return PanelWeight(pack_floats(weight.bfloat16() if weight.dtype == torch.float32 and fits_bfloat16(weight) else weight))
+    return PanelWeight(
+        pack_floats(weight.bfloat16() if weight.dtype == torch.float32 and fits_bfloat16(weight) else weight)
+    )
 
 
 def fits_bfloat16(weight: torch.Tensor) -> bool:

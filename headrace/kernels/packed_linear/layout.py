@@ -1,8 +1,8 @@
 """How weights lie in memory for packed products, and the ways into and out of that layout.
 
-A weight [O, I] is cut into panels of 16 outputs; a panel holds 32-bit words [W, 16], word w of all its outputs side by side,
-so that a product reads memory once and in order. What a word holds is said at `Format`; inputs are padded to 64, outputs
-to 16. O outputs, I inputs, P panels, W words, G groups of 32 inputs, T tokens.
+A weight [O, I] is cut into panels of 16 outputs; a panel holds 32-bit words [W, 16], word w of all its outputs side by
+side, so that a product reads memory once and in order. What a word holds is said at `Format`; inputs are padded to 64,
+outputs to 16. O outputs, I inputs, P panels, W words, G groups of 32 inputs, T tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Format(Enum):
     """The value is the kernels' number; ``per_word`` inputs share a word.
 
     ``int8`` has a scale per output; the group formats a float16 scale and min per output and group: code * scale + min.
-    Byte j of a word of nibbles has input j in its low half and input j + 4 in its high half. They are codes themselves, or looked
-    up in `TABLES`, and have no mins then."""
+    Byte j of a word of nibbles has input j in its low half and input j + 4 in its high half. They are codes themselves,
+    or looked up in `TABLES`, and have no mins then."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -55,15 +55,18 @@ class Format(Enum):
 
 TABLES = {
     Format.E2M1_GROUP: torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8),
-    Format.IQ4_GROUP: torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8),
+    Format.IQ4_GROUP: torch.tensor(
+        [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8
+    ),
 }
-"""The codes of nibbles: twice an E2M1 number (OCP Microscaling Formats 1.0, section 5.3.3), and those of ggml's IQ4_NL."""
+"""The codes of nibbles: twice an E2M1 number (OCP Microscaling Formats 1.0, section 5.3.3), and those of ggml's
+IQ4_NL."""
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A weight [O, I]: ``words`` [P, W, 16] int32; ``scales`` [P * 16] float32 for int8, [P, G, 16] float16 for the group
-    formats; ``mins`` like these, or None for zeros. ``number`` is the format's."""
+    """A weight [O, I]: ``words`` [P, W, 16] int32; ``scales`` [P * 16] float32 for int8, [P, G, 16] float16 for the
+    group formats; ``mins`` like these, or None for zeros. ``number`` is the format's."""
 
     format: Format
     out_width: int
@@ -97,7 +100,9 @@ def pad_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def allocate(form: Format, out_width: int, in_width: int, *, has_mins: bool = True, is_blank: bool = True) -> PackedMatrix:
+def allocate(
+    form: Format, out_width: int, in_width: int, *, has_mins: bool = True, is_blank: bool = True
+) -> PackedMatrix:
     """A matrix of zeros, or of anything if it need not be blank."""
     make = torch.zeros if is_blank else torch.empty
     panels, padded = pad_up(out_width, PANEL) // PANEL, pad_up(in_width, PAD)
@@ -123,8 +128,8 @@ def pack_floats(weight: torch.Tensor) -> PackedMatrix:
 
 
 def pack_natively(form: Format, weight: torch.Tensor) -> PackedMatrix | None:
-    """A plain weight in a format; codes of the groups of 8 bits have no mins. None while there are no kernels, or for a weight that
-    these do not take."""
+    """A plain weight in a format; codes of the groups of 8 bits have no mins. None while there are no kernels, or for a
+    weight that these do not take."""
     ops = NATIVE.find()
     if ops is None or weight.dtype not in NATIVE_TYPES or weight.stride(-1) != 1 or weight.device.type != "cpu":
         return None
@@ -146,12 +151,14 @@ def chunk_rows(in_width: int) -> int:
 
 
 def put_words(packed: PackedMatrix, at: int, words: torch.Tensor) -> None:
-    """Store ``words`` [n, W] as rows from ``at`` on, a multiple of 16. Rows up to the next multiple of 16 become zero."""
+    """Store ``words`` [n, W] as rows from ``at`` on, a multiple of 16. Rows up to the next multiple of 16 become
+    zero."""
     _by_panel(packed.words, at, words)
 
 
 def put_codes(packed: PackedMatrix, at: int, codes: torch.Tensor) -> None:
-    """Store integer ``codes`` [n, I] as rows from ``at`` on: int8, or uint8 below 16, not looked up, where a word holds nibbles."""
+    """Store integer ``codes`` [n, I] as rows from ``at`` on: int8, or uint8 below 16, not looked up, where a word holds
+    nibbles."""
     codes = F.pad(codes, (0, -codes.shape[1] % PAD))
     if packed.format.has_nibbles:
         halves = codes.view(codes.shape[0], -1, 2, 4)

@@ -1,5 +1,5 @@
-"""Plain weights to 8 and 4 bits, in packed layout: 8 symmetric ones with a scale per output or per 32 inputs, 4 with a scale and
-a min per 32 inputs. Own C++ makes the same of them, to the last bit, as plain torch does."""
+"""Plain weights to 8 and 4 bits, in packed layout: 8 symmetric ones with a scale per output or per 32 inputs, 4 with a
+scale and a min per 32 inputs. Own C++ makes the same of them, to the last bit, as plain torch does."""
 
 from __future__ import annotations
 
@@ -85,13 +85,16 @@ def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
             best = loss, codes, scale, least
         else:
             is_better = loss < best[0]
-            best = tuple(torch.where(is_better, new, old) for new, old in zip((loss, codes, scale, least), best, strict=True))
+            best = tuple(
+                torch.where(is_better, new, old) for new, old in zip((loss, codes, scale, least), best, strict=True)
+            )
     _, codes, scale, least = best
     return codes.to(torch.uint8).flatten(1)[:, : values.shape[1]], scale.squeeze(2), least.squeeze(2)
 
 
 def _add_halves(values: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension, a power of two, in an order that is told: halves are added until one value is left."""
+    """The sum over the last dimension, a power of two, in an order that is told: halves are added until one value is
+    left."""
     while values.shape[-1] > 1:
         values = torch.add(*values.chunk(2, dim=-1))
     return values

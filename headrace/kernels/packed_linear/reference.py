@@ -9,7 +9,9 @@ from headrace.kernels.linear.reference import ACTIVATIONS
 from headrace.kernels.packed_linear.layout import GROUP, Format, PackedMatrix, unpack
 
 
-def packed_linear(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See `PACKED_LINEAR`."""
     values = x.float()
     if weight.format is Format.INT8:

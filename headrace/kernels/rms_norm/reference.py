@@ -14,7 +14,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
     return F.rms_norm(x.float(), weight.shape, scale, eps).to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ADD_RMS_NORM`; writes the new residual in place."""
     residual.add_(x if x.dim() == 2 else x.sum(0).to(residual.dtype))
     return rms_norm(residual, weight, eps, offset), residual

@@ -51,14 +51,17 @@ def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, *, pdl: bool = False) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, *, pdl: bool = False
+) -> torch.Tensor:
     """See `RMS_NORM`."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = next_power_of_2(width)
     if rows:
         _rms_norm_kernel[(rows,)](
-            x, weight, out, x.stride(0), eps, offset, D=width, BLOCK=block, PDL=pdl, num_warps=_warps(block), launch_pdl=pdl
+            x, weight, out, x.stride(0), eps, offset, D=width, BLOCK=block, PDL=pdl, num_warps=_warps(block),
+            launch_pdl=pdl
         )
     return out
 
@@ -73,7 +76,8 @@ def add_rms_norm(
     if rows:
         _add_rms_norm_kernel[(rows,)](
             x, residual, weight, out, x.stride(-2), x.stride(0), residual.stride(0), eps, offset,
-            D=width, BLOCK=block, SPLITS=1 if x.dim() == 2 else len(x), PDL=pdl, num_warps=_warps(block), launch_pdl=pdl,
+            D=width, BLOCK=block, SPLITS=1 if x.dim() == 2 else len(x), PDL=pdl, num_warps=_warps(block),
+            launch_pdl=pdl,
         )
     return out, residual
 

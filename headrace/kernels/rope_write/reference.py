@@ -1,4 +1,5 @@
-"""Norm, rotation and page write in plain torch: the oracle and the fallback. T tokens, H heads, K kv heads, E head dim."""
+"""Norm, rotation and page write in plain torch: the oracle and the fallback. T tokens, H heads, K kv heads, E head
+dim."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from headrace.kernels.rope_write import HeadShape
 
 
 def rope_write(
-    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor,
+    k_pages: torch.Tensor, v_pages: torch.Tensor,
     *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, **shape: Unpack[HeadShape],
 ) -> torch.Tensor:
     """See `ROPE_WRITE`. Su et al., arXiv:2104.09864; norms and rotation are computed in float32."""
@@ -45,9 +47,14 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, interleaved:
     """Rotate the first ``rotary_dim`` dims of [T, heads, E] by ``cos_sin`` [T, rotary_dim]; float32, a new tensor."""
     half = rotary_dim // 2
     cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
-    first, second = (x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]) if interleaved else (x[..., :half], x[..., half:rotary_dim])
+    first, second = (
+        (x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]) if interleaved else (x[..., :half], x[..., half:rotary_dim])
+    )
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    out_first, out_second = (out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2]) if interleaved else (out[..., :half], out[..., half:rotary_dim])
+    out_first, out_second = (
+        (out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2]) if interleaved
+        else (out[..., :half], out[..., half:rotary_dim])
+    )
     torch.sub(first * cos, second * sin, out=out_first)
     torch.add(second * cos, first * sin, out=out_second)
     if rotary_dim < x.shape[-1]:

@@ -55,8 +55,10 @@ def _store_tile(x, dim, inside, q_row, k_row, v_row, is_q, is_k, is_v):
 def _rope_write_kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr,
     qkv_stride, page_stride_k, page_stride_v, norm_eps, norm_offset,
-    PAGE: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr, FULL: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, FULL: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
@@ -112,7 +114,8 @@ def _rope_write_kernel(
 
 
 def _launch(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], pages: tuple[torch.Tensor, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
+    pages: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor | None, torch.Tensor | None], shape: HeadShape, *, pdl: bool,
 ) -> torch.Tensor:
     (qkv, positions, cos_sin, slots), (k_pages, v_pages), (q_norm, k_norm) = inputs, pages, norms
@@ -125,15 +128,18 @@ def _launch(
             qkv, positions, qkv if cos_sin is None else cos_sin, slots, q, k_pages, v_pages,
             q_norm if has_norm else qkv, k_norm if has_norm else qkv,
             qkv.stride(0), k_pages.stride(0), v_pages.stride(0), shape["norm_eps"], shape["norm_offset"],
-            PAGE=k_pages.shape[1], H=num_heads, K=num_kv_heads, E=head_dim, ROTARY=rotary_dim, INTERLEAVED=shape["interleaved"],
-            NORM=has_norm, FULL=has_norm and q_norm.shape[0] > head_dim, HEADS=HEADS_AT_ONCE, BLOCK_HALF=next_power_of_2(max(1, rotary_dim // 2)),
+            PAGE=k_pages.shape[1], H=num_heads, K=num_kv_heads, E=head_dim, ROTARY=rotary_dim,
+            INTERLEAVED=shape["interleaved"],
+            NORM=has_norm, FULL=has_norm and q_norm.shape[0] > head_dim, HEADS=HEADS_AT_ONCE,
+            BLOCK_HALF=next_power_of_2(max(1, rotary_dim // 2)),
             BLOCK_REST=next_power_of_2(max(1, head_dim - rotary_dim)), PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
     return q
 
 
 def rope_write(
-    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor,
+    k_pages: torch.Tensor, v_pages: torch.Tensor,
     *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, **shape: Unpack[HeadShape],
 ) -> torch.Tensor:
     """See `ROPE_WRITE`."""
@@ -141,7 +147,8 @@ def rope_write(
 
 
 def rope_write_pdl(
-    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor,
+    k_pages: torch.Tensor, v_pages: torch.Tensor,
     *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, **shape: Unpack[HeadShape],
 ) -> torch.Tensor:
     """See `ROPE_WRITE`; with programmatic dependent launch."""

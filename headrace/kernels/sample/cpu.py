@@ -14,7 +14,9 @@ def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     if ops is None:
         return reference.sample(logits, params)
     ids = torch.empty(len(logits), dtype=torch.int64)
-    ops.draw_tokens(logits, params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position, ids)
+    ops.draw_tokens(
+        logits, params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position, ids
+    )
     return ids
 
 
@@ -26,7 +28,9 @@ def find_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, ids
 
 
-def mask_best(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def mask_best(
+    logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `reference.mask_best`."""
     if NATIVE.find() is None:
         return reference.mask_best(logits, masks, mask_of_row)

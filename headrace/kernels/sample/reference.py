@@ -17,17 +17,21 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_A = 0xBF58476D1CE4E5B9 - 2**64
 MIX_B = 0x94D049BB133111EB - 2**64
 HEAD = 1024
-"""So many of the likeliest tokens mostly hold all that top-p keeps; sorting a whole vocabulary takes ten times longer."""
+"""So many of the likeliest tokens mostly hold all that top-p keeps; sorting a whole vocabulary takes ten times
+longer."""
 
 SLICE_NUMEL = 2**23
 """Logits worked on at a time; bounds the float64 temporaries to some 200 MB."""
 
 
-def compose(find_best: Callable[..., Any], mask_best: Callable[..., Any], sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def compose(
+    find_best: Callable[..., Any], mask_best: Callable[..., Any], sample: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
     """`DRAW` of its parts: see `find_best`, `mask_best` and `sample`."""
 
     def draw(
-        logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: DrawParams | None = None, masks: torch.Tensor | None = None,
+        logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: DrawParams | None = None,
+        masks: torch.Tensor | None = None,
         mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if masks is None:
@@ -45,13 +49,19 @@ def compose(find_best: Callable[..., Any], mask_best: Callable[..., Any], sample
     return draw
 
 
-def mask_best(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask the logits in place; the rows' greatest logits before [S] and after [S], and the tokens of the latter [S]. Goes
-    by bytes: the bits of a little-endian word come in the order of its bytes."""
+def mask_best(
+    logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mask the logits in place; the rows' greatest logits before [S] and after [S], and the tokens of the latter [S].
+    Goes by bytes: the bits of a little-endian word come in the order of its bytes."""
     raw = logits.amax(dim=1)
-    bits = torch.arange(256, device=logits.device).unsqueeze(1).bitwise_right_shift(torch.arange(8, device=logits.device)).bitwise_and(1)
+    bits = torch.arange(256, device=logits.device).unsqueeze(1).bitwise_right_shift(
+        torch.arange(8, device=logits.device)
+    ).bitwise_and(1)
     own = masks.index_select(0, mask_of_row.clamp(min=0))
-    is_forbidden = (bits == 0).index_select(0, own.view(torch.uint8).flatten().int()).view(len(own), -1)[:, : logits.shape[1]]
+    is_forbidden = (bits == 0).index_select(
+        0, own.view(torch.uint8).flatten().int()
+    ).view(len(own), -1)[:, : logits.shape[1]]
     logits.masked_fill_(is_forbidden & (mask_of_row >= 0).unsqueeze(1), -torch.inf)
     return raw, *find_best(logits)
 

@@ -1,8 +1,9 @@
 """Drawing without sorting: cuts are found by searching for the threshold that a row's kept logits exceed.
 
-S sampled rows, V vocabulary. One program a row reads its logits (from the second-level cache) a few times, gathers those that
-a cut can fall on, and searches among these; where they are too many, which takes a flat distribution, in the whole row. The
-draw inverts the cumulative distribution in token order at the reference's own uniform number, so both draw alike.
+S sampled rows, V vocabulary. One program a row reads its logits (from the second-level cache) a few times, gathers
+those that a cut can fall on, and searches among these; where they are too many, which takes a flat distribution, in the
+whole row. The draw inverts the cumulative distribution in token order at the reference's own uniform number, so both
+draw alike.
 """
 
 import torch
@@ -15,12 +16,13 @@ from headrace.kernels.sample import DrawParams
 
 BLOCK = 8192
 MAX_REGISTERS = 64
-"""Of a thread that draws: a processor then holds two rows. The kernel would take 103, and two fifths more time for 256 rows."""
+"""Of a thread that draws: a processor then holds two rows. The kernel would take 103, and two fifths more time for 256
+rows."""
 LOWEST = tl.constexpr(-104.0)  # exp of anything lower is 0 in float32: such a token is never drawn
 FORBIDDEN = tl.constexpr(-1.0e30)  # what -inf counts as in a division, which takes three times as long for infinities
 DEEP, DEEPER = tl.constexpr(9.0), tl.constexpr(4.0)
-"""How far below the best a cut is looked for first, and how much deeper or less deep then. Of two real models (49 k and 262 k
-words) at temperature 1, at most 6,800 tokens lie above the first, with 0.91 to 0.99 of the probability."""
+"""How far below the best a cut is looked for first, and how much deeper or less deep then. Of two real models (49 k and
+262 k words) at temperature 1, at most 6,800 tokens lie above the first, with 0.91 to 0.99 of the probability."""
 SEARCH_STEPS = tl.constexpr(16)  # 104 / 4**16 is below the spacing of float32 at the depths that matter
 NEGATIVE = tl.constexpr(-float("inf"))
 NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(sample.NOT_FINITE), tl.constexpr(sample.NOTHING_ALLOWED)
@@ -28,7 +30,8 @@ NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(sample.NOT_FINITE), tl.constexpr(samp
 
 @triton.jit
 def _scaled(row_ptr, at, V, temperature, best, BLOCK: tl.constexpr):
-    """Logits over temperature, less the row's largest; no number above `LOWEST` beyond the vocabulary or where one is -inf."""
+    """Logits over temperature, less the row's largest; no number above `LOWEST` beyond the vocabulary or where one is
+    -inf."""
     index = at + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + index, mask=index < V, other=FORBIDDEN)
     return tl.math.div_rn(tl.maximum(x, FORBIDDEN), temperature) - best
@@ -50,7 +53,8 @@ def _above(row_ptr, V, temperature, best, low, a, b, c, MASS: tl.constexpr, BLOC
 @triton.jit
 def _find_threshold(row_ptr, V, temperature, best, low, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest t such that every logit y > t is kept and none below is. A logit is kept while what lies above it (a
-    count, or MASS) is less than ``limit``; that falls as y grows, so [t, high] is cut in four until nothing is between."""
+    count, or MASS) is less than ``limit``; that falls as y grows, so [t, high] is cut in four until nothing is
+    between."""
     lowest_a, _, _ = _above(row_ptr, V, temperature, best, low, low, low, low, MASS, BLOCK)
     t, high = low, tl.full((), 0.0, tl.float32)
     step = tl.where(lowest_a < limit, SEARCH_STEPS, 0)
@@ -67,7 +71,8 @@ def _find_threshold(row_ptr, V, temperature, best, low, limit, MASS: tl.constexp
 
 @triton.jit
 def _kept_mass(row_ptr, V, temperature, best, low, top_k, BLOCK: tl.constexpr):
-    """Probability mass above ``low``, of ``top_k`` tokens when top_k > 0: of those tied for the last place only so many."""
+    """Probability mass above ``low``, of ``top_k`` tokens when top_k > 0: of those tied for the last place only so
+    many."""
     mass, count, last = 0.0, 0.0, tl.full((), 0.0, tl.float32)
     for at in range(0, V, BLOCK):
         y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
@@ -131,7 +136,9 @@ def _mask(row_ptr, mask_ptr, V, BLOCK: tl.constexpr):
     for at in range(0, V, BLOCK):
         index = at + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + index, mask=index < V, other=NEGATIVE)
-        best, is_broken = tl.maximum(best, tl.max(x, axis=0)), tl.maximum(is_broken, tl.max((x != x).to(tl.int32), axis=0))
+        best, is_broken = (
+            tl.maximum(best, tl.max(x, axis=0)), tl.maximum(is_broken, tl.max((x != x).to(tl.int32), axis=0))
+        )
         word = tl.load(mask_ptr + index // 32, mask=index < V, other=-1)
         tl.store(row_ptr + index, NEGATIVE, mask=((word >> (index % 32)) & 1) == 0)
     return tl.where(is_broken > 0, float("nan"), best)
@@ -154,8 +161,8 @@ def _look(row_ptr, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gather(row_ptr, V, temperature, best, low, floor, values_ptr, ids_ptr, BLOCK: tl.constexpr):
-    """Write what lies above ``floor``, which is not below ``low``, and its tokens, in their order, as far as there is room,
-    and nothing likely into what is left of it. How many these are, their mass, and that of all above ``low``."""
+    """Write what lies above ``floor``, which is not below ``low``, and its tokens, in their order, as far as there is
+    room, and nothing likely into what is left of it. How many these are, their mass, and that of all above ``low``."""
     count, mass, total = 0, 0.0, 0.0
     tl.store(values_ptr + tl.arange(0, BLOCK), tl.full((BLOCK,), FORBIDDEN, tl.float32))
     tl.debug_barrier()
@@ -178,8 +185,8 @@ def _gather(row_ptr, V, temperature, best, low, floor, values_ptr, ids_ptr, BLOC
 
 @triton.jit
 def _narrow(row_ptr, V, temperature, best, low, top_k, top_p, values_ptr, ids_ptr, BLOCK: tl.constexpr):
-    """Gather what the cuts can fall on. Whether that is what was gathered: not so where it is too much, or takes more guesses;
-    and the mass above ``low``."""
+    """Gather what the cuts can fall on. Whether that is what was gathered: not so where it is too much, or takes more
+    guesses; and the mass above ``low``."""
     total, is_found, guess = 0.0, tl.full((), 0, tl.int1), 0
     floor = tl.full((), 0.0, tl.float32) - DEEP
     while guess < 2:
@@ -194,20 +201,25 @@ def _narrow(row_ptr, V, temperature, best, low, top_k, top_p, values_ptr, ids_pt
 
 
 COLUMNS = [
-    "drawn_ptr", "rows_ptr", "last_token_ptr", "ids_ptr", "masks_ptr", "mask_of_row_ptr", "before_ptr", "temperature_ptr", "top_k_ptr",
+    "drawn_ptr", "rows_ptr", "last_token_ptr", "ids_ptr", "masks_ptr", "mask_of_row_ptr", "before_ptr",
+    "temperature_ptr", "top_k_ptr",
     "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr",
 ]
-"""They lie wherever a step's upload has them: as constants of the kernel their alignments would be a dozen kernels, each
-compiled while a request waits."""
+"""They lie wherever a step's upload has them: as constants of the kernel their alignments would be a dozen kernels,
+each compiled while a request waits."""
 
 
-@triton.jit(do_not_specialize=["num_words", "has_masks", "has_before", "has_params"], do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(
+    do_not_specialize=["num_words", "has_masks", "has_before", "has_params"], do_not_specialize_on_alignment=COLUMNS
+)
 def _draw_kernel(
     logits_ptr, drawn_ptr, rows_ptr, last_token_ptr, values_ptr, ids_ptr, masks_ptr, mask_of_row_ptr, before_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, V, num_words, has_masks, has_before, has_params,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, V, num_words, has_masks,
+    has_before, has_params,
     BLOCK: tl.constexpr,
 ):
-    """What was not asked for is found out at run time, a branch for each row: one kernel, compiled before the first request."""
+    """What was not asked for is found out at run time, a branch for each row: one kernel, compiled before the first
+    request."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     place = tl.load(mask_of_row_ptr + row, mask=has_masks != 0, other=-1).to(tl.int64)
@@ -225,7 +237,9 @@ def _draw_kernel(
     temperature = tl.load(temperature_ptr + row, mask=has_params != 0, other=0.0).to(tl.float32)
     if (temperature > 0) & (greatest_left > NEGATIVE):
         best = tl.math.div_rn(greatest_left, temperature)
-        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row).to(tl.float32), tl.load(min_p_ptr + row)
+        top_k, top_p, min_p = (
+            tl.load(top_k_ptr + row), tl.load(top_p_ptr + row).to(tl.float32), tl.load(min_p_ptr + row)
+        )
         low = tl.full((), LOWEST, tl.float32)
         if min_p > 0:
             # kept are y >= log(min_p); the rest of the search keeps y > low, so low is the next float below
@@ -250,15 +264,20 @@ def _draw_kernel(
         if is_gathered:
             token = tl.load(ids_ptr + token).to(tl.int64)
     tl.store(drawn_ptr + row, token)
-    tl.store(drawn_ptr + tl.num_programs(0) + row, tl.where(is_broken, NOT_FINITE, tl.where(is_empty, NOTHING_ALLOWED, 0)).to(tl.int64))
+    tl.store(
+        drawn_ptr + tl.num_programs(0) + row,
+        tl.where(is_broken, NOT_FINITE, tl.where(is_empty, NOTHING_ALLOWED, 0)).to(tl.int64)
+    )
     tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
 
 
 def draw(
-    logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: DrawParams | None = None, masks: torch.Tensor | None = None,
+    logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: DrawParams | None = None,
+    masks: torch.Tensor | None = None,
     mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `headrace.kernels.sample.DRAW`. A row is one program; where the likeliest tokens are all that is asked, several."""
+    """See `headrace.kernels.sample.DRAW`. A row is one program; where the likeliest tokens are all that is asked,
+    several."""
     if params is None and masks is None and before is None:
         return keep_best(logits, rows, last_token)
     num_rows, vocab_size = logits.shape
@@ -272,9 +291,12 @@ def draw(
     if params is not None:
         columns = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
     _draw_kernel[(num_rows,)](
-        logits, drawn, rows, last_token, values, ids, words if masks is None else masks, words if mask_of_row is None else mask_of_row,
-        logits if before is None else before, *columns, logits.stride(0), vocab_size, 0 if masks is None else masks.shape[1],
-        int(masks is not None), int(before is not None), int(params is not None), BLOCK=BLOCK, num_warps=16, maxnreg=MAX_REGISTERS,
+        logits, drawn, rows, last_token, values, ids, words if masks is None else masks,
+        words if mask_of_row is None else mask_of_row,
+        logits if before is None else before, *columns, logits.stride(0), vocab_size,
+        0 if masks is None else masks.shape[1],
+        int(masks is not None), int(before is not None), int(params is not None), BLOCK=BLOCK, num_warps=16,
+        maxnreg=MAX_REGISTERS,
     )
     return drawn
 
@@ -312,7 +334,8 @@ def _best_of_part(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.cons
 
 @triton.jit
 def _best_of_parts(
-    part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, rows_ptr, last_token_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, rows_ptr, last_token_ptr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr,
 ):
     """Values and ids; when KEEP, ``ids_ptr`` [2, B] gets ids and states, and the rows' last tokens are set."""
     row = tl.program_id(0)
@@ -332,7 +355,9 @@ def _search_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dic
     part_values = torch.empty((num_rows, parts), dtype=torch.float32, device=logits.device)
     part_ids = torch.empty((num_rows, parts), dtype=torch.int32, device=logits.device)
     if num_rows:
-        _best_of_part[(num_rows, parts)](logits, part_values, part_ids, logits.stride(0), vocab_size, PARTS=parts, BLOCK=BLOCK, num_warps=8)
+        _best_of_part[(num_rows, parts)](
+            logits, part_values, part_ids, logits.stride(0), vocab_size, PARTS=parts, BLOCK=BLOCK, num_warps=8
+        )
     return part_values, part_ids, {"PARTS": parts, "BLOCK": 1 << (parts - 1).bit_length(), "num_warps": 1}
 
 
@@ -351,5 +376,7 @@ def keep_best(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor
     part_values, part_ids, shape = _search_parts(logits)
     drawn = torch.empty((2, logits.shape[0]), dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
-        _best_of_parts[(logits.shape[0],)](part_values, part_ids, part_values, drawn, rows, last_token, KEEP=True, **shape)
+        _best_of_parts[(logits.shape[0],)](
+            part_values, part_ids, part_values, drawn, rows, last_token, KEEP=True, **shape
+        )
     return drawn

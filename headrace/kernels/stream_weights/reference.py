@@ -13,7 +13,10 @@ def stream_weights(
     """See `STREAM_WEIGHTS`."""
     streams = math.isqrt(raw.shape[1] + 1) - 1  # (2 + S) S = (S + 1)^2 - 1
     sizes = (streams, streams, streams * streams)
-    pre, post, mix = (part * scale[i] + own for i, (part, own) in enumerate(zip(raw.split(sizes, dim=-1), base.split(sizes), strict=True)))
+    pre, post, mix = (
+        part * scale[i] + own for i,
+        (part, own) in enumerate(zip(raw.split(sizes, dim=-1), base.split(sizes), strict=True))
+    )
     mix = torch.softmax(mix.unflatten(-1, (streams, streams)), dim=-1) + eps
     return torch.sigmoid(pre) + eps, 2 * torch.sigmoid(post), balance(mix, iterations, eps)
 

@@ -3,7 +3,9 @@
 from headrace.layers.attention import support
 from headrace.layers.attention.contract import ATTENTION_BACKENDS
 
-ATTENTION_BACKENDS.add("reference", "headrace.layers.attention.reference:ReferenceAttention", doc="plain torch, any device and geometry")
+ATTENTION_BACKENDS.add(
+    "reference", "headrace.layers.attention.reference:ReferenceAttention", doc="plain torch, any device and geometry"
+)
 ATTENTION_BACKENDS.add(
     "cpu", "headrace.layers.attention.cpu:CpuAttention", supports=support.reason_against_cpu, priority=10,
     doc="own C++ kernels, compiled at first use; plain torch until then",
@@ -13,7 +15,8 @@ ATTENTION_BACKENDS.add(
     doc="own kernels: any geometry on a GPU",
 )
 ATTENTION_BACKENDS.add(
-    "triton_pdl", "headrace.layers.attention.triton:DependentLaunchTritonAttention", supports=support.reason_against_dependent_launch,
+    "triton_pdl", "headrace.layers.attention.triton:DependentLaunchTritonAttention",
+    supports=support.reason_against_dependent_launch,
     priority=5, doc="the same with programmatic dependent launch",
 )
 ATTENTION_BACKENDS.add(
@@ -21,6 +24,7 @@ ATTENTION_BACKENDS.add(
     doc="cuDNN's paged attention; needs nvidia-cudnn-frontend",
 )
 ATTENTION_BACKENDS.add(
-    "flashinfer", "headrace.layers.attention.flashinfer:FlashinferAttention", supports=support.reason_against_flashinfer,
+    "flashinfer", "headrace.layers.attention.flashinfer:FlashinferAttention",
+    supports=support.reason_against_flashinfer,
     priority=1, doc="flashinfer's prefill, on request; needs flashinfer-python, and nvcc to compile it",
 )

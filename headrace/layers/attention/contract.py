@@ -37,9 +37,9 @@ class AttentionGeometry:
 
 @dataclass(slots=True)
 class KvPages:
-    """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous but for values that are
-    in the keys. Where a cache's type is int8, both hold codes in an order of their own, and ``scales`` [P, 2, K, page_size]
-    float32 what they are multiplied with (`headrace.kernels.codes`)."""
+    """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous but for values
+    that are in the keys. Where a cache's type is int8, both hold codes in an order of their own, and ``scales`` [P, 2,
+    K, page_size] float32 what they are multiplied with (`headrace.kernels.codes`)."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -109,9 +109,9 @@ class AttentionBackend(Protocol):
 
 
 class CacheReader(Protocol):
-    """Stands where a backend does for a kind of cache that layers read on their own: works out once a step, for all layers
-    of a group, what they share. Its layers know it by its class. ``preferred_page_size`` is taken unless the user wants
-    another; a size it cannot have raises `ConfigError`."""
+    """Stands where a backend does for a kind of cache that layers read on their own: works out once a step, for all
+    layers of a group, what they share. Its layers know it by its class. ``preferred_page_size`` is taken unless the
+    user wants another; a size it cannot have raises `ConfigError`."""
 
     preferred_page_size: int
     is_capturable: bool

@@ -10,8 +10,8 @@ from headrace.layers.attention.reference import ReferenceAttention
 
 
 class CpuAttention:
-    """See `AttentionBackend`. Kernels that become ready between `prepare` and `attend` are used at once. ``joins_layers``: a
-    kernel for whole layers may take its place."""
+    """See `AttentionBackend`. Kernels that become ready between `prepare` and `attend` are used at once.
+    ``joins_layers``: a kernel for whole layers may take its place."""
 
     is_capturable = False
     joins_layers = True
@@ -30,7 +30,8 @@ class CpuAttention:
         inputs = self.inputs
         sinks = params.sinks if params.sinks is None else params.sinks.float()
         out = paged_attention(
-            q, (pages.k, pages.v), (inputs.query_start, inputs.kv_lens, inputs.page_table), scale=params.scale, softcap=params.softcap,
+            q, (pages.k, pages.v), (inputs.query_start, inputs.kv_lens, inputs.page_table), scale=params.scale,
+            softcap=params.softcap,
             window=params.window, sinks=sinks, scales=pages.scales,
         )
         if out is not None:

@@ -1,7 +1,8 @@
-"""The attention backend on cuDNN: long prefill chunks in one ragged graph, a long chunk of round length in an exact one.
+"""The attention backend on cuDNN: long prefill chunks in one ragged graph, a long chunk of round length in an exact
+one.
 
-Decodes, steps of short chunks, layers with a window (whose pages before it are others' by now) and whatever cuDNN refuses
-go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no plan for each size.
+Decodes, steps of short chunks, layers with a window (whose pages before it are others' by now) and whatever cuDNN
+refuses go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no plan for each size.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ READY_HEAD_DIM = 128
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """A step's prefill chunks, padded to a power of two of requests: the padding has no queries and no keys. ``unwritten``
-    are the slots behind the keys in their last pages, and the null page, which stands for all pages behind them."""
+    """A step's prefill chunks, padded to a power of two of requests: the padding has no queries and no keys.
+    ``unwritten`` are the slots behind the keys in their last pages, and the null page, which stands for all pages
+    behind them."""
 
     requests: int
     queries: int
@@ -44,8 +46,8 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    """The one chunk of a step, after the decodes: round numbers of queries and keys, and the ``pages`` [n] of the keys, or where
-    they lie if they follow each other."""
+    """The one chunk of a step, after the decodes: round numbers of queries and keys, and the ``pages`` [n] of the keys,
+    or where they lie if they follow each other."""
 
     queries: int
     keys: int
@@ -69,7 +71,8 @@ class CudnnAttention:
             self._compile()
 
     def _compile(self) -> None:
-        """Build a graph of each kind: cuDNN compiles its kernel with the first, in a second, which no request should wait for."""
+        """Build a graph of each kind: cuDNN compiles its kernel with the first, in a second, which no request should
+        wait for."""
         geometry = self._geometry
         params, dtype = AttentionParams(geometry.head_dim**-0.5), getattr(torch, geometry.dtype)
         self._find_graph(params, dtype, 1, EXACT_STEP, EXACT_STEP)
@@ -78,7 +81,10 @@ class CudnnAttention:
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Pad the chunks' lengths and tables to the bounds of a graph that may be there already."""
-        is_long = not inputs.is_open and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES and not self._geometry.window
+        is_long = (
+            not inputs.is_open and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
+            and not self._geometry.window
+        )
         self._inputs, self._chunks = inputs, self._pad_chunks(inputs) if is_long else None
         self._exact = self._find_exact(inputs) if is_long else None
 
@@ -98,12 +104,16 @@ class CudnnAttention:
         return self._fallback.attend(q, pages, params)
 
     def _run_exact(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, out: torch.Tensor) -> bool:
-        """Write the chunk's rows of ``out`` if there is an exact graph; pages elsewhere than in a row are put into one first."""
+        """Write the chunk's rows of ``out`` if there is an exact graph; pages elsewhere than in a row are put into one
+        first."""
         exact = self._exact
         graph = self._find_graph(params, q.dtype, 1, exact.queries, exact.keys) if exact is not None else None
         if graph is None:
             return False
-        k, v = ((t[exact.pages] if isinstance(exact.pages, slice) else t.index_select(0, exact.pages)).flatten(0, 1) for t in (pages.k, pages.v))
+        k, v = (
+            (t[exact.pages] if isinstance(exact.pages, slice) else t.index_select(0, exact.pages)).flatten(0, 1)
+            for t in (pages.k, pages.v)
+        )
         first = self._inputs.num_decodes
         graph.run({sdpa.Q: q[first:], sdpa.K: k, sdpa.V: v, sdpa.OUT: out[first:]})
         return True
@@ -111,25 +121,31 @@ class CudnnAttention:
     def _run_paged(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, out: torch.Tensor) -> bool:
         chunks = self._chunks
         sizes = (chunks.requests, chunks.queries, chunks.keys)
-        graph = self._find_graph(params, q.dtype, *sizes, num_pages=pages.k.shape[0], table_stride=chunks.table.stride(0))
+        graph = self._find_graph(
+            params, q.dtype, *sizes, num_pages=pages.k.shape[0], table_stride=chunks.table.stride(0)
+        )
         if graph is None:
             return False
-        # cuDNN multiplies what it masks by zero, so what lies there must be a number: NaN of a request long gone would spread
+        # cuDNN multiplies what it masks by zero, so what lies there must be a number: NaN of a request long gone would
+        # spread
         for t in (pages.k, pages.v):
             t.flatten(0, 1).index_fill_(0, chunks.unwritten, 0)
         graph.run({
-            sdpa.Q: q, sdpa.K: pages.k, sdpa.V: pages.v, sdpa.OUT: out, sdpa.QUERY_LENS: chunks.query_lens, sdpa.KV_LENS: chunks.kv_lens,
+            sdpa.Q: q, sdpa.K: pages.k, sdpa.V: pages.v, sdpa.OUT: out, sdpa.QUERY_LENS: chunks.query_lens,
+            sdpa.KV_LENS: chunks.kv_lens,
             sdpa.TABLE: chunks.table, sdpa.Q_OFFSETS: chunks.q_offsets, sdpa.OUT_OFFSETS: chunks.out_offsets,
         })
         return True
 
     def _find_graph(
-        self, params: AttentionParams, dtype: torch.dtype, requests: int, queries: int, keys: int, *, num_pages: int = 0, table_stride: int = 0,
+        self, params: AttentionParams, dtype: torch.dtype, requests: int, queries: int, keys: int, *,
+        num_pages: int = 0, table_stride: int = 0,
     ) -> sdpa.SdpaGraph | None:
         geometry = self._geometry
         return self._graphs.find(sdpa.Bounds(
             requests, queries, keys, geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, geometry.value_dim,
-            geometry.page_size, num_pages=num_pages, table_stride=table_stride, scale=params.scale, window=params.window, dtype=dtype,
+            geometry.page_size, num_pages=num_pages, table_stride=table_stride, scale=params.scale,
+            window=params.window, dtype=dtype,
         ))
 
     def _find_exact(self, inputs: AttentionInputs) -> _Exact | None:
@@ -155,10 +171,14 @@ class CudnnAttention:
         lengths = kv_lens[:count, None]
         is_used = torch.arange(columns, device=self._device) * page_size < lengths
         table = torch.zeros((requests, ceil_div(keys, page_size)), dtype=torch.int32, device=self._device)
-        table[:count, :columns] = torch.where(is_used, inputs.page_table[first : inputs.num_requests, :columns], NULL_PAGE)
+        table[:count, :columns] = torch.where(
+            is_used, inputs.page_table[first : inputs.num_requests, :columns], NULL_PAGE
+        )
         offset = torch.arange(page_size, device=self._device)
         last_page = table[:count].gather(1, (lengths.long() - 1) // page_size) * page_size
-        unwritten = torch.cat((offset, torch.where(offset > (lengths - 1) % page_size, last_page + offset, offset).flatten()))
+        unwritten = torch.cat(
+            (offset, torch.where(offset > (lengths - 1) % page_size, last_page + offset, offset).flatten())
+        )
         heads = self._geometry.num_heads
         offsets = (starts * (heads * self._geometry.head_dim), starts * (heads * self._geometry.value_dim))
         return _Chunks(requests, queries, keys, starts.diff(), kv_lens, table, *offsets, unwritten.long())

@@ -1,7 +1,8 @@
-"""The attention backend on flashinfer: longer prefill chunks by its paged kernels, planned once a step from the host's lengths.
+"""The attention backend on flashinfer: longer prefill chunks by its paged kernels, planned once a step from the host's
+lengths.
 
-Decodes, steps of short chunks and layers with a window go to the Triton kernels, which need no plan on the host and so run
-in captured graphs. Refuses: compiling on a request's path; what a geometry needs is built when its backend is made.
+Decodes, steps of short chunks and layers with a window go to the Triton kernels, which need no plan on the host and so
+run in captured graphs. Refuses: compiling on a request's path; what a geometry needs is built when its backend is made.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from headrace.layers.attention.triton import DependentLaunchTritonAttention, Tri
 logger = logging.getLogger(__name__)
 
 LEAST_QUERIES = 128
-"""Below so many query tokens in the longest chunk the Triton kernel is faster: flashinfer's tiles hold 128 queries of one
-head (192 at head dim 64). Measured on an H200 at 64 and 128."""
+"""Below so many query tokens in the longest chunk the Triton kernel is faster: flashinfer's tiles hold 128 queries of
+one head (192 at head dim 64). Measured on an H200 at 64 and 128."""
 HOPPER = (9, 0)
 SPLIT_BYTES = 128 * 2**20
 """Room for the parts of keys that are split among programs, which the kernels for Hopper never do."""
@@ -30,9 +31,9 @@ LEAST_BYTES = 2**20
 
 
 class Planners:
-    """flashinfer's wrappers of one geometry: each holds one plan. A wrapper writes its plan into one pinned buffer and copies
-    it from there asynchronously, so it may not plan again before that copy is over; with several steps in flight another
-    one plans meanwhile. There are as many as were ever needed at once."""
+    """flashinfer's wrappers of one geometry: each holds one plan. A wrapper writes its plan into one pinned buffer and
+    copies it from there asynchronously, so it may not plan again before that copy is over; with several steps in flight
+    another one plans meanwhile. There are as many as were ever needed at once."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make = make
@@ -58,14 +59,18 @@ class FlashinferAttention:
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         is_hopper = geometry.capability[:1] == HOPPER[:1]
         self._geometry, self._device = geometry, device
-        self._fallback = (DependentLaunchTritonAttention if geometry.capability >= HOPPER else TritonAttention)(geometry, device)
+        self._fallback = (
+            DependentLaunchTritonAttention if geometry.capability >= HOPPER else TritonAttention
+        )(geometry, device)
         self._planners = None if geometry.window else _build_planners(geometry, device, "fa3" if is_hopper else "fa2")
         self._inputs: AttentionInputs | None = None
         self._planned: Any = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Plan a step that has a longer chunk; its lengths are sent from pinned memory, its pages are there already."""
-        has_chunks = not inputs.is_open and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
+        has_chunks = (
+            not inputs.is_open and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
+        )
         is_planned = has_chunks and self._planners is not None
         self._inputs, self._planned = inputs, self._plan(inputs) if is_planned else None
 
@@ -92,10 +97,15 @@ class FlashinferAttention:
         return _plan_chunks(self._planners, self._geometry, inputs.query_lens_cpu[first:], kv_lens, pages)
 
 
-def _plan_chunks(planners: Planners, geometry: AttentionGeometry, query_lens: list[int], kv_lens: list[int], pages: torch.Tensor) -> Any:
+def _plan_chunks(
+    planners: Planners, geometry: AttentionGeometry, query_lens: list[int], kv_lens: list[int], pages: torch.Tensor
+) -> Any:
     """``pages`` [sum of the requests' pages] int32 on the device; the rest is sent from pinned memory."""
     count, page_size = len(kv_lens), geometry.page_size
-    lens = torch.tensor([query_lens, [ceil_div(n, page_size) for n in kv_lens], [(n - 1) % page_size + 1 for n in kv_lens], kv_lens], dtype=torch.int32)
+    lens = torch.tensor(
+        [query_lens, [ceil_div(n, page_size) for n in kv_lens], [(n - 1) % page_size + 1 for n in kv_lens], kv_lens],
+        dtype=torch.int32
+    )
     starts = torch.zeros((2, count + 1), dtype=torch.int32)
     torch.cumsum(lens[:2], 1, dtype=torch.int32, out=starts[:, 1:])
     if pages.device.type == "cuda":
@@ -130,7 +140,9 @@ def _build_planners(geometry: AttentionGeometry, device: torch.device, kind: str
         _plan_chunks(planners, geometry, [1], [1], torch.zeros(1, dtype=torch.int32, device=device))
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
-            f"attention_backend: flashinfer's kernels could not be built ({type(error).__name__}: {error}); it needs nvcc and ninja, "
-            "or the package flashinfer-jit-cache; without either take another attention_backend", param="attention_backend",
+            f"attention_backend: flashinfer's kernels could not be built ({type(error).__name__}: {error}); it needs "
+            "nvcc and ninja, "
+            "or the package flashinfer-jit-cache; without either take another attention_backend",
+            param="attention_backend",
         ) from error
     return planners

@@ -1,9 +1,9 @@
 """`LatentAttention`: keys and values of all heads made from one small vector per token, which is all that is cached.
 
 Decodes, and chunks after a cached prefix, absorb the matrices that make keys and values into the query and the output:
-attention runs over the vectors themselves, as over one kv head. A step of whole prompts makes the keys and values instead,
-which are several times narrower than the vectors. T tokens, H heads, N plain and E rotated dims of a head, L latent width,
-V value width. DeepSeek-V2, arXiv:2405.04434, section 2.1.
+attention runs over the vectors themselves, as over one kv head. A step of whole prompts makes the keys and values
+instead, which are several times narrower than the vectors. T tokens, H heads, N plain and E rotated dims of a head, L
+latent width, V value width. DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class LatentAttention(AttentionLayer):
         self.q_norm = RmsNorm(build, spec.query_latent_dim, spec.norm_eps) if spec.query_latent_dim else None
         self.q_up = Linear(build, spec.query_latent_dim, heads_width) if spec.query_latent_dim else None
         self.kv_norm = RmsNorm(build, spec.latent_dim, spec.norm_eps)
-        self.kv_up = Linear(build, spec.latent_dim, spec.num_heads * (spec.plain_dim + spec.value_dim), is_storable=False)
+        self.kv_up = Linear(
+            build, spec.latent_dim, spec.num_heads * (spec.plain_dim + spec.value_dim), is_storable=False
+        )
         self.output = Linear(build, spec.num_heads * spec.value_dim, width)
         shape = dict(num_heads=spec.num_heads, latent_dim=spec.latent_dim, rotary_dim=spec.rotary_dim)
         self._write = partial(LATENT_WRITE.choose(build.query(**shape)), interleaved=layer.rope.interleaved)
@@ -50,7 +52,9 @@ class LatentAttention(AttentionLayer):
         if self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q_plain, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split((spec.plain_dim, spec.rotary_dim), dim=-1)
-        q_rope = self._write(q_rope, self.kv_norm(latent), k_rope, batch.positions, self.rotary.cos_sin, step.inputs.slots, pages.k)
+        q_rope = self._write(
+            q_rope, self.kv_norm(latent), k_rope, batch.positions, self.rotary.cos_sin, step.inputs.slots, pages.k
+        )
         if has_whole_prompts(step.inputs):
             return self.output(self._attend_expanded(torch.cat((q_plain, q_rope), dim=-1), step.inputs))
         return self.output(self._attend_absorbed(q_plain, q_rope, step))
@@ -58,7 +62,9 @@ class LatentAttention(AttentionLayer):
     def _attend_absorbed(self, q_plain: torch.Tensor, q_rope: torch.Tensor, step: GroupStep) -> torch.Tensor:
         """``q_plain`` [T, H, N] and ``q_rope`` [T, H, E] to [T, H * V]."""
         spec = self.spec
-        to_keys, to_values = self.kv_up.weight.unflatten(0, (spec.num_heads, -1)).split((spec.plain_dim, spec.value_dim), dim=1)
+        to_keys, to_values = self.kv_up.weight.unflatten(0, (spec.num_heads, -1)).split(
+            (spec.plain_dim, spec.value_dim), dim=1
+        )
         # q.(W c) = (W' q).c: [H, T, N] by [H, N, L]
         q_latent = torch.bmm(q_plain.transpose(0, 1), to_keys).transpose(0, 1)
         mixed = step.backend.attend(torch.cat((q_latent, q_rope), dim=-1), self.pages, self.params)
@@ -68,11 +74,15 @@ class LatentAttention(AttentionLayer):
     def _attend_expanded(self, q: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """``q`` [T, H, N + E] to [T, H * V], over what this step has written."""
         spec, rows = self.spec, self.pages.k.flatten(0, 2).index_select(0, inputs.slots).to(q.dtype)
-        k_plain, v = self.kv_up(rows[:, : spec.latent_dim]).unflatten(-1, (spec.num_heads, -1)).split((spec.plain_dim, spec.value_dim), dim=-1)
+        k_plain, v = self.kv_up(rows[:, : spec.latent_dim]).unflatten(-1, (spec.num_heads, -1)).split(
+            (spec.plain_dim, spec.value_dim), dim=-1
+        )
         k = torch.cat((k_plain, rows[:, None, spec.latent_dim :].expand(-1, spec.num_heads, -1)), dim=-1)
         spans = zip(*(t.split(inputs.query_lens_cpu) for t in (q, k, v)), strict=True)
         mixed = [
-            F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in span), is_causal=True, scale=spec.scale)[0].transpose(0, 1)
+            F.scaled_dot_product_attention(
+                *(t.transpose(0, 1)[None] for t in span), is_causal=True, scale=spec.scale
+            )[0].transpose(0, 1)
             for span in spans
         ]
         return torch.cat(mixed).flatten(1)

@@ -1,4 +1,5 @@
-"""`Attention`: projection, rotation and page write, attention, projection back. T tokens, H heads, K kv heads, E head dim."""
+"""`Attention`: projection, rotation and page write, attention, projection back. T tokens, H heads, K kv heads, E head
+dim."""
 
 from __future__ import annotations
 
@@ -38,12 +39,15 @@ class AttentionLayer(Branch):
 
 
 class Attention(AttentionLayer):
-    """``x [T, D] -> [T, D]``, or [S, D] for the queries of the batch; reads and writes this layer's pages, which ``bind``
-    gives it before the first step."""
+    """``x [T, D] -> [T, D]``, or [S, D] for the queries of the batch; reads and writes this layer's pages, which
+    ``bind`` gives it before the first step."""
 
     narrows = True
 
-    def __init__(self, spec: AttentionSpec, layer: LayerSpec, *, width: int, norm: NormSpec, rotary: RotaryTable | None, build: Build):
+    def __init__(
+        self, spec: AttentionSpec, layer: LayerSpec, *, width: int, norm: NormSpec, rotary: RotaryTable | None,
+        build: Build
+    ):
         sinks = build.parameter(spec.num_heads) if spec.sinks else None
         super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window, spec.softcap, sinks))
         self.spec, self.rope, self.sinks = spec, layer.rope, sinks
@@ -66,7 +70,10 @@ class Attention(AttentionLayer):
         weights = {}
         if spec.qk_norm != "none":
             weights = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
-        shape = dict(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, rotary_dim=rope.rotary_dim if rope else 0)
+        shape = dict(
+            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+            rotary_dim=rope.rotary_dim if rope else 0
+        )
         return partial(
             ROPE_WRITE.choose(build.query(**shape)), **shape, **weights, interleaved=bool(rope and rope.interleaved),
             norm_eps=norm.eps, norm_offset=norm.offset,
@@ -86,7 +93,9 @@ class Attention(AttentionLayer):
         qkv, residual = self.qkv.join(norm, x, residual)
         return self._attend(qkv, *batch), residual
 
-    def _attend(self, qkv: torch.Tensor, batch: ForwardBatch, residual: torch.Tensor | None = None) -> torch.Tensor | None:
+    def _attend(
+        self, qkv: torch.Tensor, batch: ForwardBatch, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         pages, step = self.pages, batch.groups[self.group]
         cos_sin = self.rotary.cos_sin if self.rotary else None
         codes = {} if pages.scales is None else {"scales": pages.scales}

@@ -21,9 +21,9 @@ TILE_QUERIES = 256
 
 @dataclass(slots=True)
 class _DecodeBucket:
-    """n one-token requests of like length. ``rows`` are their places in the step (a slice when they are all the decodes).
-    ``page_ids`` [n * count]; ``mask`` [n, 1, 1, count * page_size] is added to the logits; ``unseen`` are the masked
-    places among the gathered positions: what lies there is anybody's, even NaN, and must not be multiplied."""
+    """n one-token requests of like length. ``rows`` are their places in the step (a slice when they are all the
+    decodes). ``page_ids`` [n * count]; ``mask`` [n, 1, 1, count * page_size] is added to the logits; ``unseen`` are the
+    masked places among the gathered positions: what lies there is anybody's, even NaN, and must not be multiplied."""
 
     rows: slice | torch.Tensor
     page_ids: torch.Tensor
@@ -85,7 +85,8 @@ class ReferenceAttention:
             k, v = (t[: span.length].to(q.dtype) for t in self._gather(pages, span.page_ids))
             if self._is_written_out:
                 out[span.queries] = attend_densely(
-                    q[span.queries], k, v, scale=params.scale, window=params.window, softcap=params.softcap, sinks=params.sinks
+                    q[span.queries], k, v, scale=params.scale, window=params.window, softcap=params.softcap,
+                    sinks=params.sinks
                 )
             for tile in span.tiles:
                 out[tile.queries] = self._attend_tile(q[tile.queries], k[tile.keys], v[tile.keys], tile, params.scale)
@@ -114,7 +115,9 @@ class ReferenceAttention:
         page_size, window = self.geometry.page_size, self.geometry.window
         places = slice(0, len(rows)) if is_all else torch.tensor(rows, device=self.device)
         firsts = [self._first_page(inputs.kv_lens_cpu[row] - 1) for row in rows]
-        count = max((inputs.kv_lens_cpu[row] - 1) // page_size + 1 - first for row, first in zip(rows, firsts, strict=True))
+        count = max(
+            (inputs.kv_lens_cpu[row] - 1) // page_size + 1 - first for row, first in zip(rows, firsts, strict=True)
+        )
         first = torch.tensor(firsts, device=self.device)[:, None]
         lengths = torch.tensor([inputs.kv_lens_cpu[row] for row in rows], device=self.device)[:, None]
         entries = (first + torch.arange(count, device=self.device)).clamp_(max=inputs.page_table.shape[1] - 1)
@@ -165,7 +168,9 @@ class ReferenceAttention:
             tiles.append(_Tile(slice(start + shift, end + shift), slice(low, end), mask))
         return tiles
 
-    def _attend_tile(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: _Tile, scale: float) -> torch.Tensor:
+    def _attend_tile(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: _Tile, scale: float
+    ) -> torch.Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, tile.mask, is_causal=tile.is_causal, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)

@@ -1,4 +1,5 @@
-"""Which geometries the faster attention backends serve; asked before a backend is imported, so nothing is imported here."""
+"""Which geometries the faster attention backends serve; asked before a backend is imported, so nothing is imported
+here."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def reason_against_dependent_launch(geometry: AttentionGeometry) -> str | None:
     return reason_against_triton(geometry)
 
 
-def _reason_against_library(geometry: AttentionGeometry, module: str, missing: str, capability: tuple[int, int]) -> str | None:
+def _reason_against_library(
+    geometry: AttentionGeometry, module: str, missing: str, capability: tuple[int, int]
+) -> str | None:
     """What half-precision kernels of another package ask for; ``missing`` is said where the package is not there."""
     if geometry.device != "cuda":
         return "needs a cuda device"
@@ -57,8 +60,9 @@ def _reason_against_library(geometry: AttentionGeometry, module: str, missing: s
 
 
 def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
-    """Half-precision on Hopper and later, head dims up to 128 in steps of 8, without soft-cap and sinks. It has graphs for 256
-    too, but takes a second to build each, while requests wait, and they were no faster than the Triton kernels."""
+    """Half-precision on Hopper and later, head dims up to 128 in steps of 8, without soft-cap and sinks. It has graphs
+    for 256 too, but takes a second to build each, while requests wait, and they were no faster than the Triton
+    kernels."""
     if reason := _reason_against_library(geometry, "cudnn", "nvidia-cudnn-frontend is not installed", (9, 0)):
         return reason
     if max(geometry.head_dim, geometry.value_dim) > 128 or geometry.head_dim % 8 or geometry.value_dim % 8:

@@ -36,7 +36,9 @@ class TritonAttention:
     def prepare(self, inputs: AttentionInputs) -> None:
         """Decodes need nothing; prefill chunks are dealt out to programs by a small kernel."""
         self.inputs, self._plan = inputs, None
-        tile = dict(group=self._group, width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype))
+        tile = dict(
+            group=self._group, width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype)
+        )
         if inputs.is_open:
             self._plan = plan_open_prefill(inputs.query_start, inputs.num_tokens, **tile)
         elif inputs.num_decodes < inputs.num_requests:
@@ -52,11 +54,16 @@ class TritonAttention:
             prefill(q, (pages.k, pages.v), out, self._plan, _head(params), step, pdl=self.pdl)
         return out
 
-    def attend_decodes(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor) -> None:
+    def attend_decodes(
+        self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor
+    ) -> None:
         """Write the decodes' rows of ``out``; needs no `prepare`."""
         count = inputs.num_requests if inputs.is_open else inputs.num_decodes
         if count:
-            step = DecodeStep(inputs.kv_lens, inputs.page_table, count, inputs.max_kv_len, inputs.query_start if inputs.is_open else None)
+            step = DecodeStep(
+                inputs.kv_lens, inputs.page_table, count, inputs.max_kv_len,
+                inputs.query_start if inputs.is_open else None
+            )
             decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, pdl=self.pdl)
 
 

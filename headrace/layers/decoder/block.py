@@ -29,20 +29,25 @@ class DecoderBlock(nn.Module):
         if isinstance(spec.attention, LatentAttentionSpec):
             self.attention = LatentAttention(spec.attention, layer, width=spec.width, rotary=rotary, build=build)
         else:
-            self.attention = Attention(spec.attention, layer, width=spec.width, norm=spec.norm, rotary=rotary, build=build)
+            self.attention = Attention(
+                spec.attention, layer, width=spec.width, norm=spec.norm, rotary=rotary, build=build
+            )
         self.attention_post_norm = norm(spec.norm.after)
         self.mlp_norm = norm(spec.norm.before)
         mlp = layer.mlp or spec.mlp
         self.mlp = MoeMlp(mlp, spec.width, build) if isinstance(mlp, MoeSpec) else GatedMlp(mlp, spec.width, build)
         self.mlp_post_norm = norm(spec.norm.after)
         self.residual_scale = spec.residual_scale
-        if spec.norm.before and not spec.norm.after and spec.residual_scale == 1.0:  # the next norm takes what a branch leaves
+        # the next norm takes what a branch leaves
+        if spec.norm.before and not spec.norm.after and spec.residual_scale == 1.0:
             for branch in (self.attention, self.mlp):
                 branch.leave_sums()
 
-    def forward(self, x: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """``x`` [T, D] (or sums of it, or None, see `RmsNorm.add`) is the previous block's last branch, still to be added to ``residual``;
-        returns the same pair, of [S, D] when the batch has S ``queries``."""
+    def forward(
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """``x`` [T, D] (or sums of it, or None, see `RmsNorm.add`) is the previous block's last branch, still to be
+        added to ``residual``; returns the same pair, of [S, D] when the batch has S ``queries``."""
         x, residual = self.attention.after_norm(self.attention_norm, x, residual, batch)
         if batch.queries is not None:
             residual = residual.index_select(0, batch.queries)

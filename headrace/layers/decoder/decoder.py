@@ -1,6 +1,7 @@
 """`Decoder`: a decoder-only transformer from a `DecoderSpec`, fulfilling the contract of a served model.
 
-Refuses: knowing any family; a family brings its spec and its table of checkpoint names. T tokens, D width, V vocabulary.
+Refuses: knowing any family; a family brings its spec and its table of checkpoint names. T tokens, D width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Decoder(nn.Module):
         return False
 
     def translate(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Checkpoint tensors in the form that ``names`` speaks of; a family whose checkpoints have others replaces this."""
+        """Checkpoint tensors in the form that ``names`` speaks of; a family whose checkpoints have others replaces
+        this."""
         return tensors
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
@@ -103,8 +105,8 @@ class Decoder(nn.Module):
         return None if table is None else run_layers(table, x, batch)
 
     def join_decodes(self) -> DecodeStep | None:
-        """What computes a step of decodes alone in one call, as of now; None where there is nothing that can. Attention backends
-        have to agree."""
+        """What computes a step of decodes alone in one call, as of now; None where there is nothing that can. Attention
+        backends have to agree."""
         self._find_table()
         return self._decodes
 

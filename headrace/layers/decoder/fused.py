@@ -1,7 +1,8 @@
-"""Whether the layers of a decoder can be run by one kernel, and their parts if so. Decided from what each layer is made of.
+"""Whether the layers of a decoder can be run by one kernel, and their parts if so. Decided from what each layer is made
+of.
 
-Refuses: knowing families. Anything that is not exactly what the kernel computes is a reason against; then the layers are
-called one after the other, as always.
+Refuses: knowing families. Anything that is not exactly what the kernel computes is a reason against; then the layers
+are called one after the other, as always.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class NotFusable(Exception):
 
 
 def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
-    """The layers as one, once their weights and pages are in place; None when they must be called one after the other."""
+    """The layers as one, once their weights and pages are in place; None when they must be called one after the
+    other."""
     try:
         return LayerTable([describe_layer(layer) for layer in layers])
     except NotFusable as reason:
@@ -57,8 +59,8 @@ def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
 
 
 def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What the layers make of the embedded tokens ``x`` [T, D], as ``(branch, residual)``, each [S, D] where S tokens are
-    wanted; None when this step is not theirs: it is large, or another attention backend was asked for."""
+    """What the layers make of the embedded tokens ``x`` [T, D], as ``(branch, residual)``, each [S, D] where S tokens
+    are wanted; None when this step is not theirs: it is large, or another attention backend was asked for."""
     first = batch.groups[0].inputs if batch.groups else None
     if first is None or not 0 < first.num_tokens <= MOST_TOKENS:
         return None
@@ -73,8 +75,8 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple
 
 
 def fuse_step(table: LayerTable, model: Any) -> DecodeStep | None:
-    """Whole steps of decodes alone of a decoder whose layers are these; None where its embedding, norm or head are of another
-    kind, or while there are no kernels."""
+    """Whole steps of decodes alone of a decoder whose layers are these; None where its embedding, norm or head are of
+    another kind, or while there are no kernels."""
     if NATIVE.find() is None:
         return None
     try:
@@ -86,10 +88,18 @@ def fuse_step(table: LayerTable, model: Any) -> DecodeStep | None:
 
 def _describe_ends(model: Any) -> EndParts:
     embedding, norm, head = model.embedding, model.norm, model.head
-    _require(type(embedding) is Embedding and isinstance(embedding.stored, PanelWeight), "an embedding that is not packed")
+    _require(
+        type(embedding) is Embedding and isinstance(embedding.stored, PanelWeight), "an embedding that is not packed"
+    )
     _require(type(norm) is RmsNorm, "no RMS norm after the layers")
-    _require(type(head) is Head and isinstance(head.stored, PanelWeight) and head.divisor == 1.0 and head.softcap == 0.0, "a head of another kind")
-    return EndParts(embedding.stored.matrix, embedding.scale, norm.weight.data, norm.eps, norm.offset, head.stored.matrix, embedding.dtype)
+    _require(
+        type(head) is Head and isinstance(head.stored, PanelWeight) and head.divisor == 1.0 and head.softcap == 0.0,
+        "a head of another kind"
+    )
+    return EndParts(
+        embedding.stored.matrix, embedding.scale, norm.weight.data, norm.eps, norm.offset, head.stored.matrix,
+        embedding.dtype
+    )
 
 
 def describe_layer(layer: Any) -> LayerParts:
@@ -100,7 +110,10 @@ def describe_layer(layer: Any) -> LayerParts:
     _require(type(mlp) in (GatedMlp, MoeMlp), "an MLP of another kind")
     norms, qkv, output = _describe_norms(layer), _describe_product(attention.qkv), _describe_product(attention.output)
     parts = _describe_mixture(mlp) if type(mlp) is MoeMlp else _describe_mlp(mlp)
-    return LayerParts(norms, qkv, output, parts, _describe_heads(attention), _describe_rotation(attention, norms), _describe_pages(attention))
+    return LayerParts(
+        norms, qkv, output, parts, _describe_heads(attention), _describe_rotation(attention, norms),
+        _describe_pages(attention)
+    )
 
 
 def _require(condition: bool, reason: str) -> None:
@@ -153,7 +166,11 @@ def _describe_rotation(attention: Attention, norms: Norms) -> Rotation:
     weights: list[torch.Tensor | None] = [None, None]
     if attention.q_norm is not None:
         own = (attention.q_norm, attention.k_norm)
-        _require(attention.spec.qk_norm == "head" and all((norm.eps, norm.offset) == (norms.eps, norms.offset) for norm in own), "norms over all heads")
+        _require(
+            attention.spec.qk_norm == "head"
+            and all((norm.eps, norm.offset) == (norms.eps, norms.offset) for norm in own),
+            "norms over all heads"
+        )
         weights = [norm.weight.data for norm in own]
     rotary, rope = attention.rotary, attention.rope
     if rotary is None or rope is None:
@@ -165,6 +182,9 @@ def _describe_pages(attention: Attention) -> Pages:
     pages = attention.pages
     _require(pages is not None, "no pages yet")
     page_size = pages.k.shape[1]
-    _require(pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape == pages.v.shape, "pages of another layout")
+    _require(
+        pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape == pages.v.shape,
+        "pages of another layout"
+    )
     _require(pages.k.device.type == "cpu" and page_size & (page_size - 1) == 0, "pages elsewhere, or of odd size")
     return Pages(pages.k, pages.v, attention.group, pages.scales)

@@ -38,8 +38,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of the first ``rotary_dim`` dims of each head. ``interleaved`` rotates the pairs (0, 1), (2, 3)...
-    instead of (0, rotary_dim / 2), (1, rotary_dim / 2 + 1)... Layers with equal specs share one table."""
+    """Rotary embedding of the first ``rotary_dim`` dims of each head. ``interleaved`` rotates the pairs (0, 1), (2,
+    3)... instead of (0, rotary_dim / 2), (1, rotary_dim / 2 + 1)... Layers with equal specs share one table."""
 
     theta: float
     rotary_dim: int
@@ -49,8 +49,8 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Heads of every layer. ``scale`` multiplies q.k. ``qk_norm`` normalises queries and keys per head, or over the full
-    width of all heads (``full``), before rotation. ``sinks``: each head has a learned logit that takes part in its
+    """Heads of every layer. ``scale`` multiplies q.k. ``qk_norm`` normalises queries and keys per head, or over the
+    full width of all heads (``full``), before rotation. ``sinks``: each head has a learned logit that takes part in its
     softmax and brings no value."""
 
     num_heads: int
@@ -66,9 +66,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Heads whose keys and values are made from one cached vector of ``latent_dim`` per token, and from ``rotary_dim`` more
-    dims that all heads share. A head's query has ``plain_dim`` dims that are not rotated and ``rotary_dim`` that are; its
-    value has ``value_dim``. Queries are made from a vector of ``query_latent_dim`` (0: from the token itself)."""
+    """Heads whose keys and values are made from one cached vector of ``latent_dim`` per token, and from ``rotary_dim``
+    more dims that all heads share. A head's query has ``plain_dim`` dims that are not rotated and ``rotary_dim`` that
+    are; its value has ``value_dim``. Queries are made from a vector of ``query_latent_dim`` (0: from the token
+    itself)."""
 
     num_heads: int
     plain_dim: int
@@ -105,9 +106,9 @@ class RoutingSpec:
     """How each token chooses ``top_k`` of ``num_experts``.
 
     ``score`` makes scores of logits; the highest are chosen, after ``choice_bias`` (a learned bias that counts for the
-    choice alone) is added, and only within the best ``top_groups`` of ``num_groups`` groups of experts, a group being as
-    good as the sum of its best ``group_best``. The chosen scores are the weights: ``renormalise`` divides them by their
-    sum, ``scale`` multiplies them. ``bias``: the logits have one. ``in_float32``: the logits are computed so.
+    choice alone) is added, and only within the best ``top_groups`` of ``num_groups`` groups of experts, a group being
+    as good as the sum of its best ``group_best``. The chosen scores are the weights: ``renormalise`` divides them by
+    their sum, ``scale`` multiplies them. ``bias``: the logits have one. ``in_float32``: the logits are computed so.
     """
 
     num_experts: int
@@ -168,8 +169,9 @@ class VocabularySpec:
 @dataclass(frozen=True)
 class DecoderSpec:
     """A decoder-only transformer. ``max_model_len`` is the longest context the checkpoint claims, in tokens. ``mlp`` is
-    that of every layer which names no other. ``residual_scale`` multiplies each branch before it is added to the residual.
-    ``num_classes``: what the head tells apart, instead of the vocabulary's words (None: those; 0: there is no head)."""
+    that of every layer which names no other. ``residual_scale`` multiplies each branch before it is added to the
+    residual. ``num_classes``: what the head tells apart, instead of the vocabulary's words (None: those; 0: there is no
+    head)."""
 
     width: int
     max_model_len: int
@@ -191,9 +193,12 @@ class DecoderSpec:
 
 
 def decoder_cache_specs(spec: DecoderSpec, kv_dtype: str) -> list[CacheSpec | None]:
-    """One `CacheSpec` per layer: ``sliding_window`` where the layer has a window, else ``full``; ``mla`` for latents."""
+    """One `CacheSpec` per layer: ``sliding_window`` where the layer has a window, else ``full``; ``mla`` for
+    latents."""
     if kv_dtype not in KV_DTYPES:
-        raise ConfigError(f"kv_dtype {kv_dtype}: this model keeps keys and values in {', '.join(KV_DTYPES)}", param="kv_dtype")
+        raise ConfigError(
+            f"kv_dtype {kv_dtype}: this model keeps keys and values in {', '.join(KV_DTYPES)}", param="kv_dtype"
+        )
     heads = spec.attention
     if isinstance(heads, LatentAttentionSpec):
         return [CacheSpec("mla", 1, heads.latent_dim + heads.rotary_dim, heads.latent_dim, kv_dtype)] * spec.num_layers

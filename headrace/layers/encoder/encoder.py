@@ -43,7 +43,10 @@ class EncoderEmbedding(nn.Module):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self.words)
         x += F.embedding(batch.positions + self._first_position, self.positions)
-        x += self.kinds[0] if batch.text_kinds is None or not self._has_kinds else F.embedding(batch.text_kinds, self.kinds)
+        x += (
+            self.kinds[0] if batch.text_kinds is None or not self._has_kinds
+            else F.embedding(batch.text_kinds, self.kinds)
+        )
         return self.norm(x)
 
 

@@ -36,7 +36,9 @@ HEADS = ("cls.", "lm_head.", "pooler.")
 OLD_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def strip_prefixes(tensors: Iterable[tuple[str, torch.Tensor]], prefixes: tuple[str, ...], *, wanted: Container[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def strip_prefixes(
+    tensors: Iterable[tuple[str, torch.Tensor]], prefixes: tuple[str, ...], *, wanted: Container[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors under the names of a bare encoder, without heads that are not ``wanted``."""
     for name, tensor in tensors:
         bare = name.removeprefix(next((p for p in prefixes if name.startswith(p)), ""))

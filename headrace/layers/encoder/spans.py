@@ -32,7 +32,9 @@ class TextSpans:
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        self._batches = [_make_batch([(starts[i], lengths[i]) for i in chosen], dtype, device) for chosen in group_lengths(lengths)]
+        self._batches = [
+            _make_batch([(starts[i], lengths[i]) for i in chosen], dtype, device) for chosen in group_lengths(lengths)
+        ]
 
     def attend(self, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
         """``qkv`` [T, 3 * D], queries first, to [T, D]; logits are divided by the root of a head's width."""
@@ -69,4 +71,7 @@ def _make_batch(spans: list[tuple[int, int]], dtype: torch.dtype, device: torch.
         return TextBatch(len(spans), (begin + places).flatten(), None, None)
     is_real = places < length
     mask = torch.zeros(is_real.shape, dtype=dtype, device=device).masked_fill_(~is_real, float("-inf"))
-    return TextBatch(len(spans), (begin + places.clamp(max=length - 1)).flatten(), mask[:, None, None], torch.where(is_real.flatten())[0])
+    return TextBatch(
+        len(spans), (begin + places.clamp(max=length - 1)).flatten(), mask[:, None, None],
+        torch.where(is_real.flatten())[0]
+    )

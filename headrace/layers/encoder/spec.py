@@ -15,8 +15,8 @@ EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
 @dataclass(frozen=True)
 class EncoderTables:
-    """The embeddings that are added up for each token: words, positions (the first token has number ``first_position``),
-    and which of ``num_kinds`` texts of a pair it belongs to."""
+    """The embeddings that are added up for each token: words, positions (the first token has number
+    ``first_position``), and which of ``num_kinds`` texts of a pair it belongs to."""
 
     vocab_size: int
     num_positions: int
@@ -26,8 +26,8 @@ class EncoderTables:
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """A transformer whose tokens see each other both ways, with a norm after each branch. ``num_classes`` is 0 without a
-    classifier. ``norm_eps`` is that of the layer norms."""
+    """A transformer whose tokens see each other both ways, with a norm after each branch. ``num_classes`` is 0 without
+    a classifier. ``norm_eps`` is that of the layer norms."""
 
     width: int
     num_heads: int

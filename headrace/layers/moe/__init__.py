@@ -1,4 +1,5 @@
-"""Mixtures of experts: the contract, and the dispatchers, experts and adapters, registered here by what they can serve."""
+"""Mixtures of experts: the contract, and the dispatchers, experts and adapters, registered here by what they can
+serve."""
 
 from headrace.layers.moe import support
 from headrace.layers.moe.contract import ADAPTERS, CHOICES, DISPATCHERS, EXPERTS, GROUPED, adapter_name
@@ -8,11 +9,13 @@ DISPATCHERS.add(
     doc="every expert is on this device",
 )
 EXPERTS.add(
-    "reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES, supports=support.reason_against_packed,
+    "reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES,
+    supports=support.reason_against_packed,
     doc="plain torch, an expert at a time",
 )
 EXPERTS.add(
-    "grouped", "headrace.layers.moe.grouped:GroupedExperts", speaks=GROUPED, supports=support.reason_against_packed, priority=10,
+    "grouped", "headrace.layers.moe.grouped:GroupedExperts", speaks=GROUPED, supports=support.reason_against_packed,
+    priority=10,
     doc="all experts in one product",
 )
 EXPERTS.add(
@@ -27,4 +30,7 @@ EXPERTS.add(
     "mxfp4", "headrace.layers.moe.packed:PackedExperts", speaks=GROUPED, supports=support.reason_against_plain,
     doc="experts kept in MXFP4, dequantised a few at a time",
 )
-ADAPTERS.add(adapter_name(CHOICES, GROUPED), "headrace.layers.moe.adapters:group_choices", doc="sort pairs of token and expert by expert")
+ADAPTERS.add(
+    adapter_name(CHOICES, GROUPED), "headrace.layers.moe.adapters:group_choices",
+    doc="sort pairs of token and expert by expert"
+)

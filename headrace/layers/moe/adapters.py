@@ -10,13 +10,16 @@ from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
 
 
 def group_choices(tokens: ChosenTokens, run: Callable[[GroupedTokens], torch.Tensor]) -> torch.Tensor:
-    """Sort the pairs of token and expert by expert, run, then weigh and sum each token's rows. Waits for nothing, and sums
-    in the order of choice, so that equal inputs give equal outputs."""
+    """Sort the pairs of token and expert by expert, run, then weigh and sum each token's rows. Waits for nothing, and
+    sums in the order of choice, so that equal inputs give equal outputs."""
     num_tokens, top_k = tokens.ids.shape
     ids = tokens.ids.flatten()
     experts, order = (_nobody_last(ids, tokens.num_experts) if tokens.has_nobody else ids).sort(stable=True)
     ends = _group_ends(experts, tokens.num_experts)
-    hidden, some = tokens.hidden.index_select(0, order // top_k), experts.clamp(max=tokens.num_experts - 1) if tokens.has_nobody else experts
+    hidden, some = (
+        tokens.hidden.index_select(0, order // top_k),
+        experts.clamp(max=tokens.num_experts - 1) if tokens.has_nobody else experts
+    )
     rows = run(GroupedTokens(hidden, ends, some))
     if tokens.has_nobody:
         rows = rows.masked_fill((experts == tokens.num_experts).unsqueeze(-1), 0)

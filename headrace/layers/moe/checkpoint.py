@@ -1,5 +1,5 @@
-"""Expert weights as checkpoints store them, to one tensor per expert and matrix, the form that tables of names speak of:
-``<prefix>.experts.<number>.gate_proj.weight`` and so on. X experts, F expert width, D model width.
+"""Expert weights as checkpoints store them, to one tensor per expert and matrix, the form that tables of names speak
+of: ``<prefix>.experts.<number>.gate_proj.weight`` and so on. X experts, F expert width, D model width.
 
 Works on a stream of ``(name, tensor)`` in any order, and makes views where it can.
 """
@@ -27,8 +27,8 @@ def _split_halves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def interleave_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> torch.Tensor:
-    """The two halves of a dim by turns, ``group`` places of each at a time: where a checkpoint or a kernel wants gate and up
-    side by side. Raises `ValueError` where turns do not come out even."""
+    """The two halves of a dim by turns, ``group`` places of each at a time: where a checkpoint or a kernel wants gate
+    and up side by side. Raises `ValueError` where turns do not come out even."""
     _check_turns(tensor.shape[dim], group)
     return tensor.unflatten(dim, (2, -1, group)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
@@ -64,7 +64,9 @@ GATE_EVERY_OTHER: dict[str, Split] = {
 """``gate_up_proj`` [X, D, 2F] with gate and up columns by turns; ``down_proj`` [X, F, D]; biases likewise."""
 
 MATRICES_APART: dict[str, Split] = {
-    own: lambda tensor, own=own: {own: tensor} for own in (f"{matrix}_proj.{kind}" for matrix in ("gate", "up", "down") for kind in ("weight", "bias"))
+    own: lambda tensor,
+    own=own: {own: tensor}
+    for own in (f"{matrix}_proj.{kind}" for matrix in ("gate", "up", "down") for kind in ("weight", "bias"))
 }
 """``gate_proj.weight`` [X, F, D] and so on, as in GGUF files."""
 
@@ -79,10 +81,12 @@ def unstack_experts(tensors: Iterable[Named], splits: Mapping[str, Split]) -> It
             yield name, tensor
 
 
-def unstack_mxfp4_experts(tensors: Iterable[Named], splits: Mapping[str, Split], *, keeps_blocks: bool = False) -> Iterator[Named]:
-    """The same where a stacked tensor may come as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O, I / 32]
-    of MXFP4, standing for [X, I, O]. They are dequantised to bfloat16, which holds them exactly, an expert at a time, or with
-    ``keeps_blocks`` when a layer asks for plain numbers."""
+def unstack_mxfp4_experts(
+    tensors: Iterable[Named], splits: Mapping[str, Split], *, keeps_blocks: bool = False
+) -> Iterator[Named]:
+    """The same where a stacked tensor may come as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O, I /
+    32] of MXFP4, standing for [X, I, O]. They are dequantised to bfloat16, which holds them exactly, an expert at a
+    time, or with ``keeps_blocks`` when a layer asks for plain numbers."""
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         stem, _, kind = name.rpartition("_")
@@ -110,10 +114,15 @@ def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterato
 def _keep_blocks(split: Split, blocks: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """One expert's rows of blocks, taken apart as rows of numbers would be; None where layers cannot keep them."""
     rows = torch.cat((scales.unsqueeze(-1), blocks), dim=-1).flatten(1)
-    kept = {name: WeightBlocks("MXFP4_PAIRS", part[0].contiguous()) for name, part in split(rows.T.unsqueeze(0)).items()}
+    kept = {
+        name: WeightBlocks("MXFP4_PAIRS", part[0].contiguous()) for name, part in split(rows.T.unsqueeze(0)).items()
+    }
     if not all(part.can_be_packed for part in kept.values()):
         return None
-    return {name: BlockTensor(part, torch.bfloat16, partial(_make_plain, part), num_stacked=1) for name, part in kept.items()}
+    return {
+        name: BlockTensor(part, torch.bfloat16, partial(_make_plain, part), num_stacked=1) for name,
+        part in kept.items()
+    }
 
 
 def _make_plain(blocks: WeightBlocks) -> torch.Tensor:

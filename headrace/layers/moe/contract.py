@@ -1,8 +1,8 @@
 """The contract of a mixture of experts: who brings tokens to experts, who computes, and the formats they meet in.
 
-A `Dispatcher` and an `Experts` each speak one format, declared where they are registered; an adapter joins two formats. So
-N dispatchers and M experts are N + M implementations. T tokens, D width, k experts a token, N pairs of token and expert,
-X experts.
+A `Dispatcher` and an `Experts` each speak one format, declared where they are registered; an adapter joins two formats.
+So N dispatchers and M experts are N + M implementations. T tokens, D width, k experts a token, N pairs of token and
+expert, X experts.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ChosenTokens:
 
 @dataclass(slots=True)
 class GroupedTokens:
-    """A row for each pair of token and expert, in the order of experts: ``hidden`` [N, D]; ``ends`` [X] int32, one past each
-    expert's last row; ``experts`` [N] int64, each row's expert. Rows behind the last end are nobody's: what comes out for them
-    is open, even NaN, and ``experts`` has any number in range."""
+    """A row for each pair of token and expert, in the order of experts: ``hidden`` [N, D]; ``ends`` [X] int32, one past
+    each expert's last row; ``experts`` [N] int64, each row's expert. Rows behind the last end are nobody's: what comes
+    out for them is open, even NaN, and ``experts`` has any number in range."""
 
     hidden: torch.Tensor
     ends: torch.Tensor
@@ -72,7 +72,8 @@ class Experts(Protocol):
 
 
 Adapter = Callable[[Any, Callable[[Any], Any]], Any]
-"""``adapter(tokens, run)``: tokens of one format, and a function from tokens to results in another, to results of the first."""
+"""``adapter(tokens, run)``: tokens of one format, and a function from tokens to results in another, to results of the
+first."""
 
 
 class SpeakerRegistry(Registry[T]):

@@ -1,4 +1,5 @@
-"""`JoinedExperts`: from choices to weighted sums in a few kernels, while reading the matrices is what takes time; else as `GroupedExperts`."""
+"""`JoinedExperts`: from choices to weighted sums in a few kernels, while reading the matrices is what takes time; else
+as `GroupedExperts`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class JoinedExperts:
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
         num_experts, width, _ = weights.down.weight.shape
         query = build.query(width=width, expert_width=spec.width, num_experts=num_experts)
-        self._run, self._group, self._sum = RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), SUM_PAIRS.choose(query)
+        self._run, self._group, self._sum = (
+            RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), SUM_PAIRS.choose(query)
+        )
         self._grouped = GroupedExperts(weights, spec, build)
 
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
@@ -33,7 +36,10 @@ class JoinedExperts:
         if not is_few(*tokens.ids.shape, tokens.num_experts):
             return self._run_grouped(tokens)
         gate_up, down = self._gate_up, self._down
-        return self._run(tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.bias), (down.weight, down.bias), self._gate)
+        return self._run(
+            tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.bias), (down.weight, down.bias),
+            self._gate
+        )
 
     def _run_grouped(self, tokens: ChosenTokens) -> torch.Tensor:
         order, place, ends = self._group(tokens.ids, tokens.num_experts)

@@ -19,12 +19,16 @@ from headrace.layers.moe.weights import ExpertWeights
 Pair = tuple[str, str]
 
 
-def join_experts(weights: ExpertWeights, spec: MlpSpec, build: Build, query: KernelQuery) -> Callable[[ChosenTokens], torch.Tensor]:
+def join_experts(
+    weights: ExpertWeights, spec: MlpSpec, build: Build, query: KernelQuery
+) -> Callable[[ChosenTokens], torch.Tensor]:
     """Dispatcher, adapter and experts as one function from chosen tokens to weighted sums [T, D].
 
     Raises `ConfigError` listing the pairs that can be joined when the wanted one cannot.
     """
-    dispatcher_name, experts_name = choose_pair(query, experts=None if build.moe_experts == "auto" else build.moe_experts)
+    dispatcher_name, experts_name = choose_pair(
+        query, experts=None if build.moe_experts == "auto" else build.moe_experts
+    )
     dispatcher = DISPATCHERS.load(dispatcher_name)(build)
     experts = EXPERTS.load(experts_name)(weights, spec, build)
     adapt = find_adapter(DISPATCHERS.format_of(dispatcher_name), EXPERTS.format_of(experts_name))
@@ -43,7 +47,10 @@ def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: s
     for pair in [(d, e) for d in dispatchers for e in able]:
         outer, inner = DISPATCHERS.format_of(pair[0]), EXPERTS.format_of(pair[1])
         if not can_join(outer, inner):
-            faults.append(f"dispatcher {pair[0]!r} speaks {outer}, experts {pair[1]!r} speak {inner}, and no adapter joins the two")
+            faults.append(
+                f"dispatcher {pair[0]!r} speaks {outer}, experts {pair[1]!r} speak {inner}, and no adapter joins the "
+                "two"
+            )
             continue
         try:
             DISPATCHERS.load(pair[0]), EXPERTS.load(pair[1]), find_adapter(outer, inner)
@@ -52,7 +59,11 @@ def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: s
             continue
         return pair
     pairs = ", ".join(f"{d} + {e}" for d, e in joinable_pairs(query)) or "none"
-    raise ConfigError(f"no way to compute the experts of this model: {'; '.join(faults)}. Dispatcher + experts that can be joined here: {pairs}", param="moe_experts")
+    raise ConfigError(
+        f"no way to compute the experts of this model: {'; '.join(faults)}. Dispatcher + experts that can be joined "
+        f"here: {pairs}",
+        param="moe_experts"
+    )
 
 
 def joinable_pairs(query: KernelQuery) -> list[Pair]:

@@ -1,4 +1,5 @@
-"""`MoeMlp`: router, experts and shared MLP. Knows neither how tokens travel nor how experts compute. T tokens, D width."""
+"""`MoeMlp`: router, experts and shared MLP. Knows neither how tokens travel nor how experts compute. T tokens, D
+width."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class MoeMlp(Branch):
         self.router = Router(routing, width, build)
         self.experts = ExpertWeights(routing.num_experts, spec.expert, width, build)
         self.shared = None if spec.shared is None else GatedMlp(spec.shared, width, build)
-        query = build.query(width=width, expert_width=spec.expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1)
+        query = build.query(
+            width=width, expert_width=spec.expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1
+        )
         self._run_experts = join_experts(self.experts, spec.expert, build, query)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -22,25 +22,31 @@ CHUNK_ELEMENTS = 2**28
 """Of dequantised weights that are held at a time."""
 
 FEW_PAIRS = 64
-"""Up to here each pair gets a copy of its expert's matrix: hardly two have the same, and nobody need know who chose whom."""
+"""Up to here each pair gets a copy of its expert's matrix: hardly two have the same, and nobody need know who chose
+whom."""
 
 CODE_RMS = 2.926
 """Of the 16 values of a code, all equally likely."""
 
 
 class PackedLinear(nn.Module):
-    """``codes`` [X, O, I / 2] and ``scales`` [X, O, I / 32], uint8; zero until a checkpoint fills them. ``parts`` names the
-    stacked outputs and their widths in order."""
+    """``codes`` [X, O, I / 2] and ``scales`` [X, O, I / 32], uint8; zero until a checkpoint fills them. ``parts`` names
+    the stacked outputs and their widths in order."""
 
     def __init__(self, build: Build, num_stacked: int, in_width: int, parts: dict[str, int]):
         super().__init__()
         if in_width % BLOCK:
-            raise ConfigError(f"experts {in_width} wide cannot be kept in MXFP4, which takes multiples of {BLOCK}", param="moe_experts")
+            raise ConfigError(
+                f"experts {in_width} wide cannot be kept in MXFP4, which takes multiples of {BLOCK}",
+                param="moe_experts"
+            )
         ends = list(accumulate(parts.values()))
         self.num_stacked = num_stacked
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(parts.items(), ends, strict=True)}
         self.codes, self.scales = (
-            nn.Buffer(torch.zeros(num_stacked, ends[-1], width, dtype=torch.uint8, device=build.device), persistent=False)
+            nn.Buffer(
+                torch.zeros(num_stacked, ends[-1], width, dtype=torch.uint8, device=build.device), persistent=False
+            )
             for width in (in_width // 2, in_width // BLOCK)
         )
         self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_width=in_width, out_width=ends[-1]))

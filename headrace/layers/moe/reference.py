@@ -21,4 +21,7 @@ class ReferenceExperts:
 
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         gate_up, down = self._gate_up, self._down
-        return self._run(tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.bias), (down.weight, down.bias), self._gate)
+        return self._run(
+            tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.bias), (down.weight, down.bias),
+            self._gate
+        )

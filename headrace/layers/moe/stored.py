@@ -1,4 +1,5 @@
-"""`StoredExperts`: on a CPU, all experts in one native call once their matrices are stored; until then in plain torch."""
+"""`StoredExperts`: on a CPU, all experts in one native call once their matrices are stored; until then in plain
+torch."""
 
 from __future__ import annotations
 
@@ -25,9 +26,17 @@ class StoredExperts:
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         """`ChosenTokens` to weighted sums [T, D]."""
         stacks = (self._gate_up, self._down)
-        plain = [plain_weight(stack) for stack in stacks]  # asked for first: they may be stored meanwhile, one before the other
+        # asked for first: they may be stored meanwhile, one before the other
+        plain = [plain_weight(stack) for stack in stacks]
         choices = (tokens.hidden, tokens.ids, tokens.weights)
         if not any(weight is not None for weight in plain):
             return self._run_packed(*choices, *((stack.stored.matrix, stack.bias) for stack in stacks), self._gate)
         dtype = tokens.hidden.dtype
-        return self._run_plain(*choices, *((stack.unpack(dtype) if weight is None else weight, stack.bias) for stack, weight in zip(stacks, plain, strict=True)), self._gate)
+        return self._run_plain(
+            *choices,
+            *(
+                (stack.unpack(dtype) if weight is None else weight, stack.bias) for stack,
+                weight in zip(stacks, plain, strict=True)
+            ),
+            self._gate
+        )

@@ -13,8 +13,9 @@ from headrace.layers.decoder.spec import MlpSpec
 
 
 class StackedLinear(nn.Module):
-    """``weight`` [X, O, I] and, if wanted, ``bias`` [X, O]; only storage, kernels do the rest. ``parts`` names the stacked
-    outputs and their widths in order. The weight may be ``stored``, as one matrix [X * O, I], where the experts that read it say so."""
+    """``weight`` [X, O, I] and, if wanted, ``bias`` [X, O]; only storage, kernels do the rest. ``parts`` names the
+    stacked outputs and their widths in order. The weight may be ``stored``, as one matrix [X * O, I], where the experts
+    that read it say so."""
 
     looks_up_rows = is_vocabulary = is_storable = False
 

@@ -1,16 +1,18 @@
-"""Quantised weights: the contract, and the schemes, registered here by what they can serve. Packages outside this one add
-theirs through the entry-point group ``headrace.schemes``."""
+"""Quantised weights: the contract, and the schemes, registered here by what they can serve. Packages outside this one
+add theirs through the entry-point group ``headrace.schemes``."""
 
 from headrace.layers.quantization import support
 from headrace.layers.quantization.chaining import SchemeChain, add_installed_schemes, chain_schemes, default_chain
 from headrace.layers.quantization.contract import SCHEMES, Scheme, SchemeQuery
 
 SCHEMES.add(
-    "block_fp8", "headrace.layers.quantization.scaled:BlockFp8", supports=support.stored_as("block_fp8", "fp8"), priority=10,
+    "block_fp8", "headrace.layers.quantization.scaled:BlockFp8", supports=support.stored_as("block_fp8", "fp8"),
+    priority=10,
     doc="8-bit floats with a scale per square block, dequantised as they are read",
 )
 SCHEMES.add(
-    "mxfp4", "headrace.layers.quantization.scaled:Mxfp4", supports=support.stored_as("mxfp4", "fp8", "mxfp4"), priority=20,
+    "mxfp4", "headrace.layers.quantization.scaled:Mxfp4", supports=support.stored_as("mxfp4", "fp8", "mxfp4"),
+    priority=20,
     doc="4-bit floats with a power of two per 32, dequantised as they are read",
 )
 SCHEMES.add(

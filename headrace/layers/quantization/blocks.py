@@ -1,7 +1,8 @@
-"""Weights that come in blocks of a file's own quantised type, on their way from the file to the layer that keeps them so.
+"""Weights that come in blocks of a file's own quantised type, on their way from the file to the layer that keeps them
+so.
 
-`BlockTensor` goes wherever a plain tensor goes: whatever is done to it is done to the plain numbers, made at that moment;
-only a layer that can keep blocks looks inside.
+`BlockTensor` goes wherever a plain tensor goes: whatever is done to it is done to the plain numbers, made at that
+moment; only a layer that can keep blocks looks inside.
 """
 
 from __future__ import annotations
@@ -19,17 +20,24 @@ from headrace.layers.storing import StorableWeight
 
 
 class BlockTensor(torch.Tensor):
-    """A matrix [O, I] on a CPU that says it has ``dtype``, or ``num_stacked`` of them, [X, O, I]; ``make_plain`` makes it."""
+    """A matrix [O, I] on a CPU that says it has ``dtype``, or ``num_stacked`` of them, [X, O, I]; ``make_plain`` makes
+    it."""
 
     blocks: WeightBlocks
     make_plain: Callable[[], torch.Tensor]
 
     @staticmethod
-    def __new__(cls, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor], num_stacked: int = 0) -> BlockTensor:
+    def __new__(
+        cls, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor], num_stacked: int = 0
+    ) -> BlockTensor:
         stacks = (num_stacked,) if num_stacked else ()
-        return torch.Tensor._make_wrapper_subclass(cls, (*stacks, blocks.out_width // (num_stacked or 1), blocks.in_width), dtype=dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, (*stacks, blocks.out_width // (num_stacked or 1), blocks.in_width), dtype=dtype
+        )
 
-    def __init__(self, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor], num_stacked: int = 0):
+    def __init__(
+        self, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor], num_stacked: int = 0
+    ):
         self.blocks, self.make_plain = blocks, make_plain
 
     def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
@@ -38,7 +46,10 @@ class BlockTensor(torch.Tensor):
             return super().unbind(dim)
         make_all = cache(self.make_plain)
         rows = self.blocks.raw.view(self.shape[0], self.shape[1], -1)
-        return tuple(BlockTensor(WeightBlocks(self.blocks.kind, raw), self.dtype, lambda i=i: make_all()[i]) for i, raw in enumerate(rows.unbind()))
+        return tuple(
+            BlockTensor(WeightBlocks(self.blocks.kind, raw), self.dtype, lambda i=i: make_all()[i]) for i,
+            raw in enumerate(rows.unbind())
+        )
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,8 +58,8 @@ class BlockTensor(torch.Tensor):
 
 
 class BlockIntake:
-    """Gathers the blocks of the parts of one weight. Once it has them all, the layers keep them; a part that never comes
-    as blocks makes the others plain too."""
+    """Gathers the blocks of the parts of one weight. Once it has them all, the layers keep them; a part that never
+    comes as blocks makes the others plain too."""
 
     def __init__(self, weight: StorableWeight):
         self._weight = weight

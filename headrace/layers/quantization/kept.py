@@ -1,5 +1,5 @@
-"""Weights made smaller as a model is loaded on a CPU, when the user wants that: 8 or 4 bits. A plain weight is let go of
-before the next one is taken.
+"""Weights made smaller as a model is loaded on a CPU, when the user wants that: 8 or 4 bits. A plain weight is let go
+of before the next one is taken.
 """
 
 from __future__ import annotations
@@ -45,30 +45,40 @@ class Int8(_Kept):
 
 
 class Int4(_Kept):
-    """4-bit weights; a scale and a min per 32 of them, inputs as in `Int8`. Vocabularies, where each step counts, have 8."""
+    """4-bit weights; a scale and a min per 32 of them, inputs as in `Int8`. Vocabularies, where each step counts, have
+    8."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
-        quantise_weights(model, lambda weight: quantise_int8_groups(weight.weight) if weight.is_vocabulary else quantise_int4(weight.weight))
+        quantise_weights(
+            model,
+            lambda weight: quantise_int8_groups(weight.weight) if weight.is_vocabulary else quantise_int4(weight.weight)
+        )
 
 
 class W8A8(_Kept):
-    """8-bit weights with a scale per output, inputs rounded to 8 bits with a scale per token: the fastest prompts on AMX, and
-    the least exact, as a token's largest inputs cost the others their precision. Vocabularies are as in `Int8`."""
+    """8-bit weights with a scale per output, inputs rounded to 8 bits with a scale per token: the fastest prompts on
+    AMX, and the least exact, as a token's largest inputs cost the others their precision. Vocabularies are as in
+    `Int8`."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
-        quantise_weights(model, lambda weight: (quantise_int8_groups if weight.is_vocabulary else quantise_int8)(weight.weight))
+        quantise_weights(
+            model, lambda weight: (quantise_int8_groups if weight.is_vocabulary else quantise_int8)(weight.weight)
+        )
 
 
 @torch.no_grad()
 def quantise_weights(model: nn.Module, quantise: Callable[[StorableWeight], PackedMatrix]) -> None:
-    """Quantise every weight that is large enough. Without the native library, whose products these are, the rounded values
-    are put back as plain weights: the same answers, at the plain weights' size and speed."""
+    """Quantise every weight that is large enough. Without the native library, whose products these are, the rounded
+    values are put back as plain weights: the same answers, at the plain weights' size and speed."""
     began = time.monotonic()
     is_native = native.build(timeout=BUILD_WAIT_S).status == "ready"
     if not is_native:
-        logger.warning("quantised weights take as much memory as plain ones here: there are no native CPU kernels (headrace check says why)")
+        logger.warning(
+            "quantised weights take as much memory as plain ones here: there are no native CPU kernels (headrace check "
+            "says why)"
+        )
     before = after = 0
     for weight in find_storable(model):
         if weight.weight.shape[0] < LEAST_OUTPUTS:
@@ -81,5 +91,9 @@ def quantise_weights(model: nn.Module, quantise: Callable[[StorableWeight], Pack
             weight.weight.copy_(unpack(packed, weight.weight.dtype))
     plain = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1) if is_native else 0
     if plain > before:
-        logger.warning("%.0f MB of weights stay plain: packed layout has no place for matrices of their kind", plain / 1e6)
-    logger.info("weights quantised in %.1f s: %.0f MB are now %.0f MB", time.monotonic() - began, before / 1e6, after / 1e6)
+        logger.warning(
+            "%.0f MB of weights stay plain: packed layout has no place for matrices of their kind", plain / 1e6
+        )
+    logger.info(
+        "weights quantised in %.1f s: %.0f MB are now %.0f MB", time.monotonic() - began, before / 1e6, after / 1e6
+    )

@@ -1,5 +1,5 @@
-"""Checkpoint forms with a scale beside each weight, joined and dequantised as they stream past. They are known by the types
-and shapes of their tensors. Refuses: what families call their modules.
+"""Checkpoint forms with a scale beside each weight, joined and dequantised as they stream past. They are known by the
+types and shapes of their tensors. Refuses: what families call their modules.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Mxfp4:
 
 
 def join_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequantise: Dequantise) -> Iterator[Named]:
-    """Pass tensors on, matrices of these types multiplied by their scales, which go away. A scale that meets a weight of
-    another type passes, and so does one that meets none. Raises `WeightError` for a weight that never meets a scale."""
+    """Pass tensors on, matrices of these types multiplied by their scales, which go away. A scale that meets a weight
+    of another type passes, and so does one that meets none. Raises `WeightError` for a weight that never meets a
+    scale."""
     weights: dict[str, torch.Tensor] = {}
     scales: dict[str, Named] = {}
     for name, tensor in tensors:
@@ -92,4 +93,7 @@ def dequantise_mxfp4(module: str, codes: torch.Tensor, scales: torch.Tensor) -> 
 
 def _check_shape(module: str, values: torch.Tensor, scales: torch.Tensor, expected: tuple[int, ...]) -> None:
     if tuple(scales.shape) != expected:
-        raise WeightError(f"{module}: {values.dtype} {list(values.shape)} needs scales {list(expected)}, the checkpoint has {list(scales.shape)}")
+        raise WeightError(
+            f"{module}: {values.dtype} {list(values.shape)} needs scales {list(expected)}, the checkpoint has "
+            f"{list(scales.shape)}"
+        )

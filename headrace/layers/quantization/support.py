@@ -28,8 +28,14 @@ def made_for_cpu(name: str) -> Predicate:
         if query.wanted != name:
             return f"serves {name} alone"
         if query.device != "cpu":
-            return f"{name} is made at load on a CPU only; take --device cpu, or a checkpoint that is quantised for {query.device} (fp8, mxfp4)"
-        return None if query.dtype in CPU_TYPES else f"{name} multiplies {' and '.join(CPU_TYPES)}, not {query.dtype}; take --dtype auto"
+            return (
+                f"{name} is made at load on a CPU only; take --device cpu, or a checkpoint that is quantised for "
+                f"{query.device} (fp8, mxfp4)"
+            )
+        return (
+            None if query.dtype in CPU_TYPES
+            else f"{name} multiplies {' and '.join(CPU_TYPES)}, not {query.dtype}; take --dtype auto"
+        )
 
     return reason_against
 

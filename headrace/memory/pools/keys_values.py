@@ -17,8 +17,9 @@ CODES = "int8"
 
 
 class KeyValuePool:
-    """Per layer k [P, page_size, K, E] and v [P, page_size, K, E_value], contiguous, zero until written. Of a spec of int8 these are
-    codes, with scales [P, 2, K, page_size] float32, one for each token and kv head, of keys and of values."""
+    """Per layer k [P, page_size, K, E] and v [P, page_size, K, E_value], contiguous, zero until written. Of a spec of
+    int8 these are codes, with scales [P, 2, K, page_size] float32, one for each token and kv head, of keys and of
+    values."""
 
     holds_codes = True
 
@@ -36,7 +37,9 @@ class KeyValuePool:
     def page_bytes(spec: CacheSpec, page_size: int) -> int:
         """Bytes of one page of one layer."""
         scale_bytes = 2 * torch.float32.itemsize if torch_dtype(spec) == torch.int8 else 0
-        return page_size * spec.num_kv_heads * ((spec.head_dim + spec.value_dim) * torch_dtype(spec).itemsize + scale_bytes)
+        return page_size * spec.num_kv_heads * (
+            (spec.head_dim + spec.value_dim) * torch_dtype(spec).itemsize + scale_bytes
+        )
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """``(k, v)`` of a model layer, or ``(k, v, scales)``."""

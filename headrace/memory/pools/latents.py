@@ -9,8 +9,8 @@ from headrace.memory.pools.keys_values import allocate_zeros, torch_dtype
 
 
 class LatentPool:
-    """Per layer [P, page_size, 1, L + E], contiguous, zero until written. Keys are whole rows (``head_dim`` wide), values
-    their first ``value_dim`` places."""
+    """Per layer [P, page_size, 1, L + E], contiguous, zero until written. Keys are whole rows (``head_dim`` wide),
+    values their first ``value_dim`` places."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec = group.spec

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and V3: latent attention, and a mixture of experts chosen within groups beside an MLP that all tokens share."""
+"""DeepSeek-V2 and V3: latent attention, and a mixture of experts chosen within groups beside an MLP that all tokens
+share."""
 
 from __future__ import annotations
 
@@ -22,26 +23,35 @@ from headrace.models.reading import (
 SHARED_DEFAULTS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
 V2_DEFAULTS = {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
 V3_DEFAULTS = {
-    "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "max_position_embeddings": 4096,
+    "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
 }
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """The newer generation scores by sigmoid and keeps its experts busy by a choice bias."""
     is_v3 = config["architectures"][0].startswith("DeepseekV3")
-    named = {"n_routed_experts": config.get("num_local_experts"), **SHARED_DEFAULTS, **(V3_DEFAULTS if is_v3 else V2_DEFAULTS)}
+    named = {
+        "n_routed_experts": config.get("num_local_experts"), **SHARED_DEFAULTS,
+        **(V3_DEFAULTS if is_v3 else V2_DEFAULTS)
+    }
     fields = Fields({**named, **{name: value for name, value in config.items() if value is not None}})
     fields.config["head_dim"] = fields.integer("qk_rope_head_dim")  # the dims that are rotated
     if fields.flag("attention_bias", False):
         raise ConfigError("config.json: attention_bias must be false for latent attention", param="attention_bias")
-    layers = _read_layers(fields, _v3_routing(fields) if is_v3 else _v2_routing(fields), interleaved=not is_v3 or fields.flag("rope_interleave", True))
+    layers = _read_layers(
+        fields, _v3_routing(fields) if is_v3 else _v2_routing(fields),
+        interleaved=not is_v3 or fields.flag("rope_interleave", True)
+    )
     return read_decoder(fields, layers, attention=_read_attention(fields))
 
 
 def _v3_routing(fields: Fields) -> dict[str, Any]:
     return dict(
-        score="sigmoid", choice_bias=True, renormalise=fields.flag("norm_topk_prob", True), num_groups=fields.integer("n_group"),
+        score="sigmoid", choice_bias=True, renormalise=fields.flag("norm_topk_prob", True),
+        num_groups=fields.integer("n_group"),
         top_groups=fields.integer("topk_group"), group_best=2,
     )
 
@@ -58,7 +68,10 @@ def _read_layers(fields: Fields, routing: dict[str, Any], *, interleaved: bool) 
     num_shared, width = int(fields.config.get("n_shared_experts") or 0), fields.integer("moe_intermediate_size")
     shared = MlpSpec(width * num_shared, fields.choice("hidden_act", ACTIVATIONS, "silu")) if num_shared else None
     scale = fields.number("routed_scaling_factor", 1.0)
-    moe = read_moe(fields, "n_routed_experts", width="moe_intermediate_size", shared=shared, scale=scale, in_float32=True, **routing)
+    moe = read_moe(
+        fields, "n_routed_experts", width="moe_intermediate_size", shared=shared, scale=scale, in_float32=True,
+        **routing
+    )
     first = int(fields.config.get("first_k_dense_replace") or 0)
     layers = read_layers(fields, read_rope(fields, interleaved=interleaved))
     return tuple(layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(layers))
@@ -67,7 +80,8 @@ def _read_layers(fields: Fields, routing: dict[str, Any], *, interleaved: bool) 
 def _read_attention(fields: Fields) -> LatentAttentionSpec:
     plain_dim, rotary_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
     return LatentAttentionSpec(
-        fields.integer("num_attention_heads"), plain_dim, rotary_dim, fields.integer("v_head_dim"), fields.integer("kv_lora_rank"),
+        fields.integer("num_attention_heads"), plain_dim, rotary_dim, fields.integer("v_head_dim"),
+        fields.integer("kv_lora_rank"),
         fields.integer("q_lora_rank", 0), scale=(plain_dim + rotary_dim) ** -0.5 * _sharpening(fields),
     )
 

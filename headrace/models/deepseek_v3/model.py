@@ -1,4 +1,5 @@
-"""DeepSeek-V2's and V3's checkpoint names: latent projections, shared experts, layers for speculation that are not loaded."""
+"""DeepSeek-V2's and V3's checkpoint names: latent projections, shared experts, layers for speculation that are not
+loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class DeepseekModel(Decoder):
         super().__init__(spec, build)
         query = "q_a_proj" if spec.attention.query_latent_dim else "q_proj"
         self.names = {
-            **{theirs: ours for theirs, ours in SPLIT_NAMES.items() if "self_attn" not in theirs}, **LATENT_NAMES, **MOE_NAMES,
+            **{theirs: ours for theirs, ours in SPLIT_NAMES.items() if "self_attn" not in theirs}, **LATENT_NAMES,
+            **MOE_NAMES,
             f"model.layers.{{i}}.self_attn.{query}": "layers.{i}.attention.down#q",
         }
 

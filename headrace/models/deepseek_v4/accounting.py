@@ -6,8 +6,8 @@ from headrace.base.cache import CacheSpec
 
 
 class CompressorStatePolicy:
-    """Rows of tokens whose windows are not finished, and of the window before where windows overlap. At the end of a page
-    all windows are finished: a hit needs the last page for overlapping windows, and none for others."""
+    """Rows of tokens whose windows are not finished, and of the window before where windows overlap. At the end of a
+    page all windows are finished: a hit needs the last page for overlapping windows, and none for others."""
 
     is_chained = False
 

@@ -39,7 +39,9 @@ class V4Attention(nn.Module):
         self.kv_norm = RmsNorm(build, heads.head_dim, spec.norm_eps)
         self.q_up = Linear(build, heads.query_latent_dim, heads.num_heads * heads.head_dim)
         self.sinks = build.in_float32().parameter(heads.num_heads)
-        self.mix = GroupedLinear(heads.num_groups, heads.num_heads * heads.head_dim // heads.num_groups, heads.group_rank, build)
+        self.mix = GroupedLinear(
+            heads.num_groups, heads.num_heads * heads.head_dim // heads.num_groups, heads.group_rank, build
+        )
         self.output = Linear(build, heads.num_groups * heads.group_rank, spec.width)
         self.window = Place()
         options = dict(norm_eps=spec.norm_eps, rotary=rotary, build=build)
@@ -59,7 +61,9 @@ class V4Attention(nn.Module):
         latent, kv = self.down(x).split((heads.query_latent_dim, heads.head_dim), dim=-1)
         latent, kv = self.q_norm(latent), self.kv_norm(kv)
         q = self.q_up(latent).unflatten(-1, (heads.num_heads, heads.head_dim))
-        q = rotate_last((q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self.norm_eps)).to(q.dtype), cos_sin)
+        q = rotate_last(
+            (q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self.norm_eps)).to(q.dtype), cos_sin
+        )
         window = self.window.step(batch)
         self.window.slots.write(window.inputs.slots, rotate_last(kv.unsqueeze(1), cos_sin).squeeze(1))
         seen = [(self.window.slots, window.backend.seen)]
@@ -89,12 +93,16 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         grouped = x.flatten(1).unflatten(1, (self.num_groups, -1)).transpose(0, 1)
-        return torch.bmm(grouped, self.weight.unflatten(0, (self.num_groups, -1)).transpose(1, 2)).transpose(0, 1).flatten(1)
+        return torch.bmm(
+            grouped, self.weight.unflatten(0, (self.num_groups, -1)).transpose(1, 2)
+        ).transpose(0, 1).flatten(1)
 
 
-def attend_slots(q: torch.Tensor, seen: list[tuple[Slots, torch.Tensor]], *, sinks: torch.Tensor, scale: float) -> torch.Tensor:
-    """``q`` [T, H, E] over vectors that are keys and values, at slots [T, n] int64 of each pool, -1 for none; [T, H, E].
-    ``sinks`` [H] add exp(sink) to each head's softmax denominator. Softmax in float32."""
+def attend_slots(
+    q: torch.Tensor, seen: list[tuple[Slots, torch.Tensor]], *, sinks: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``q`` [T, H, E] over vectors that are keys and values, at slots [T, n] int64 of each pool, -1 for none; [T, H,
+    E]. ``sinks`` [H] add exp(sink) to each head's softmax denominator. Softmax in float32."""
     out = torch.empty_like(q)
     width = sum(slots.shape[1] for _, slots in seen)
     tile = max(1, TILE_ELEMENTS // (width * q.shape[-1]))
@@ -102,8 +110,12 @@ def attend_slots(q: torch.Tensor, seen: list[tuple[Slots, torch.Tensor]], *, sin
         span = slice(low, min(low + tile, q.shape[0]))
         unseen = torch.cat([slots[span] < 0 for _, slots in seen], dim=1)
         # What lies in the null page is anybody's, even NaN, and must not be multiplied.
-        kv = torch.cat([pool.gather(slots[span].clamp(min=0), q.dtype) for pool, slots in seen], dim=1).masked_fill_(unseen.unsqueeze(-1), 0)
-        logits = torch.bmm(q[span], kv.transpose(1, 2)).float().mul_(scale).masked_fill_(unseen.unsqueeze(1), float("-inf"))
+        kv = torch.cat(
+            [pool.gather(slots[span].clamp(min=0), q.dtype) for pool, slots in seen], dim=1
+        ).masked_fill_(unseen.unsqueeze(-1), 0)
+        logits = torch.bmm(q[span], kv.transpose(1, 2)).float().mul_(scale).masked_fill_(
+            unseen.unsqueeze(1), float("-inf")
+        )
         sink = sinks.view(1, -1, 1).expand(logits.shape[0], -1, 1)
         weights = torch.cat((logits, sink), dim=-1).softmax(-1)[..., :-1]
         out[span] = torch.bmm(weights.to(q.dtype), kv)

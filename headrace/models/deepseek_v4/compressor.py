@@ -1,7 +1,7 @@
 """`Compressor`: one vector for each window of tokens, a weighted sum per channel. Math in float32.
 
-With overlapping windows a token has two series of E dims: the first is for the window after its own, the second for its own.
-T tokens, C finished windows, n tokens that make an entry, r tokens of a window, W dims a token has in all series.
+With overlapping windows a token has two series of E dims: the first is for the window after its own, the second for its
+own. T tokens, C finished windows, n tokens that make an entry, r tokens of a window, W dims a token has in all series.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Compressor(nn.Module):
         gates = self._take(gates, self.state.pages.v, state, float("-inf"))
         gates = gates + self.ape.repeat(gates.shape[1] // self.ratio, 1)
         if self.is_overlapping:
-            values, gates = (torch.cat((t[:, : self.ratio, : self.dim], t[:, self.ratio :, self.dim :]), dim=1) for t in (values, gates))
+            values, gates = (
+                torch.cat((t[:, : self.ratio, : self.dim], t[:, self.ratio :, self.dim :]), dim=1)
+                for t in (values, gates)
+            )
         return (values * gates.softmax(dim=1)).sum(dim=1)
 
     def _take(self, new: torch.Tensor, stored: torch.Tensor, state: StateReader, nothing: float) -> torch.Tensor:

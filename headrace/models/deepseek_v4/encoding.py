@@ -1,7 +1,7 @@
 """DeepSeek-V4's chat format, which its makers publish as code instead of a template: messages to the text of a prompt.
 
-Three long texts that the model was trained on are no part of this package. They are taken from the ``encoding`` folder beside
-the model's weights and known by their SHA-256; what needs one that is not there is refused. Torch-free.
+Three long texts that the model was trained on are no part of this package. They are taken from the ``encoding`` folder
+beside the model's weights and known by their SHA-256; what needs one that is not there is refused. Torch-free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ TURNS = ("user", "developer")
 
 
 def find_texts(folder: Path) -> dict[str, str]:
-    """The model's own texts: string constants in the Python files of ``folder``/encoding, which are read but not run."""
+    """The model's own texts: string constants in the Python files of ``folder``/encoding, which are read but not
+    run."""
     names = {digest: name for name, digest in TEXT_DIGESTS.items()}
     found: dict[str, str] = {}
     for path in sorted((folder / "encoding").glob("*.py")):
@@ -44,7 +45,9 @@ def find_texts(folder: Path) -> dict[str, str]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
             continue
-        texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        texts = (
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
         digests = ((names.get(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()), text) for text in texts)
         found |= {name: text for name, text in digests if name}
     return found
@@ -83,14 +86,18 @@ class ChatEncoder:
         return "tools" in self._texts
 
     def render(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None, template: str | None = None, variables: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. ``variables``: ``thinking`` or ``enable_thinking`` (default true), ``reasoning_effort`` (``none``: no
-        thinking; ``max``: with the model's text that asks for it), ``drop_thinking`` (default true), ``response_format``
-        (a JSON schema). A message may have ``reasoning_content``, ``task`` and tools of its own. Raises `RequestError`."""
+        """The prompt. ``variables``: ``thinking`` or ``enable_thinking`` (default true), ``reasoning_effort``
+        (``none``: no thinking; ``max``: with the model's text that asks for it), ``drop_thinking`` (default true),
+        ``response_format`` (a JSON schema). A message may have ``reasoning_content``, ``task`` and tools of its own.
+        Raises `RequestError`."""
         if template is not None:
-            raise UnsupportedFeature("this model's chat format is code; it takes no chat_template", param="chat_template")
+            raise UnsupportedFeature(
+                "this model's chat format is code; it takes no chat_template", param="chat_template"
+            )
         if not messages:
             raise RequestError("messages must hold at least one message", param="messages")
         variables = variables or {}
@@ -99,7 +106,9 @@ class ChatEncoder:
         turns = fold_tool_results([_check(message) for message in messages])
         if tools or variables.get("response_format"):
             turns = _with_system_sections(turns, tools, variables.get("response_format"))
-        drops = is_thinking and bool(variables.get("drop_thinking", True)) and not any(turn.get("tools") for turn in turns)
+        drops = (
+            is_thinking and bool(variables.get("drop_thinking", True)) and not any(turn.get("tools") for turn in turns)
+        )
         last_turn = max((i for i, turn in enumerate(turns) if turn["role"] in TURNS), default=-1)
         if drops:
             turns = [turn for i, turn in enumerate(turns) if turn["role"] != "developer" or i >= last_turn]
@@ -136,20 +145,25 @@ class ChatEncoder:
                 tool_schemas=schemas, dsml_token=DSML, thinking_start_token=THINK, thinking_end_token=THOUGHT,
             )
         if turn.get("response_format"):
-            text += "\n\n" + self._text("response_format", "response_format").format(schema=_to_json(turn["response_format"]))
+            text += (
+                "\n\n"
+                + self._text("response_format", "response_format").format(schema=_to_json(turn["response_format"]))
+            )
         return text
 
     def _text(self, name: str, param: str) -> str:
         if name not in self._texts:
             raise UnsupportedFeature(
-                f"{param} needs a text of the model's makers; put the encoding folder of the published model beside its weights", param=param,
+                f"{param} needs a text of the model's makers; put the encoding folder of the published model beside "
+                "its weights",
+                param=param,
             )
         return self._texts[name]
 
 
 def fold_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results of tools to turns of a user, those of one assistant's turn in the order of its calls, and with them what the
-    user says next."""
+    """Results of tools to turns of a user, those of one assistant's turn in the order of its calls, and with them what
+    the user says next."""
     turns: list[dict[str, Any]] = []
     pending: list[dict[str, Any]] = []
     for message in [*messages, None]:
@@ -188,7 +202,9 @@ def _write_call(function: dict[str, Any]) -> str:
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            raise RequestError(f"the arguments of a call to {function.get('name')} are no JSON: {error}", param="messages") from error
+            raise RequestError(
+                f"the arguments of a call to {function.get('name')} are no JSON: {error}", param="messages"
+            ) from error
     if not isinstance(arguments, dict):
         raise RequestError(f"the arguments of a call to {function.get('name')} must be a JSON object", param="messages")
     parameters = "\n".join(
@@ -203,7 +219,10 @@ def _with_system_sections(turns: list[dict[str, Any]], tools: Any, response_form
     """The first turn, a system's, with tools and form of answers; put there if there is none."""
     if turns[0]["role"] != "system":
         turns = [{"role": "system", "content": ""}, *turns]
-    first = {**turns[0], **({"tools": tools} if tools else {}), **({"response_format": response_format} if response_format else {})}
+    first = {
+        **turns[0], **({"tools": tools} if tools else {}),
+        **({"response_format": response_format} if response_format else {})
+    }
     return [first, *turns[1:]]
 
 
@@ -214,12 +233,18 @@ def _check(message: Any) -> dict[str, Any]:
         raise RequestError(f"each message must be an object with a role out of {', '.join(roles)}", param="messages")
     content = message.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
+        if not all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        ):
             raise UnsupportedFeature("content parts must be text", param="messages")
         content = "\n".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
         raise RequestError("a message's content must be a string or a list of parts", param="messages")
-    return {**message, "content": content or "", "reasoning_content": message.get("reasoning_content") or message.get("reasoning") or ""}
+    return {
+        **message, "content": content or "",
+        "reasoning_content": message.get("reasoning_content") or message.get("reasoning") or ""
+    }
 
 
 def _to_json(value: Any) -> str:

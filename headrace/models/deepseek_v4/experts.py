@@ -24,7 +24,8 @@ from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 
 
 class HashRouter(nn.Module):
-    """Experts by token id from ``table`` [V, k]; their weights by score. Without a checkpoint neighbours share experts."""
+    """Experts by token id from ``table`` [V, k]; their weights by score. Without a checkpoint neighbours share
+    experts."""
 
     def __init__(self, spec: RoutingSpec, width: int, vocab_size: int, build: Build):
         super().__init__()
@@ -45,11 +46,16 @@ class V4Moe(nn.Module):
         super().__init__()
         routing, expert = spec.moe.routing, spec.moe.expert
         self.is_hashed, self.num_experts = layer.is_hashed, routing.num_experts
-        self.router = HashRouter(routing, spec.width, spec.vocab_size, build) if layer.is_hashed else Router(routing, spec.width, build)
+        self.router = (
+            HashRouter(routing, spec.width, spec.vocab_size, build) if layer.is_hashed
+            else Router(routing, spec.width, build)
+        )
         weights = PackedExpertWeights if spec.keeps_mxfp4 else ExpertWeights
         self.experts = weights(routing.num_experts, expert, spec.width, build)
         self.shared = GatedMlp(spec.moe.shared, spec.width, build)
-        shape = dict(width=spec.width, expert_width=expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1)
+        shape = dict(
+            width=spec.width, expert_width=expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1
+        )
         self._run_experts = join_experts(self.experts, expert, build, build.query(**shape, mxfp4=int(spec.keeps_mxfp4)))
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""DeepSeek-V4: attention over a window and over compressed entries, hyper-connections, experts chosen by token or by score.
+"""DeepSeek-V4: attention over a window and over compressed entries, hyper-connections, experts chosen by token or by
+score.
 
 All that is special is in this folder; its kinds of cache are registered when it is loaded.
 """
@@ -21,7 +22,10 @@ for _kind, _policy, _pool, _reader, _doc in (
     (layout.ENTRIES_FP8, _CHAINED, "packed_pools:PackedVectorPool", "readers:EntriesReader", "the same in 8 bits"),
     (layout.INDEX_KEYS, _CHAINED, "pools:VectorPool", "readers:EntriesReader", "what chooses among entries"),
     (layout.INDEX_KEYS_FP8, _CHAINED, "packed_pools:PackedKeyPool", "readers:EntriesReader", "the same in 8 bits"),
-    (layout.STATE, f"{_OWN}.accounting:CompressorStatePolicy", "pools:StatePool", "readers:StateReader", "tokens of unfinished windows"),
+    (
+        layout.STATE, f"{_OWN}.accounting:CompressorStatePolicy", "pools:StatePool", "readers:StateReader",
+        "tokens of unfinished windows"
+    ),
 ):
     add_cache_kind(_kind, policy=_policy, pool=f"{_OWN}.{_pool}", reader=f"{_OWN}.{_reader}", doc=_doc)
 

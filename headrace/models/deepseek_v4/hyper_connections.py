@@ -27,8 +27,8 @@ class HyperConnection(nn.Module):
         self.scale = build.parameter(3)
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``streams`` [T, S, D] to the sublayer's input [T, D], and what `write_back` needs: ``post`` [T, S] and ``mix``
-        [T, S, S], whose rows and columns each sum to 1."""
+        """``streams`` [T, S, D] to the sublayer's input [T, D], and what `write_back` needs: ``post`` [T, S] and
+        ``mix`` [T, S, S], whose rows and columns each sum to 1."""
         raw = mix_streams(streams, self.fn, self.norm_eps)
         pre, post, mix = self._weigh(raw, self.scale, self.base, iterations=self.spec.iterations, eps=self.spec.eps)
         return collapse(streams, pre), post, mix

@@ -1,4 +1,5 @@
-"""`Indexer`: which compressed entries each token attends to. T tokens, H index heads, E index dims, N entries, k chosen."""
+"""`Indexer`: which compressed entries each token attends to. T tokens, H index heads, E index dims, N entries, k
+chosen."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Indexer(nn.Module):
         self.spec, self.rotary = spec.indexer, rotary
         self.q = Linear(build, spec.heads.query_latent_dim, self.spec.num_heads * self.spec.head_dim)
         self.weights = Linear(build, spec.width, self.spec.num_heads)
-        self.compressor = Compressor(spec.width, self.spec.head_dim, OVERLAPPING, norm_eps=spec.norm_eps, rotary=rotary, build=build)
+        self.compressor = Compressor(
+            spec.width, self.spec.head_dim, OVERLAPPING, norm_eps=spec.norm_eps, rotary=rotary, build=build
+        )
 
     def forward(self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """``x`` [T, D] and the query latents [T, L] to numbers of entries [T, k] int64, -1 where a token sees fewer."""

@@ -31,7 +31,8 @@ INDEX_SCALE_BYTES = 4
 
 
 def packed_value_bytes(head_dim: int) -> int:
-    """A packed slot without its scales: N bytes of e4m3, then R bfloat16. Raises `ConfigError` for dims it cannot hold."""
+    """A packed slot without its scales: N bytes of e4m3, then R bfloat16. Raises `ConfigError` for dims it cannot
+    hold."""
     plain = head_dim - ROTATED
     if plain <= 0 or plain % GROUP or plain // GROUP > SCALE_BYTES:
         raise ConfigError(f"head_dim {head_dim} cannot be packed in 8 bits: serve with kv_dtype auto", param="kv_dtype")
@@ -50,10 +51,13 @@ def ring_rows(ratio: int) -> int:
 
 
 def slots_per_page(spec: CacheSpec, page_size: int) -> int:
-    """Slots (for compressor state: rows) that a page of ``page_size`` tokens has; raises `ConfigError` for a size that does
-    not hold whole windows."""
+    """Slots (for compressor state: rows) that a page of ``page_size`` tokens has; raises `ConfigError` for a size that
+    does not hold whole windows."""
     if page_size % BLOCK:
-        raise ConfigError(f"page_size must be a multiple of {BLOCK} for compressed attention, usually {PAGE_SIZE}; got {page_size}", param="page_size")
+        raise ConfigError(
+            f"page_size must be a multiple of {BLOCK} for compressed attention, usually {PAGE_SIZE}; got {page_size}",
+            param="page_size"
+        )
     if spec.kind == STATE:
         return page_size // BLOCK * ring_rows(spec.compress_ratio)
     return page_size // spec.compress_ratio
@@ -73,5 +77,6 @@ def slot_bytes(spec: CacheSpec) -> int:
 def token_bytes(specs: list[CacheSpec], window_share: float) -> float:
     """Bytes per token that all layers take, when groups with a window have ``window_share`` of the others' pages."""
     return sum(
-        slot_bytes(spec) * slots_per_page(spec, PAGE_SIZE) / PAGE_SIZE * (window_share if spec.window else 1.0) for spec in specs
+        slot_bytes(spec) * slots_per_page(spec, PAGE_SIZE) / PAGE_SIZE * (window_share if spec.window else 1.0)
+        for spec in specs
     )

@@ -32,7 +32,9 @@ class V4Block(nn.Module):
 
     def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, rotary: RotaryTable, build: Build):
         super().__init__()
-        self.attention_mix, self.mlp_mix = (HyperConnection(spec.hyper, spec.width, spec.norm_eps, build) for _ in range(2))
+        self.attention_mix, self.mlp_mix = (
+            HyperConnection(spec.hyper, spec.width, spec.norm_eps, build) for _ in range(2)
+        )
         self.attention_norm, self.mlp_norm = (RmsNorm(build, spec.width, spec.norm_eps) for _ in range(2))
         self.attention = V4Attention(spec, layer, rotary, build)
         self.mlp = V4Moe(spec, layer, build)
@@ -54,9 +56,13 @@ class DeepseekV4Model(nn.Module):
         super().__init__()
         self.spec, self._schemes = spec, build.schemes
         length = build.max_model_len or spec.max_model_len
-        plain, compressed = (RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope))
+        plain, compressed = (
+            RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope)
+        )
         self.embedding = Embedding(build, spec.vocab_size, spec.width)
-        self.layers = nn.ModuleList(V4Block(spec, layer, compressed if layer.ratio else plain, build) for layer in spec.layers)
+        self.layers = nn.ModuleList(
+            V4Block(spec, layer, compressed if layer.ratio else plain, build) for layer in spec.layers
+        )
         self.collapse = StreamHead(spec.hyper, spec.width, spec.norm_eps, build)
         self.norm = RmsNorm(build, spec.width, spec.norm_eps)
         self.head = Head(build, spec.vocab_size, spec.width)
@@ -68,7 +74,9 @@ class DeepseekV4Model(nn.Module):
         fill_targets(find_targets(self, NAMES, self.spec.num_layers), plain)
         missing = [name for name in stored if name not in found]
         if missing:
-            raise WeightError(f"the checkpoint does not fit the model: tensors missing ({len(missing)}): {', '.join(missing[:6])}")
+            raise WeightError(
+                f"the checkpoint does not fit the model: tensors missing ({len(missing)}): {', '.join(missing[:6])}"
+            )
 
     def _rename(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """To published names; the layers that draft further tokens are left out."""
@@ -94,7 +102,9 @@ class DeepseekV4Model(nn.Module):
                 stored |= block.mlp.experts.places(EXPERTS.replace("{i}", str(i)), MATRICES)
         return stored
 
-    def _take_stored(self, tensors: Iterable[tuple[str, torch.Tensor]], stored: dict[str, torch.Tensor], found: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _take_stored(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], stored: dict[str, torch.Tensor], found: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Copy those, as bytes if they are such; the rest passes."""
         for name, tensor in tensors:
             place = stored.get(name)

@@ -1,8 +1,8 @@
 """Pools of vectors in 8 bits, and their packing. P pages, S slots of a page, N plain and R rotated dims, E = N + R.
 
-A page of vectors is one run of bytes: S times (N bytes of e4m3, then R bfloat16), then S times 8 bytes, one power of two
-(e8m0) for each 64 plain dims and padding; then padding to a multiple of a slot's value bytes. So a slot is two pieces.
-A page of index keys is S times E bytes of e4m3, then S float32 scales.
+A page of vectors is one run of bytes: S times (N bytes of e4m3, then R bfloat16), then S times 8 bytes, one power of
+two (e8m0) for each 64 plain dims and padding; then padding to a multiple of a slot's value bytes. So a slot is two
+pieces. A page of index keys is S times E bytes of e4m3, then S float32 scales.
 """
 
 from __future__ import annotations

@@ -34,12 +34,15 @@ class VectorPool:
 
 
 class StatePool:
-    """Per layer what compressors made of the latest tokens, before pooling: values [P, S, E] and gates [P, S, E], float32."""
+    """Per layer what compressors made of the latest tokens, before pooling: values [P, S, E] and gates [P, S, E],
+    float32."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec = group.spec
         shape = (group.num_pages, slots_per_page(spec, page_size), spec.head_dim)
-        self._layers = {layer: tuple(allocate_zeros(shape, torch.float32, device) for _ in range(2)) for layer in group.layers}
+        self._layers = {
+            layer: tuple(allocate_zeros(shape, torch.float32, device) for _ in range(2)) for layer in group.layers
+        }
         self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """What all layers of a cache group share in a step, worked out once: where each token's window lies, which compressed
 entries the step finishes and where they go, which rows of state it reads and leaves behind.
 
-T tokens, R requests, C windows of tokens that the step finishes, n tokens that make an entry. Index tensors are made on the
-host from the step's lengths and copied: a reader waits for the device.
+T tokens, R requests, C windows of tokens that the step finishes, n tokens that make an entry. Index tensors are made on
+the host from the step's lengths and copied: a reader waits for the device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from headrace.models.deepseek_v4.layout import BLOCK, PAGE_SIZE, ring_rows, slot
 
 @dataclass(slots=True)
 class Spans:
-    """A step on the host, int64: per request ``begins`` [R], ``ends`` [R] and the number of its first token ``starts`` [R];
-    per token ``requests`` [T] and ``positions`` [T]."""
+    """A step on the host, int64: per request ``begins`` [R], ``ends`` [R] and the number of its first token ``starts``
+    [R]; per token ``requests`` [T] and ``positions`` [T]."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -80,9 +80,9 @@ class WindowReader(_Reader):
 
 
 class EntriesReader(_Reader):
-    """``write_slots`` [C] for the entries of finished windows. ``visible`` [T]: how many entries each token may see, the
-    first ones of its request. ``slots`` [R, longest]: those of all entries. ``requests`` [T]. Of requests beyond the first
-    ``num_decodes``, which have a token each: ``prefills`` (request, first token, tokens, entries)."""
+    """``write_slots`` [C] for the entries of finished windows. ``visible`` [T]: how many entries each token may see,
+    the first ones of its request. ``slots`` [R, longest]: those of all entries. ``requests`` [T]. Of requests beyond
+    the first ``num_decodes``, which have a token each: ``prefills`` (request, first token, tokens, entries)."""
 
     write_slots: torch.Tensor
     visible: torch.Tensor
@@ -98,7 +98,9 @@ class EntriesReader(_Reader):
         self.write_slots = self.find_slots(inputs, self.upload(requests), self.upload(numbers))
         self.visible, self.requests = self.upload((spans.positions + 1) // ratio), self.upload(spans.requests)
         numbers = torch.arange(inputs.max_kv_len // ratio, device=self.device).expand(inputs.num_requests, -1)
-        self.slots = self.find_slots(inputs, torch.arange(inputs.num_requests, device=self.device)[:, None].expand_as(numbers), numbers)
+        self.slots = self.find_slots(
+            inputs, torch.arange(inputs.num_requests, device=self.device)[:, None].expand_as(numbers), numbers
+        )
         self.num_decodes = inputs.num_decodes
         self.prefills = [
             (request, int(spans.starts[request]), inputs.query_lens_cpu[request], inputs.kv_lens_cpu[request] // ratio)
@@ -112,12 +114,12 @@ class EntriesReader(_Reader):
 
 
 class StateReader(_Reader):
-    """How a compressor gets the tokens of windows finished in this step: of the step itself, of rows kept from before, and,
-    before a request's first window, nothing.
+    """How a compressor gets the tokens of windows finished in this step: of the step itself, of rows kept from before,
+    and, before a request's first window, nothing.
 
     ``kept`` [S] are slots of rows from before. ``sources`` [C, n] index (this step's T tokens, the S rows, nothing).
-    ``starts`` [C]: each window's first position. ``left`` [L] are tokens of the step whose rows later steps may need, and
-    ``left_slots`` [L] where those go. All int64.
+    ``starts`` [C]: each window's first position. ``left`` [L] are tokens of the step whose rows later steps may need,
+    and ``left_slots`` [L] where those go. All int64.
     """
 
     kept: torch.Tensor
@@ -142,7 +144,9 @@ class StateReader(_Reader):
         in_step = spans.starts[owner] + positions - spans.begins[owner]
         before = len(spans.positions) + firsts[owner] + positions - lows[owner]
         nothing = len(spans.positions) + len(kept_positions)
-        self.sources = self.upload(np.where(positions < 0, nothing, np.where(positions >= spans.begins[owner], in_step, before)))
+        self.sources = self.upload(
+            np.where(positions < 0, nothing, np.where(positions >= spans.begins[owner], in_step, before))
+        )
         self.starts = self.upload(numbers * ratio)
         # Each block of tokens has a ring of rows: only its last tokens so far can have one.
         stop = np.minimum(spans.ends[spans.requests], (spans.positions // BLOCK + 1) * BLOCK)

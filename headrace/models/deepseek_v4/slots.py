@@ -1,4 +1,5 @@
-"""`Slots`: one layer's vectors by slot number, whatever form the pool keeps them in. Slot = page * slots of a page + place."""
+"""`Slots`: one layer's vectors by slot number, whatever form the pool keeps them in. Slot = page * slots of a page +
+place."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from headrace.layers.attention.contract import KvPages
 
 @dataclass(frozen=True)
 class Slots:
-    """``pages.k`` and ``pages.v`` are [P, S, ...]. ``pack`` and ``unpack`` translate between vectors and the two; None where
-    both are the vectors themselves."""
+    """``pages.k`` and ``pages.v`` are [P, S, ...]. ``pack`` and ``unpack`` translate between vectors and the two; None
+    where both are the vectors themselves."""
 
     pages: KvPages
     pack: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None

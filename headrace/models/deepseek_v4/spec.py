@@ -16,7 +16,10 @@ from headrace.models.reading import Fields, make_rope, read_moe, read_num_layers
 
 logger = logging.getLogger(__name__)
 
-RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": layout.OVERLAPPING, "heavily_compressed_attention": layout.WIDE}
+RATIOS = {
+    "sliding_attention": 0, "compressed_sparse_attention": layout.OVERLAPPING,
+    "heavily_compressed_attention": layout.WIDE
+}
 """transformers' words for layers with these compress ratios."""
 
 FALLBACK = {
@@ -26,8 +29,8 @@ FALLBACK = {
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """Query heads over one vector per token that is key and value in one. Of ``head_dim`` dims the last ``rotary_dim`` are
-    rotated. Heads are mixed in ``num_groups`` groups to ``group_rank`` dims each before the output projection."""
+    """Query heads over one vector per token that is key and value in one. Of ``head_dim`` dims the last ``rotary_dim``
+    are rotated. Heads are mixed in ``num_groups`` groups to ``group_rank`` dims each before the output projection."""
 
     num_heads: int
     head_dim: int
@@ -53,7 +56,8 @@ class IndexerSpec:
 
 @dataclass(frozen=True)
 class HyperSpec:
-    """Hyper-connections: parallel residual ``streams``, mixed by matrices made doubly stochastic in ``iterations`` rounds."""
+    """Hyper-connections: parallel residual ``streams``, mixed by matrices made doubly stochastic in ``iterations``
+    rounds."""
 
     streams: int
     iterations: int
@@ -62,7 +66,8 @@ class HyperSpec:
 
 @dataclass(frozen=True)
 class V4LayerSpec:
-    """``ratio``: tokens per compressed entry, 0 for a layer with a window alone. ``is_hashed``: experts go by token id."""
+    """``ratio``: tokens per compressed entry, 0 for a layer with a window alone. ``is_hashed``: experts go by token
+    id."""
 
     ratio: int
     is_hashed: bool
@@ -70,8 +75,8 @@ class V4LayerSpec:
 
 @dataclass(frozen=True)
 class DeepseekV4Spec:
-    """``plain_rope`` is for layers without compression, ``compressed_rope`` for all else. ``moe`` is that of every layer.
-    ``keeps_mxfp4``: experts stay in 4 bits, as they are stored."""
+    """``plain_rope`` is for layers without compression, ``compressed_rope`` for all else. ``moe`` is that of every
+    layer. ``keeps_mxfp4``: experts stay in 4 bits, as they are stored."""
 
     width: int
     max_model_len: int
@@ -97,22 +102,37 @@ def read_config(config: dict[str, Any]) -> DeepseekV4Spec:
     head_dim = fields.integer("head_dim", 512)
     rotary_dim = fields.integer("qk_rope_head_dim", int(head_dim * fields.number("partial_rotary_factor", 64 / 512)))
     if fields.integer("num_key_value_heads", 1) != 1:
-        raise ConfigError("config.json: num_key_value_heads must be 1; keys and values are one vector that all heads share", param="num_key_value_heads")
+        raise ConfigError(
+            "config.json: num_key_value_heads must be 1; keys and values are one vector that all heads share",
+            param="num_key_value_heads"
+        )
     num_heads, groups = fields.integer("num_attention_heads"), fields.integer("o_groups", 8)
     if num_heads % groups:
-        raise ConfigError(f"config.json: num_attention_heads ({num_heads}) must be a multiple of o_groups ({groups})", param="o_groups")
+        raise ConfigError(
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of o_groups ({groups})",
+            param="o_groups"
+        )
     plain, compressed = _read_ropes(fields, rotary_dim)
     return DeepseekV4Spec(
-        width=fields.integer("hidden_size"), max_model_len=fields.integer("max_position_embeddings"), vocab_size=fields.integer("vocab_size"),
+        width=fields.integer("hidden_size"), max_model_len=fields.integer("max_position_embeddings"),
+        vocab_size=fields.integer("vocab_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         heads=HeadsSpec(
-            num_heads, head_dim, rotary_dim, fields.integer("q_lora_rank"), fields.integer("sliding_window", 128), groups,
+            num_heads, head_dim, rotary_dim, fields.integer("q_lora_rank"), fields.integer("sliding_window", 128),
+            groups,
             fields.integer("o_lora_rank", 1024),
         ),
-        indexer=IndexerSpec(fields.integer("index_n_heads", 64), fields.integer("index_head_dim", 128), fields.integer("index_topk", 512)),
-        hyper=HyperSpec(fields.integer("hc_mult", 4), fields.integer("hc_sinkhorn_iters", 20), fields.number("hc_eps", 1e-6)),
+        indexer=IndexerSpec(
+            fields.integer("index_n_heads", 64), fields.integer("index_head_dim", 128),
+            fields.integer("index_topk", 512)
+        ),
+        hyper=HyperSpec(
+            fields.integer("hc_mult", 4), fields.integer("hc_sinkhorn_iters", 20), fields.number("hc_eps", 1e-6)
+        ),
         moe=_read_moe(fields), plain_rope=plain, compressed_rope=compressed, layers=_read_layers(fields),
-        keeps_mxfp4=(config.get("expert_dtype") or (config.get("quantization_config") or {}).get("expert_dtype")) == "fp4",
+        keeps_mxfp4=(
+            (config.get("expert_dtype") or (config.get("quantization_config") or {}).get("expert_dtype")) == "fp4"
+        ),
     )
 
 
@@ -120,9 +140,13 @@ def _read_ropes(fields: Fields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """The stretch for long contexts is for compressing layers alone, and leaves cosines as they are."""
     rotated = Fields({**fields.config, "head_dim": rotary_dim})
     nested = fields.config.get("rope_parameters") or fields.config.get("rope_scaling") or {}
-    stretch = nested.get("compress") or {name: value for name, value in nested.items() if name not in ("main", "compress")}
+    stretch = (
+        nested.get("compress") or {name: value for name, value in nested.items() if name not in ("main", "compress")}
+    )
     stretch = {**stretch, "attention_factor": 1.0, "partial_rotary_factor": None}
-    stretch["rope_theta"] = stretch.get("rope_theta") if "compress" in nested else fields.number("compress_rope_theta", 160000.0)
+    stretch["rope_theta"] = (
+        stretch.get("rope_theta") if "compress" in nested else fields.number("compress_rope_theta", 160000.0)
+    )
     plain = {"rope_theta": (nested.get("main") or {}).get("rope_theta") or fields.number("rope_theta", 10000.0)}
     return tuple(make_rope(rotated, parameters, theta=10000.0, interleaved=True) for parameters in (plain, stretch))
 
@@ -131,14 +155,21 @@ def _read_layers(fields: Fields) -> tuple[V4LayerSpec, ...]:
     num_layers, config = read_num_layers(fields), fields.config
     types = config.get("layer_types")
     ratios = config.get("compress_ratios") if types is None else [RATIOS.get(kind, kind) for kind in types]
-    if not isinstance(ratios, list) or len(ratios) < num_layers or not set(ratios) <= {0, layout.OVERLAPPING, layout.WIDE}:
+    if (
+        not isinstance(ratios, list) or len(ratios) < num_layers
+        or not set(ratios) <= {0, layout.OVERLAPPING, layout.WIDE}
+    ):
         raise ConfigError(
-            f"config.json: compress_ratios must have {num_layers} numbers out of 0, {layout.OVERLAPPING} and {layout.WIDE}, got {ratios}",
+            f"config.json: compress_ratios must have {num_layers} numbers out of 0, {layout.OVERLAPPING} and "
+            f"{layout.WIDE}, got {ratios}",
             param="compress_ratios",
         )
     rates = config.get("compress_rates") or {}
     if any(RATIOS.get(kind) != rate for kind, rate in rates.items()):
-        raise ConfigError(f"config.json: compress_rates must be those of published models, {RATIOS}; got {rates}", param="compress_rates")
+        raise ConfigError(
+            f"config.json: compress_rates must be those of published models, {RATIOS}; got {rates}",
+            param="compress_rates"
+        )
     kinds = config.get("mlp_layer_types")
     num_hashed = config.get("num_hash_layers", 3) if kinds is None else kinds[:num_layers].count("hash_moe")
     return tuple(V4LayerSpec(ratio, i < num_hashed) for i, ratio in enumerate(ratios[:num_layers]))
@@ -147,17 +178,20 @@ def _read_layers(fields: Fields) -> tuple[V4LayerSpec, ...]:
 def _read_moe(fields: Fields) -> MoeSpec:
     fields.choice("hidden_act", {"silu": "silu"}, "silu")
     clamp = SwigluClamp(fields.number("swiglu_limit", 10.0))
-    score = fields.choice("scoring_func", {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}, "sqrtsoftplus")
+    score = fields.choice(
+        "scoring_func", {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}, "sqrtsoftplus"
+    )
     shared = MlpSpec(fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1), clamp=clamp)
     return read_moe(
         fields, "n_routed_experts", width="moe_intermediate_size", clamp=clamp, shared=shared, score=score,
-        renormalise=fields.flag("norm_topk_prob", True), scale=fields.number("routed_scaling_factor", 1.5), choice_bias=True, in_float32=True,
+        renormalise=fields.flag("norm_topk_prob", True), scale=fields.number("routed_scaling_factor", 1.5),
+        choice_bias=True, in_float32=True,
     )
 
 
 def cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
-    """One for each place that caches, layer by layer in the order of `places`. 8 bits are packed with scales; where that
-    is broken, vectors are kept in bfloat16 and a warning says why."""
+    """One for each place that caches, layer by layer in the order of `places`. 8 bits are packed with scales; where
+    that is broken, vectors are kept in bfloat16 and a warning says why."""
     packed, dtype = kv_dtype == layout.FP8, kv_dtype
     if packed:
         try:
@@ -171,8 +205,8 @@ def cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
 
 
 def places(spec: DeepseekV4Spec, layer: V4LayerSpec) -> Iterator[CacheSpec]:
-    """Everything that a layer caches, packed in 8 bits: the window; compressed entries and the state that makes them; where
-    entries are chosen, the same for the keys that choose."""
+    """Everything that a layer caches, packed in 8 bits: the window; compressed entries and the state that makes them;
+    where entries are chosen, the same for the keys that choose."""
     dim, index_dim, ratio = spec.heads.head_dim, spec.indexer.head_dim, layer.ratio
     yield CacheSpec(layout.WINDOW_FP8, 1, dim, dim, layout.FP8, window=spec.heads.window)
     if ratio:
@@ -185,10 +219,14 @@ def places(spec: DeepseekV4Spec, layer: V4LayerSpec) -> Iterator[CacheSpec]:
 
 def _state(ratio: int, dim: int) -> CacheSpec:
     series = 2 if ratio == layout.OVERLAPPING else 1
-    return CacheSpec(layout.STATE, 1, series * dim, series * dim, "float32", window=series * ratio, compress_ratio=ratio)
+    return CacheSpec(
+        layout.STATE, 1, series * dim, series * dim, "float32", window=series * ratio, compress_ratio=ratio
+    )
 
 
 def _unpack(place: CacheSpec, dtype: str) -> CacheSpec:
     if place.kind not in FALLBACK:
         return place
-    return CacheSpec(FALLBACK[place.kind], 1, place.head_dim, place.value_dim, dtype, place.window, place.compress_ratio)
+    return CacheSpec(
+        FALLBACK[place.kind], 1, place.head_dim, place.value_dim, dtype, place.window, place.compress_ratio
+    )

@@ -22,7 +22,8 @@ from headrace.models.reading import (
 )
 
 DEFAULTS = {
-    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "sliding_window": 4096,
 }
 """Published configs leave out what equals these."""
@@ -36,16 +37,21 @@ GGUF_KEYS = {
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """``attn_logit_softcapping`` is left over from Gemma 2: no published config sets it, and transformers does not apply it.
-    Raises `ConfigError` for the bidirectional variant, which is an encoder."""
+    """``attn_logit_softcapping`` is left over from Gemma 2: no published config sets it, and transformers does not
+    apply it. Raises `ConfigError` for the bidirectional variant, which is an encoder."""
     fields = Fields({**DEFAULTS, **_text_part(config)})
     if fields.flag("use_bidirectional_attention", False):
-        raise ConfigError("config.json: use_bidirectional_attention must be false; this family serves causal models", param="use_bidirectional_attention")
+        raise ConfigError(
+            "config.json: use_bidirectional_attention must be false; this family serves causal models",
+            param="use_bidirectional_attention"
+        )
     width, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps", 1e-6)
     return read_decoder(
         fields, _read_layers(fields),
         attention=read_attention(fields, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, qk_norm="head"),
-        mlp=MlpSpec(fields.integer("intermediate_size"), fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")),
+        mlp=MlpSpec(
+            fields.integer("intermediate_size"), fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
+        ),
         norm=NormSpec(eps, offset=1.0, before=True, after=True),
         vocabulary=VocabularySpec(
             fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", True), embedding_scale=width**0.5,
@@ -66,11 +72,17 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     num_layers, pattern = read_num_layers(fields), fields.integer("sliding_window_pattern", 6)
-    types = fields.config.get("layer_types") or ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
+    types = (
+        fields.config.get("layer_types")
+        or ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
+    )
     check_layer_types(types, num_layers)
     # ``rope_scaling`` is for the full layers alone.
     full = {"rope_theta": fields.config.get("rope_theta"), **read_rope_parameters(fields, "full_attention")}
-    local = {"rope_theta": fields.config.get("rope_local_base_freq"), **Fields(fields.section("rope_parameters")).section("sliding_attention")}
+    local = {
+        "rope_theta": fields.config.get("rope_local_base_freq"),
+        **Fields(fields.section("rope_parameters")).section("sliding_attention")
+    }
     kinds = {
         "full_attention": LayerSpec(0, make_rope(fields, full, theta=1e6)),
         "sliding_attention": LayerSpec(read_window(fields), make_rope(fields, local, theta=1e4)),
@@ -84,7 +96,9 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     config = read_shared(metadata, "Gemma3ForCausalLM", keys=GGUF_KEYS)
     config["tie_word_embeddings"] = True
     is_27b = config["num_hidden_layers"] == 62
-    config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim", 256)
+    config["query_pre_attn_scalar"] = (
+        config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim", 256)
+    )
     pattern = metadata.get("gemma3.attention.sliding_window_pattern")
     if isinstance(pattern, int):
         config["sliding_window_pattern"] = pattern

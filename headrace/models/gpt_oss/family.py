@@ -19,10 +19,12 @@ from headrace.models.reading import (
 )
 
 YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 DEFAULTS = {
-    "num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131072,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64, "sliding_window": 128,
+    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "attention_bias": True, "rope_parameters": YARN,
 }
 
@@ -40,14 +42,19 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     num_layers, rope = read_num_layers(fields), read_rope(fields, theta=150000.0)
-    types = fields.config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    types = (
+        fields.config.get("layer_types")
+        or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    )
     check_layer_types(types, num_layers)
     return tuple(LayerSpec(read_window(fields) if kind == "sliding_attention" else 0, rope) for kind in types)
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """Which layers have the window, and the clamp, are not in the file: they are as in the published models."""
-    config = read_shared(metadata, "GptOssForCausalLM", keys={**EXPERT_KEYS, "expert_feed_forward_length": "intermediate_size"})
+    config = read_shared(
+        metadata, "GptOssForCausalLM", keys={**EXPERT_KEYS, "expert_feed_forward_length": "intermediate_size"}
+    )
     if config.get("rope_scaling"):
         config["rope_scaling"]["truncate"] = False
     return config

@@ -1,4 +1,5 @@
-"""gpt-oss's checkpoint names: stacked experts with gate and up by turns, often in MXFP4; its own word for the router."""
+"""gpt-oss's checkpoint names: stacked experts with gate and up by turns, often in MXFP4; its own word for the
+router."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ class GptOssModel(Decoder):
     }
 
     def translate(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Stacked experts apart, and out of MXFP4 where they are not kept in it; the sinks' name in GGUF files to the usual one."""
+        """Stacked experts apart, and out of MXFP4 where they are not kept in it; the sinks' name in GGUF files to the
+        usual one."""
         renamed = ((name.replace(".self_attn.sinks.weight", ".self_attn.sinks"), tensor) for name, tensor in tensors)
         return unstack_mxfp4_experts(renamed, {**GATE_EVERY_OTHER, **MATRICES_APART}, keeps_blocks=self._keeps_blocks)

@@ -22,10 +22,12 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     """Multipliers are 1 unless given."""
     fields = Fields(config)
     spec = read_decoder(
-        fields, read_layers(fields, read_rope(fields)), attention=read_attention(fields, scale=fields.number("attention_multiplier", 1.0)),
+        fields, read_layers(fields, read_rope(fields)),
+        attention=read_attention(fields, scale=fields.number("attention_multiplier", 1.0)),
     )
     vocabulary = replace(
-        spec.vocabulary, embedding_scale=fields.number("embedding_multiplier", 1.0), logits_divisor=fields.number("logits_scaling", 1.0),
+        spec.vocabulary, embedding_scale=fields.number("embedding_multiplier", 1.0),
+        logits_divisor=fields.number("logits_scaling", 1.0),
     )
     return replace(spec, vocabulary=vocabulary, residual_scale=fields.number("residual_multiplier", 1.0))
 

@@ -26,7 +26,9 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llama",
-    architectures=tuple(kind + use for kind in ("Llama", "Mistral") for use in ("ForCausalLM", "Model", "ForSequenceClassification")),
+    architectures=tuple(
+        kind + use for kind in ("Llama", "Mistral") for use in ("ForCausalLM", "Model", "ForSequenceClassification")
+    ),
     read_config=read_config,
     cache_specs=decoder_cache_specs,
     model="headrace.models.llama.model:LlamaModel",

@@ -15,7 +15,9 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     """A window only where the config has one."""
     fields = Fields({**DEFAULTS, **config})
     layers = read_layers(fields, read_rope(fields, theta=1e6), window=read_window(fields))
-    return read_decoder(fields, layers, mlp=read_moe(fields, "num_local_experts", width="intermediate_size", renormalise=True))
+    return read_decoder(
+        fields, layers, mlp=read_moe(fields, "num_local_experts", width="intermediate_size", renormalise=True)
+    )
 
 
 FAMILY = Family(

@@ -35,7 +35,10 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
         config["original_max_position_embeddings"] = metadata["phi3.rope.scaling.original_context_length"]
         config["rope_scaling"] = {
             "rope_type": "longrope", "attention_factor": metadata.get("phi3.rope.scaling.attn_factor"),
-            **{f"{name}_factor": [float(f) for f in metadata[f"rope_factors_{name}.weight"]] for name in ("short", "long")},
+            **{
+                f"{name}_factor": [float(f) for f in metadata[f"rope_factors_{name}.weight"]]
+                for name in ("short", "long")
+            },
         }
     return config
 

@@ -14,7 +14,8 @@ DEFAULTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_val
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """Newer files call ``num_experts`` ``num_local_experts``. ``head_dim`` is a head's share of the width unless given."""
+    """Newer files call ``num_experts`` ``num_local_experts``. ``head_dim`` is a head's share of the width unless
+    given."""
     fields = Fields({"num_experts": config.get("num_local_experts") or 128, **DEFAULTS, **config})
     window = read_window(fields, 4096) if fields.flag("use_sliding_window", False) else 0
     return read_decoder(fields, _read_layers(fields, window), attention=read_attention(fields, qk_norm="head"))
@@ -22,7 +23,9 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 def _read_layers(fields: Fields, window: int) -> tuple[LayerSpec, ...]:
     """Every ``decoder_sparse_step``-th layer has experts, but not those of ``mlp_only_layers``."""
-    moe = read_moe(fields, "num_experts", width="moe_intermediate_size", renormalise=fields.flag("norm_topk_prob", False))
+    moe = read_moe(
+        fields, "num_experts", width="moe_intermediate_size", renormalise=fields.flag("norm_topk_prob", False)
+    )
     step, dense = fields.integer("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or ()
     layers = read_layers(fields, read_rope(fields), window=window)
     return tuple(layer if i in dense or (i + 1) % step else replace(layer, mlp=moe) for i, layer in enumerate(layers))

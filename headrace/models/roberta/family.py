@@ -1,4 +1,5 @@
-"""RoBERTa and XLM-RoBERTa: BERT with positions that count behind the padding token's id, and a classifier of its own."""
+"""RoBERTa and XLM-RoBERTa: BERT with positions that count behind the padding token's id, and a classifier of its
+own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ USES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 def read_config(config: dict[str, Any]) -> EncoderSpec:
     """The first token's position is ``pad_token_id`` + 1."""
     pad = config.get("pad_token_id")
-    return read_encoder(Fields({"type_vocab_size": 1, **config}), first_position=(1 if pad is None else pad) + 1, norm_eps=1e-12)
+    return read_encoder(
+        Fields({"type_vocab_size": 1, **config}), first_position=(1 if pad is None else pad) + 1, norm_eps=1e-12
+    )
 
 
 FAMILY = Family(

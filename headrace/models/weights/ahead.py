@@ -11,7 +11,9 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def map_ahead(function: Callable[[A], B], items: Iterable[A], *, cost: Callable[[A], int], budget: int, threads: int) -> Generator[B, None, None]:
+def map_ahead(
+    function: Callable[[A], B], items: Iterable[A], *, cost: Callable[[A], int], budget: int, threads: int
+) -> Generator[B, None, None]:
     """``map(function, items)`` with up to ``threads`` calls at work on items whose costs sum to at most ``budget``
     (one item always runs, whatever it costs). An error surfaces in its item's turn; closing the iterator stops it."""
     pending: deque[tuple[Future[B], int]] = deque()

@@ -25,21 +25,25 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Part:
-    """As much of a tensor as fits a buffer, in bytes. ``whole`` is set on a tensor's last part: its name and its place on
-    the device."""
+    """As much of a tensor as fits a buffer, in bytes. ``whole`` is set on a tensor's last part: its name and its place
+    on the device."""
 
     source: torch.Tensor
     target: torch.Tensor
     whole: tuple[str, torch.Tensor] | None
 
 
-def copy_ahead(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device, *, threads: int) -> Iterator[tuple[str, torch.Tensor]]:
+def copy_ahead(
+    tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device, *, threads: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each ``(name, tensor)`` with the tensor on ``device``, in order, ready for the current stream.
 
     At most ``AHEAD_BYTES`` are on their way before they are asked for.
     """
     copier = _Copier(device, num_buffers=threads + 2)
-    sent = map_ahead(copier.send, copier.split(tensors), cost=lambda part: part.source.numel(), budget=AHEAD_BYTES, threads=threads)
+    sent = map_ahead(
+        copier.send, copier.split(tensors), cost=lambda part: part.source.numel(), budget=AHEAD_BYTES, threads=threads
+    )
     arrivals: list[torch.cuda.Event] = []
     try:
         for part, arrived in sent:
@@ -74,7 +78,8 @@ class _Copier:
         """The parts of each tensor, in order; one that is empty has a part too."""
         for name, tensor in tensors:
             source = tensor.contiguous().view(-1).view(torch.uint8)
-            # Allocated for the copying stream, which alone writes it; the consumer's stream is recorded when it is handed on.
+            # Allocated for the copying stream, which alone writes it; the consumer's stream is recorded when it is
+            # handed on.
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             flat, end = target.view(-1).view(torch.uint8), source.numel()

@@ -14,10 +14,11 @@ def draw_dummy_weights(model: nn.Module, seed: int, *, std: float = DEFAULT_STD)
     """Overwrite every parameter in place: matrices from N(0, std), norm weights from N(1, std), biases from N(0, std).
 
     ``std`` is the config's ``initializer_range``. One generator per device walks the parameters in the model's order,
-    so the values depend on the seed, the device type, the model and its dtype alone. Integer parameters are set to zero. Modules that
-    keep weights in a form of their own draw them themselves: ``draw(std, generator)``.
+    so the values depend on the seed, the device type, the model and its dtype alone. Integer parameters are set to
+    zero. Modules that keep weights in a form of their own draw them themselves: ``draw(std, generator)``.
     """
-    importlib.import_module("torch._prims.rng_prims")  # generators need it; an engine's quick import of torch leaves it out
+    # generators need it; an engine's quick import of torch leaves it out
+    importlib.import_module("torch._prims.rng_prims")
     generators: dict[torch.device, torch.Generator] = {}
 
     def on(device: torch.device) -> torch.Generator:

@@ -1,6 +1,7 @@
 """Dequantises the GGUF types most files are in, several times faster than the gguf package does, to the same values.
 
-B blocks of 32 values. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Refuses: all other types.
+B blocks of 32 values. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Refuses: all other
+types.
 """
 
 from __future__ import annotations
@@ -42,5 +43,7 @@ def read_q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
     torch.mul(blocks[:, 2:].contiguous().view(torch.int8), _halves(blocks, 0, 1), out=out)
 
 
-READERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {"Q4_0": read_q4_0, "Q4_1": read_q4_1, "Q8_0": read_q8_0}
+READERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "Q4_0": read_q4_0, "Q4_1": read_q4_1, "Q8_0": read_q8_0
+}
 """By the type's name in ggml; each takes ``(blocks [B, bytes] uint8, out [B, 32] float32)``."""

@@ -85,7 +85,10 @@ def read_floats(tensor: GgufTensor) -> list[float]:
     letter = {0: "f", 1: "e"}.get(tensor.type_id)
     count = math.prod(tensor.shape)
     if letter is None or count > MAX_CONSTANT_SIZE:
-        raise WeightError(f"{tensor.path}: {tensor.name} should be a small float tensor; it has type {tensor.type_id}, shape {tensor.shape}")
+        raise WeightError(
+            f"{tensor.path}: {tensor.name} should be a small float tensor; it has type {tensor.type_id}, shape "
+            f"{tensor.shape}"
+        )
     layout = struct.Struct(f"<{count}{letter}")
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
@@ -113,7 +116,9 @@ class _Reader:
             raise WeightError(f"{self._path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
         if version not in VERSIONS:
             what = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
-            raise WeightError(f"{self._path} is a {what} GGUF file; readable: little-endian, versions {VERSIONS}; convert it again")
+            raise WeightError(
+                f"{self._path} is a {what} GGUF file; readable: little-endian, versions {VERSIONS}; convert it again"
+            )
         self._at = 8
         num_tensors, num_keys = self._read_count("tensor count", 24), self._read_count("metadata count", 13)
         metadata: dict[str, Any] = {}
@@ -124,7 +129,9 @@ class _Reader:
             metadata[key] = self._read_value(key, self._read_u32(), 0)
         infos = [self._read_tensor_info() for _ in range(num_tensors)]
         start = self._data_start(metadata)
-        tensors = tuple(GgufTensor(name, shape, type_id, self._path, start + offset) for name, shape, type_id, offset in infos)
+        tensors = tuple(
+            GgufTensor(name, shape, type_id, self._path, start + offset) for name, shape, type_id, offset in infos
+        )
         self._check_tensors(tensors)
         return GgufHeader(self._path, metadata, tensors, self._size)
 

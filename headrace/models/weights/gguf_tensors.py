@@ -1,5 +1,5 @@
-"""Turns GGUF tensors into torch tensors: types torch knows are mapped without a copy, quantised ones are dequantised, or
-passed on in their blocks.
+"""Turns GGUF tensors into torch tensors: types torch knows are mapped without a copy, quantised ones are dequantised,
+or passed on in their blocks.
 
 Numerics of the quantised types are the gguf package's. Refuses: knowing who can keep blocks.
 """
@@ -65,7 +65,10 @@ def _ggml_type(tensor: GgufTensor) -> Any:
     try:
         return GGMLQuantizationType(tensor.type_id)
     except ValueError as error:
-        raise WeightError(f"GGUF tensor {tensor.name} in {tensor.path} has type {tensor.type_id}, unknown to the gguf package; upgrade it") from error
+        raise WeightError(
+            f"GGUF tensor {tensor.name} in {tensor.path} has type {tensor.type_id}, unknown to the gguf package; "
+            "upgrade it"
+        ) from error
 
 
 def _check_bounds(tensor: GgufTensor, file_bytes: int) -> int:
@@ -76,17 +79,22 @@ def _check_bounds(tensor: GgufTensor, file_bytes: int) -> int:
     block, block_bytes = GGML_QUANT_SIZES[kind]
     width = tensor.shape[-1] if tensor.shape else 1
     if width % block:
-        raise WeightError(f"GGUF tensor {tensor.name} in {tensor.path} has rows of {width}, not a multiple of {kind.name}'s {block}")
+        raise WeightError(
+            f"GGUF tensor {tensor.name} in {tensor.path} has rows of {width}, not a multiple of {kind.name}'s {block}"
+        )
     num_bytes = math.prod(tensor.shape) // block * block_bytes
     if tensor.offset + num_bytes > file_bytes:
         raise WeightError(
-            f"{tensor.path} is truncated: tensor {tensor.name} needs bytes {tensor.offset} to {tensor.offset + num_bytes}, "
+            f"{tensor.path} is truncated: tensor {tensor.name} needs bytes {tensor.offset} to "
+            f"{tensor.offset + num_bytes}, "
             f"the file has {file_bytes}; fetch it again"
         )
     return num_bytes
 
 
-def _read_one(tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, *, keeps_blocks: bool = False) -> torch.Tensor:
+def _read_one(
+    tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, *, keeps_blocks: bool = False
+) -> torch.Tensor:
     kind, shape, raw = _ggml_type(tensor.stored), tensor.stored.shape, stored
     native = _NATIVE.get(kind.name)
     if tensor.row_order is not None and raw.numel():
@@ -98,7 +106,9 @@ def _read_one(tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, *, 
     if keeps_blocks and len(shape) in (2, 3) and kind.name in BLOCK_TYPES and not tensor.offset:
         blocks = WeightBlocks(kind.name, raw.view(math.prod(shape[:-1]), -1))
         if blocks.can_be_packed:
-            return BlockTensor(blocks, dtype, partial(_read_one, tensor, stored, dtype), num_stacked=shape[0] if len(shape) == 3 else 0)
+            return BlockTensor(
+                blocks, dtype, partial(_read_one, tensor, stored, dtype), num_stacked=shape[0] if len(shape) == 3 else 0
+            )
     out = torch.empty(shape, dtype=dtype if len(shape) > 1 else torch.float32)
     _dequantise(tensor.stored, kind, raw.numpy(), out.view(-1))
     return out.sub_(tensor.offset) if tensor.offset else out
@@ -110,7 +120,9 @@ def _dequantise(tensor: GgufTensor, kind: Any, raw: np.ndarray, out: torch.Tenso
     block, block_bytes = GGML_QUANT_SIZES[kind]
     step, read_blocks = CHUNK_ELEMENTS // block, READERS.get(kind.name)
     if read_blocks is not None:
-        for blocks, part in zip(torch.from_numpy(raw).view(-1, block_bytes).split(step), out.view(-1, block).split(step), strict=True):
+        for blocks, part in zip(
+            torch.from_numpy(raw).view(-1, block_bytes).split(step), out.view(-1, block).split(step), strict=True
+        ):
             values = part if part.dtype == torch.float32 else torch.empty(part.shape)
             read_blocks(blocks, values)
             if values is not part:
@@ -123,5 +135,7 @@ def _dequantise(tensor: GgufTensor, kind: Any, raw: np.ndarray, out: torch.Tenso
         try:
             values = dequantize(chunk[None], kind)[0]
         except NotImplementedError as error:
-            raise WeightError(f"GGUF tensor {tensor.name} in {tensor.path} has type {kind.name}, which cannot be dequantised") from error
+            raise WeightError(
+                f"GGUF tensor {tensor.name} in {tensor.path} has type {kind.name}, which cannot be dequantised"
+            ) from error
         out[first * block : first * block + len(values)] = torch.from_numpy(values)

@@ -19,18 +19,25 @@ MAX_THREADS = 16
 
 
 def open_weights(
-    source: ModelSource, *, load_format: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype | None = None, keeps_blocks: bool = False,
+    source: ModelSource, *, load_format: str = "auto", device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None, keeps_blocks: bool = False,
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield every ``(checkpoint name, tensor)`` of a model, each only until the next is asked for.
 
-    On a CPU tensors are views of mapped files in their stored dtype; quantised ones are dequantised to ``dtype``
-    (None: float32), or come in blocks with ``keeps_blocks``. On a CUDA device they arrive there, copied through pinned memory ahead of the consumer.
-    Raises `WeightError` for a file that is truncated or corrupt, `ConfigError` for a format the source is not in.
+    On a CPU tensors are views of mapped files in their stored dtype; quantised ones are dequantised to ``dtype`` (None:
+    float32), or come in blocks with ``keeps_blocks``. On a CUDA device they arrive there, copied through pinned memory
+    ahead of the consumer. Raises `WeightError` for a file that is truncated or corrupt, `ConfigError` for a format the
+    source is not in.
     """
     if load_format not in ("auto", "safetensors" if source.kind == "folder" else "gguf"):
-        raise ConfigError(f"load_format is {load_format}, but {source.path} is a {source.kind}; leave it at auto", param="load_format")
+        raise ConfigError(
+            f"load_format is {load_format}, but {source.path} is a {source.kind}; leave it at auto", param="load_format"
+        )
     device = torch.device(device)
-    tensors = _open_gguf(source, dtype, keeps_blocks=keeps_blocks) if source.kind == "gguf" else read_safetensors(source.weight_files)
+    tensors = (
+        _open_gguf(source, dtype, keeps_blocks=keeps_blocks) if source.kind == "gguf"
+        else read_safetensors(source.weight_files)
+    )
     return copy_ahead(tensors, device, threads=_num_threads()) if device.type == "cuda" else tensors
 
 
@@ -38,7 +45,9 @@ def _num_threads() -> int:
     return max(1, min(MAX_THREADS, torch.get_num_threads()))
 
 
-def _open_gguf(source: ModelSource, dtype: torch.dtype | None, *, keeps_blocks: bool) -> Iterable[tuple[str, torch.Tensor]]:
+def _open_gguf(
+    source: ModelSource, dtype: torch.dtype | None, *, keeps_blocks: bool
+) -> Iterable[tuple[str, torch.Tensor]]:
     named = name_tensors(source.gguf_tensors, source.gguf_metadata, _find_naming(source))
     return read_tensors(named, dtype=dtype, threads=_num_threads(), keeps_blocks=keeps_blocks)
 

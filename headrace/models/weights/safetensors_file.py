@@ -27,7 +27,8 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
 }
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ def read_header(path: Path) -> list[StoredTensor]:
             file.seek(0)
             length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
             if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
-                raise WeightError(f"{path} is truncated or no safetensors file: {size} bytes, header of {length}; fetch it again")
+                raise WeightError(
+                    f"{path} is truncated or no safetensors file: {size} bytes, header of {length}; fetch it again"
+                )
             header = json.loads(file.read(length))
     except OSError as error:
         raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
@@ -61,7 +64,9 @@ def read_header(path: Path) -> list[StoredTensor]:
         raise WeightError(f"{path} has a corrupt safetensors header: {error}") from error
     if not isinstance(header, dict):
         raise WeightError(f"{path} has a corrupt safetensors header: it is no JSON object")
-    entries = [_read_entry(path, name, entry, 8 + length, size) for name, entry in header.items() if name != "__metadata__"]
+    entries = [
+        _read_entry(path, name, entry, 8 + length, size) for name, entry in header.items() if name != "__metadata__"
+    ]
     return sorted(entries, key=lambda entry: entry.start)
 
 

@@ -84,8 +84,8 @@ class CacheLedger:
         return max(0, min(rooms, default=NO_LIMIT))
 
     def reserve(self, count: int) -> bool:
-        """Make ``count`` pages free in every group, evicting from the tree; False if even that is not enough. Evicts more
-        than it must where that spares memory that was never in use."""
+        """Make ``count`` pages free in every group, evicting from the tree; False if even that is not enough. Evicts
+        more than it must where that spares memory that was never in use."""
         tree = self.tree
         shortages = [count - account.num_free for account in self.accounts]
         if any(short > evictable for short, evictable in zip(shortages, tree.num_evictable, strict=True)):
@@ -104,7 +104,9 @@ class CacheLedger:
         tree, hit = self.tree, match.num_pages
         firsts = [policy.first_needed(hit * self.page_size) for policy in self.policies]
         peaks = [policy.peak_pages(expected_len) for policy in self.policies]
-        found = [tree.collect(match.node, g, first, hit) if match.node and hit else [] for g, first in enumerate(firsts)]
+        found = [
+            tree.collect(match.node, g, first, hit) if match.node and hit else [] for g, first in enumerate(firsts)
+        ]
         for g, pages in enumerate(found):
             room = self.accounts[g].num_free + tree.num_evictable[g] - tree.count_unpinned(g, pages) - self.promised[g]
             if room < peaks[g] - len(pages) and not force:

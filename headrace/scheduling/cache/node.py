@@ -14,7 +14,9 @@ class Node:
 
     __slots__ = ("children", "end", "holders", "key", "last_use", "namespace", "pages", "parent", "start")
 
-    def __init__(self, parent: Node | None, key: bytes, start: int, end: int, pages: list[list[int]], namespace: str = ""):
+    def __init__(
+        self, parent: Node | None, key: bytes, start: int, end: int, pages: list[list[int]], namespace: str = ""
+    ):
         self.parent = parent
         self.key = key
         self.start = start

@@ -115,7 +115,9 @@ class PrefixTree:
         """The node that ends exactly where the match does (split off if need be), kept until `release`."""
         node = match.node
         if node is None:
-            node = self._roots.setdefault(match.namespace, Node(None, b"", 0, 0, [[] for _ in self._policies], match.namespace))
+            node = self._roots.setdefault(
+                match.namespace, Node(None, b"", 0, 0, [[] for _ in self._policies], match.namespace)
+            )
         if match.num_pages < node.end:
             node = self._split(node, match.num_pages)
         node.holders += 1
@@ -136,7 +138,8 @@ class PrefixTree:
         self.num_evictable[group] -= newly
 
     def unpin(self, group: int, pages: list[int], node: Node, first: int) -> None:
-        """Undo `pin` for ``pages``, which are the group's pages from page number ``first`` on, on the path to ``node``."""
+        """Undo `pin` for ``pages``, which are the group's pages from page number ``first`` on, on the path to
+        ``node``."""
         refs, freed = self.refs[group], 0
         for page in pages:
             refs[page] -= 1
@@ -241,7 +244,10 @@ class PrefixTree:
             node = queue.pop()
             if node is None:
                 break
-            freed += self._cut_tail(node, group, count - freed) if is_chained else self._drop_head(node, group, count - freed)
+            freed += (
+                self._cut_tail(node, group, count - freed) if is_chained
+                else self._drop_head(node, group, count - freed)
+            )
         return freed
 
     def clear(self) -> bool:

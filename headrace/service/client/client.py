@@ -50,14 +50,15 @@ RETRY_AFTER_S = 5.0
 class EngineClient:
     """Requests in, streams out, over one supervised engine process. Belongs to the event loop that ran `start`.
 
-    ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is given back, see `Upkeep`), ``restarting``, ``draining`` or
-    ``stopped``; requests are taken when ready.
-    ``facts``, ``memory`` and ``tokenizer`` are known from then on; ``last_stats`` is at most a step old under load.
-    ``stall_timeout_s``, ``builder`` and ``engine`` are the supervisor's.
+    ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is given back, see `Upkeep`), ``restarting``,
+    ``draining`` or ``stopped``; requests are taken when ready. ``facts``, ``memory`` and ``tokenizer`` are known from
+    then on; ``last_stats`` is at most a step old under load. ``stall_timeout_s``, ``builder`` and ``engine`` are the
+    supervisor's.
     """
 
     def __init__(
-        self, config: EngineConfig, *, max_restarts: int = 5, chat_template: str | None = None, stall_timeout_s: float = STALL_TIMEOUT_S,
+        self, config: EngineConfig, *, max_restarts: int = 5, chat_template: str | None = None,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         builder: str = ENGINE_BUILDER, engine: SpawnedEngine | None = None,
     ):
         self.state = "starting"
@@ -134,7 +135,8 @@ class EngineClient:
         await self._supervisor.close()
 
     def submit(
-        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None, namespace: str = "",
+        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None,
+        namespace: str = "",
         priority: int = 0, deadline_s: float | None = None, add_special_tokens: bool = True,
     ) -> RequestStream:
         """Check a request and send it to the engine. Raises typed errors: `RequestError` for what is wrong with it,
@@ -143,7 +145,9 @@ class EngineClient:
         request_id = request_id or draw_request_id()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be text, got {request_id!r}", param="request_id")
-        prompt_ids = encode_prompt(prompt, self.tokenizer, add_special_tokens=add_special_tokens, most=self.facts.max_model_len)
+        prompt_ids = encode_prompt(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, most=self.facts.max_model_len
+        )
         if isinstance(params, SamplingParams):
             params = with_seed(params, self._seeds)
         requests, assembler = open_request(
@@ -175,7 +179,9 @@ class EngineClient:
         """Forget all cached prefixes; False when some are in use and stayed."""
         return bool(await self._call("reset_prefix_cache"))
 
-    async def control(self, method: Literal["pause", "continue", "freeze_gc"] | UpkeepCall, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def control(
+        self, method: Literal["pause", "continue", "freeze_gc"] | UpkeepCall, *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
         """Hold all generation (requests wait), go on with it, take the engine's heap out of garbage collection, or what
         base/upkeep has; `Upkeep` knows when. A new engine after a crash is neither paused nor asleep."""
         if isinstance(method, str):
@@ -212,11 +218,16 @@ class EngineClient:
                 self._settled.set()
             else:
                 self._settled.clear()
-        self._fail_all(EngineUnavailable(f"the engine stopped while this request ran: {error.message}", retry_after=RETRY_AFTER_S))
+        self._fail_all(
+            EngineUnavailable(f"the engine stopped while this request ran: {error.message}", retry_after=RETRY_AFTER_S)
+        )
 
     def _require_ready(self) -> None:
         if self.state == "asleep":
-            raise EngineAsleep("the engine sleeps: it has given its memory back and takes no requests until it is woken", retry_after=RETRY_AFTER_S)
+            raise EngineAsleep(
+                "the engine sleeps: it has given its memory back and takes no requests until it is woken",
+                retry_after=RETRY_AFTER_S
+            )
         if self.state != "ready":
             raise EngineUnavailable(f"the engine is {self.state} and takes no requests now", retry_after=RETRY_AFTER_S)
 
@@ -249,7 +260,9 @@ class EngineClient:
             for abort in aborts:
                 self._supervisor.send(abort)
 
-    async def _call(self, method: str, arguments: dict[str, object] | None = None, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def _call(
+        self, method: str, arguments: dict[str, object] | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
         if self.state != "asleep":
             self._require_ready()
         call_id = next(self._call_ids)

@@ -1,4 +1,5 @@
-"""`Collector`: adds the deltas of one request up to a `GenerationOutput`, for those who want results and not a stream."""
+"""`Collector`: adds the deltas of one request up to a `GenerationOutput`, for those who want results and not a
+stream."""
 
 from __future__ import annotations
 
@@ -44,5 +45,8 @@ class Collector:
 
     def snapshot(self) -> GenerationOutput:
         """A copy that later deltas do not change."""
-        choices = [replace(c, token_ids=list(c.token_ids), logprobs=c.logprobs and list(c.logprobs)) for c in self._output.outputs]
+        choices = [
+            replace(c, token_ids=list(c.token_ids), logprobs=c.logprobs and list(c.logprobs))
+            for c in self._output.outputs
+        ]
         return replace(self._output, outputs=choices)

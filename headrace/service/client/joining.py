@@ -1,5 +1,5 @@
-"""Outputs of several steps as one: for whoever reads less often than the engine steps. Nothing is lost by it; texts come in
-longer pieces.
+"""Outputs of several steps as one: for whoever reads less often than the engine steps. Nothing is lost by it; texts
+come in longer pieces.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         return outputs[0]
     first, last = outputs[0], outputs[-1]
     return RequestOutput(
-        last.request_id, [token for output in outputs for token in output.token_ids], last.finish, max(output.num_cached_tokens for output in outputs),
+        last.request_id, [token for output in outputs for token in output.token_ids], last.finish,
+        max(output.num_cached_tokens for output in outputs),
         [entry for output in outputs for entry in output.logprobs or ()] or None,
-        [entry for output in outputs for entry in output.prompt_logprobs or ()] or None, last.pooled, first.queued_s if first.queued_s is not None else last.queued_s,
+        [entry for output in outputs for entry in output.prompt_logprobs or ()] or None, last.pooled,
+        first.queued_s if first.queued_s is not None else last.queued_s,
     )
 
 

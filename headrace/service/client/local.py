@@ -72,8 +72,8 @@ def defer_interrupt() -> Iterator[threading.Event]:
 
 
 class _Intake:
-    """Jobs on their way into the engine. ``jobs``: all drawn so far; ``running``: by the ids of requests that have not ended;
-    ``held``: their latest outputs."""
+    """Jobs on their way into the engine. ``jobs``: all drawn so far; ``running``: by the ids of requests that have not
+    ended; ``held``: their latest outputs."""
 
     def __init__(self, source: Iterator[Job], window: int):
         self.jobs: list[Job] = []
@@ -148,7 +148,10 @@ class LocalClient:
             self._has_tried_tokenizer = True
         return self._tokenizer
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True, priority: int = 0) -> Job:
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True,
+        priority: int = 0
+    ) -> Job:
         """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
         is_text = isinstance(prompt, str)
         is_read = isinstance(params, PoolingSpec)
@@ -157,7 +160,9 @@ class LocalClient:
         if not is_read:
             params = with_seed(params, self._seeds)
         request_id = str(next(self._ids))
-        requests, assembler = open_request(request_id, ids, params, facts=self.facts, tokenizer=tokenizer, priority=priority)
+        requests, assembler = open_request(
+            request_id, ids, params, facts=self.facts, tokenizer=tokenizer, priority=priority
+        )
         collector = Collector(request_id, prompt if is_text else None, ids, len(requests))
         return Job(requests, assembler, collector)
 

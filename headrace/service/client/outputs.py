@@ -14,9 +14,9 @@ class ChoiceDelta(msgspec.Struct):
     """News of choice ``index`` of a request since its last delta. ``text`` never has to be taken back: text that may
     still become part of a stop string is held until it is certain. The last delta of a choice has ``finish_reason``:
     ``stop``, ``length``, ``abort`` or ``error``; ``stop_reason`` is the stop string or stop id that matched, if any.
-    ``logprobs`` is aligned with ``token_ids``. The first delta carries the prompt facts and ``queued_s``, the seconds waited
-    for the first step. ``pooled`` is the result of a text
-    that was read (`headrace.base.pooling.unpack_floats`)."""
+    ``logprobs`` is aligned with ``token_ids``. The first delta carries the prompt facts and ``queued_s``, the seconds
+    waited for the first step. ``pooled`` is the result of a text that was read
+    (`headrace.base.pooling.unpack_floats`)."""
 
     index: int
     text: str

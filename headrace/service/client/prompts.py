@@ -30,7 +30,9 @@ def draw_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def open_tokenizer(config: ModelConfig, *, chat_template: str | None = None, is_optional: bool = False) -> Tokenizer | None:
+def open_tokenizer(
+    config: ModelConfig, *, chat_template: str | None = None, is_optional: bool = False
+) -> Tokenizer | None:
     """The model's tokenizer; None when the configuration says to go without, or when it has none and ``is_optional``
     (token ids can then still be served)."""
     if config.skip_tokenizer:
@@ -44,16 +46,21 @@ def open_tokenizer(config: ModelConfig, *, chat_template: str | None = None, is_
         return None
 
 
-def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-    """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request). A long text that has
-    more than ``most`` is refused by its beginning: megabytes would take seconds."""
+def encode_prompt(
+    prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, most: int | None = None
+) -> list[int]:
+    """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request). A long text
+    that has more than ``most`` is refused by its beginning: megabytes would take seconds."""
     if not isinstance(prompt, str):
         return list(prompt)
     return encode_text(prompt, require_tokenizer(tokenizer), most, "prompt", add_special_tokens=add_special_tokens)
 
 
-def encode_prompt_end(prompt: str | list[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True) -> list[int]:
-    """The last ``kept`` ids of a prompt, of which the first is the one that begins all of the model's texts if this one begins so."""
+def encode_prompt_end(
+    prompt: str | list[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True
+) -> list[int]:
+    """The last ``kept`` ids of a prompt, of which the first is the one that begins all of the model's texts if this one
+    begins so."""
     ids = prompt
     if isinstance(prompt, str):
         ids = require_tokenizer(tokenizer).encode_ends(prompt, kept, add_special_tokens=add_special_tokens)
@@ -63,24 +70,29 @@ def encode_prompt_end(prompt: str | list[int], tokenizer: Tokenizer | None, kept
     return [*begin, *ids[len(ids) - kept + len(begin) :]]
 
 
-def encode_text(text: str, tokenizer: Tokenizer, most: int | None, param: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode_text(
+    text: str, tokenizer: Tokenizer, most: int | None, param: str, *, add_special_tokens: bool = True
+) -> list[int]:
     """Token ids of a text. Raises `ContextLengthExceeded` for a long one of more than ``most``."""
     if most is None:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids = tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
     if ids is None:
         raise ContextLengthExceeded(
-            f"this model's maximum context length is {most} tokens (max_model_len); the {param} has more. Shorten it, or have it cut off by "
+            f"this model's maximum context length is {most} tokens (max_model_len); the {param} has more. Shorten it, "
+            "or have it cut off by "
             "truncate_prompt_tokens at the routes that take it", param=param,
         )
     return ids
 
 
 def read_truncation(truncate: int, max_len: int, num_out: int = 0) -> int:
-    """How many tokens of a prompt ``truncate_prompt_tokens`` keeps at most: -1 is what ``max_len`` leaves beside ``num_out``
-    of output. Raises `RequestError`."""
+    """How many tokens of a prompt ``truncate_prompt_tokens`` keeps at most: -1 is what ``max_len`` leaves beside
+    ``num_out`` of output. Raises `RequestError`."""
     if truncate == 0 or truncate < -1 or truncate > max_len:
-        raise RequestError(f"truncate_prompt_tokens must be -1, or from 1 to {max_len}; got {truncate}", param="truncate_prompt_tokens")
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1, or from 1 to {max_len}; got {truncate}", param="truncate_prompt_tokens"
+        )
     return truncate if truncate != -1 else max(max_len - num_out, 1)
 
 
@@ -92,7 +104,8 @@ def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def open_request(
-    request_id: str, token_ids: list[int], params: SamplingParams | PoolingSpec, *, facts: ModelFacts, tokenizer: Tokenizer | None,
+    request_id: str, token_ids: list[int], params: SamplingParams | PoolingSpec, *, facts: ModelFacts,
+    tokenizer: Tokenizer | None,
     namespace: str = "", priority: int = 0, deadline_s: float | None = None,
 ) -> tuple[list[EngineRequest], OutputAssembler | ReadAssembler]:
     """Engine requests of a prompt to be continued, or of a text to be read, and what puts their outputs together."""

@@ -48,11 +48,14 @@ class RequestStream:
     """Deltas of all choices of one request, in the order they came, until every choice has finished.
 
     A reader who is slow gets merged deltas, so at most one per choice is ever kept. Leaving the loop early, being
-    cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time. Who must not be woken for
-    every token takes deltas by `divert`, beside the reader.
+    cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time. Who must not be woken
+    for every token takes deltas by `divert`, beside the reader.
     """
 
-    def __init__(self, request_id: str, requests: Sequence[EngineRequest], assembler: Assembler, send: Callable[[Iterable[Abort]], None]):
+    def __init__(
+        self, request_id: str, requests: Sequence[EngineRequest], assembler: Assembler,
+        send: Callable[[Iterable[Abort]], None]
+    ):
         self.request_id = request_id
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.child_ids = [r.request_id for r in requests]
@@ -93,8 +96,8 @@ class RequestStream:
             self._abort_children(aborts)
 
     def divert(self, take: Callable[[ChoiceDelta], bool]) -> None:
-        """Offer each delta to ``take`` at once, in `feed`. What it refuses, errors, and what comes while something waits for the
-        reader are the reader's; it must refuse while the reader is still busy with the delta before."""
+        """Offer each delta to ``take`` at once, in `feed`. What it refuses, errors, and what comes while something
+        waits for the reader are the reader's; it must refuse while the reader is still busy with the delta before."""
         self._take = take
 
     def fail(self, error: ErrorInfo) -> None:

@@ -1,4 +1,5 @@
-"""Texts to be read: their tokens, cut where that was asked for, and pairs of them to be scored, whatever the model scores by.
+"""Texts to be read: their tokens, cut where that was asked for, and pairs of them to be scored, whatever the model
+scores by.
 
 A cross-encoder judges both texts in one; embeddings are compared by their angle; a model that generates is asked for
 yes or no. Torch-free. Refuses: running anything.
@@ -16,7 +17,10 @@ from headrace.base.pooling import Activation, PoolingSpec, unpack_floats
 from headrace.service.client.prompts import encode_text, read_truncation, require_tokenizer
 from headrace.service.tokenization import Tokenizer
 
-JUDGE = 'Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer can only be "yes" or "no".'
+JUDGE = (
+    'Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the '
+    'answer can only be "yes" or "no".'
+)
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 ANSWERS = ("yes", "no")
 
@@ -31,8 +35,8 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Makes readings for one model. ``limit`` is the most tokens of a text, the rest of which is cut off (None: texts that
-    are too long are refused when they are submitted)."""
+    """Makes readings for one model. ``limit`` is the most tokens of a text, the rest of which is cut off (None: texts
+    that are too long are refused when they are submitted)."""
 
     facts: ModelFacts
     tokenizer: Tokenizer | None
@@ -48,7 +52,11 @@ class Reader:
         if isinstance(text, str):
             tokenizer = require_tokenizer(self.tokenizer)
             if self.limit is None:
-                return Reading(encode_text(text, tokenizer, self.facts.max_model_len, "input", add_special_tokens=add_special_tokens))
+                return Reading(
+                    encode_text(
+                        text, tokenizer, self.facts.max_model_len, "input", add_special_tokens=add_special_tokens
+                    )
+                )
             return Reading(tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
         return Reading(list(text)[: self.limit])
 
@@ -58,15 +66,17 @@ class Reader:
         return Reading(ids, PoolingSpec(second_start=second_start))
 
     def read_question(self, query: str, document: str, instruction: str) -> Reading:
-        """The question whether a document suits a query, as the model's chat template words it; the document's end is cut
-        off where the whole is too long."""
+        """The question whether a document suits a query, as the model's chat template words it; the document's end is
+        cut off where the whole is too long."""
         tokenizer = require_tokenizer(self.tokenizer)
         if self.limit is not None and tokenizer.encode_within(document, self.limit, add_special_tokens=False) is None:
             document = tokenizer.decode(tokenizer.encode(document, add_special_tokens=False, limit=self.limit))
         ids = tokenizer.encode(_ask(tokenizer, query, document, instruction), add_special_tokens=False)
         if self.limit is not None and len(ids) > self.limit:
             kept = tokenizer.encode(document, add_special_tokens=False)[: self.limit - len(ids)]
-            ids = tokenizer.encode(_ask(tokenizer, query, tokenizer.decode(kept), instruction), add_special_tokens=False)[-self.limit :]
+            ids = tokenizer.encode(
+                _ask(tokenizer, query, tokenizer.decode(kept), instruction), add_special_tokens=False
+            )[-self.limit :]
         return Reading(ids)
 
 
@@ -83,18 +93,26 @@ def plan_scores(pairs: Sequence[tuple[str, str]], reader: Reader, *, instruct: s
     Raises `RequestError` when the model has no way to score."""
     pooling = reader.facts.pooling
     if instruct is not None and pooling is not None and (pooling.kind == "embed" or pooling.takes_pairs):
-        raise RequestError("instruct is for models that are asked in words; this one takes query and document as they are", param="instruct")
+        raise RequestError(
+            "instruct is for models that are asked in words; this one takes query and document as they are",
+            param="instruct"
+        )
     if pooling is not None and pooling.kind == "embed":
         return _compare_embeddings(pairs, reader)
     if pooling is None:
         return _ask_yes_or_no(pairs, reader, instruct or INSTRUCTION)
     if pooling.width != 1:
-        raise RequestError(f"this model tells {pooling.width} classes apart; a score needs a model with one: use /v1/classify", param="model")
+        raise RequestError(
+            f"this model tells {pooling.width} classes apart; a score needs a model with one: use /v1/classify",
+            param="model"
+        )
     if pooling.takes_pairs:
         readings = [reader.read_pair(*pair) for pair in pairs]
     else:
         readings = [reader.read_question(*pair, instruct or INSTRUCTION) for pair in pairs]
-    return ScorePlan(readings, lambda results: [activate(unpack_floats(packed), pooling.activation)[0] for packed in results])
+    return ScorePlan(
+        readings, lambda results: [activate(unpack_floats(packed), pooling.activation)[0] for packed in results]
+    )
 
 
 def activate(logits: list[float], activation: Activation) -> list[float]:
@@ -112,7 +130,10 @@ def shorten(vector: list[float], dimensions: int | None) -> list[float]:
     if dimensions is None:
         return vector
     if dimensions > len(vector):
-        raise RequestError(f"dimensions must be at most {len(vector)}, the width of this model's embeddings; got {dimensions}", param="dimensions")
+        raise RequestError(
+            f"dimensions must be at most {len(vector)}, the width of this model's embeddings; got {dimensions}",
+            param="dimensions"
+        )
     kept = vector[:dimensions]
     return [x / _length(kept) for x in kept]
 
@@ -134,7 +155,9 @@ def _ask_yes_or_no(pairs: Sequence[tuple[str, str]], reader: Reader, instruction
     tokenizer = require_tokenizer(reader.tokenizer)
     answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
     if any(len(ids) != 1 for ids in answers):
-        raise RequestError("this model cannot be asked for a score: yes and no are not single tokens of its vocabulary", param="model")
+        raise RequestError(
+            "this model cannot be asked for a score: yes and no are not single tokens of its vocabulary", param="model"
+        )
     spec = PoolingSpec(label_ids=[ids[0] for ids in answers])
     readings = [Reading(reader.read_question(*pair, instruction).token_ids, spec) for pair in pairs]
 

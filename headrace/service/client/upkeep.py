@@ -1,4 +1,5 @@
-"""`Upkeep`: what is done to an engine as a whole, in the right order: sleep and wake, weights, pauses, profiles. Torch-free."""
+"""`Upkeep`: what is done to an engine as a whole, in the right order: sleep and wake, weights, pauses, profiles.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ SleepMode = Literal["refuse", "abort", "wait"]
 
 
 class Upkeep:
-    """Over one client; its calls take turns. ``is_paused`` and the sleep end with the engine process, which is started anew
-    with the weights that were loaded last."""
+    """Over one client; its calls take turns. ``is_paused`` and the sleep end with the engine process, which is started
+    anew with the weights that were loaded last."""
 
     def __init__(self, client: EngineClient):
         self._client = client
@@ -55,13 +56,18 @@ class Upkeep:
         await self._client.control("pause" if is_paused else "continue")
         self._paused_engine = self._client.engine_pid if is_paused else None
 
-    async def sleep(self, parts: Collection[DevicePart] = DEVICE_PARTS, *, discards_weights: bool = False, mode: SleepMode = "refuse") -> None:
-        """Give parts of the device's memory back. Requests that are running or waiting are in the way: raise `Conflict`, end
-        them, or wait for their end, refusing new ones meanwhile."""
+    async def sleep(
+        self, parts: Collection[DevicePart] = DEVICE_PARTS, *, discards_weights: bool = False,
+        mode: SleepMode = "refuse"
+    ) -> None:
+        """Give parts of the device's memory back. Requests that are running or waiting are in the way: raise
+        `Conflict`, end them, or wait for their end, refusing new ones meanwhile."""
         async with self._turn:
             client, before = self._client, self._client.state
             if mode == "refuse" and client.num_inflight:
-                raise Conflict(f"{client.num_inflight} requests are running; wait for their end, or end them with mode abort")
+                raise Conflict(
+                    f"{client.num_inflight} requests are running; wait for their end, or end them with mode abort"
+                )
             if before == "ready":
                 client.state = "asleep"  # from here on none is taken
             after = before
@@ -82,8 +88,8 @@ class Upkeep:
             self._settle(await self._change(AcquireMemory(list(parts))))
 
     async def replace_weights(self, model: str, *, load_format: str = "auto", version: str | None = None) -> int:
-        """Serve another checkpoint of the same shapes; returns how many requests went on with it. Raises typed errors, the
-        old weights in place."""
+        """Serve another checkpoint of the same shapes; returns how many requests went on with it. Raises typed errors,
+        the old weights in place."""
         async with self._turn:
             client, num_requests = self._client, self._client.num_inflight
             try:
@@ -92,7 +98,9 @@ class Upkeep:
                 self._settle("asleep")
                 raise
             config = client.config
-            client.config = replace(config, model=replace(config.model, model=model, load_format=load_format, revision=None))
+            client.config = replace(
+                config, model=replace(config.model, model=model, load_format=load_format, revision=None)
+            )
             self.weight_version = version or self.weight_version
             return num_requests
 

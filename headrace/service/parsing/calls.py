@@ -23,7 +23,10 @@ def draw_call_id(length: int | None = None) -> str:
 class CallWriter:
     """Takes what is found of calls. Of a call beyond ``max_calls`` nothing is told."""
 
-    def __init__(self, emit: Callable[[Event], None], schemas: ToolSchemas, *, id_length: int | None = None, max_calls: int = MAX_CALLS):
+    def __init__(
+        self, emit: Callable[[Event], None], schemas: ToolSchemas, *, id_length: int | None = None,
+        max_calls: int = MAX_CALLS
+    ):
         self.schemas = schemas
         self.name = ""
         self.is_open = False

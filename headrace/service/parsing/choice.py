@@ -35,7 +35,10 @@ class Formats:
 
     def is_closed(self, prompt: str) -> bool:
         """Whether the prompt has ended the reasoning, so that none comes."""
-        return self.reasoning is not None and bool(self.reasoning.ends) and prompt[-TAIL:].rstrip().endswith(self.reasoning.ends)
+        return (
+            self.reasoning is not None and bool(self.reasoning.ends)
+            and prompt[-TAIL:].rstrip().endswith(self.reasoning.ends)
+        )
 
     def begins_open(self, prompt: str, *, continued: str | None = None) -> bool:
         """Whether the output goes on with reasoning that the prompt has begun. ``continued`` is the text of the
@@ -43,7 +46,10 @@ class Formats:
         if self.reasoning is None or self.reasoning.channels is not None:
             return False
         if continued is not None:
-            last_start, last_end = (max((continued.rfind(text) for text in texts), default=-1) for texts in (self.reasoning.starts, self.reasoning.ends))
+            last_start, last_end = (
+                max((continued.rfind(text) for text in texts), default=-1)
+                for texts in (self.reasoning.starts, self.reasoning.ends)
+            )
             return last_start > last_end
         tail = prompt[-TAIL:].rstrip()
         if tail.endswith(self.reasoning.starts):
@@ -71,12 +77,15 @@ def choose_formats(
     return Formats(tools, _choose(reasoning_parser, REASONING_FORMATS, REASONING_GROUP, texts, family_reasoning))
 
 
-def formats_of(tokenizer: Tokenizer | None, facts: ModelFacts, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Formats:
+def formats_of(
+    tokenizer: Tokenizer | None, facts: ModelFacts, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+) -> Formats:
     """The formats of a served model; a model without tokenizer has none."""
     if tokenizer is None:
         return Formats()
     return choose_formats(
-        tool_parser=tool_parser, reasoning_parser=reasoning_parser, templates=tokenizer.chat_templates, takes_tools=tokenizer.takes_tools,
+        tool_parser=tool_parser, reasoning_parser=reasoning_parser, templates=tokenizer.chat_templates,
+        takes_tools=tokenizer.takes_tools,
         family_tools=facts.tool_parser, family_reasoning=facts.reasoning_parser,
     )
 
@@ -101,4 +110,6 @@ def _find(name: str, registry: Registry[T], group: str, param: str) -> T | None:
     for entry in installed_points(group).select(name=name):
         found: T = entry.load()
         return found
-    raise ConfigError(f"{param} must be {AUTO}, {NONE}, or one of {', '.join(sorted(registry.names()))}; got {name!r}", param=param)
+    raise ConfigError(
+        f"{param} must be {AUTO}, {NONE}, or one of {', '.join(sorted(registry.names()))}; got {name!r}", param=param
+    )

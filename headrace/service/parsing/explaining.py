@@ -12,12 +12,16 @@ from typing import Any
 from headrace.service.parsing.forcing import write_call
 from headrace.service.parsing.format import Writing
 
-INTRODUCTION = "You may call tools to help with the user's request. These are the tools, with the JSON schemas of their arguments:"
+INTRODUCTION = (
+    "You may call tools to help with the user's request. These are the tools, with the JSON schemas of their arguments:"
+)
 INSTRUCTION = "To call a tool, write nothing but this, once for each call, with the tool's name and arguments:"
 RESULTS = "<tool_response>\n{}\n</tool_response>"
 
 
-def explain_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], writing: Writing) -> list[dict[str, Any]]:
+def explain_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], writing: Writing
+) -> list[dict[str, Any]]:
     """The conversation with the tools in its system message, calls written out, and results as the user's words.
     ``tool_calls`` must be in OpenAI's form with arguments that are objects or JSON text."""
     example = writing.begin + write_call(writing, "NAME", {"ARGUMENT": "VALUE"}, _dump) + writing.end

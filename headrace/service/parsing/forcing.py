@@ -31,50 +31,66 @@ _LOCAL = ("$defs", "definitions")
 
 
 def confine_output(
-    formats: Formats, asked: Grammar | None, tools: Sequence[Mapping[str, Any]], prompt: str, *, is_parallel: bool = True,
+    formats: Formats, asked: Grammar | None, tools: Sequence[Mapping[str, Any]], prompt: str, *,
+    is_parallel: bool = True,
     is_forced: bool = False, is_narrowed: bool = False, continued: str | None = None,
 ) -> Grammar | None:
-    """The grammar of an output that follows ``prompt``, where the request asks for ``asked`` and offers ``tools`` (those that
-    may be called; ``is_narrowed``: the prompt shows more). The form asked for is that of answers: calls may come instead (in formats that mark them, and but for EBNF
-    and tags), and come if they are forced. Nothing but grammars in EBNF binds reasoning. Raises typed errors for what cannot be had together."""
+    """The grammar of an output that follows ``prompt``, where the request asks for ``asked`` and offers ``tools``
+    (those that may be called; ``is_narrowed``: the prompt shows more). The form asked for is that of answers: calls may
+    come instead (in formats that mark them, and but for EBNF and tags), and come if they are forced. Nothing but
+    grammars in EBNF binds reasoning. Raises typed errors for what cannot be had together."""
     writing = None if formats.tools is None else formats.tools.writing
-    can_call = bool(tools) and writing is not None and bool(writing.answer or _trigger(writing))  # else it may look like an answer
+    # else it may look like an answer
+    can_call = bool(tools) and writing is not None and bool(writing.answer or _trigger(writing))
     if is_forced:
         if asked is not None and asked.kind not in ("json_schema", "json_object"):
-            raise RequestError(f"a forced tool call cannot be combined with a {asked.kind}: both decide what comes", param="tool_choice")
+            raise RequestError(
+                f"a forced tool call cannot be combined with a {asked.kind}: both decide what comes",
+                param="tool_choice"
+            )
     elif asked is not None and not (can_call and asked.kind in ANSWER_KINDS):
         reasoning = None if formats.is_closed(prompt) else formats.reasoning
         return delay_grammar(asked, reasoning, is_open=formats.begins_open(prompt, continued=continued))
     elif asked is None and not is_narrowed and not any(tool["function"].get("strict") for tool in tools):
         return None
-    return grammar_of_calls(formats, tools, prompt, is_parallel=is_parallel, is_forced=is_forced, continued=continued, instead=asked)
+    return grammar_of_calls(
+        formats, tools, prompt, is_parallel=is_parallel, is_forced=is_forced, continued=continued, instead=asked
+    )
 
 
 def grammar_of_calls(
-    formats: Formats, tools: Sequence[Mapping[str, Any]], prompt: str, *, is_parallel: bool = True, is_forced: bool = True,
+    formats: Formats, tools: Sequence[Mapping[str, Any]], prompt: str, *, is_parallel: bool = True,
+    is_forced: bool = True,
     continued: str | None = None, instead: Grammar | None = None,
 ) -> Grammar:
-    """`force_calls` in a served model's formats, for an output that follows ``prompt``. Unless ``is_forced``, output may also
-    be ``instead``, one of `ANSWER_KINDS`. Raises `UnsupportedFeature` when the model's format is unknown or cannot be forced."""
+    """`force_calls` in a served model's formats, for an output that follows ``prompt``. Unless ``is_forced``, output
+    may also be ``instead``, one of `ANSWER_KINDS`. Raises `UnsupportedFeature` when the model's format is unknown or
+    cannot be forced."""
     if formats.tools is None or formats.tools.writing is None:
         known = "of an unknown format" if formats.tools is None else f"in the format {formats.tools.name}"
-        raise UnsupportedFeature(f"calls {known} cannot be forced; another format is named with --tool-parser", param="tool_choice")
+        raise UnsupportedFeature(
+            f"calls {known} cannot be forced; another format is named with --tool-parser", param="tool_choice"
+        )
     reasoning = None if formats.is_closed(prompt) else formats.reasoning
     is_open = formats.begins_open(prompt, continued=continued)
     answer = None if instead is None else _as_node(instead)
-    tag = force_calls(tools, formats.tools, reasoning, is_open=is_open, is_parallel=is_parallel, is_forced=is_forced, answer=answer)
+    tag = force_calls(
+        tools, formats.tools, reasoning, is_open=is_open, is_parallel=is_parallel, is_forced=is_forced, answer=answer
+    )
     return Grammar.structural_tag(tag, param="tools")
 
 
 def force_calls(
-    tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat, reasoning: ReasoningFormat | None = None, *, is_open: bool = False,
+    tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat, reasoning: ReasoningFormat | None = None, *,
+    is_open: bool = False,
     is_parallel: bool = True, is_forced: bool = True, answer: Node | None = None,
 ) -> Node:
     """The structural tag under which output is calls of these tools (one, or several with ``is_parallel``) and nothing
     else, after the reasoning if there is some. ``is_open``: the prompt has begun the reasoning.
 
-    ``tools`` are in OpenAI's form. Unless ``is_forced``, output may also be text, with calls in it or not; or just ``answer``,
-    if that is given, instead of calls. Schemas of tools that are not ``strict`` are kept as far as any grammar can. The format must have a `Writing`.
+    ``tools`` are in OpenAI's form. Unless ``is_forced``, output may also be text, with calls in it or not; or just
+    ``answer``, if that is given, instead of calls. Schemas of tools that are not ``strict`` are kept as far as any
+    grammar can. The format must have a `Writing`.
     """
     writing = tool_format.writing
     assert writing is not None
@@ -86,17 +102,29 @@ def force_calls(
         body = _allow_text(writer, writing, can_repeat)
     else:
         body = _either([writer.write_calls(can_repeat), _sequence([_text(writing.answer), answer])])
-    return {"type": "structural_tag", "format": after_reasoning(body, reasoning, is_open=is_open, has_space=not writing.begin.startswith("\n"))}
+    return {
+        "type": "structural_tag",
+        "format": after_reasoning(body, reasoning, is_open=is_open, has_space=not writing.begin.startswith("\n"))
+    }
 
 
 def after_reasoning(body: Node, reasoning: ReasoningFormat | None, *, is_open: bool, has_space: bool = True) -> Node:
-    """A format that begins once the reasoning has ended: it must end if the prompt has begun it, and may come if not."""
+    """A format that begins once the reasoning has ended: it must end if the prompt has begun it, and may come if
+    not."""
     if reasoning is None:
         return body
     starts, ends = ([t] for t in reasoning.writing) if reasoning.writing else (reasoning.starts, reasoning.ends)
     marks = [_split_end(end) for end in ends]
-    tags = [{"type": "tag", "begin": start, "content": ANY_TEXT, "end": [mark for mark, _ in marks]} for start in ([""] if is_open else starts)]
-    thought = _sequence([_either(tags), _text(marks[0][1]), *([_optional(_either([_text("\n\n"), _text("\n")]))] if has_space and not reasoning.channels else [])])
+    tags = [
+        {"type": "tag", "begin": start, "content": ANY_TEXT, "end": [mark for mark, _ in marks]}
+        for start in ([""] if is_open else starts)
+    ]
+    thought = _sequence(
+        [
+            _either(tags), _text(marks[0][1]),
+            *([_optional(_either([_text("\n\n"), _text("\n")]))] if has_space and not reasoning.channels else [])
+        ]
+    )
     return _sequence([thought if is_open else _optional(thought), body])
 
 
@@ -108,7 +136,9 @@ def delay_grammar(grammar: Grammar, reasoning: ReasoningFormat | None, *, is_ope
     if body is None:
         return grammar
     answer = _sequence([_text(reasoning.answer), body])
-    return Grammar.structural_tag({"type": "structural_tag", "format": after_reasoning(answer, reasoning, is_open=is_open)})
+    return Grammar.structural_tag(
+        {"type": "structural_tag", "format": after_reasoning(answer, reasoning, is_open=is_open)}
+    )
 
 
 def _as_node(grammar: Grammar) -> Node | None:
@@ -136,7 +166,10 @@ def _allow_text(writer: _CallWriter, writing: Writing, can_repeat: bool) -> Node
         before = trigger.partition(writing.token)[0]
         calls = writer.write_calls(can_repeat, cut=len(before))
         return _either([_sequence([{"type": "regex", "pattern": r"(.|\n)*" + re.escape(before)}, calls]), ANY_TEXT])
-    tag = {"type": "tag", "begin": trigger, "content": writer.write_calls(can_repeat and bool(writing.begin), cut=len(trigger)), "end": ""}
+    tag = {
+        "type": "tag", "begin": trigger,
+        "content": writer.write_calls(can_repeat and bool(writing.begin), cut=len(trigger)), "end": ""
+    }
     return {"type": "triggered_tags", "triggers": [trigger], "tags": [tag], "stop_after_first": not can_repeat}
 
 
@@ -151,8 +184,13 @@ class _CallWriter:
 
     def __init__(self, writing: Writing, tools: Sequence[Mapping[str, Any]]):
         self._writing = writing
-        given = {f["name"]: (f.get("parameters") or ANY_OBJECT, f.get("strict")) for f in (tool["function"] for tool in tools)}
-        self._schemas: dict[str, Mapping[str, Any]] = {n: {**ANY_OBJECT, **(s if is_strict else loosen(s))} for n, (s, is_strict) in given.items()}
+        given = {
+            f["name"]: (f.get("parameters") or ANY_OBJECT, f.get("strict"))
+            for f in (tool["function"] for tool in tools)
+        }
+        self._schemas: dict[str, Mapping[str, Any]] = {
+            n: {**ANY_OBJECT, **(s if is_strict else loosen(s))} for n, (s, is_strict) in given.items()
+        }
         self._types = ToolSchemas(self._schemas.items())
 
     def write_calls(self, can_repeat: bool, *, cut: int = 0) -> Node:
@@ -160,11 +198,19 @@ class _CallWriter:
         writing = self._writing
         lead = writing.begin.lstrip() if cut else writing.begin
         first = self._write_call(cut=max(0, cut - len(lead)))
-        more = [_repeat(_sequence([_text(writing.between), self._write_call()]))] if can_repeat and writing.between is not None else []
+        more = (
+            [_repeat(_sequence([_text(writing.between), self._write_call()]))]
+            if can_repeat and writing.between is not None else []
+        )
         return _sequence([_text(lead[cut:]), first, *more, _text(writing.end)])
 
     def _write_call(self, cut: int = 0) -> Node:
-        return _either([self._fill(self._writing.call, {"name": _text(name), "arguments": self._write_arguments(name)}, cut) for name in self._schemas])
+        return _either(
+            [
+                self._fill(self._writing.call, {"name": _text(name), "arguments": self._write_arguments(name)}, cut)
+                for name in self._schemas
+            ]
+        )
 
     def _fill(self, template: str, values: Mapping[str, Node], cut: int = 0) -> Node:
         """A template with its slots filled; the first ``cut`` characters, which hold no slot, are left out."""
@@ -192,7 +238,10 @@ class _CallWriter:
         head = [part for at, key in enumerate(required) for part in ([comma] if at else []) + [nodes[key]]]
         if required or not others:
             return _sequence([*head, *(_optional(_sequence([comma, node])) for node in others)])
-        tails = [_sequence([node, *(_optional(_sequence([comma, later])) for later in others[at + 1 :])]) for at, node in enumerate(others)]
+        tails = [
+            _sequence([node, *(_optional(_sequence([comma, later])) for later in others[at + 1 :])]) for at,
+            node in enumerate(others)
+        ]
         return _optional(_either(tails))
 
     def _write_pair(self, name: str, key: str) -> Node:
@@ -206,7 +255,9 @@ class _CallWriter:
         bare = _sequence([self._fill(before, {"key": _text(key)}), *_text_up_to(after, writing.token)])
         if may_be_text and (types == STRING or not writing.json_pair):
             return bare
-        spelled = self._fill(writing.json_pair or writing.pair, {"key": _text(key), "value": _json(self._with_definitions(name, schema))})
+        spelled = self._fill(
+            writing.json_pair or writing.pair, {"key": _text(key), "value": _json(self._with_definitions(name, schema))}
+        )
         return _either([bare, spelled] if may_be_text else [spelled])
 
     def _with_definitions(self, name: str, schema: Any) -> Any:
@@ -216,7 +267,8 @@ class _CallWriter:
 
 
 def _text_up_to(end: str, token: str) -> list[Node]:
-    """Any text, then ``end``. A special token in it cannot be looked for as text: what precedes it must end the value."""
+    """Any text, then ``end``. A special token in it cannot be looked for as text: what precedes it must end the
+    value."""
     if token and token in end:
         at = end.index(token)
         return [{"type": "regex", "pattern": r"(.|\n)*" + re.escape(end[:at])}, _text(end[at:])]

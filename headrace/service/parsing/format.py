@@ -120,7 +120,8 @@ class Writing:
     ``pair`` each, with ``$key`` and ``$value``, joined by ``comma``: a value is JSON, or bare text if it is a string
     and the format does not ``quotes`` it; ``json_pair`` is for values that are not bare text.
 
-    ``token`` is a special token within the text that ends a value. ``answer`` is what a message that calls nothing begins with, in a format where every message has a header.
+    ``token`` is a special token within the text that ends a value. ``answer`` is what a message that calls nothing
+    begins with, in a format where every message has a header.
     """
 
     call: str
@@ -142,8 +143,8 @@ class ToolFormat:
     of its lines does), and count only when they call a tool of the request.
 
     ``writing`` is for calls that a grammar forces, and for prompts that must explain how to call; without it neither
-    can be served. ``id_length`` is that of call ids that the model's template insists on. ``signs``: a chat template that holds all
-    texts of one of these groups is this format's; formats registered earlier are asked first.
+    can be served. ``id_length`` is that of call ids that the model's template insists on. ``signs``: a chat template
+    that holds all texts of one of these groups is this format's; formats registered earlier are asked first.
     """
 
     name: str

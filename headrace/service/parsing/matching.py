@@ -59,7 +59,9 @@ class Matcher:
     ``destination`` is set by a `Header` to where the text after it belongs: ``reasoning`` or ``content``.
     """
 
-    def __init__(self, reader: Reader, calls: CallWriter, *, is_known_only: bool, has_calls: bool, on_start: Callable[[], None]):
+    def __init__(
+        self, reader: Reader, calls: CallWriter, *, is_known_only: bool, has_calls: bool, on_start: Callable[[], None]
+    ):
         self._reader = reader
         self._calls = calls
         self._is_known_only = is_known_only
@@ -288,7 +290,10 @@ class Matcher:
         if value.has_lines:
             yield from self._reader.skip("\n")
         flag, self._flag = self._flag, None
-        types = self._calls.schemas.types_of(self._calls.name, self._key) if flag is None else STRING if flag else frozenset()
+        types = (
+            self._calls.schemas.types_of(self._calls.name, self._key) if flag is None else STRING if flag
+            else frozenset()
+        )
         ends = _ends_of(value)
         if types == STRING:
             self._calls.add('"')
@@ -335,7 +340,10 @@ def _drop(_: str) -> None:
 
 
 _READINGS: dict[type, Callable[[Matcher, Any], Generator[None, None, None]]] = {
-    Arguments: Matcher._read_arguments, Call: Matcher._read_call, CallId: Matcher._read_call_id, Either: Matcher._read_either,
-    Flag: Matcher._read_flag, Header: Matcher._read_header, Key: Matcher._read_key, Maybe: Matcher._read_maybe, Name: Matcher._read_name,
-    Pairs: Matcher._read_pairs, PythonCall: Matcher._read_python_call, Repeat: Matcher._read_repeat, Value: Matcher._read_value,
+    Arguments: Matcher._read_arguments, Call: Matcher._read_call, CallId: Matcher._read_call_id,
+    Either: Matcher._read_either,
+    Flag: Matcher._read_flag, Header: Matcher._read_header, Key: Matcher._read_key, Maybe: Matcher._read_maybe,
+    Name: Matcher._read_name,
+    Pairs: Matcher._read_pairs, PythonCall: Matcher._read_python_call, Repeat: Matcher._read_repeat,
+    Value: Matcher._read_value,
 }

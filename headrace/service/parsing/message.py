@@ -15,7 +15,8 @@ from headrace.service.parsing.schemas import ToolSchemas
 
 @dataclass
 class ToolCall:
-    """A call the model asks for. ``arguments`` is JSON text: an object, or the beginning of one unless ``is_complete``."""
+    """A call the model asks for. ``arguments`` is JSON text: an object, or the beginning of one unless
+    ``is_complete``."""
 
     call_id: str
     name: str
@@ -69,18 +70,21 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> ToolSchemas:
 
 
 def new_parser(
-    formats: Formats, *, tools: Sequence[Mapping[str, Any]] | None = None, is_open: bool = False, separates: bool = True,
+    formats: Formats, *, tools: Sequence[Mapping[str, Any]] | None = None, is_open: bool = False,
+    separates: bool = True,
     max_calls: int = MAX_CALLS,
 ) -> OutputParser:
     """A parser of one choice. Without ``tools`` calls are not looked for."""
     return OutputParser(
-        tools=formats.tools if tools else None, reasoning=formats.reasoning, schemas=schemas_of(tools or ()), is_open=is_open,
+        tools=formats.tools if tools else None, reasoning=formats.reasoning, schemas=schemas_of(tools or ()),
+        is_open=is_open,
         separates=separates, max_calls=max_calls,
     )
 
 
 def parse_output(
-    text: str, formats: Formats, *, tools: Sequence[Mapping[str, Any]] | None = None, is_open: bool = False, separates: bool = True,
+    text: str, formats: Formats, *, tools: Sequence[Mapping[str, Any]] | None = None, is_open: bool = False,
+    separates: bool = True,
 ) -> ParsedMessage:
     """The message in a model's complete output. Never raises for what a model wrote. ``is_open``: the prompt has begun
     the reasoning (see `Formats.begins_open`)."""

@@ -146,7 +146,8 @@ class OutputParser:
     """
 
     def __init__(
-        self, *, tools: ToolFormat | None = None, reasoning: ReasoningFormat | None = None, schemas: ToolSchemas | None = None,
+        self, *, tools: ToolFormat | None = None, reasoning: ReasoningFormat | None = None,
+        schemas: ToolSchemas | None = None,
         is_open: bool = False, separates: bool = True, max_calls: int = MAX_CALLS,
     ):
         self._modes = build_modes(tools, reasoning)
@@ -155,7 +156,8 @@ class OutputParser:
         self._reader = Reader()
         self._events: list[Event] = []
         self._calls = CallWriter(
-            self._events.append, schemas or ToolSchemas(), id_length=tools.id_length if tools else None, max_calls=max_calls,
+            self._events.append, schemas or ToolSchemas(), id_length=tools.id_length if tools else None,
+            max_calls=max_calls,
         )
         self._is_reasoning = is_open
         self._steps = self._run("reasoning" if is_open else "content")
@@ -235,7 +237,8 @@ class OutputParser:
         self._calls.forget()
         self._reader.hold(action.room)
         matcher = Matcher(
-            self._reader, self._calls, is_known_only=action.is_known_only, has_calls=self._has_tools, on_start=writer.begin_call,
+            self._reader, self._calls, is_known_only=action.is_known_only, has_calls=self._has_tools,
+            on_start=writer.begin_call,
         )
         try:
             yield from matcher.match(action.pattern)
@@ -245,4 +248,6 @@ class OutputParser:
             writer.add(self._reader.release())
             return None
         self._reader.release()
-        return matcher.destination or ("content" if self._is_reasoning and self._calls.num_complete > num_before else None)
+        return (
+            matcher.destination or ("content" if self._is_reasoning and self._calls.num_complete > num_before else None)
+        )

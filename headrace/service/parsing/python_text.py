@@ -26,7 +26,10 @@ from headrace.service.parsing.reader import (
 NAME = re.compile(r"[\w.-]+")
 MAX_NAME = 256
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
-_ESCAPED = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_ESCAPED = {
+    "\\": "\\", "'": "'", '"': '"', "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v",
+    "0": "\0", "\n": ""
+}
 _CODE_LENGTHS = {"x": 2, "u": 4, "U": 8}
 _STRING_ENDS = {quote: Markers((quote, "\\")) for quote in ("'", '"', "'''", '"""')}
 _HEX = re.compile(r"[0-9a-fA-F]+")

@@ -31,7 +31,10 @@ class Markers:
 
     def __init__(self, texts: Iterable[str]):
         self.texts = tuple(dict.fromkeys(texts))
-        self._search = re.compile("|".join(map(re.escape, sorted(self.texts, key=len, reverse=True)))).search if self.texts else None
+        self._search = (
+            re.compile("|".join(map(re.escape, sorted(self.texts, key=len, reverse=True)))).search if self.texts
+            else None
+        )
         self._beginnings = frozenset(text[:n] for text in self.texts for n in range(1, len(text)))
         self._firsts = frozenset(text[0] for text in self.texts)
         self._reach = max(map(len, self.texts), default=1) - 1

@@ -18,15 +18,19 @@ def check_form(tools: Sequence[Any]) -> None:
         function = tool.get("function") if isinstance(tool, dict) else None
         is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
         if not is_named or not isinstance(function.get("parameters") or {}, dict):
-            raise RequestError(f"tools[{index}] must have a function with a name, and an object as its parameters", param=f"tools[{index}]")
+            raise RequestError(
+                f"tools[{index}] must have a function with a name, and an object as its parameters",
+                param=f"tools[{index}]"
+            )
 
 
 def render_with_tools(
-    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], formats: Formats, *, tools: Sequence[dict[str, Any]] | None = None,
+    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], formats: Formats, *,
+    tools: Sequence[dict[str, Any]] | None = None,
     template: str | None = None, **options: Any,
 ) -> str:
-    """As `Tokenizer.render_chat`. A ``template`` of the caller's own is trusted to show the tools. Raises `RequestError`
-    for tools that are not in OpenAI's form."""
+    """As `Tokenizer.render_chat`. A ``template`` of the caller's own is trusted to show the tools. Raises
+    `RequestError` for tools that are not in OpenAI's form."""
     check_form(tools or ())
     writing = formats.tools.writing if formats.tools is not None else None
     has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)

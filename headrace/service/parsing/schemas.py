@@ -23,14 +23,17 @@ _PLAIN_WORDS, _VALUES = ("type", "required"), ("enum", "const")
 _MAPS = ("properties", "$defs", "definitions")
 _SINGLES = ("items", "additionalProperties")
 BOUNDS = {
-    "integer": (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")), "number": (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")),
+    "integer": (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")),
+    "number": (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")),
     "string": (("minLength", "maxLength"),), "array": (("minItems", "maxItems"),),
 }
 """What is least and what is most, by type."""
 MAX_BOUNDS = {"integer": 10**9, "number": 10**9, "string": 1000, "array": 64}
 """Larger ones are left out."""
 _TYPE_OF_FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
-_TYPE_OF_PYTHON = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+_TYPE_OF_PYTHON = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"
+}
 
 
 class ToolSchemas:
@@ -91,13 +94,16 @@ def _fit(value: str, types: frozenset[str]) -> str | None:
 
 
 def loosen(schema: Any, depth: int = MAX_NESTING) -> Any:
-    """A schema without what some grammar cannot enforce: for tools whose arguments need not be exact. Objects with named
-    properties have no others unless the schema says so."""
+    """A schema without what some grammar cannot enforce: for tools whose arguments need not be exact. Objects with
+    named properties have no others unless the schema says so."""
     if not isinstance(schema, Mapping) or depth == 0:
         return {} if schema is not False else False
     kept: dict[str, Any] = {word: schema[word] for word in _PLAIN_WORDS if word in schema}
     kept |= {word: schema[word] for word in _VALUES if word in schema and is_exact(schema[word])}
-    kept |= {word: {k: loosen(v, depth - 1) for k, v in schema[word].items()} for word in _MAPS if isinstance(schema.get(word), Mapping)}
+    kept |= {
+        word: {k: loosen(v, depth - 1) for k, v in schema[word].items()}
+        for word in _MAPS if isinstance(schema.get(word), Mapping)
+    }
     kept |= {word: loosen(schema[word], depth - 1) for word in _SINGLES if isinstance(schema.get(word), Mapping | bool)}
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list) and schema[word]:
@@ -117,7 +123,10 @@ def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in BOUNDS:
         return {}
     pairs, most = BOUNDS[kind], MAX_BOUNDS[kind]
-    found = {word: schema[word] for pair in pairs for word in pair if type(schema.get(word)) in (int, float) and abs(schema[word]) <= most and is_exact(schema[word])}
+    found = {
+        word: schema[word] for pair in pairs for word in pair
+        if type(schema.get(word)) in (int, float) and abs(schema[word]) <= most and is_exact(schema[word])
+    }
     if kind in ("string", "array") and not all(type(value) is int and value >= 0 for value in found.values()):
         return {}
     low = max((found[low] for low, _ in pairs if low in found), default=-math.inf)
@@ -138,7 +147,10 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
             found |= _types(option, root, depth - 1)
     if not found:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
-        found = {_TYPE_OF_PYTHON[type(v)] for v in values if type(v) in _TYPE_OF_PYTHON} if isinstance(values, list) else set()
+        found = (
+            {_TYPE_OF_PYTHON[type(v)] for v in values if type(v) in _TYPE_OF_PYTHON} if isinstance(values, list)
+            else set()
+        )
     return found
 
 

@@ -51,17 +51,23 @@ class OutputAssembler:
 class _Choice:
     """One choice in the making."""
 
-    def __init__(self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None, stop_texts: dict[int, str]):
+    def __init__(
+        self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None,
+        stop_texts: dict[int, str]
+    ):
         self.is_finished = False
         self._index = index
         self._params = params
         self._stop_texts = stop_texts
         self._num_tokens = 0
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] if request.sampling.num_prompt_logprobs >= 0 else None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = (
+            [None] if request.sampling.num_prompt_logprobs >= 0 else None
+        )
         self._text = None
         if tokenizer is not None and params.detokenize:
             self._text = Detokenizer(
-                tokenizer, prompt_ids=request.prompt_token_ids, stop_strings=[s for s in params.stop_strings() if s not in stop_texts.values()],
+                tokenizer, prompt_ids=request.prompt_token_ids,
+                stop_strings=[s for s in params.stop_strings() if s not in stop_texts.values()],
                 include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
                 keep_special_tokens=params.keep_special_tokens or (),
                 spaces_between_special_tokens=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
@@ -76,10 +82,16 @@ class _Choice:
             self._prompt_logprobs += output.prompt_logprobs
         if not output.token_ids and output.finish is None:  # a prefill chunk: its logprobs wait for the first token
             return None
-        delta = ChoiceDelta(self._index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens, queued_s=output.queued_s)
+        delta = ChoiceDelta(
+            self._index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens,
+            queued_s=output.queued_s
+        )
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         if self._text is not None:
-            delta.text = self._text.push(output.token_ids) if output.finish is None else self._last_text(self._text, output.token_ids, output.finish)
+            delta.text = (
+                self._text.push(output.token_ids) if output.finish is None
+                else self._last_text(self._text, output.token_ids, output.finish)
+            )
         if self._text is not None and self._text.stopped is not None:
             self._cut(delta, self._text.num_tokens_kept)
             delta.finish_reason, delta.stop_reason = "stop", self._text.stopped
@@ -91,7 +103,10 @@ class _Choice:
         return delta
 
     def _last_text(self, text: Detokenizer, ids: list[int], finish: Finish) -> str:
-        if finish.stop_id is not None and ids and ids[-1] == finish.stop_id and not self._params.include_stop_str_in_output:
+        if (
+            finish.stop_id is not None and ids and ids[-1] == finish.stop_id
+            and not self._params.include_stop_str_in_output
+        ):
             ids = ids[:-1]  # the token that stopped is counted but not shown
         return text.push(ids) + text.finish()
 

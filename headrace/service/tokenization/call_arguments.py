@@ -39,7 +39,9 @@ def read_arguments(arguments: Any, where: str) -> CallArguments:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise RequestError(f"{where} must be a JSON object (the model's call may have been cut short: leave it out)", param=where)
+        raise RequestError(
+            f"{where} must be a JSON object (the model's call may have been cut short: leave it out)", param=where
+        )
     return CallArguments(values, arguments or "{}")
 
 

@@ -30,9 +30,16 @@ MAX_CACHED_TEMPLATES = 16
 
 _END_MARK = "\ue0c7end-of-last-message\ue0c7"
 _PROBE = "probe-of-content"
-_PROBE_TOOLS = [{"type": "function", "function": {"name": "probe", "description": _PROBE, "parameters": {"type": "object", "properties": {}}}}]
+_PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "probe", "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+    }
+]
 _DEADLINE = "headrace_deadline"
-_TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+)
 
 
 class _Generation(Extension):
@@ -79,7 +86,9 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -114,14 +123,19 @@ class ChatTemplates:
         self._compiled: dict[str, _Compiled] = {}
 
     def render(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None, template: str | None = None, variables: dict[str, Any] | None = None,
     ) -> str:
         """See `Tokenizer.render_chat`."""
         if not messages:
             raise RequestError("messages must hold at least one message", param="messages")
         if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message needs add_generation_prompt=false: a message cannot be both continued and begun", param="continue_final_message")
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt=false: a message cannot be both continued and "
+                "begun",
+                param="continue_final_message"
+            )
         compiled = self._compile(self._choose(template, bool(tools)))
         shaped = [_shape(m, compiled) for m in messages]
         if continue_final_message:
@@ -143,10 +157,18 @@ class ChatTemplates:
         if template is not None:
             text = self._templates.get(template, template)
             if text is template and "{" not in template:
-                raise RequestError(f"chat_template {template!r} is neither a template nor one of the model's: {', '.join(self._templates) or 'none'}", param="chat_template")
+                raise RequestError(
+                    f"chat_template {template!r} is neither a template nor one of the model's: "
+                    f"{', '.join(self._templates) or 'none'}",
+                    param="chat_template"
+                )
             return text
         if not self._templates:
-            raise RequestError("the model has no chat template; use completions with a plain prompt, or start the server with --chat-template FILE", param="messages")
+            raise RequestError(
+                "the model has no chat template; use completions with a plain prompt, or start the server with "
+                "--chat-template FILE",
+                param="messages"
+            )
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         return self._templates.get("default") or next(iter(self._templates.values()))
@@ -156,14 +178,19 @@ class ChatTemplates:
         if found is not None:
             return found
         if len(text) > MAX_TEMPLATE_CHARS:
-            raise RequestError(f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters", param="chat_template")
+            raise RequestError(
+                f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters", param="chat_template"
+            )
         self._environment = self._environment or _new_environment()
         try:
             template = self._environment.from_string(text)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise RequestError(f"the chat template is not valid Jinja: {_describe(error)}", param="chat_template") from error
+            raise RequestError(
+                f"the chat template is not valid Jinja: {_describe(error)}", param="chat_template"
+            ) from error
         compiled = _Compiled(
-            template, takes_strings=self._understands(template, _PROBE), takes_parts=self._understands(template, [{"type": "text", "text": _PROBE}]),
+            template, takes_strings=self._understands(template, _PROBE),
+            takes_parts=self._understands(template, [{"type": "text", "text": _PROBE}]),
             takes_tools=self._shows_tools(template),
         )
         if len(self._compiled) >= MAX_CACHED_TEMPLATES:
@@ -177,7 +204,10 @@ class ChatTemplates:
             rendered = self._run(template, [{"role": "user", "content": content}], False, None, {})
         except RequestError:
             return False
-        return _PROBE in rendered and not any(repr_mark in rendered for repr_mark in (f"'{_PROBE}'", f'"{_PROBE}"', "'text'"))
+        return (
+            _PROBE in rendered
+            and not any(repr_mark in rendered for repr_mark in (f"'{_PROBE}'", f'"{_PROBE}"', "'text'"))
+        )
 
     def _shows_tools(self, template: jinja2.Template) -> bool:
         for content in ("a", [{"type": "text", "text": "a"}]):
@@ -186,7 +216,10 @@ class ChatTemplates:
                     return True
         return False
 
-    def _run(self, template: jinja2.Template, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any, variables: dict[str, Any]) -> str:
+    def _run(
+        self, template: jinja2.Template, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any,
+        variables: dict[str, Any]
+    ) -> str:
         values = {**self._special_tokens, "documents": None, **variables}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         values[_DEADLINE] = time.monotonic() + MAX_RENDER_SECONDS
@@ -198,10 +231,14 @@ class ChatTemplates:
                 if length > MAX_RENDERED_CHARS:
                     raise jinja2.TemplateRuntimeError(f"its output is longer than {MAX_RENDERED_CHARS} characters")
         except _TEMPLATE_FAILURES as error:
-            raise RequestError(f"the chat template cannot render these messages: {_describe(error)}", param="messages") from error
+            raise RequestError(
+                f"the chat template cannot render these messages: {_describe(error)}", param="messages"
+            ) from error
         return "".join(parts)
 
-    def _render_open(self, compiled: _Compiled, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
+    def _render_open(
+        self, compiled: _Compiled, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]
+    ) -> str:
         """Render with a mark at the end of the last message's text, and cut there: the message stays open."""
         last = dict(messages[-1])
         if isinstance(last["content"], list):
@@ -212,7 +249,10 @@ class ChatTemplates:
         rendered = self._run(compiled.template, [*messages[:-1], last], False, tools, variables)
         at = rendered.rfind(_END_MARK)
         if at < 0:
-            raise RequestError("continue_final_message: the chat template does not show the last message's text", param="continue_final_message")
+            raise RequestError(
+                "continue_final_message: the chat template does not show the last message's text",
+                param="continue_final_message"
+            )
         is_trimmed = not rendered.startswith(" ", at + len(_END_MARK))
         return rendered[:at].removesuffix(content[len(content.rstrip()):]) if is_trimmed else rendered[:at]
 
@@ -227,7 +267,10 @@ def _shape(message: dict[str, Any], compiled: _Compiled) -> dict[str, Any]:
     if content is None:
         return {**message, "content": ""}
     if isinstance(content, str):
-        return message if compiled.takes_strings or not compiled.takes_parts else {**message, "content": [{"type": "text", "text": content}]}
+        return (
+            message if compiled.takes_strings or not compiled.takes_parts
+            else {**message, "content": [{"type": "text", "text": content}]}
+        )
     if not isinstance(content, list):
         raise RequestError("a message's content must be a string or a list of parts", param="messages")
     texts = [_part_text(part) for part in content]

@@ -14,16 +14,18 @@ from headrace.service.tokenization.tokenizer import Tokenizer
 class Detokenizer:
     """Incremental decoding of one output in the context of its prompt. A few hundred nanoseconds a token.
 
-    The output's text begins where the prompt's ends: bytes of a character that the prompt left incomplete belong to
-    the output if it goes on with that character, and what a decoder does to the first token of a text it does to the prompt's. ``num_tokens_kept``
-    counts the tokens pushed, up to and with the one that completed a stop string. Text of the first ``min_tokens``
-    tokens is not searched for stop strings. Without ``spaces_between_special_tokens``, the space that some decoders
-    put between words is left out between two special tokens.
+    The output's text begins where the prompt's ends: bytes of a character that the prompt left incomplete belong to the
+    output if it goes on with that character, and what a decoder does to the first token of a text it does to the
+    prompt's. ``num_tokens_kept`` counts the tokens pushed, up to and with the one that completed a stop string. Text of
+    the first ``min_tokens`` tokens is not searched for stop strings. Without ``spaces_between_special_tokens``, the
+    space that some decoders put between words is left out between two special tokens.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = (), stop_strings: Sequence[str] = (), include_stop: bool = False,
-        skip_special_tokens: bool = True, keep_special_tokens: Sequence[str] = (), spaces_between_special_tokens: bool = True,
+        self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = (), stop_strings: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True, keep_special_tokens: Sequence[str] = (),
+        spaces_between_special_tokens: bool = True,
         min_tokens: int = 0,
     ):
         self._text = TextDecoder(

@@ -24,7 +24,9 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _THREE_DIGITS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
 _ONE_DIGIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
-_MARKS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,10 +47,15 @@ PLAIN, DIGITS = "plain", "digits"
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "jina-v2-code",
                      "roberta-bpe", "exaone4", "gigachat", "modern-bert", "trillion"), (PLAIN,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "granite-docling"), (DIGITS,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "granite-docling"),
+        (DIGITS,)
+    ),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "dbrx", "smaug-bpe",
                      "glm4", "chatglm-bpe"), (_THREE_DIGITS,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan-dense", "solar-open"), (_ONE_DIGIT,)),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan-dense", "solar-open"), (_ONE_DIGIT,)
+    ),
     "qwen35": (_MARKS,),
     "tekken": (_CASED,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_CASED_THREE_DIGITS,)),
@@ -62,10 +69,13 @@ BEGIN_BY_DEFAULT = {"llama3", "llama-v3", "llama-bpe", "tekken"}
 
 
 def build_gguf(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that the metadata describes, without a post-processor; raises `ModelError` when it cannot be built."""
+    """The tokenizer that the metadata describes, without a post-processor; raises `ModelError` when it cannot be
+    built."""
     model = metadata.get("tokenizer.ggml.model")
     if "tokenizer.ggml.tokens" not in metadata:
-        raise ModelError("the GGUF file holds no tokenizer (tokenizer.ggml.tokens); name a folder that has one with --tokenizer")
+        raise ModelError(
+            "the GGUF file holds no tokenizer (tokenizer.ggml.tokens); name a folder that has one with --tokenizer"
+        )
     if model == "gpt2":
         return _build_byte_level(metadata)
     if model in ("llama", "gemma4"):
@@ -103,7 +113,8 @@ def _build_pieces(metadata: dict[str, Any], algorithm: str) -> Tokenizer:
     charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
     return build_sentencepiece(PieceVocabulary(
         pieces=tokens, scores=[-float(i) for i in range(len(tokens))] if scores is None else list(scores),
-        types=_types(metadata), add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)), algorithm=algorithm,
+        types=_types(metadata), add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        algorithm=algorithm,
         merges=_merges(metadata), unk_id=metadata.get("tokenizer.ggml.unknown_token_id"),
         charsmap=b"" if charsmap is None else bytes(bytearray(int(b) & 0xFF for b in charsmap)),
         collapse_spaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
@@ -120,19 +131,29 @@ def _build_byte_level(metadata: dict[str, Any]) -> Tokenizer:
             "name a folder that has the model's tokenizer.json with --tokenizer"
         )
     if merges is None:
-        raise ModelError("the GGUF file's tokenizer has no merges (tokenizer.ggml.merges); name another tokenizer with --tokenizer")
+        raise ModelError(
+            "the GGUF file's tokenizer has no merges (tokenizer.ggml.merges); name another tokenizer with --tokenizer"
+        )
     tokens = metadata["tokenizer.ggml.tokens"]
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=name in WHOLE_WORDS))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=name in WHOLE_WORDS)
+    )
     if name in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _splitter(SPLITS[name])
     tokenizer.decoder = decoders.ByteLevel()
     types = _types(metadata)
     tokenizer.add_special_tokens([
-        AddedToken(t, normalized=False, special=True) for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN) and t
+        AddedToken(t, normalized=False, special=True) for t,
+        kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN) and t
     ])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED and t])
+    tokenizer.add_tokens(
+        [
+            AddedToken(t, normalized=False, special=False) for t,
+            kind in zip(tokens, types, strict=True) if kind == USER_DEFINED and t
+        ]
+    )
     return tokenizer
 
 
@@ -140,6 +161,11 @@ def _splitter(rules: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
     if rules == (PLAIN,):
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if rules == (DIGITS,):
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+            ]
+        )
     splits = [pre_tokenizers.Split(Regex(rule), behavior="isolated") for rule in rules]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -29,7 +29,10 @@ from headrace.service.tokenization.tokenizer import Tokenizer, TokenizerFacts
 
 MAX_JSON_BYTES = 256 << 20
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_GGUF_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator", "cls_token": "cls", "mask_token": "mask"}
+_GGUF_IDS = {
+    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator",
+    "cls_token": "cls", "mask_token": "mask"
+}
 _GGUF_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _PIECE_FILES = ("tokenizer.model", "spiece.model")
 _FOREIGN_FILES = ("tekken.json", "vocab.json", "vocab.txt", "sentencepiece.bpe.model")
@@ -44,7 +47,10 @@ def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_te
     Raises `ModelError` when there is none that can be read, saying which files would do.
     """
     backend, facts = _load_override(tokenizer) if tokenizer else _load_source(source)
-    ends = (*facts.eos_ids, *_ids_in(source.generation_config.get("eos_token_id")), *_ids_in(source.config.get("eos_token_id")))
+    ends = (
+        *facts.eos_ids, *_ids_in(source.generation_config.get("eos_token_id")),
+        *_ids_in(source.config.get("eos_token_id"))
+    )
     size = backend.get_vocab_size(with_added_tokens=True)
     facts = replace(facts, eos_ids=tuple(i for i in dict.fromkeys(ends) if 0 <= i < size))
     if chat_template is not None:
@@ -53,8 +59,8 @@ def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_te
 
 
 def _find_encoder(source: ModelSource) -> Any:
-    """What renders messages for a family whose chat format is code; None for all others. A family that cannot be loaded is
-    told by the engine."""
+    """What renders messages for a family whose chat format is code; None for all others. A family that cannot be loaded
+    is told by the engine."""
     if not source.config.get("architectures"):
         return None
     try:
@@ -96,7 +102,10 @@ def _load_folder(folder: Path) -> tuple[Backend, TokenizerFacts]:
         if (folder / name).is_file():
             return _load_pieces(folder / name, folder)
     other = sorted(p.name for p in folder.iterdir() if p.name in _FOREIGN_FILES or p.suffix == ".tiktoken")
-    found = f"; {', '.join(other)} must be converted first: load it once with transformers and call save_pretrained" if other else ""
+    found = (
+        f"; {', '.join(other)} must be converted first: load it once with transformers and call save_pretrained"
+        if other else ""
+    )
     raise ModelError(
         f"{folder} holds no tokenizer.json and no SentencePiece model ({', '.join(_PIECE_FILES)}){found}. "
         "Name another place with --tokenizer, or serve token ids only with --skip-tokenizer"
@@ -120,7 +129,8 @@ def _load_json(path: Path, folder: Path) -> tuple[Backend, TokenizerFacts]:
     names = _names(config)
     _mark_special(backend, names.values())
     facts = TokenizerFacts(
-        names=names, add_bos=_flag(config, "add_bos_token"), add_eos=_flag(config, "add_eos_token"), chat_templates=_templates(folder, config),
+        names=names, add_bos=_flag(config, "add_bos_token"), add_eos=_flag(config, "add_eos_token"),
+        chat_templates=_templates(folder, config),
     )
     return backend, facts
 
@@ -212,7 +222,9 @@ def _add_declared(backend: Backend, config: dict[str, Any]) -> None:
             continue
         if at is None and token_id != backend.get_vocab_size(with_added_tokens=True):
             continue
-        flags = {flag: bool(token.get(flag, False)) for flag in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        flags = {
+            flag: bool(token.get(flag, False)) for flag in ("lstrip", "rstrip", "single_word", "normalized", "special")
+        }
         backend.add_tokens([AddedToken(content, **flags)])
 
 
@@ -230,7 +242,12 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(declared, str):
         found["default"] = declared
     elif isinstance(declared, list):
-        found.update({str(t["name"]): str(t["template"]) for t in declared if isinstance(t, dict) and "name" in t and "template" in t})
+        found.update(
+            {
+                str(t["name"]): str(t["template"])
+                for t in declared if isinstance(t, dict) and "name" in t and "template" in t
+            }
+        )
     if (folder / "chat_template.json").is_file():
         text = _read_json(folder / "chat_template.json").get("chat_template")
         found |= {"default": text} if isinstance(text, str) else {}

@@ -1,7 +1,7 @@
 """Long texts to ids, a piece at a time: what a tokenizer needs of memory for a text is a hundred times the text.
 
-A text is cut where the tokenizer cuts it itself, which is tried with the letters around; the next piece is then encoded behind
-some letters of the one before, whose ids are left out.
+A text is cut where the tokenizer cuts it itself, which is tried with the letters around; the next piece is then encoded
+behind some letters of the one before, whose ids are left out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Encode = Callable[[str], list[int]]
 
 
 def encode_pieces(text: str, encode: Encode, *, size: int = PIECE, around: int = AROUND) -> Iterator[list[int]]:
-    """The ids that ``encode`` makes of a text, in pieces of some ``size`` letters. What has no words to be cut between comes in
-    larger pieces."""
+    """The ids that ``encode`` makes of a text, in pieces of some ``size`` letters. What has no words to be cut between
+    comes in larger pieces."""
     begin, before, length = 0, list[int](), size
     while len(text) - begin > length + around:
         end = begin + length
@@ -36,14 +36,18 @@ def encode_pieces(text: str, encode: Encode, *, size: int = PIECE, around: int =
     yield ids[num_before:]
 
 
-def encode_end(text: str, enough: int, encode: Encode, *, length: int, size: int = PIECE, around: int = AROUND) -> list[int] | None:
-    """``enough`` or more of the last ids that ``encode`` makes of a text, by some ``length`` letters of its end, or more where these
-    do not have so many. None where only the whole text shows them."""
+def encode_end(
+    text: str, enough: int, encode: Encode, *, length: int, size: int = PIECE, around: int = AROUND
+) -> list[int] | None:
+    """``enough`` or more of the last ids that ``encode`` makes of a text, by some ``length`` letters of its end, or
+    more where these do not have so many. None where only the whole text shows them."""
     while length + 2 * around < len(text):
         found = _find_begin(text, len(text) - length, encode, around)
         if found is not None:
             begin, before = found
-            ids = [i for piece in encode_pieces(text[begin - around :], encode, size=size, around=around) for i in piece]
+            ids = [
+                i for piece in encode_pieces(text[begin - around :], encode, size=size, around=around) for i in piece
+            ]
             if ids[: len(before)] == before and len(ids) - len(before) >= enough:
                 return ids[len(before) :]
         length *= 2
@@ -51,17 +55,22 @@ def encode_end(text: str, enough: int, encode: Encode, *, length: int, size: int
 
 
 def _find_begin(text: str, latest: int, encode: Encode, around: int) -> tuple[int, list[int]] | None:
-    """``(place, ids of the letters before it)`` where ids before the place are the same without what comes after, and those around it
-    the same wherever the encoding begins."""
+    """``(place, ids of the letters before it)`` where ids before the place are the same without what comes after, and
+    those around it the same wherever the encoding begins."""
     for place in _places(text, latest - around, latest):
-        before, more, both = (encode(text[place - back : place + ahead]) for back, ahead in ((around, 0), (2 * around, 0), (around, around)))
+        before, more, both = (
+            encode(text[place - back : place + ahead]) for back,
+            ahead in ((around, 0), (2 * around, 0), (around, around))
+        )
         num_alike = min(NUM_ALIKE, len(before) // 2)
         if num_alike and both[: len(before)] == before and more[-num_alike:] == before[-num_alike:]:
             return place, before
     return None
 
 
-def _encode_behind(text: str, begin: int, end: int, before: list[int], encode: Encode, around: int) -> tuple[list[int], int]:
+def _encode_behind(
+    text: str, begin: int, end: int, before: list[int], encode: Encode, around: int
+) -> tuple[list[int], int]:
     """``(ids from letters before begin to end, how many are of letters before)``."""
     ids = encode(text[max(0, begin - around) : end])
     if ids[: len(before)] == before:
@@ -70,8 +79,8 @@ def _encode_behind(text: str, begin: int, end: int, before: list[int], encode: E
 
 
 def _find_cut(text: str, end: int, ids: list[int], encode: Encode, around: int) -> tuple[int, list[int], int] | None:
-    """``(place, ids of the letters before it, how many ids of those up to end are after it)`` for ``ids`` up to ``end``: ids before
-    the place are the same without what comes after, and those around it the same as in ``ids``."""
+    """``(place, ids of the letters before it, how many ids of those up to end are after it)`` for ``ids`` up to
+    ``end``: ids before the place are the same without what comes after, and those around it the same as in ``ids``."""
     for place in _places(text, end - 2 * around, end - around):
         before, both = encode(text[place - around : place]), encode(text[place - around : end])
         num_alike = min(NUM_ALIKE, len(before) // 2)

@@ -18,7 +18,8 @@ from headrace.service.tokenization.requests import USES, check_ids, check_schedu
 
 
 def build_reading(
-    request_id: str, token_ids: Sequence[int], spec: PoolingSpec, *, facts: ModelFacts, namespace: str = "", priority: int = 0,
+    request_id: str, token_ids: Sequence[int], spec: PoolingSpec, *, facts: ModelFacts, namespace: str = "",
+    priority: int = 0,
     deadline_s: float | None = None,
 ) -> EngineRequest:
     """One text to be read, checked. Raises `RequestError` naming the field that is wrong, and `ContextLengthExceeded`
@@ -27,7 +28,8 @@ def build_reading(
         raise RequestError("the text must hold at least one token", param="input")
     if len(token_ids) > facts.max_model_len:
         raise ContextLengthExceeded(
-            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the text has {len(token_ids)}. Shorten it, or send "
+            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the text has "
+            f"{len(token_ids)}. Shorten it, or send "
             "truncate_prompt_tokens: -1 to have its end cut off", param="input",
         )
     check_ids(token_ids, "input", facts.vocab_size)
@@ -35,15 +37,19 @@ def build_reading(
     check_ids(spec.label_ids, "label_token_ids", facts.vocab_size)
     if facts.pooling is None and not spec.label_ids:
         raise RequestError(
-            f"{facts.model} generates text; it makes no embeddings and no scores of texts. Serve a model made for that, or start with --task embed",
+            f"{facts.model} generates text; it makes no embeddings and no scores of texts. Serve a model made for "
+            "that, or start with --task embed",
             param="model",
         )
     if facts.pooling is not None:
         if spec.label_ids:
-            raise RequestError(f"{facts.model} has no logits of tokens; it makes {USES[facts.pooling.kind]}", param="label_token_ids")
+            raise RequestError(
+                f"{facts.model} has no logits of tokens; it makes {USES[facts.pooling.kind]}", param="label_token_ids"
+            )
         spec = msgspec.structs.replace(spec, needs_all_tokens=facts.pooling.needs_all_tokens)
     return EngineRequest(
-        request_id, list(token_ids), SamplingSpec(), StopSpec(0), namespace=namespace, priority=priority, deadline_s=deadline_s, pooling=spec,
+        request_id, list(token_ids), SamplingSpec(), StopSpec(0), namespace=namespace, priority=priority,
+        deadline_s=deadline_s, pooling=spec,
     )
 
 
@@ -62,7 +68,8 @@ class ReadAssembler:
         self.is_finished = True
         finish = output.finish
         return ChoiceDelta(
-            0, "", [], finish_reason=finish.reason, error=finish.error, num_cached_tokens=output.num_cached_tokens, pooled=output.pooled,
+            0, "", [], finish_reason=finish.reason, error=finish.error, num_cached_tokens=output.num_cached_tokens,
+            pooled=output.pooled,
             queued_s=output.queued_s,
         )
 

@@ -27,13 +27,16 @@ from headrace.service.tokenization.tokenizer import Tokenizer
 
 SEED_BITS = 63
 
-USES = {"embed": "embeddings: use /v1/embeddings", "classify": "scores of texts: use /v1/classify, /v1/score or /v1/rerank"}
+USES = {
+    "embed": "embeddings: use /v1/embeddings", "classify": "scores of texts: use /v1/classify, /v1/score or /v1/rerank"
+}
 """What a model that reads makes, and where to ask for it."""
 MAX_PRIORITY = 2**31
 
 
 def build_requests(
-    request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, facts: ModelFacts, tokenizer: Tokenizer | None,
+    request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, facts: ModelFacts,
+    tokenizer: Tokenizer | None,
     namespace: str = "", priority: int = 0, deadline_s: float | None = None,
 ) -> list[EngineRequest]:
     """One request per choice, with ids ``request_id/0`` … or ``request_id`` itself when ``n`` is 1.
@@ -53,7 +56,8 @@ def build_requests(
     return [
         EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}/{i}", prompt_token_ids=prompt,
-            sampling=_sampling_spec(params, rules, seed, i), stop=stop, namespace=namespace, priority=priority, deadline_s=deadline_s,
+            sampling=_sampling_spec(params, rules, seed, i), stop=stop, namespace=namespace, priority=priority,
+            deadline_s=deadline_s,
         )
         for i in range(params.n)
     ]
@@ -77,7 +81,10 @@ def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[i
 def check_schedule(priority: int, deadline_s: float | None) -> None:
     """Raise `RequestError` for a priority or deadline out of bounds."""
     if type(priority) is not int or abs(priority) > MAX_PRIORITY:
-        raise RequestError(f"priority must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {priority!r}", param="priority")
+        raise RequestError(
+            f"priority must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {priority!r}",
+            param="priority"
+        )
     if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s > 0):
         raise RequestError(f"deadline_s must be a positive number, got {deadline_s!r}", param="deadline_s")
 
@@ -87,7 +94,8 @@ def _check_prompt(ids: Sequence[int], facts: ModelFacts) -> None:
         raise RequestError("the prompt must hold at least one token", param="prompt")
     if len(ids) >= facts.max_model_len:
         raise ContextLengthExceeded(
-            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len), one of output among them; the prompt has {len(ids)}",
+            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len), one of output among "
+            f"them; the prompt has {len(ids)}",
             param="prompt",
         )
     check_ids(ids, "prompt", facts.vocab_size)
@@ -114,7 +122,9 @@ def _explain_ids(ids: Iterable[int], param: str, vocab_size: int) -> NoReturn:
     if wrong is not None:
         raise RequestError(f"{param} must hold token ids (integers), got a {wrong.__name__}", param=param)
     low, high = min(ids), max(ids)
-    raise RequestError(f"{param} holds token id {low if low < 0 else high}; ids are from 0 to {vocab_size - 1}", param=param)
+    raise RequestError(
+        f"{param} holds token id {low if low < 0 else high}; ids are from 0 to {vocab_size - 1}", param=param
+    )
 
 
 def _check_strings(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -132,11 +142,15 @@ def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, token
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if max_tokens > room:
         raise ContextLengthExceeded(
-            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the prompt has {prompt_len} and max_tokens is {max_tokens}",
+            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the prompt has "
+            f"{prompt_len} and max_tokens is {max_tokens}",
             param="max_tokens",
         )
     if params.min_tokens > max_tokens:
-        raise RequestError(f"min_tokens must be at most {max_tokens}, the tokens there is room for; got {params.min_tokens}", param="min_tokens")
+        raise RequestError(
+            f"min_tokens must be at most {max_tokens}, the tokens there is room for; got {params.min_tokens}",
+            param="min_tokens"
+        )
     check_ids(params.stop_token_ids or (), "stop_token_ids", facts.vocab_size)
     stop_ids = dict.fromkeys([*(params.stop_token_ids or ()), *special_stops(params, tokenizer)])
     ends_anyway = params.grammar is not None  # where it allows nothing more; until then `LogitRules` holds the end back
@@ -146,17 +160,23 @@ def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, token
     )
 
 
-def _logit_rules(params: SamplingParams, stop: StopSpec, facts: ModelFacts, tokenizer: Tokenizer | None) -> LogitRules | None:
+def _logit_rules(
+    params: SamplingParams, stop: StopSpec, facts: ModelFacts, tokenizer: Tokenizer | None
+) -> LogitRules | None:
     check_ids(params.logit_bias or (), "logit_bias", facts.vocab_size)
     check_ids(params.allowed_token_ids or (), "allowed_token_ids", facts.vocab_size)
     min_tokens = stop.max_tokens if params.ignore_eos and params.grammar is not None else params.min_tokens
     held = [*stop.eos_ids, *(stop.stop_ids if params.min_tokens else ())] if min_tokens else []
-    bad_words = _bad_word_ids(params.bad_words, tokenizer, facts.vocab_size) if params.bad_words and tokenizer is not None else []
+    bad_words = (
+        _bad_word_ids(params.bad_words, tokenizer, facts.vocab_size) if params.bad_words and tokenizer is not None
+        else []
+    )
     thinking = _thinking_limit(params.thinking_budget, tokenizer) if params.thinking_budget is not None else None
     if not (params.logit_bias or params.allowed_token_ids or bad_words or held or thinking):
         return None
     return LogitRules(
-        bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()}, allowed_ids=list(params.allowed_token_ids or ()),
+        bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()},
+        allowed_ids=list(params.allowed_token_ids or ()),
         bad_words=bad_words, min_tokens=min_tokens if held else 0, held_ids=list(dict.fromkeys(held)),
         thinking=thinking,
     )
@@ -166,7 +186,9 @@ def _thinking_limit(budget: ThinkingBudget, tokenizer: Tokenizer | None) -> Thin
     def one_token(text: str) -> int:
         ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else []
         if len(ids) != 1:
-            raise UnsupportedFeature(f"a thinking budget cannot be kept: {text!r} is not one token of this model", param="thinking_budget")
+            raise UnsupportedFeature(
+                f"a thinking budget cannot be kept: {text!r} is not one token of this model", param="thinking_budget"
+            )
         return ids[0]
 
     start_id = -1 if budget.start is None else one_token(budget.start)
@@ -188,10 +210,13 @@ def _bad_word_ids(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> li
 
 
 def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, choice: int) -> SamplingSpec:
-    penalties = Penalties(float(params.repetition_penalty), float(params.presence_penalty), float(params.frequency_penalty))
+    penalties = Penalties(
+        float(params.repetition_penalty), float(params.presence_penalty), float(params.frequency_penalty)
+    )
     is_first_alone = params.top_p == 0  # the least nucleus
     return SamplingSpec(
-        temperature=float(params.temperature), top_k=1 if is_first_alone else max(params.top_k, 0), top_p=1.0 if is_first_alone else float(params.top_p), min_p=float(params.min_p),
+        temperature=float(params.temperature), top_k=1 if is_first_alone else max(params.top_k, 0),
+        top_p=1.0 if is_first_alone else float(params.top_p), min_p=float(params.min_p),
         seed=_wrap_64(seed + choice), num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None or choice else params.prompt_logprobs,
         penalties=None if penalties == Penalties() else penalties, rules=rules,

@@ -56,11 +56,13 @@ def _read(data: bytes) -> SentencePieceModel:
         raise ValueError("only bpe and unigram models with pieces are supported")
     vocabulary = PieceVocabulary(
         pieces=pieces, scores=scores, types=types, algorithm=algorithm,
-        add_space_prefix=bool(normalizer.get(_ADD_DUMMY_PREFIX, 1)), collapse_spaces=bool(normalizer.get(_REMOVE_EXTRA_SPACES, 1)),
+        add_space_prefix=bool(normalizer.get(_ADD_DUMMY_PREFIX, 1)),
+        collapse_spaces=bool(normalizer.get(_REMOVE_EXTRA_SPACES, 1)),
         charsmap=_bytes(normalizer.get(_CHARSMAP, b"")), unk_id=_int(trainer.get(_UNK_ID, 0)),
     )
     return SentencePieceModel(
-        vocabulary, bos_id=_signed(trainer.get(_BOS_ID, 1)), eos_id=_signed(trainer.get(_EOS_ID, 2)), pad_id=_signed(trainer.get(_PAD_ID, -1)),
+        vocabulary, bos_id=_signed(trainer.get(_BOS_ID, 1)), eos_id=_signed(trainer.get(_EOS_ID, 2)),
+        pad_id=_signed(trainer.get(_PAD_ID, -1)),
     )
 
 

@@ -77,13 +77,19 @@ def _unigram(vocabulary: PieceVocabulary, pieces: list[str]) -> models.Model:
     # Control and unused pieces must never be found in plain text: their score is put out of reach.
     out_of_reach = min(vocabulary.scores, default=0.0) - 1e4
     reachable = (NORMAL, USER_DEFINED, UNKNOWN)
-    scored = [(p, float(s) if k in reachable else out_of_reach) for p, s, k in zip(pieces, vocabulary.scores, vocabulary.types, strict=True)]
+    scored = [
+        (p, float(s) if k in reachable else out_of_reach) for p, s,
+        k in zip(pieces, vocabulary.scores, vocabulary.types, strict=True)
+    ]
     return models.Unigram(scored, _unk_id(vocabulary), BYTE in set(vocabulary.types))
 
 
 def _bpe(vocabulary: PieceVocabulary, pieces: list[str]) -> models.Model:
     vocab = {piece: index for index, piece in enumerate(pieces)}
-    merges = vocabulary.merges if vocabulary.merges is not None else derive_merges(pieces, vocabulary.scores, vocabulary.types, vocab)
+    merges = (
+        vocabulary.merges if vocabulary.merges is not None
+        else derive_merges(pieces, vocabulary.scores, vocabulary.types, vocab)
+    )
     unk = _unk_id(vocabulary)
     return models.BPE(
         vocab=vocab, merges=list(merges), unk_token=None if unk is None else pieces[unk], fuse_unk=True,
@@ -97,7 +103,9 @@ def _unk_id(vocabulary: PieceVocabulary) -> int | None:
     return next((index for index, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
 
 
-def derive_merges(pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], vocab: dict[str, int]) -> list[tuple[str, str]]:
+def derive_merges(
+    pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], vocab: dict[str, int]
+) -> list[tuple[str, str]]:
     """All pairs of pieces that join to a piece, best piece first.
 
     A BPE vocabulary is numbered in the order its merges were learned, which is also the order of falling scores.
@@ -123,11 +131,16 @@ def derive_merges(pieces: Sequence[str], scores: Sequence[float], types: Sequenc
 
 
 def _mark_added(tokenizer: Tokenizer, raw: Sequence[str], pieces: Sequence[str], types: Sequence[int]) -> None:
-    """Control pieces are special; user-defined ones are found whole in any text, but for runs of spaces, which merge."""
-    special = [AddedToken(p, normalized=False, special=True) for p, kind in zip(raw, types, strict=True) if kind == CONTROL and p]
+    """Control pieces are special; user-defined ones are found whole in any text, but for runs of spaces, which
+    merge."""
+    special = [
+        AddedToken(p, normalized=False, special=True) for p,
+        kind in zip(raw, types, strict=True) if kind == CONTROL and p
+    ]
     whole = [
         AddedToken(p, normalized=False, special=False)
-        for p, spelled, kind in zip(raw, pieces, types, strict=True) if kind == USER_DEFINED and p == spelled and p.strip(SPACE)
+        for p, spelled,
+        kind in zip(raw, pieces, types, strict=True) if kind == USER_DEFINED and p == spelled and p.strip(SPACE)
     ]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(whole)

@@ -22,7 +22,9 @@ class TextDecoder:
         spaces_between_special_tokens: bool = True,
     ):
         self._table = table
-        hidden, plain = table.showing(tuple(keep_special_tokens)) if keep_special_tokens else (table.special_ids, table.plain)
+        hidden, plain = (
+            table.showing(tuple(keep_special_tokens)) if keep_special_tokens else (table.special_ids, table.plain)
+        )
         self._hidden = hidden if skip_special_tokens else frozenset()
         self._joins_specials = not skip_special_tokens and not spaces_between_special_tokens
         self._pieces = plain if skip_special_tokens else table.later

@@ -16,8 +16,8 @@ from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.token_bytes import TokenBytes
 
 LONG_TEXT = 20_000
-"""Letters from which on encoding takes longer than others should wait: callers with an event loop encode on a thread, beside which
-others run."""
+"""Letters from which on encoding takes longer than others should wait: callers with an event loop encode on a thread,
+beside which others run."""
 IDS_AT_ONCE = 1 << 16
 LETTERS_READ, CUT_TOKENS = 8, 64
 """Letters of a text that are read for each id looked for, and ids that may be others where it is cut off."""
@@ -76,8 +76,8 @@ class Tokenizer:
         return [*before, *self._encode_bare(text, room)[:room], *after]
 
     def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int] | None:
-        """Ids as of `encode`, or None for a long text that has more than ``most``, told by as little of its beginning as shows it.
-        One of hardly more, or of not many letters, has its ids all the same."""
+        """Ids as of `encode`, or None for a long text that has more than ``most``, told by as little of its beginning
+        as shows it. One of hardly more, or of not many letters, has its ids all the same."""
         length = LETTERS_READ * (most + CUT_TOKENS)
         while length < len(text):
             if len(self._encode_bare(text[:length])) > most + CUT_TOKENS:
@@ -86,7 +86,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_ends(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids as of `encode`, or of a long text that has more than ``most`` its first and at least so many of its last."""
+        """Ids as of `encode`, or of a long text that has more than ``most`` its first and at least so many of its
+        last."""
         length = LETTERS_READ * (most + CUT_TOKENS)
         if len(text) <= 2 * length:
             return self.encode(text, add_special_tokens=add_special_tokens)
@@ -138,7 +139,8 @@ class Tokenizer:
         return token_id if token_id in self.bytes_table.special_ids else None
 
     def render_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None, template: str | None = None, **variables: Any,
     ) -> str:
         """The prompt that the model's chat template makes of the messages; encode it without special tokens.
@@ -147,7 +149,8 @@ class Tokenizer:
         it. Raises `RequestError` naming what is wrong with the messages or the template.
         """
         return self._chat.render(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, tools=tools,
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            tools=tools,
             template=template, variables=variables,
         )
 
@@ -170,7 +173,8 @@ class Tokenizer:
 
     @cached_property
     def _pair_surroundings(self) -> tuple[list[int], list[int], list[int]]:
-        """Ids before, between and after two texts: the post-processor's between and after, without one nothing between."""
+        """Ids before, between and after two texts: the post-processor's between and after, without one nothing
+        between."""
         one, two = self._encode_bare("a"), self._encode_bare("b")
         full = self._backend.encode("a", "b", add_special_tokens=True).ids
         starts = [i for i in range(len(full)) if full[i : i + len(one)] == one]
@@ -184,7 +188,8 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _surroundings(self, eos_id: int | None) -> tuple[list[int], list[int]]:
-        """Ids before and after a text: the post-processor's, corrected by what the configuration says of bos and eos."""
+        """Ids before and after a text: the post-processor's, corrected by what the configuration says of bos and
+        eos."""
         bare = self._backend.encode("a", add_special_tokens=False).ids
         full = self._backend.encode("a", add_special_tokens=True).ids
         start = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)

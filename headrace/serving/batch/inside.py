@@ -1,4 +1,5 @@
-"""`InsideClient`: asks an ASGI application without a socket, so that a batch is answered by the routes of the server."""
+"""`InsideClient`: asks an ASGI application without a socket, so that a batch is answered by the routes of the
+server."""
 
 from __future__ import annotations
 
@@ -42,13 +43,16 @@ class InsideClient:
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 answer.status = message["status"]
-                answer.headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in message.get("headers", ())}
+                answer.headers = {
+                    k.decode("latin-1").lower(): v.decode("latin-1") for k, v in message.get("headers", ())
+                }
             else:
                 chunks.append(message.get("body", b""))
 
         try:
             await self._app(self._scope(path, len(body)), receive, send)
-        except Exception as error:  # the request's edge: the application has answered 500 and tells the server, which is us
+        # the request's edge: the application has answered 500 and tells the server, which is us
+        except Exception as error:
             if not chunks:
                 raise
             logger.error("%s failed", path, exc_info=error)
@@ -57,7 +61,8 @@ class InsideClient:
 
     def _scope(self, path: str, size: int) -> dict[str, Any]:
         return {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": path, "raw_path": path.encode(),
             "query_string": b"", "root_path": "", "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
             "headers": [(b"content-type", b"application/json"), (b"content-length", str(size).encode())],
         }

@@ -128,7 +128,9 @@ def _note(text: bytes, answered: Answered, where: str) -> None:
         record = json.loads(text)
         custom_id, error = record["custom_id"], record["error"]
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise ConfigError(f"{where} is not the answer to a line of a batch; choose another output", param="output") from problem
+        raise ConfigError(
+            f"{where} is not the answer to a line of a batch; choose another output", param="output"
+        ) from problem
     if error and "line" in error:
         answered.numbers.add(error["line"])
     else:
@@ -144,8 +146,13 @@ def write_answer(item: Item, status: int, request_id: str, body: bytes) -> bytes
 def write_refusal(item: Item) -> bytes:
     """The line of one that was no request."""
     assert item.error is not None
-    return _write(item, None, {"code": item.error.kind, "message": item.error.message, "param": item.error.param, "line": item.number})
+    return _write(
+        item, None,
+        {"code": item.error.kind, "message": item.error.message, "param": item.error.param, "line": item.number}
+    )
 
 
 def _write(item: Item, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
-    return msgspec.json.encode({"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": item.custom_id, "response": response, "error": error}) + b"\n"
+    return msgspec.json.encode(
+        {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": item.custom_id, "response": response, "error": error}
+    ) + b"\n"

@@ -1,4 +1,5 @@
-"""`run_batch`: answers the lines of a file, many at a time, each written as soon as it is known. No line stops the others."""
+"""`run_batch`: answers the lines of a file, many at a time, each written as soon as it is known. No line stops the
+others."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Tally:
 
 
 async def run_batch(
-    client: InsideClient, items: Iterator[Item], output: BinaryIO, *, breadth: int, advance: Callable[[], None] = lambda: None,
+    client: InsideClient, items: Iterator[Item], output: BinaryIO, *, breadth: int,
+    advance: Callable[[], None] = lambda: None,
     is_alive: Callable[[], bool] = lambda: True,
 ) -> Tally:
     """Answer all ``items``, at most ``breadth`` at a time; answers come in the order in which they are ready. Raises
@@ -63,7 +65,9 @@ async def _ask(client: InsideClient, item: Item, is_alive: Callable[[], bool]) -
         if answer.status not in (FULL, UNAVAILABLE):
             break
         if not is_alive():
-            raise EngineUnavailable("the engine crashed too often and was given up; run the batch again to go on with it")
+            raise EngineUnavailable(
+                "the engine crashed too often and was given up; run the batch again to go on with it"
+            )
         wait_s = float(answer.headers.get("retry-after", "1"))
         logger.info("line %d: status %d, asking again in %g s", item.number, answer.status, wait_s)
         await asyncio.sleep(wait_s)

@@ -20,8 +20,8 @@ from headrace.serving.http_client import Answer, HttpClient
 class Timing:
     """What one request took. Times are `time.perf_counter` seconds; ``arrivals`` are those of pieces of output.
 
-    ``error`` is the kind of failure, None for a request that ended well; ``detail`` what was said about it. ``pieces`` are the
-    stream as it came until `read_stream` reads it.
+    ``error`` is the kind of failure, None for a request that ended well; ``detail`` what was said about it. ``pieces``
+    are the stream as it came until `read_stream` reads it.
     """
 
     started: float
@@ -74,9 +74,13 @@ class ServerConnection:
         try:
             answer = await self._http.send("GET", "/v1/models")
         except OSError as error:
-            raise ConfigError(f"no server answers at {url}: {str(error) or type(error).__name__}", param="base_url") from error
+            raise ConfigError(
+                f"no server answers at {url}: {str(error) or type(error).__name__}", param="base_url"
+            ) from error
         if answer.status != 200:
-            raise ConfigError(f"{url} answers {answer.status}: {_shorten(answer.body)}; give --model or --api-key", param="base_url")
+            raise ConfigError(
+                f"{url} answers {answer.status}: {_shorten(answer.body)}; give --model or --api-key", param="base_url"
+            )
         try:
             return str(msgspec.json.decode(answer.body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
@@ -86,7 +90,9 @@ class ServerConnection:
         """Ask the server to forget cached prefixes; raises `ConfigError` when it cannot."""
         answer = await self._http.send("POST", "/flush_cache")
         if answer.status != 200:
-            raise ConfigError(f"the server answers {answer.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache")
+            raise ConfigError(
+                f"the server answers {answer.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache"
+            )
 
     def body_of(self, ask: Ask) -> dict[str, Any]:
         """The JSON body of a request."""
@@ -98,11 +104,13 @@ class ServerConnection:
             body["ignore_eos"] = True
         if self._target.endpoint == "completions":
             return {**body, "prompt": ask.prompt}
-        return {**body, "messages": [{"role": "user", "content": ask.prompt}] if isinstance(ask.prompt, str) else ask.prompt}
+        return {
+            **body, "messages": [{"role": "user", "content": ask.prompt}] if isinstance(ask.prompt, str) else ask.prompt
+        }
 
     async def send(self, ask: Ask) -> Timing:
-        """Send one request and take its stream to the end; `read_stream` reads it. Failures are noted in the result, never
-        raised."""
+        """Send one request and take its stream to the end; `read_stream` reads it. Failures are noted in the result,
+        never raised."""
         route = "/v1/completions" if self._target.endpoint == "completions" else "/v1/chat/completions"
         body = msgspec.json.encode(self.body_of(ask))
         timing = Timing(time.perf_counter(), prompt_tokens=len(ask.prompt) if _is_ids(ask.prompt) else 0)
@@ -130,8 +138,8 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_output(self) -> bool:
-        """Whether it carries output. An empty text counts while the choice goes on (a token that makes no whole character
-        yet); a chat's opening chunk, which has a role and nothing else, does not."""
+        """Whether it carries output. An empty text counts while the choice goes on (a token that makes no whole
+        character yet); a chat's opening chunk, which has a role and nothing else, does not."""
         if self.text is not UNSET:
             return bool(self.text) or self.finish_reason is None
         delta = self.delta or {}

@@ -39,7 +39,9 @@ class WorkloadRow:
         return (self.prompt_tokens + self.output_tokens) / self.seconds if self.seconds else 0.0
 
 
-def run_offline_bench(options: OfflineBenchOptions, console: Console | None = None, **engine_options: Any) -> list[WorkloadRow]:
+def run_offline_bench(
+    options: OfflineBenchOptions, console: Console | None = None, **engine_options: Any
+) -> list[WorkloadRow]:
     """Load a model (``engine_options`` are those of `headrace.LLM`, ``model`` among them), run the workloads, print a
     table to ``console`` and write the file if one is wanted. Raises `ConfigError` for an unknown workload."""
     names = [name.strip() for name in options.workloads.split(",") if name.strip()]
@@ -54,7 +56,9 @@ def run_offline_bench(options: OfflineBenchOptions, console: Console | None = No
         if console:
             print_rows(rows, f"{model} on {llm.facts.device}, {llm.facts.dtype}", console)
     if options.output_file:
-        write_json(options.output_file, {"model": model, "options": engine_options, "rows": [to_dict(row) for row in rows]})
+        write_json(
+            options.output_file, {"model": model, "options": engine_options, "rows": [to_dict(row) for row in rows]}
+        )
     return rows
 
 
@@ -65,7 +69,9 @@ def run_workload(llm: Any, name: str, options: OfflineBenchOptions) -> WorkloadR
     note = f"only the first {len(prompts)} of {len(drawn)} prompts" if len(prompts) < len(drawn) else ""
     longest = max(map(len, prompts)) + max(output_lens)
     if longest > llm.facts.max_model_len:
-        return WorkloadRow(name, note=f"not run: needs {longest} tokens of context, the model has {llm.facts.max_model_len}")
+        return WorkloadRow(
+            name, note=f"not run: needs {longest} tokens of context, the model has {llm.facts.max_model_len}"
+        )
     _generate(llm, [prompts[0][:64]], [2])
     runs = []
     for _ in range(options.repeats):
@@ -73,19 +79,26 @@ def run_workload(llm: Any, name: str, options: OfflineBenchOptions) -> WorkloadR
         began = time.perf_counter()
         outs = _generate(llm, prompts, output_lens)
         seconds = time.perf_counter() - began
-        counts = sum(map(len, prompts)), sum(len(out.outputs[0].token_ids) for out in outs), sum(out.num_cached_tokens for out in outs)
+        counts = (
+            sum(map(len, prompts)), sum(len(out.outputs[0].token_ids) for out in outs),
+            sum(out.num_cached_tokens for out in outs)
+        )
         runs.append(WorkloadRow(name, seconds, *counts, note))
     return min(runs, key=lambda row: row.seconds)
 
 
 def _generate(llm: Any, prompts: list[list[int]], output_lens: list[int]) -> list[Any]:
-    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in output_lens]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in output_lens
+    ]
     return llm.generate(prompt_token_ids=prompts, sampling_params=params)
 
 
 def to_dict(row: WorkloadRow) -> dict[str, Any]:
     """A row in plain types, throughputs included."""
-    return {**dataclasses.asdict(row), "output_throughput": row.output_throughput, "total_throughput": row.total_throughput}
+    return {
+        **dataclasses.asdict(row), "output_throughput": row.output_throughput, "total_throughput": row.total_throughput
+    }
 
 
 def print_rows(rows: list[WorkloadRow], title: str, console: Console) -> None:

@@ -1,4 +1,5 @@
-"""What ``headrace bench serve``, ``bench offline`` and ``bench quality`` take, as documented options from which flags are made."""
+"""What ``headrace bench serve``, ``bench offline`` and ``bench quality`` take, as documented options from which flags
+are made."""
 
 from __future__ import annotations
 
@@ -21,9 +22,13 @@ class _Section:
 class TargetOptions(_Section):
     """Which server, and how it is spoken to."""
 
-    base_url: str = option("http://127.0.0.1:8000", "address of an OpenAI-compatible server, with or without /v1", metavar="URL")
+    base_url: str = option(
+        "http://127.0.0.1:8000", "address of an OpenAI-compatible server, with or without /v1", metavar="URL"
+    )
     model: str | None = option(None, "model name sent; default: the first the server lists", metavar="NAME")
-    endpoint: str = option("completions", "route that is loaded: /v1/completions or /v1/chat/completions", choices=("completions", "chat"))
+    endpoint: str = option(
+        "completions", "route that is loaded: /v1/completions or /v1/chat/completions", choices=("completions", "chat")
+    )
     api_key: str | None = option(None, "sent as Authorization: Bearer KEY", metavar="KEY")
     timeout_s: float = option(600.0, "seconds after which a request counts as failed", low=0.1)
     flush_cache: bool = option(False, "ask the server to forget its prefix cache (POST /flush_cache) after the warm-up")
@@ -34,8 +39,12 @@ class LoadOptions(_Section):
     """How many requests, and when."""
 
     num_requests: int = option(200, "requests measured", low=1, high=10_000_000)
-    concurrency: int | None = option(None, "requests under way at most; default 16, or unlimited with --rate and timed traces", low=1, high=65536)
-    rate: float | None = option(None, "requests started per second, at random times (Poisson); default: as soon as there is room", low=1e-6)
+    concurrency: int | None = option(
+        None, "requests under way at most; default 16, or unlimited with --rate and timed traces", low=1, high=65536
+    )
+    rate: float | None = option(
+        None, "requests started per second, at random times (Poisson); default: as soon as there is room", low=1e-6
+    )
     warmup: int = option(4, "requests sent before the measurement and not counted", low=0)
     seed: int = option(0, "seed of prompts, lengths and arrival times", low=0)
     output_file: str | None = option(None, "write the report as JSON here", metavar="FILE")
@@ -46,14 +55,24 @@ class LoadOptions(_Section):
 class TrafficOptions(_Section):
     """What the requests say."""
 
-    workload: str = option("random", "random prompts, random prompts behind shared prefixes, or a trace file", choices=("random", "shared-prefix", "trace"))
-    trace: str | None = option(None, 'file of JSON lines: {"prompt": text or ids, "max_tokens": n, "timestamp": seconds (optional)}', metavar="FILE")
+    workload: str = option(
+        "random", "random prompts, random prompts behind shared prefixes, or a trace file",
+        choices=("random", "shared-prefix", "trace")
+    )
+    trace: str | None = option(
+        None, 'file of JSON lines: {"prompt": text or ids, "max_tokens": n, "timestamp": seconds (optional)}',
+        metavar="FILE"
+    )
     input_len: str = option("512", "prompt tokens (without the shared prefix): a number or LOW-HIGH", metavar="LEN")
     output_len: str = option("128", "tokens asked for: a number or LOW-HIGH", metavar="LEN")
     prefix_len: int = option(1024, "tokens of a shared prefix", low=1)
     num_prefixes: int = option(1, "different shared prefixes", low=1)
-    random_words: bool = option(False, "send text of about as many tokens, for servers that refuse token ids (chat always does)")
-    max_token_id: int = option(30000, "random ids are drawn from 1000 to this; must be in the model's vocabulary", low=1001)
+    random_words: bool = option(
+        False, "send text of about as many tokens, for servers that refuse token ids (chat always does)"
+    )
+    max_token_id: int = option(
+        30000, "random ids are drawn from 1000 to this; must be in the model's vocabulary", low=1001
+    )
     ignore_eos: bool = option(False, "send ignore_eos, so that every output has full length (not all servers know it)")
     temperature: float = option(0.0, "sampling temperature sent", low=0.0, high=2.0)
 
@@ -77,9 +96,13 @@ class ServeBenchOptions:
 class OfflineBenchOptions(_Section):
     """What ``headrace bench offline`` takes besides the engine's options."""
 
-    workloads: str = option("latency1,offline256,prefill16x8k,sharedprefix", "comma-separated workloads to run", metavar="NAMES")
+    workloads: str = option(
+        "latency1,offline256,prefill16x8k,sharedprefix", "comma-separated workloads to run", metavar="NAMES"
+    )
     repeats: int = option(1, "runs of each workload; the fastest counts", low=1)
-    max_prompts: int | None = option(None, "run only the first so many prompts of each workload; figures are then not comparable", low=1)
+    max_prompts: int | None = option(
+        None, "run only the first so many prompts of each workload; figures are then not comparable", low=1
+    )
     output_file: str | None = option(None, "write the rows as JSON here", metavar="FILE")
 
 
@@ -87,8 +110,16 @@ class OfflineBenchOptions(_Section):
 class QualityOptions(_Section):
     """What ``headrace bench quality`` takes besides the engine's options."""
 
-    compare: str = option("int8,int4", "comma-separated forms of weights to compare with plain ones; stored: as a GGUF file has them; w8a8/int8: the type of cached keys and values after a slash", metavar="NAMES")
-    text: str | None = option(None, "file with the text to read; default: a few pages of public-domain English that come with Headrace", metavar="FILE")
+    compare: str = option(
+        "int8,int4",
+        "comma-separated forms of weights to compare with plain ones; stored: as a GGUF file has them; w8a8/int8: the "
+        "type of cached keys and values after a slash",
+        metavar="NAMES"
+    )
+    text: str | None = option(
+        None, "file with the text to read; default: a few pages of public-domain English that come with Headrace",
+        metavar="FILE"
+    )
     window: int = option(512, "tokens read at a time; each window starts anew", low=64, high=8192)
     max_tokens: int = option(4096, "tokens of the text that are read at most", low=64)
     output_file: str | None = option(None, "write the rows as JSON here", metavar="FILE")

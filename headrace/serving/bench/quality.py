@@ -1,9 +1,9 @@
-"""``headrace bench quality``: what a smaller form of weights costs, or of cached keys and values, measured against the plain ones
-on a real text.
+"""``headrace bench quality``: what a smaller form of weights costs, or of cached keys and values, measured against the
+plain ones on a real text.
 
-Each window of the text is read by both models. Perplexity is exp of the mean loss on the text's tokens. The KL divergence of
-the smaller model's next-token distribution from the plain one's is taken over the tokens that both find likeliest, all
-others together counting as one: a lower bound, and close where the rest weighs little.
+Each window of the text is read by both models. Perplexity is exp of the mean loss on the text's tokens. The KL
+divergence of the smaller model's next-token distribution from the plain one's is taken over the tokens that both find
+likeliest, all others together counting as one: a lower bound, and close where the rest weighs little.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class QualityRow:
-    """``kl`` in nats a token; ``agreement``: share of places with the same likeliest token; ``same_len``: mean number of
-    greedy tokens before the first that differs, of 32."""
+    """``kl`` in nats a token; ``agreement``: share of places with the same likeliest token; ``same_len``: mean number
+    of greedy tokens before the first that differs, of 32."""
 
     weights: str
     num_bytes: int
@@ -52,9 +52,12 @@ class QualityRow:
     same_len: float = float(OUTPUT_LEN)
 
 
-def run_quality_bench(options: QualityOptions, console: Console | None = None, **engine_options: Any) -> list[QualityRow]:
-    """Load the model (``engine_options`` are those of `headrace.LLM`, ``model`` among them) once plain and once in each form,
-    print a table, write the file if one is wanted. Raises `ConfigError` for a text that is too short, or a form unknown."""
+def run_quality_bench(
+    options: QualityOptions, console: Console | None = None, **engine_options: Any
+) -> list[QualityRow]:
+    """Load the model (``engine_options`` are those of `headrace.LLM`, ``model`` among them) once plain and once in each
+    form, print a table, write the file if one is wanted. Raises `ConfigError` for a text that is too short, or a form
+    unknown."""
     names = [name.strip() for name in options.compare.split(",") if name.strip()]
     if not names:
         raise ConfigError("compare names no form of weights; try int8,int4", param="compare")
@@ -65,7 +68,13 @@ def run_quality_bench(options: QualityOptions, console: Console | None = None, *
     if console:
         print_rows(rows, f"{engine_options['model']}, {len(plain.places)} tokens", console)
     if options.output_file:
-        write_json(options.output_file, {"num_tokens": len(plain.places), "options": engine_options, "rows": [dataclasses.asdict(row) for row in rows]})
+        write_json(
+            options.output_file,
+            {
+                "num_tokens": len(plain.places), "options": engine_options,
+                "rows": [dataclasses.asdict(row) for row in rows]
+            }
+        )
     return rows
 
 
@@ -100,7 +109,9 @@ def _continue(llm: Any, ids: list[int]) -> list[list[int]]:
     step = max(1, (len(ids) - PROMPT_LEN) // NUM_PROMPTS)
     starts = [ids[at : at + PROMPT_LEN] for at in range(0, len(ids) - PROMPT_LEN, step)][:NUM_PROMPTS]
     greedy = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False)
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompt_token_ids=starts, sampling_params=greedy)]
+    return [
+        list(output.outputs[0].token_ids) for output in llm.generate(prompt_token_ids=starts, sampling_params=greedy)
+    ]
 
 
 def _score(llm: Any, window: list[int]) -> list[TokenLogprobs]:
@@ -139,6 +150,7 @@ def print_rows(rows: list[QualityRow], title: str, console: Console) -> None:
     table = Table(*COLUMNS, title=title)
     for row in rows:
         table.add_row(
-            row.weights, f"{row.num_bytes / 1e6:.0f}", f"{row.perplexity:.3f}", f"{row.kl:.4f}", f"{row.agreement:.1%}", f"{row.same_len:.1f} of {OUTPUT_LEN}",
+            row.weights, f"{row.num_bytes / 1e6:.0f}", f"{row.perplexity:.3f}", f"{row.kl:.4f}", f"{row.agreement:.1%}",
+            f"{row.same_len:.1f} of {OUTPUT_LEN}",
         )
     console.print(table)

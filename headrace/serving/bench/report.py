@@ -17,7 +17,10 @@ from rich.table import Table
 from headrace.base.errors import ConfigError
 from headrace.serving.bench.connection import Timing
 
-LATENCIES = {"ttft_ms": "time to first token", "tpot_ms": "time per output token", "itl_ms": "between pieces", "latency_ms": "whole request"}
+LATENCIES = {
+    "ttft_ms": "time to first token", "tpot_ms": "time per output token", "itl_ms": "between pieces",
+    "latency_ms": "whole request"
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in plain types."""
-        throughputs = {name: getattr(self, name) for name in ("request_throughput", "output_throughput", "total_throughput")}
+        throughputs = {
+            name: getattr(self, name) for name in ("request_throughput", "output_throughput", "total_throughput")
+        }
         return {**dataclasses.asdict(self), **throughputs}
 
 
@@ -82,7 +87,8 @@ def summarise(timings: Sequence[Timing], *, model: str = "", options: dict[str, 
         model=model, num_requests=len(timings), num_completed=len(good), duration_s=ended - started,
         prompt_tokens=sum(t.prompt_tokens for t in good), output_tokens=sum(t.output_tokens for t in good),
         cached_tokens=sum(t.cached_tokens for t in good),
-        errors=dict(Counter(str(t.error) for t in bad).most_common()), examples={str(t.error): t.detail for t in reversed(bad)},
+        errors=dict(Counter(str(t.error) for t in bad).most_common()),
+        examples={str(t.error): t.detail for t in reversed(bad)},
         latencies={
             "ttft_ms": Distribution.of([t.ttft for t in good]),
             "tpot_ms": Distribution.of([t.tpot for t in good if t.tpot is not None]),
@@ -95,13 +101,19 @@ def summarise(timings: Sequence[Timing], *, model: str = "", options: dict[str, 
 
 def print_report(report: Report, console: Console) -> None:
     """The report as tables."""
-    counts = Table(title=f"{report.model}: {report.num_completed} of {report.num_requests} requests in {report.duration_s:.2f} s", title_justify="left")
+    counts = Table(
+        title=f"{report.model}: {report.num_completed} of {report.num_requests} requests in {report.duration_s:.2f} s",
+        title_justify="left"
+    )
     counts.add_column("throughput", no_wrap=True)
     counts.add_column("per second", justify="right")
     counts.add_column("in all", justify="right")
     counts.add_row("requests", f"{report.request_throughput:,.2f}", f"{report.num_completed:,}")
     counts.add_row("output tokens", f"{report.output_throughput:,.1f}", f"{report.output_tokens:,}")
-    counts.add_row("prompt and output tokens", f"{report.total_throughput:,.1f}", f"{report.prompt_tokens + report.output_tokens:,}")
+    counts.add_row(
+        "prompt and output tokens", f"{report.total_throughput:,.1f}",
+        f"{report.prompt_tokens + report.output_tokens:,}"
+    )
     if report.cached_tokens:
         counts.add_row("prompt tokens from cache", "", f"{report.cached_tokens:,}")
     console.print(counts)
@@ -110,7 +122,10 @@ def print_report(report: Report, console: Console) -> None:
         latencies.add_column(name, justify="right")
     for key, label in LATENCIES.items():
         row = report.latencies[key]
-        latencies.add_row(f"{label} ({key.removesuffix('_ms').upper()})" if key != "latency_ms" else label, *(f"{v:,.2f}" for v in dataclasses.astuple(row)))
+        latencies.add_row(
+            f"{label} ({key.removesuffix('_ms').upper()})" if key != "latency_ms" else label,
+            *(f"{v:,.2f}" for v in dataclasses.astuple(row))
+        )
     console.print(latencies)
     for kind, count in report.errors.items():
         console.print(f"[red]{count} failed: {kind}[/red]  ", end="")

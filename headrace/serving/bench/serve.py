@@ -59,13 +59,17 @@ async def _measure(options: ServeBenchOptions, console: Console | None) -> tuple
         with _progress(console) as progress:
             task = progress.add_task("requests", total=len(asks))
             timings = await send_all(server.send, asks, load, lambda: progress.advance(task), read_stream)
-        described = {section: dataclasses.asdict(getattr(options, section)) for section in ("target", "load", "traffic")}
+        described = {
+            section: dataclasses.asdict(getattr(options, section)) for section in ("target", "load", "traffic")
+        }
         described["target"].pop("api_key")
         return summarise(timings, model=server.model, options=described), timings
 
 
 def _progress(console: Console | None) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    )
     return Progress(*columns, console=console, disable=console is None, transient=True)
 
 
@@ -76,16 +80,24 @@ async def _warm_up(server: ServerConnection, options: ServeBenchOptions, asks: l
     if options.traffic.workload == "trace":
         warm = [Ask(ask.prompt, 1) for ask in asks[:count]]
     else:
-        warm = make_traffic(options.traffic, count, options.load.seed + 0x5EED, as_text=options.target.endpoint == "chat")
+        warm = make_traffic(
+            options.traffic, count, options.load.seed + 0x5EED, as_text=options.target.endpoint == "chat"
+        )
     timings = [read_stream(timing) for timing in await asyncio.gather(*map(server.send, warm))]
     failed = [timing for timing in timings if timing.error]
     if failed and len(failed) == len(timings):
-        hint = "; a server that takes no token ids needs --random-words" if failed[0].error in ("http 400", "http 422") else ""
-        raise ConfigError(f"every warm-up request failed: {failed[0].error}: {failed[0].detail}{hint}", param="base_url")
+        hint = (
+            "; a server that takes no token ids needs --random-words" if failed[0].error in ("http 400", "http 422")
+            else ""
+        )
+        raise ConfigError(
+            f"every warm-up request failed: {failed[0].error}: {failed[0].detail}{hint}", param="base_url"
+        )
 
 
 async def send_all(
-    send: Callable[[Ask], Any], asks: list[Ask], load: LoadOptions, advance: Callable[[], None], read: Callable[[Any], Any] = lambda sent: sent,
+    send: Callable[[Ask], Any], asks: list[Ask], load: LoadOptions, advance: Callable[[], None],
+    read: Callable[[Any], Any] = lambda sent: sent,
 ) -> list[Any]:
     """Send every request at its time, with no more under way than wanted; what ``read`` makes of the results, in the
     requests' order."""

@@ -13,9 +13,12 @@ from headrace.serving.bench.options import TrafficOptions, parse_range
 
 FIRST_TOKEN_ID = 1000
 _TEXT = (
-    "time year people way day man thing woman life child world school state family student group country problem hand part place "
-    "case week company system program question work government number night point home water room mother area money story fact month "
-    "lot right study book eye job word business issue side kind head house service friend father power hour game line end member law car"
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place "
+    "case week company system program question work government number night point home water room mother area money "
+    "story fact month "
+    "lot right study book eye job word business issue side kind head house service friend father power hour game line "
+    "end member law car"
 )
 WORDS = tuple(_TEXT.split())
 """Common English words, one token each in most vocabularies when a space stands before."""
@@ -23,7 +26,8 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True)
 class Ask:
-    """One request to send: ``prompt`` is text, token ids or chat messages; ``at_s`` seconds after the start, if timed."""
+    """One request to send: ``prompt`` is text, token ids or chat messages; ``at_s`` seconds after the start, if
+    timed."""
 
     prompt: str | list[int] | list[dict[str, Any]]
     max_tokens: int
@@ -40,9 +44,15 @@ def make_traffic(options: TrafficOptions, num_requests: int, seed: int, *, as_te
     random = Random(seed)
     drawer = _Drawer(random, None if as_text or options.random_words else options.max_token_id)
     lengths, output_lens = parse_range("input_len", options.input_len), parse_range("output_len", options.output_len)
-    prefixes = [drawer.draw(options.prefix_len) for _ in range(options.num_prefixes)] if options.workload == "shared-prefix" else [drawer.draw(0)]
+    prefixes = (
+        [drawer.draw(options.prefix_len) for _ in range(options.num_prefixes)] if options.workload == "shared-prefix"
+        else [drawer.draw(0)]
+    )
     return [
-        Ask(drawer.join(prefixes[i % len(prefixes)], drawer.draw(random.randint(*lengths))), random.randint(*output_lens))
+        Ask(
+            drawer.join(prefixes[i % len(prefixes)], drawer.draw(random.randint(*lengths))),
+            random.randint(*output_lens)
+        )
         for i in range(num_requests)
     ]
 
@@ -104,4 +114,7 @@ def _read_ask(line: str, where: str, default_len: int) -> Ask:
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, str):
         return True
-    return isinstance(value, list) and bool(value) and (all(type(i) is int for i in value) or all(isinstance(m, dict) for m in value))
+    return (
+        isinstance(value, list) and bool(value)
+        and (all(type(i) is int for i in value) or all(isinstance(m, dict) for m in value))
+    )

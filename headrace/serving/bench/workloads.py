@@ -44,5 +44,6 @@ def draw_sharedprefix(vocab_size: int, seed: int = 3) -> Workload:
 
 
 ALL: dict[str, Callable[..., Workload]] = {
-    "latency1": draw_latency1, "offline256": draw_offline256, "prefill16x8k": draw_prefill16x8k, "sharedprefix": draw_sharedprefix,
+    "latency1": draw_latency1, "offline256": draw_offline256, "prefill16x8k": draw_prefill16x8k,
+    "sharedprefix": draw_sharedprefix,
 }

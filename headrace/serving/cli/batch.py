@@ -31,9 +31,14 @@ def run(invocation: Invocation) -> int:
     with output, source.open("rb") as lines:
         num_done = len(answered.custom_ids) + len(answered.numbers)
         with _progress_bar(num_lines, num_done) as advance:
-            work = partial(run_batch, items=read_items(lines, answered), output=output, breadth=BREADTH, advance=advance)
+            work = partial(
+                run_batch, items=read_items(lines, answered), output=output, breadth=BREADTH, advance=advance
+            )
             tally = asyncio.run(_answer(config, invocation.section("batch").served_model_name, work))
-    print(f"{tally.answered} lines answered, {tally.failed} of them with an error; {num_done} were answered before", file=sys.stderr)
+    print(
+        f"{tally.answered} lines answered, {tally.failed} of them with an error; {num_done} were answered before",
+        file=sys.stderr
+    )
     return 1 if tally.failed else 0
 
 

@@ -39,7 +39,10 @@ class Conversation:
 class Terminal:
     """Reads lines, runs their commands, streams answers. ``read_line`` raises `EOFError` at the end."""
 
-    def __init__(self, llm: AsyncLLM, sampling: SamplingOptions, conversation: Conversation, console: Console, read_line: Callable[[], str]):
+    def __init__(
+        self, llm: AsyncLLM, sampling: SamplingOptions, conversation: Conversation, console: Console,
+        read_line: Callable[[], str]
+    ):
         self._llm = llm
         self._sampling = sampling
         self._conversation = conversation
@@ -82,9 +85,13 @@ class Terminal:
         """Stream one answer. What came before Ctrl-C is kept."""
         llm = self._llm
         assert llm.tokenizer is not None and llm.facts is not None
-        prompt = llm.tokenizer.encode(llm.tokenizer.render_chat(self._conversation.messages()), add_special_tokens=False)
+        prompt = llm.tokenizer.encode(
+            llm.tokenizer.render_chat(self._conversation.messages()), add_special_tokens=False
+        )
         room = llm.facts.max_model_len - len(prompt)
-        params = self._sampling.to_params(llm.facts.default_sampling, max_tokens=max(1, min(self._sampling.max_tokens, room)))
+        params = self._sampling.to_params(
+            llm.facts.default_sampling, max_tokens=max(1, min(self._sampling.max_tokens, room))
+        )
         text, num_tokens, began, note = "", 0, time.perf_counter(), ""
         try:
             async for output in llm.generate(prompt, params):
@@ -95,7 +102,9 @@ class Terminal:
         except asyncio.CancelledError:
             note = ", stopped"
         seconds = time.perf_counter() - began
-        self._console.print(f"\n{num_tokens} tokens, {num_tokens / seconds:.1f} a second{note}", style="dim", highlight=False)
+        self._console.print(
+            f"\n{num_tokens} tokens, {num_tokens / seconds:.1f} a second{note}", style="dim", highlight=False
+        )
         self._conversation.add("assistant", text)
 
 
@@ -109,7 +118,9 @@ def run(invocation: Invocation) -> int:
         llm = runner.run(_start(model, engine, console))
         try:
             console.print(f"Talking to {model}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
-            Terminal(llm, invocation.section("sampling"), conversation, console, lambda: console.input("[bold cyan]> [/]")).run(runner)
+            Terminal(
+                llm, invocation.section("sampling"), conversation, console, lambda: console.input("[bold cyan]> [/]")
+            ).run(runner)
         finally:
             runner.run(llm.close())
     return 0

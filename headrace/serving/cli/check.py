@@ -20,7 +20,9 @@ def run(invocation: Invocation) -> int:
     findings = [*take_inventory(machine), *find_libraries()]
     num_broken = sum(finding.status == BROKEN for finding in findings)
     if options.json:
-        print(json.dumps({"machine": machine.description, "plugins": [dataclasses.asdict(f) for f in findings]}, indent=2))
+        print(
+            json.dumps({"machine": machine.description, "plugins": [dataclasses.asdict(f) for f in findings]}, indent=2)
+        )
         return 1 if num_broken and options.strict else 0
     from rich.console import Console
     from rich.table import Table

@@ -32,8 +32,9 @@ _HOMES = {
 @dataclass(frozen=True)
 class Command:
     """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``words`` describes what may
-    follow without a flag: ``model`` for a model's name, ``prompts`` for any number of prompts, ``files`` for an input and an
-    output, ``folder`` for one, empty for nothing. A command that is ``quiet`` logs from warning on unless told otherwise: its output is the user's."""
+    follow without a flag: ``model`` for a model's name, ``prompts`` for any number of prompts, ``files`` for an input
+    and an output, ``folder`` for one, empty for nothing. A command that is ``quiet`` logs from warning on unless told
+    otherwise: its output is the user's."""
 
     name: str
     summary: str
@@ -45,7 +46,10 @@ class Command:
 
     def section_types(self) -> dict[str, type]:
         """The option sections by name, in the order of the help text."""
-        return {name: SECTIONS[name] if name in SECTIONS else load_target(_HOMES[name]) for name in (*self.sections, "general")}
+        return {
+            name: SECTIONS[name] if name in SECTIONS else load_target(_HOMES[name])
+            for name in (*self.sections, "general")
+        }
 
     def load(self) -> Callable[[Any], int]:
         """Import what runs the command."""
@@ -63,11 +67,16 @@ _ALL = (
         ), "model",
     ),
     Command(
-        "generate", "complete prompts; outputs are JSON lines", (*ENGINE, "generate", "sampling"), "headrace.serving.cli.generate:run", (
+        "generate", "complete prompts; outputs are JSON lines", (*ENGINE, "generate", "sampling"),
+        "headrace.serving.cli.generate:run",
+        (
             ("one prompt", 'headrace generate "The capital of France is" --max-tokens 16 --temperature 0'),
             ("a question, through the chat template", 'headrace generate --chat "Why is the sky blue?"'),
             ("a file of prompts, a line each", "headrace generate --input prompts.txt --output out.jsonl"),
-            ('JSON lines: {"prompt": "...", "max_tokens": 8}', "cat prompts.jsonl | headrace generate --input - --input-format jsonl"),
+            (
+                'JSON lines: {"prompt": "...", "max_tokens": 8}',
+                "cat prompts.jsonl | headrace generate --input - --input-format jsonl"
+            ),
         ), "prompts", quiet=True,
     ),
     Command(
@@ -77,42 +86,77 @@ _ALL = (
         ), "model", quiet=True,
     ),
     Command(
-        "batch", "answer a file of requests in OpenAI's batch format", (*ENGINE, "batch"), "headrace.serving.cli.batch:run", (
-            ("run it again after an interruption: what is answered is skipped", "headrace batch requests.jsonl answers.jsonl"),
-            ("requests that call the model by another name", "headrace batch requests.jsonl answers.jsonl --served-model-name gpt-4o-mini"),
+        "batch", "answer a file of requests in OpenAI's batch format", (*ENGINE, "batch"),
+        "headrace.serving.cli.batch:run",
+        (
+            (
+                "run it again after an interruption: what is answered is skipped",
+                "headrace batch requests.jsonl answers.jsonl"
+            ),
+            (
+                "requests that call the model by another name",
+                "headrace batch requests.jsonl answers.jsonl --served-model-name gpt-4o-mini"
+            ),
         ), "files", quiet=True,
     ),
     Command(
-        "replay", "send recorded requests again and compare the answers", ("replay",), "headrace.serving.cli.replay:run", (
-            ("what a server wrote with --dump-requests, at its own pace", "headrace replay dumped --base-url http://127.0.0.1:8000"),
+        "replay", "send recorded requests again and compare the answers", ("replay",),
+        "headrace.serving.cli.replay:run",
+        (
+            (
+                "what a server wrote with --dump-requests, at its own pace",
+                "headrace replay dumped --base-url http://127.0.0.1:8000"
+            ),
             ("as fast as the server takes them", "headrace replay dumped --speed 0 --concurrency 64"),
         ), "folder", quiet=True,
     ),
     Command(
-        "bench serve", "load any OpenAI-compatible server and measure it", ("target", "load", "traffic"), "headrace.serving.cli.bench:run_serve", (
+        "bench serve", "load any OpenAI-compatible server and measure it", ("target", "load", "traffic"),
+        "headrace.serving.cli.bench:run_serve",
+        (
             ("200 requests, 16 at a time", "headrace bench serve --base-url http://127.0.0.1:8000"),
-            ("four requests a second, shared prefixes", "headrace bench serve --rate 4 --workload shared-prefix --num-prefixes 8"),
-            ("a recorded trace, report as JSON", "headrace bench serve --workload trace --trace trace.jsonl --output-file report.json"),
+            (
+                "four requests a second, shared prefixes",
+                "headrace bench serve --rate 4 --workload shared-prefix --num-prefixes 8"
+            ),
+            (
+                "a recorded trace, report as JSON",
+                "headrace bench serve --workload trace --trace trace.jsonl --output-file report.json"
+            ),
         ),
     ),
     Command(
-        "bench offline", "run fixed workloads in this process", ("workloads", *ENGINE), "headrace.serving.cli.bench:run_offline", (
-            ("one workload on random weights", "headrace bench offline --model ./config-only --load-format dummy --workloads latency1"),
+        "bench offline", "run fixed workloads in this process", ("workloads", *ENGINE),
+        "headrace.serving.cli.bench:run_offline",
+        (
+            (
+                "one workload on random weights",
+                "headrace bench offline --model ./config-only --load-format dummy --workloads latency1"
+            ),
         ),
     ),
     Command(
-        "bench quality", "measure what 8-bit and 4-bit weights cost in perplexity", ("quality", *ENGINE), "headrace.serving.cli.bench:run_quality", (
+        "bench quality", "measure what 8-bit and 4-bit weights cost in perplexity", ("quality", *ENGINE),
+        "headrace.serving.cli.bench:run_quality",
+        (
             ("the default model as its file has it, and in 8 bits", "headrace bench quality --compare stored,int8"),
-            ("on a text of your own", "headrace bench quality --model ./Qwen3-0.6B --text notes.txt --output-file quality.json"),
+            (
+                "on a text of your own",
+                "headrace bench quality --model ./Qwen3-0.6B --text notes.txt --output-file quality.json"
+            ),
         ), quiet=True,
     ),
     Command(
-        "check", "which families, kernels, backends and optional libraries work here, and why not the others", ("check",), "headrace.serving.cli.check:run", (
+        "check", "which families, kernels, backends and optional libraries work here, and why not the others",
+        ("check",), "headrace.serving.cli.check:run",
+        (
             ("in a container's build", "headrace check --strict"),
         ),
     ),
     Command(
-        "show-config", "every effective option and where its value came from", ("show", *ENGINE, *SERVING), "headrace.serving.cli.show_config:run", (
+        "show-config", "every effective option and where its value came from", ("show", *ENGINE, *SERVING),
+        "headrace.serving.cli.show_config:run",
+        (
             ("what a file of options amounts to", "headrace show-config --config prod.toml --changed"),
         ), "model",
     ),

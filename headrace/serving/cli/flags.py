@@ -23,7 +23,8 @@ from headrace.serving.cli.commands import Command
 
 MAX_FILE_BYTES = 1 << 20
 _ENVIRONMENT = {
-    "threads": ("OMP_NUM_THREADS", env.omp_num_threads), "api_key": ("HEADRACE_API_KEY", env.api_key), "log_level": ("HEADRACE_LOG_LEVEL", env.log_level),
+    "threads": ("OMP_NUM_THREADS", env.omp_num_threads), "api_key": ("HEADRACE_API_KEY", env.api_key),
+    "log_level": ("HEADRACE_LOG_LEVEL", env.log_level),
 }
 
 
@@ -156,7 +157,9 @@ def _unknown(word: str, infos: dict[str, OptionInfo]) -> ConfigError:
         return ConfigError(f"unexpected argument {word!r}", param=name)
     flags = [info.flag for info in infos.values()] + [no_flag(info) for info in infos.values() if info.type is bool]
     near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.5)
-    return ConfigError(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags"), param=name)
+    return ConfigError(
+        f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags"), param=name
+    )
 
 
 def no_flag(info: OptionInfo) -> str:
@@ -175,7 +178,8 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     what the user gave can be told from what they did not."""
     width = min(shutil.get_terminal_size().columns, 120)
     parser = _Parser(
-        prog=f"headrace {command.name}", description=command.summary[0].upper() + command.summary[1:] + ".", allow_abbrev=False, add_help=False,
+        prog=f"headrace {command.name}", description=command.summary[0].upper() + command.summary[1:] + ".",
+        allow_abbrev=False, add_help=False,
         argument_default=argparse.SUPPRESS, epilog=_epilog(command),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width),
         usage=f"headrace {command.name} {_usage_of_words(command.words)}[flags]",
@@ -198,7 +202,9 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
 
 
 def _usage_of_words(words: str) -> str:
-    return {"model": "[MODEL] ", "prompts": "[PROMPT ...] ", "files": "INPUT OUTPUT ", "folder": "FOLDER "}.get(words, "")
+    return {
+        "model": "[MODEL] ", "prompts": "[PROMPT ...] ", "files": "INPUT OUTPUT ", "folder": "FOLDER "
+    }.get(words, "")
 
 
 def _epilog(command: Command) -> str | None:

@@ -1,4 +1,5 @@
-"""``headrace generate``: prompts from arguments, a file or stdin; one JSON line for each output. A wrong prompt fails alone."""
+"""``headrace generate``: prompts from arguments, a file or stdin; one JSON line for each output. A wrong prompt fails
+alone."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 
 @dataclass
 class Item:
-    """One prompt as it was given: ``content`` is text, token ids, or messages of a chat. ``error`` is why it cannot run."""
+    """One prompt as it was given: ``content`` is text, token ids, or messages of a chat. ``error`` is why it cannot
+    run."""
 
     content: Any
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -68,14 +70,19 @@ def read_items(words: list[str], options: GenerateOptions, stack: contextlib.Exi
     if words:
         return [Item(text, is_chat=options.chat) for text in words]
     if options.input is None and sys.stdin.isatty():
-        raise ConfigError('no prompt: give one as an argument, with --input FILE, or on stdin; e.g. headrace generate "Hello"', param="input")
+        raise ConfigError(
+            'no prompt: give one as an argument, with --input FILE, or on stdin; e.g. headrace generate "Hello"',
+            param="input"
+        )
     is_stdin = options.input in (None, "-")
     lines = sys.stdin if is_stdin else stack.enter_context(_open(options.input or "", "r"))
     name = "stdin" if is_stdin else options.input or ""
     try:
         items = list(_read_lines(lines, options, name))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} must be UTF-8 text: {error.reason} at byte {error.start} of what was read", param="input") from error
+        raise ConfigError(
+            f"{name} must be UTF-8 text: {error.reason} at byte {error.start} of what was read", param="input"
+        ) from error
     if not items:
         raise ConfigError("no prompt: the input is empty", param="input")
     return items
@@ -85,7 +92,9 @@ def _open(path: str, mode: str) -> TextIO:
     try:
         return open(path, mode, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot open {path}: {error.strerror}", param="input" if mode == "r" else "output") from error
+        raise ConfigError(
+            f"cannot open {path}: {error.strerror}", param="input" if mode == "r" else "output"
+        ) from error
 
 
 def _read_lines(lines: Iterable[str], options: GenerateOptions, name: str) -> Iterator[Item]:
@@ -94,7 +103,10 @@ def _read_lines(lines: Iterable[str], options: GenerateOptions, name: str) -> It
     first = next(filled, None)
     if first is None:
         return
-    is_json = options.input_format == "jsonl" or (options.input_format == "auto" and (name.endswith(".jsonl") or first[1].lstrip().startswith("{")))
+    is_json = (
+        options.input_format == "jsonl"
+        or (options.input_format == "auto" and (name.endswith(".jsonl") or first[1].lstrip().startswith("{")))
+    )
     for number, line in chain([first], filled):
         yield _read_json_item(line, f"{name} line {number}", options) if is_json else Item(line, is_chat=options.chat)
 
@@ -113,7 +125,9 @@ def _read_json_item(line: str, where: str, options: GenerateOptions) -> Item:
             raise RequestError("prompt must be text or a list of token ids, messages a list")
         unknown = set(fields) - SAMPLING_FIELDS - {"prompt", "messages", "id"}
         if unknown:
-            raise RequestError(f"unknown field {min(unknown)!r}; it may have prompt or messages, id, and sampling parameters")
+            raise RequestError(
+                f"unknown field {min(unknown)!r}; it may have prompt or messages, id, and sampling parameters"
+            )
     except (ValueError, RecursionError) as error:
         return Item(None, error=RequestError(f"{where}: {error}", param="input"))
     overrides = {key: value for key, value in fields.items() if key in SAMPLING_FIELDS}
@@ -127,11 +141,16 @@ def _prepare(item: Item, llm: LLM, options: GenerateOptions, sampling: SamplingO
         return
     try:
         defaults = {**llm.facts.default_sampling, **({"n": options.n, "logprobs": options.logprobs})}
-        item.params = msgspec.convert({**msgspec.to_builtins(sampling.to_params(defaults), str_keys=True), **item.overrides}, SamplingParams, strict=False)
+        item.params = msgspec.convert(
+            {**msgspec.to_builtins(sampling.to_params(defaults), str_keys=True), **item.overrides}, SamplingParams,
+            strict=False
+        )
         if isinstance(item.content, list) and not item.is_chat:
             item.token_ids = list(item.content)
         elif item.is_chat:
-            item.token_ids = encode_prompt(_render(item.content, llm, options.system), llm.tokenizer, add_special_tokens=False)
+            item.token_ids = encode_prompt(
+                _render(item.content, llm, options.system), llm.tokenizer, add_special_tokens=False
+            )
         else:
             item.token_ids = encode_prompt(item.content, llm.tokenizer)
         build_requests("check", item.token_ids, item.params, facts=llm.facts, tokenizer=llm.tokenizer)
@@ -168,11 +187,21 @@ def write_results(items: list[Item], results: Iterator[GenerationOutput], output
 
 
 def _choice(choice: CompletionOutput, result: GenerationOutput) -> dict[str, Any]:
-    usage = {"prompt_tokens": len(result.prompt_token_ids), "completion_tokens": len(choice.token_ids), "cached_tokens": result.num_cached_tokens}
-    line: dict[str, Any] = {"choice": choice.index, "text": choice.text, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason, "usage": usage}
+    usage = {
+        "prompt_tokens": len(result.prompt_token_ids), "completion_tokens": len(choice.token_ids),
+        "cached_tokens": result.num_cached_tokens
+    }
+    line: dict[str, Any] = {
+        "choice": choice.index, "text": choice.text, "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason, "usage": usage
+    }
     if choice.logprobs is not None:
         line["logprobs"] = [
-            {"token_id": t.token_id, "logprob": t.logprob, "top": dict(zip(map(str, t.top_ids), t.top_logprobs, strict=True))} for t in choice.logprobs
+            {
+                "token_id": t.token_id, "logprob": t.logprob,
+                "top": dict(zip(map(str, t.top_ids), t.top_logprobs, strict=True))
+            }
+            for t in choice.logprobs
         ]
     if choice.error is not None:
         line["error"] = _describe(choice.error)

@@ -23,10 +23,19 @@ class Library:
 
 
 LIBRARIES = (
-    Library("xgrammar", "structured", "0.2.8", "structured outputs and forced tool calls: JSON and plain schemas, the fast way"),
-    Library("llguidance", "structured", "1.9", "structured outputs and forced tool calls: every other schema, regular expressions, grammars"),
+    Library(
+        "xgrammar", "structured", "0.2.8",
+        "structured outputs and forced tool calls: JSON and plain schemas, the fast way"
+    ),
+    Library(
+        "llguidance", "structured", "1.9",
+        "structured outputs and forced tool calls: every other schema, regular expressions, grammars"
+    ),
     Library("nvidia-cudnn-frontend", "cuda", "1.14", "paged attention by cuDNN on NVIDIA GPUs"),
-    Library("flashinfer-python", "flashinfer", "0.6.15", "prefill by flashinfer on NVIDIA GPUs (--attention-backend flashinfer)"),
+    Library(
+        "flashinfer-python", "flashinfer", "0.6.15",
+        "prefill by flashinfer on NVIDIA GPUs (--attention-backend flashinfer)"
+    ),
     Library("opentelemetry-sdk", "otel", "1.28", "traces of requests (--otlp-endpoint)"),
     Library("opentelemetry-exporter-otlp-proto-http", "otel", "1.28", "sends the traces to a collector"),
 )

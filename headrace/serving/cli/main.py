@@ -1,4 +1,5 @@
-"""The command ``headrace``: finds the command, parses its flags, runs it, and turns errors into one line and exit code 2.
+"""The command ``headrace``: finds the command, parses its flags, runs it, and turns errors into one line and exit code
+2.
 
 Refuses: torch, and importing what the command does not need: ``--help`` is printed at once.
 """
@@ -25,8 +26,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command, by default this process's; returns the exit code: 0, 1 when something the command was to do failed, 2 for
-    errors. Where Ctrl-C ends this process's command, the process ends here, and threads and compilers with it."""
+    """Run one command, by default this process's; returns the exit code: 0, 1 when something the command was to do
+    failed, 2 for errors. Where Ctrl-C ends this process's command, the process ends here, and threads and compilers
+    with it."""
     is_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
     _fill_standard_streams()
@@ -77,8 +79,8 @@ def _leave(code: int) -> NoReturn:
 
 
 def _fill_standard_streams() -> None:
-    """Where the caller has closed one of the three, its number would go to the next socket, which what prints would then write
-    to, and which libraries refuse to close."""
+    """Where the caller has closed one of the three, its number would go to the next socket, which what prints would
+    then write to, and which libraries refuse to close."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= LAST_STREAM:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -114,7 +116,9 @@ def overview(first_word: str = "") -> str:
     chosen = [c for c in COMMANDS.values() if c.name.startswith(first_word)]
     lines = [f"usage: headrace {first_word or 'COMMAND'} [flags]", "", "Serve large language models.", "", "commands:"]
     lines += [f"  {c.name:14} {c.summary}" for c in chosen]
-    lines += ["", "headrace COMMAND --help documents every flag; headrace --version tells the version.", "", "start here:"]
+    lines += [
+        "", "headrace COMMAND --help documents every flag; headrace --version tells the version.", "", "start here:"
+    ]
     lines += [f"  {c.examples[0][1]:68} # {c.examples[0][0]}" for c in chosen[:3] if c.examples]
     lines += ["", "environment:"] if not first_word else []
     lines += [f"  {name:26} {doc}" for name, doc in sorted(env.VARIABLES.items())] if not first_word else []
@@ -123,7 +127,9 @@ def overview(first_word: str = "") -> str:
 
 def _start_logging(level: str) -> None:
     env.set_log_level(level)
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
 
 
 if __name__ == "__main__":

@@ -57,14 +57,20 @@ def _send(records: Sequence[Record], options: ReplayOptions, console: Console) -
 def _write(path: str, records: Sequence[Record], answers: Sequence[Record]) -> None:
     import msgspec
 
-    lines = (msgspec.json.encode(msgspec.structs.replace(answer, body=record.body)) for record, answer in zip(records, answers, strict=True))
+    lines = (
+        msgspec.json.encode(msgspec.structs.replace(answer, body=record.body)) for record,
+        answer in zip(records, answers, strict=True)
+    )
     try:
         Path(path).write_bytes(b"".join(line + b"\n" for line in lines))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", param="output_file") from error
 
 
-def report(console: Console, comparison: Comparison, records: Sequence[Record], answers: Sequence[Record], *, num_left_out: int = 0) -> None:
+def report(
+    console: Console, comparison: Comparison, records: Sequence[Record], answers: Sequence[Record], *,
+    num_left_out: int = 0
+) -> None:
     """What there is to say, without any text of the requests."""
     from rich.table import Table
 
@@ -76,8 +82,13 @@ def report(console: Console, comparison: Comparison, records: Sequence[Record], 
         lines.append(f"{comparison.num_unreachable} got no answer")
     if num_left_out:
         lines.append(f"{num_left_out} were not sent: too large to keep, or no JSON")
-    random = f", {comparison.different_random} more drawn at random without a seed" if comparison.different_random else ""
-    lines.append(f"answers: {comparison.same_answer} the same, {comparison.different_answer} different{random}, {comparison.not_comparable} not comparable")
+    random = (
+        f", {comparison.different_random} more drawn at random without a seed" if comparison.different_random else ""
+    )
+    lines.append(
+        f"answers: {comparison.same_answer} the same, {comparison.different_answer} different{random}, "
+        f"{comparison.not_comparable} not comparable"
+    )
     if comparison.differing:
         more = f" and {len(comparison.differing) - MAX_NAMED} more" if len(comparison.differing) > MAX_NAMED else ""
         lines.append(f"different: {', '.join(comparison.differing[:MAX_NAMED])}{more}")
@@ -88,7 +99,9 @@ def report(console: Console, comparison: Comparison, records: Sequence[Record], 
     runs = [[r for r in run if r.status == 200] for run in (records, answers)]
     for title, name in (("seconds to the end", "seconds"), ("seconds to the first byte", "first_byte_s")):
         for share in (0.5, 0.99):
-            table.add_row(f"{title}, p{share * 100:g}", *(_quantile([getattr(r, name) for r in run], share) for run in runs))
+            table.add_row(
+                f"{title}, p{share * 100:g}", *(_quantile([getattr(r, name) for r in run], share) for run in runs)
+            )
     table.add_row("output tokens", *(str(sum(count_tokens(r.answer) for r in run)) for run in runs))
     console.print(table)
 

@@ -13,7 +13,9 @@ def serve_config(invocation: Invocation) -> ServeConfig:
     sections = {name: invocation.section(name) for name in (*ENGINE, *SERVING)}
     serving = {name: sections.pop(name) for name in SERVING}
     names = invocation.given_in((*ENGINE, *SERVING))
-    return ServeConfig(engine=EngineConfig(**sections), **serving, sources={n: s for n, s in invocation.sources.items() if n in names})
+    return ServeConfig(
+        engine=EngineConfig(**sections), **serving, sources={n: s for n, s in invocation.sources.items() if n in names}
+    )
 
 
 def run(invocation: Invocation) -> int:

@@ -19,7 +19,12 @@ def effective_options(invocation: Invocation) -> list[dict[str, Any]]:
     rows = []
     for info in all_options():
         value = "***" if info.name in SECRET and values[info.name] else values[info.name]
-        rows.append({"section": info.section, "name": info.name, "value": value, "source": invocation.sources.get(info.name, "default"), "doc": info.doc})
+        rows.append(
+            {
+                "section": info.section, "name": info.name, "value": value,
+                "source": invocation.sources.get(info.name, "default"), "doc": info.doc
+            }
+        )
     return rows
 
 
@@ -38,7 +43,9 @@ def run(invocation: Invocation) -> int:
     for column in ("section", "option", "value", "from", "what it is"):
         table.add_column(column, overflow="fold", style="dim" if column == "what it is" else None)
     for row in rows:
-        cells = [Text(cell) for cell in (row["section"], row["name"], show_value(row["value"]), row["source"], row["doc"])]
+        cells = [
+            Text(cell) for cell in (row["section"], row["name"], show_value(row["value"]), row["source"], row["doc"])
+        ]
         table.add_row(*cells, style="bold" if row["source"] != "default" else None)
     Console().print(table)
     return 0

@@ -42,7 +42,11 @@ class Prefix:
 def check_key(key: str, name: str = "api_key") -> str:
     """The key, when it is one; raises `ConfigError` for a blank one, which anybody could send."""
     if not key.strip():
-        raise ConfigError(f"{name} must not be empty; leave the option (and its variable in the environment) out to serve without a key", param=name)
+        raise ConfigError(
+            f"{name} must not be empty; leave the option (and its variable in the environment) out to serve without a "
+            "key",
+            param=name
+        )
     return key
 
 
@@ -68,13 +72,16 @@ def owner_of(headers: Headers) -> bytes:
 
 
 class AdminGate:
-    """Before the routes that concern the server and everybody on it. With an admin key, only that opens them, and nothing
-    else; without one they are closed, unless the server listens to this machine alone. Then pages of other sites that a
-    browser here has open stay outside."""
+    """Before the routes that concern the server and everybody on it. With an admin key, only that opens them, and
+    nothing else; without one they are closed, unless the server listens to this machine alone. Then pages of other
+    sites that a browser here has open stay outside."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, paths: frozenset[str]):
         self._app, self._paths = app, paths
-        self._key = check_key(server.admin_api_key, "admin_api_key").strip().encode() if server.admin_api_key is not None else None
+        self._key = (
+            check_key(server.admin_api_key, "admin_api_key").strip().encode() if server.admin_api_key is not None
+            else None
+        )
         self._is_local = is_loopback(server.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,9 +91,14 @@ class AdminGate:
         headers = Headers(scope=scope)
         refusal: HeadraceError | None = None
         if self._key is not None:
-            refusal = None if _brings_key(headers, self._key) else Unauthorized("the admin key is missing or wrong; send Authorization: Bearer KEY")
+            refusal = (
+                None if _brings_key(headers, self._key)
+                else Unauthorized("the admin key is missing or wrong; send Authorization: Bearer KEY")
+            )
         elif not self._is_local:
-            refusal = Forbidden("admin routes are closed: the server listens to other machines and has no --admin-api-key")
+            refusal = Forbidden(
+                "admin routes are closed: the server listens to other machines and has no --admin-api-key"
+            )
         elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             refusal = Forbidden("admin routes are closed to pages of other sites")
         if refusal is not None:
@@ -97,17 +109,23 @@ class AdminGate:
 
 
 class KeyGate:
-    """Lets a request pass that brings ``Authorization: Bearer KEY``, or ``x-api-key: KEY`` as Anthropic's clients; compared in constant time."""
+    """Lets a request pass that brings ``Authorization: Bearer KEY``, or ``x-api-key: KEY`` as Anthropic's clients;
+    compared in constant time."""
 
     def __init__(self, app: ASGIApp, key: str):
         self._app = app
         self._key = key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or path_of(scope) in OPEN_PATHS or scope.get("is_admin") or _brings_key(Headers(scope=scope), self._key):
+        if (
+            scope["type"] != "http" or path_of(scope) in OPEN_PATHS or scope.get("is_admin")
+            or _brings_key(Headers(scope=scope), self._key)
+        ):
             await self._app(scope, receive, send)
             return
-        await respond_error(Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY"), scope)(scope, receive, send)
+        await respond_error(
+            Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY"), scope
+        )(scope, receive, send)
 
 
 class RequestLedger:
@@ -141,8 +159,13 @@ class RequestLedger:
             await self._app(scope, receive, note_status)
         finally:
             self._metrics.http_active.dec()
-            self._metrics.http_requests.labels(method_of(scope), route_of(path_of(scope), self._routes), str(status)).inc()
+            self._metrics.http_requests.labels(
+                method_of(scope), route_of(path_of(scope), self._routes), str(status)
+            ).inc()
             if self._has_log:
                 client = scope.get("client") or ("-", 0)
                 seconds, name = time.perf_counter() - begin, state["request_id"] or "-"
-                logger.info("%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], quote(scope["path"]), status, seconds, name)
+                logger.info(
+                    "%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], quote(scope["path"]), status,
+                    seconds, name
+                )

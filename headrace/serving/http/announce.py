@@ -41,7 +41,10 @@ def memory_table(lines: list[MemoryLine], device: str) -> Table:
 
 
 FIRST_QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "generate": ("chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}),
+    "generate": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}
+    ),
     "complete": ("completions", {"prompt": "The capital of France is", "max_tokens": 32}),
     "complete ids": ("completions", {"prompt": [1, 2, 3], "max_tokens": 32}),
     "embed": ("embeddings", {"input": ["What is the capital of France?"]}),
@@ -65,7 +68,8 @@ def _first_task(facts: ModelFacts, tokenizer: Tokenizer | None) -> str:
 
 
 def announce_ready(
-    console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool, tokenizer: Tokenizer | None,
+    console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool,
+    tokenizer: Tokenizer | None,
 ) -> None:
     """Print the memory plan, the address and a first command. Where nobody can read them the server goes on without."""
     about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}"
@@ -76,8 +80,13 @@ def announce_ready(
         with console.capture() as captured:
             console.print(memory_table(memory, facts.device))
             console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
-            console.print(f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json", highlight=False, soft_wrap=True)
-            console.print(curl_line(address, name, has_key=has_key, task=task), highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json",
+                highlight=False, soft_wrap=True
+            )
+            console.print(
+                curl_line(address, name, has_key=has_key, task=task), highlight=False, markup=False, soft_wrap=True
+            )
         console.file.write(captured.get().encode(console.encoding, "replace").decode(console.encoding))
         console.file.flush()
     except OSError as error:  # a pipe without a reader, a full disk

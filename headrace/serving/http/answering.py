@@ -1,4 +1,5 @@
-"""`AnswerPlan`: how the output of one chat request is told apart into reasoning, text and calls, and forced into calls."""
+"""`AnswerPlan`: how the output of one chat request is told apart into reasoning, text and calls, and forced into
+calls."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from headrace.serving.http.tools import chosen_names, offered_tools
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerPlan:
-    """``tools`` are those that the prompt shows, ``callable_tools`` those of them that may be called; ``is_forced``: must be.
-    ``continued`` is the text of the assistant's message that the output goes on with, if it does."""
+    """``tools`` are those that the prompt shows, ``callable_tools`` those of them that may be called; ``is_forced``:
+    must be. ``continued`` is the text of the assistant's message that the output goes on with, if it does."""
 
     formats: Formats
     tools: list[dict[str, Any]]
@@ -50,7 +51,8 @@ class AnswerPlan:
     def parser(self) -> OutputParser:
         """A parser for one choice."""
         return new_parser(
-            self.formats, tools=self.tools, is_open=self.is_open, separates=self.separates, max_calls=MAX_CALLS if self.is_parallel else 1,
+            self.formats, tools=self.tools, is_open=self.is_open, separates=self.separates,
+            max_calls=MAX_CALLS if self.is_parallel else 1,
         )
 
     def _thinking_budget(self, params: SamplingParams) -> ThinkingBudget | None:
@@ -62,16 +64,24 @@ class AnswerPlan:
             _refuse_budget("it is not known how this model marks its reasoning; see --reasoning-parser")
         if params.grammar is not None and params.grammar.kind == "ebnf":
             _refuse_budget("a grammar in EBNF binds the reasoning, too")
-        return ThinkingBudget(max_tokens=self.max_thinking, end=reasoning.ends[0], start=None if self.is_open else reasoning.starts[0])
+        return ThinkingBudget(
+            max_tokens=self.max_thinking, end=reasoning.ends[0], start=None if self.is_open else reasoning.starts[0]
+        )
 
     def extend(self, params: SamplingParams) -> SamplingParams:
         """The sampling parameters with what parsing needs: markers that stay visible, and the grammar of calls."""
         if not self.parses:
-            return params if self.max_thinking is None else _refuse_budget("it is not known how this model marks its reasoning; see --reasoning-parser")
+            return (
+                params if self.max_thinking is None
+                else _refuse_budget("it is not known how this model marks its reasoning; see --reasoning-parser")
+            )
         kept = self.formats.visible_texts(has_tools=bool(self.tools))
-        params = msgspec.structs.replace(params, keep_special_tokens=kept, thinking_budget=self._thinking_budget(params))
+        params = msgspec.structs.replace(
+            params, keep_special_tokens=kept, thinking_budget=self._thinking_budget(params)
+        )
         grammar = confine_output(
-            self.formats, params.grammar, self.callable_tools, self.prompt, is_parallel=self.is_parallel, is_forced=self.is_forced,
+            self.formats, params.grammar, self.callable_tools, self.prompt, is_parallel=self.is_parallel,
+            is_forced=self.is_forced,
             is_narrowed=len(self.callable_tools) < len(self.tools), continued=self.continued,
         )
         return msgspec.structs.replace(params, grammar=grammar)
@@ -85,7 +95,11 @@ def _read_budget(request: ChatRequest) -> int | None:
     switch = None if request.thinking is None else request.thinking.budget_tokens
     given = {request.thinking_budget, request.thinking_token_budget, request.max_thinking_tokens, switch} - {None}
     if len(given) > 1:
-        raise RequestError("thinking_budget, thinking_token_budget, max_thinking_tokens and thinking.budget_tokens are the same; give one", param="thinking_budget")
+        raise RequestError(
+            "thinking_budget, thinking_token_budget, max_thinking_tokens and thinking.budget_tokens are the same; give "
+            "one",
+            param="thinking_budget"
+        )
     return given.pop() if given else None
 
 
@@ -94,7 +108,9 @@ def plan_answer(context: AppContext, request: ChatRequest, prompt: str) -> Answe
     tools, formats, choice = offered_tools(request), context.formats(), request.tool_choice
     if tools and formats.tools is None:
         raise UnsupportedFeature(
-            "tools cannot be served: it is not known how this model writes tool calls; name the format with --tool-parser", param="tools",
+            "tools cannot be served: it is not known how this model writes tool calls; name the format with "
+            "--tool-parser",
+            param="tools",
         )
     last = request.messages[-1].content
     continued = None

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
 ENDPOINTS = (
-    *chat.ENDPOINTS, *completions.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS,  # looked through in order: the busiest come first
+    # looked through in order: the busiest come first
+    *chat.ENDPOINTS, *completions.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS,
     *embeddings.ENDPOINTS, *ollama.ENDPOINTS, *ollama_embeddings.ENDPOINTS,
-    *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *admin.ENDPOINTS, *upkeep.ENDPOINTS, *health.ENDPOINTS,
+    *scoring.ENDPOINTS, *models.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *admin.ENDPOINTS,
+    *upkeep.ENDPOINTS, *health.ENDPOINTS,
 )
 
 
@@ -70,7 +72,10 @@ def _add_middleware(app: Starlette, context: AppContext, routes: frozenset[str])
     app.add_middleware(AdminGate, server=server, paths=frozenset(e.path for e in ENDPOINTS if e.is_admin))
     origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
     if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"]
+        )
     if context.tracing is not None:
         app.add_middleware(TracedRequests, context=context, routes=routes)
     app.add_middleware(RequestLedger, context=context, routes=routes)

@@ -1,4 +1,5 @@
-"""`JsonBody`: reads a request body within a bound and decodes it into one record type; every complaint names the field."""
+"""`JsonBody`: reads a request body within a bound and decodes it into one record type; every complaint names the
+field."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 def _check_media_type(request: Request, *, is_lenient: bool) -> None:
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_any_served = is_lenient and "origin" not in request.headers  # pages of other sites can send all but JSON unasked
-    if not is_any_served and declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
+    if (
+        not is_any_served and declared != "application/json"
+        and not (declared.startswith("application/") and declared.endswith("+json"))
+    ):
         raise UnsupportedMediaType(f"Content-Type must be application/json, got {declared or 'none'}")
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":
@@ -61,8 +65,8 @@ def _check_media_type(request: Request, *, is_lenient: bool) -> None:
 
 class JsonBody(Generic[T]):
     """Decoder of one request type. Strict: no number in a string, no unknown field; a known field of a feature that is
-    not served is refused by its name unless it asks for nothing (null, false or empty). ``is_lenient``: whatever type is
-    declared, for dialects whose clients declare none."""
+    not served is refused by its name unless it asks for nothing (null, false or empty). ``is_lenient``: whatever type
+    is declared, for dialects whose clients declare none."""
 
     def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None, is_lenient: bool = False):
         self.record = record
@@ -160,7 +164,11 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct]) -> Re
         return RequestError(f"unknown field {path!r}", param=path)
     if reason.startswith("Invalid enum value"):
         choices = _choices_at(record, path)
-        reason = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}; got{reason.removeprefix('Invalid enum value')}" if choices else reason
+        reason = (
+            f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}; "
+            f"got{reason.removeprefix('Invalid enum value')}"
+            if choices else reason
+        )
     reason = reason.replace("`", "").replace("Expected", "expected")
     return RequestError(f"{path}: {reason}" if path else f"the body: {reason}", param=path or None)
 
@@ -170,9 +178,15 @@ def _choices_at(record: type[msgspec.Struct], path: str) -> list[str]:
     found: list[inspect.Type] = [inspect.type_info(record)]
     for name in re.findall(r"[^.\[\]]+", path):
         parts = _alternatives(found)
-        found = [field.type for part in parts if isinstance(part, inspect.StructType) for field in part.fields if field.encode_name == name]
+        found = [
+            field.type
+            for part in parts if isinstance(part, inspect.StructType)
+            for field in part.fields if field.encode_name == name
+        ]
         found += [part.item_type for part in parts if isinstance(part, inspect.ListType)]
-    return [str(value) for part in _alternatives(found) if isinstance(part, inspect.LiteralType) for value in part.values]
+    return [
+        str(value) for part in _alternatives(found) if isinstance(part, inspect.LiteralType) for value in part.values
+    ]
 
 
 def _alternatives(types: list[inspect.Type]) -> list[inspect.Type]:

@@ -1,7 +1,7 @@
 """`BurstWriter`: writes of one turn of an event loop, as one.
 
-A system call for every few bytes wakes their reader each time, and code of the system and our own throw one another out of
-the caches when they take turns.
+A system call for every few bytes wakes their reader each time, and code of the system and our own throw one another out
+of the caches when they take turns.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 
 class BurstWriter:
-    """Stands before a transport. What is written is held until the loop's next turn: then this transport's pieces go out
-    together, and those of others right before and behind. Everything but writing is the transport's."""
+    """Stands before a transport. What is written is held until the loop's next turn: then this transport's pieces go
+    out together, and those of others right before and behind. Everything but writing is the transport's."""
 
     __slots__ = ("_held", "_loop", "_transport")
 

@@ -135,7 +135,10 @@ class ChatEvents(Events):
             choice_events = self._choices[delta.index] = _ChoiceEvents(self._plan)
             opening = frame(chunk)
         news = choice_events.read(delta)
-        is_news = news.content or news.reasoning or news.tool_calls or delta.finish_reason or delta.logprobs or (self._has_ids and delta.token_ids)
+        is_news = (
+            news.content or news.reasoning or news.tool_calls or delta.finish_reason or delta.logprobs
+            or (self._has_ids and delta.token_ids)
+        )
         if not is_news:
             return opening
         if self._has_text_alone and delta.finish_reason is None and delta.logprobs is None and news.is_content_alone:
@@ -152,7 +155,9 @@ class ChatEvents(Events):
 
     def _frames_of(self, choice_events: _ChoiceEvents, index: int) -> TextFrames:
         if choice_events.content_frames is None:
-            choice_events.content_frames = TextFrames(lambda text: self._chunk([ChatChunkChoice(index, ChatDelta(content=text))]))
+            choice_events.content_frames = TextFrames(
+                lambda text: self._chunk([ChatChunkChoice(index, ChatDelta(content=text))])
+            )
         return choice_events.content_frames
 
     def end(self) -> bytes:

@@ -1,5 +1,5 @@
-"""`prepare_chat`: from one checked conversation to what the engine is asked and how its output is read. Every dialect that
-answers conversations is translated to `ChatRequest` and comes through here."""
+"""`prepare_chat`: from one checked conversation to what the engine is asked and how its output is read. Every dialect
+that answers conversations is translated to `ChatRequest` and comes through here."""
 
 from __future__ import annotations
 
@@ -49,8 +49,11 @@ def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
     return sampling_params(body, context.facts().default_sampling, max_tokens=_limit(body), logprobs=num_top)
 
 
-async def _fit(context: AppContext, prompt: str, params: SamplingParams, *, add_special_tokens: bool) -> tuple[Prompt, bool]:
-    """``(the prompt, by its ids if they were needed, whether max_tokens was lowered to the room that the context leaves)``."""
+async def _fit(
+    context: AppContext, prompt: str, params: SamplingParams, *, add_special_tokens: bool
+) -> tuple[Prompt, bool]:
+    """``(the prompt, by its ids if they were needed, whether max_tokens was lowered to the room that the context
+    leaves)``."""
     limit, asked = context.facts().max_model_len, params.max_tokens
     if asked is None or len(prompt.encode()) + SPECIALS + asked <= limit:
         return prompt, False
@@ -62,9 +65,11 @@ async def _fit(context: AppContext, prompt: str, params: SamplingParams, *, add_
     return ids, params.max_tokens != asked
 
 
-async def prepare_chat(request: Request, context: AppContext, body: ChatRequest, *, id_prefix: str, fits: bool = False) -> Chat:
-    """Render and plan ``body``. ``fits``: more ``max_tokens`` than there is room for are lowered, not refused. Raises typed
-    errors for what cannot be served, before anything is submitted."""
+async def prepare_chat(
+    request: Request, context: AppContext, body: ChatRequest, *, id_prefix: str, fits: bool = False
+) -> Chat:
+    """Render and plan ``body``. ``fits``: more ``max_tokens`` than there is room for are lowered, not refused. Raises
+    typed errors for what cannot be served, before anything is submitted."""
     context.check_available()
     context.check_model(body.model)
     params = _params(body, context)

@@ -1,6 +1,6 @@
 """What uvicorn's fast HTTP parser lacks: bounds on the size of a request's head and on the time it may take, bodies of
-requests that offer an upgrade, answers that reach clients who are still sending, and streams to clients who know no chunks.
-Refuses: upgrades; this server speaks HTTP/1.0 and 1.1.
+requests that offer an upgrade, answers that reach clients who are still sending, and streams to clients who know no
+chunks. Refuses: upgrades; this server speaks HTTP/1.0 and 1.1.
 """
 
 from __future__ import annotations
@@ -22,27 +22,33 @@ from headrace.serving.http.protocol.answers import describe_error
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 60.0
 REST_TIMEOUT_S, MAX_REST_BYTES = 60.0, 1 << 30
-"""How long, and how much, is read and dropped of what a client goes on sending after its answer. Most look at the answer only when
-all is sent; the bounds are far above what somebody sends by mistake, and dropping costs a gigabyte about a second."""
+"""How long, and how much, is read and dropped of what a client goes on sending after its answer. Most look at the
+answer only when all is sent; the bounds are far above what somebody sends by mistake, and dropping costs a gigabyte
+about a second."""
 END_OF_HEAD = b"\r\n\r\n"
 EXTENSION = "headrace.body"
-"""Under this name a scope's ``extensions`` have the request's `BodyWriter`, when the server is this one and nobody between it
-and the route looks at bodies."""
+"""Under this name a scope's ``extensions`` have the request's `BodyWriter`, when the server is this one and nobody
+between it and the route looks at bodies."""
 
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 def _refusal(status: int, message: str) -> bytes:
-    """The whole answer to what could not be read as a request. In OpenAI's form: there is no path to tell another by."""
+    """The whole answer to what could not be read as a request. In OpenAI's form: there is no path to tell another
+    by."""
     error = RequestError(message)
     error.status = status
     body = msgspec.json.encode(describe_error(error))
-    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\ncontent-length: "
+        f"{len(body)}\r\nconnection: close\r\n\r\n"
+    )
     return head.encode() + body
 
 
 class BodyWriter:
-    """Writes pieces of an answer's body at once, past the tasks and wrappers that ``send`` awaits: what a token costs most."""
+    """Writes pieces of an answer's body at once, past the tasks and wrappers that ``send`` awaits: what a token costs
+    most."""
 
     __slots__ = ("_cycle",)
 
@@ -73,9 +79,9 @@ def forgo_writer(scope: Scope) -> None:
 
 
 class LingeringWriter(BurstWriter):
-    """The first `close` ends only what is written, when ``lingers`` says that the client may still be sending; the second closes. A
-    connection that is closed with bytes unread is reset, which takes along the answer before the client has read it (RFC 9112,
-    section 9.6)."""
+    """The first `close` ends only what is written, when ``lingers`` says that the client may still be sending; the
+    second closes. A connection that is closed with bytes unread is reset, which takes along the answer before the
+    client has read it (RFC 9112, section 9.6)."""
 
     __slots__ = ("_is_ended", "_lingers")
 
@@ -102,7 +108,8 @@ class LingeringWriter(BurstWriter):
 
 
 class UnframedAnswer:
-    """The ``send`` of a request of HTTP/1.0, which knows no chunks: a body whose length nobody states ends with the connection."""
+    """The ``send`` of a request of HTTP/1.0, which knows no chunks: a body whose length nobody states ends with the
+    connection."""
 
     def __init__(self, cycle: RequestResponseCycle):
         self._cycle = cycle
@@ -121,8 +128,9 @@ class UnframedAnswer:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Ends a connection whose request line and headers pass `MAX_HEAD_BYTES`, before they pile up, or do not come within
-    `HEAD_TIMEOUT_S`. What a client sends beyond an answer, because it was answered before its body was read, is dropped.
+    """Ends a connection whose request line and headers pass `MAX_HEAD_BYTES`, before they pile up, or do not come
+    within `HEAD_TIMEOUT_S`. What a client sends beyond an answer, because it was answered before its body was read, is
+    dropped.
 
     Takes offers of an upgrade out of a head that comes in one piece: the parser drops the body of such a request, and
     Java's HTTP client offers HTTP/2 with every one.

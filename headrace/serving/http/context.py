@@ -1,4 +1,5 @@
-"""`AppContext`: what all routes of one application share: the client, the server's options, metrics, what is running."""
+"""`AppContext`: what all routes of one application share: the client, the server's options, metrics, what is
+running."""
 
 from __future__ import annotations
 
@@ -85,9 +86,14 @@ class AppContext:
     def check_available(self) -> None:
         """Raise `EngineUnavailable` unless requests are taken."""
         if not self.is_ready:
-            reasons = {"starting": "the model is still loading", "restarting": "the engine is restarting", "draining": "the server is shutting down"}
+            reasons = {
+                "starting": "the model is still loading", "restarting": "the engine is restarting",
+                "draining": "the server is shutting down"
+            }
             if self.state == "asleep":
-                raise EngineAsleep("the model sleeps: its memory is given back until it is woken", retry_after=RETRY_AFTER_S)
+                raise EngineAsleep(
+                    "the model sleeps: its memory is given back until it is woken", retry_after=RETRY_AFTER_S
+                )
             raise EngineUnavailable(reasons.get(self.state, f"the engine is {self.state}"), retry_after=RETRY_AFTER_S)
 
     def check_model(self, name: str | None) -> None:
@@ -100,7 +106,8 @@ class AppContext:
         if self._formats is None:
             server = self.server
             self._formats = formats_of(
-                self.client.tokenizer, self.facts(), tool_parser=server.tool_parser, reasoning_parser=server.reasoning_parser,
+                self.client.tokenizer, self.facts(), tool_parser=server.tool_parser,
+                reasoning_parser=server.reasoning_parser,
             )
         return self._formats
 

@@ -18,7 +18,8 @@ from headrace.serving.http.protocol.tools import CallRecord, ReasoningFields
 from headrace.serving.http.tools import offered_tools
 
 RESERVED = frozenset({
-    "messages", "tools", "template", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "conversation", "self",
+    "messages", "tools", "template", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "conversation", "self",
     "tokenizer", "formats",
 })
 NOT_SERVED = {"audio": MEDIA, "function_call": TOOLS, "refusal": INTERNALS, "annotations": INTERNALS}
@@ -46,8 +47,13 @@ def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
     text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
     calls = [_call_dict(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
     thought = message.reasoning_content or message.reasoning
-    optional = {"name": message.name, "reasoning_content": thought, "tool_calls": calls or None, "tool_call_id": message.tool_call_id}
-    return {"role": ROLE_OF_TEMPLATE.get(message.role, message.role), "content": text} | {k: v for k, v in optional.items() if v is not None}
+    optional = {
+        "name": message.name, "reasoning_content": thought, "tool_calls": calls or None,
+        "tool_call_id": message.tool_call_id
+    }
+    return {
+        "role": ROLE_OF_TEMPLATE.get(message.role, message.role), "content": text
+    } | {k: v for k, v in optional.items() if v is not None}
 
 
 def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -70,7 +76,9 @@ def _reasoning_switches(request: ReasoningFields) -> dict[str, Any]:
     ]
     given = {value for value in asked if value is not None}
     if len(given) > 1:
-        raise RequestError("reasoning_effort, enable_thinking and thinking contradict each other", param="enable_thinking")
+        raise RequestError(
+            "reasoning_effort, enable_thinking and thinking contradict each other", param="enable_thinking"
+        )
     switches = dict.fromkeys(("enable_thinking", "thinking"), given.pop()) if given else {}
     return switches if effort in (None, "none") else {**switches, "reasoning_effort": effort}
 
@@ -82,18 +90,27 @@ async def render_conversation(context: AppContext, request: ChatRequest | Tokeni
     options, tools = template_options(request), offered_tools(request)
     is_continued = bool(request.continue_final_message)
     if is_continued and request.add_generation_prompt:
-        raise RequestError("continue_final_message and add_generation_prompt exclude each other", param="continue_final_message")
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
     if is_continued and (messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]):
-        raise RequestError("continue_final_message needs the last message to be the assistant's, without tool calls", param="continue_final_message")
+        raise RequestError(
+            "continue_final_message needs the last message to be the assistant's, without tool calls",
+            param="continue_final_message"
+        )
     tokenizer = context.tokenizer()
     if not tokenizer.has_chat_template:
-        raise RequestError("this model has no chat template; use /v1/completions, or start the server with --chat-template", param="messages")
+        raise RequestError(
+            "this model has no chat template; use /v1/completions, or start the server with --chat-template",
+            param="messages"
+        )
     begins_answer = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
     formats = context.formats()
 
     def render() -> str:
         return render_with_tools(
-            tokenizer, messages, formats, tools=tools, add_generation_prompt=begins_answer, continue_final_message=is_continued, **options,
+            tokenizer, messages, formats, tools=tools, add_generation_prompt=begins_answer,
+            continue_final_message=is_continued, **options,
         )
 
     if sum(len(m["content"]) for m in messages) > LONG_TEXT:
@@ -104,4 +121,6 @@ async def render_conversation(context: AppContext, request: ChatRequest | Tokeni
 async def count_prompt(context: AppContext, request: ChatRequest) -> int:
     """Tokens of the prompt that a conversation makes."""
     text = await render_conversation(context, request)
-    return await asyncio.to_thread(lambda: sum(map(len, context.tokenizer().encode_pieces(text, add_special_tokens=False))))
+    return await asyncio.to_thread(
+        lambda: sum(map(len, context.tokenizer().encode_pieces(text, add_special_tokens=False)))
+    )

@@ -1,4 +1,5 @@
-"""`Endpoint`: one route as data: where, what it reads, what it answers. Routing and the OpenAPI document are made from it."""
+"""`Endpoint`: one route as data: where, what it reads, what it answers. Routing and the OpenAPI document are made from
+it."""
 
 from __future__ import annotations
 

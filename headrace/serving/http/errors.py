@@ -1,4 +1,5 @@
-"""Errors as HTTP answers: one shape, the right status, ``Retry-After`` where waiting helps. Also the errors only HTTP knows."""
+"""Errors as HTTP answers: one shape, the right status, ``Retry-After`` where waiting helps. Also the errors only HTTP
+knows."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class EncodedResponse(JsonResponse):
 
 
 def conceal(error: HeadraceError) -> HeadraceError:
-    """The error as clients may read it: what a library said of a fault of ours loses paths and addresses; the log has them."""
+    """The error as clients may read it: what a library said of a fault of ours loses paths and addresses; the log has
+    them."""
     if error.status < 500:
         return error
     told = copy.copy(error)
@@ -99,7 +101,8 @@ async def _answer_typed(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str:
-    """The path that is meant by clients whose base URL has ``/v1`` once too often or not at all, or that end it with a slash."""
+    """The path that is meant by clients whose base URL has ``/v1`` once too often or not at all, or that end it with a
+    slash."""
     path = path_of(request.scope).rstrip("/")
     routes = {getattr(route, "path", "") for route in request.app.routes} - {"", "/"}
     found = next((near for near in (path, f"/v1{path}", path.removeprefix("/v1")) if near in routes), None)
@@ -108,7 +111,9 @@ def _hint(request: Request) -> str:
 
 async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = {404: f"there is no {request.url.path}{_hint(request)}", 405: f"{request.method} is not allowed here"}.get(error.status_code, str(error.detail))
+    message = {
+        404: f"there is no {request.url.path}{_hint(request)}", 405: f"{request.method} is not allowed here"
+    }.get(error.status_code, str(error.detail))
     plain = HeadraceError(message)
     plain.status = error.status_code
     answer = respond_error(plain, request.scope)

@@ -39,10 +39,11 @@ MANY_LOGPROBS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a route wants generated or read: prompts, with one `SamplingParams` or `PoolingSpec` each. ``stream_ids`` name the engine requests
-    of the prompts; by default they follow from ``request_id``. ``discards_output``: only the prompts are of interest, outputs are
-    told as empty (``max_tokens`` is 1 then, since the engine computes one). ``truncate``: tokens of a prompt to keep at most,
-    the last ones, -1 for as many as leave room for the output. ``grammar_field`` tells the field that asked for a grammar."""
+    """What a route wants generated or read: prompts, with one `SamplingParams` or `PoolingSpec` each. ``stream_ids``
+    name the engine requests of the prompts; by default they follow from ``request_id``. ``discards_output``: only the
+    prompts are of interest, outputs are told as empty (``max_tokens`` is 1 then, since the engine computes one).
+    ``truncate``: tokens of a prompt to keep at most, the last ones, -1 for as many as leave room for the output.
+    ``grammar_field`` tells the field that asked for a grammar."""
 
     request_id: str
     prompts: list[Prompt]
@@ -60,7 +61,10 @@ class Ask:
         """The id of each prompt's engine request."""
         if self.stream_ids is not None:
             return self.stream_ids
-        return [self.request_id] if len(self.prompts) == 1 else [f"{self.request_id}-{i}" for i in range(len(self.prompts))]
+        return (
+            [self.request_id] if len(self.prompts) == 1
+            else [f"{self.request_id}-{i}" for i in range(len(self.prompts))]
+        )
 
 
 class Generation:
@@ -69,7 +73,10 @@ class Generation:
     def __init__(self, context: AppContext, ask: Ask, streams: list[RequestStream], request: Request):
         self.ask = ask
         self.streams = streams
-        self.timers = [RequestTimer(context.metrics, len(s.prompt_token_ids), p.n) for s, p in zip(streams, ask.params, strict=True)]
+        self.timers = [
+            RequestTimer(context.metrics, len(s.prompt_token_ids), p.n) for s,
+            p in zip(streams, ask.params, strict=True)
+        ]
         self.is_disconnected = False
         self._context = context
         self._span = getattr(request.state, "span", None)
@@ -106,7 +113,13 @@ class Generation:
     async def answer(self, word: Callable[[], object]) -> JsonResponse:
         """The answer that ``word`` makes of the output; on a thread where it tells many log probabilities."""
         params, usage = [p for p in self.ask.params if isinstance(p, SamplingParams)], self.usage()
-        num_each = max((1 + max(p.logprobs or 0, p.prompt_logprobs or 0) for p in params if (p.logprobs, p.prompt_logprobs) != (None, None)), default=0)
+        num_each = max(
+            (
+                1 + max(p.logprobs or 0, p.prompt_logprobs or 0)
+                for p in params if (p.logprobs, p.prompt_logprobs) != (None, None)
+            ),
+            default=0
+        )
         if num_each * usage.total_tokens <= MANY_LOGPROBS:
             return JsonResponse(word())
         return await asyncio.to_thread(lambda: JsonResponse(word()))
@@ -137,8 +150,8 @@ class Generation:
         return outputs
 
     def divert(self, is_free: Callable[[], bool], take: Callable[[int, ChoiceDelta], None]) -> None:
-        """While ``is_free``, give deltas to ``take`` as soon as they come, and the rest to `deltas`. Of a lone prompt: several
-        prompts' deltas wait in a queue for their turn."""
+        """While ``is_free``, give deltas to ``take`` as soon as they come, and the rest to `deltas`. Of a lone prompt:
+        several prompts' deltas wait in a queue for their turn."""
         if len(self.streams) != 1:
             return
 
@@ -180,7 +193,9 @@ class Generation:
             for pump in pumps:
                 pump.cancel()
 
-    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, ChoiceDelta] | None], room: asyncio.Semaphore) -> None:
+    async def _pump(
+        self, index: int, queue: asyncio.Queue[tuple[int, ChoiceDelta] | None], room: asyncio.Semaphore
+    ) -> None:
         async for delta in self.streams[index]:
             await room.acquire()
             queue.put_nowait((index, delta))
@@ -233,7 +248,8 @@ async def open_generation(request: Request, ask: Ask) -> Generation:
     with contextlib.ExitStack() as undo:
         for index, (request_id, prompt, params) in enumerate(zip(ask.ids(), prompts, ask.params, strict=True), 1):
             stream = context.client.submit(
-                prompt, params, request_id=request_id, namespace=ask.namespace, priority=ask.priority, deadline_s=ask.deadline_s,
+                prompt, params, request_id=request_id, namespace=ask.namespace, priority=ask.priority,
+                deadline_s=ask.deadline_s,
                 add_special_tokens=ask.add_special_tokens,
             )
             undo.callback(stream.abort)
@@ -253,7 +269,10 @@ async def _encode_prompts(context: AppContext, ask: Ask) -> list[Prompt]:
 
     def encode(prompt: Prompt, params: SamplingParams | PoolingSpec) -> Prompt:
         if ask.truncate is None:
-            return encode_prompt(prompt, tokenizer, add_special_tokens=ask.add_special_tokens, most=facts.max_model_len) if isinstance(prompt, str) else prompt
+            return (
+                encode_prompt(prompt, tokenizer, add_special_tokens=ask.add_special_tokens, most=facts.max_model_len)
+                if isinstance(prompt, str) else prompt
+            )
         num_out = (params.max_tokens or 1) if isinstance(params, SamplingParams) else 0
         kept = read_truncation(ask.truncate, facts.max_model_len, num_out)
         return encode_prompt_end(prompt, tokenizer, kept, add_special_tokens=ask.add_special_tokens)

@@ -28,10 +28,13 @@ class TokenNames:
         return self._tokenizer.token_text(token_id) if self._tokenizer else f"token_id:{token_id}"
 
     def exact_text(self, token_id: int) -> str:
-        """The token's text, as OpenAI writes it at completions: broken UTF-8 by its bytes, ``bytes:\\xe6\\x97``, so that no
-        two such tokens look the same."""
+        """The token's text, as OpenAI writes it at completions: broken UTF-8 by its bytes, ``bytes:\\xe6\\x97``, so
+        that no two such tokens look the same."""
         text = self.text(token_id)
-        if "\ufffd" not in text or self._tokenizer is None or text.encode() == (raw := self._tokenizer.token_bytes(token_id)):
+        if (
+            "\ufffd" not in text or self._tokenizer is None
+            or text.encode() == (raw := self._tokenizer.token_bytes(token_id))
+        ):
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
@@ -56,7 +59,10 @@ def chat_logprobs(entries: list[TokenLogprobs], names: TokenNames) -> ChatLogpro
     return ChatLogprobs([
         ContentLogprob(
             names.text(e.token_id), _finite(e.logprob), names.bytes(e.token_id),
-            [TopLogprob(names.text(t), _finite(p), names.bytes(t)) for t, p in zip(e.top_ids, e.top_logprobs, strict=True)],
+            [
+                TopLogprob(names.text(t), _finite(p), names.bytes(t)) for t,
+                p in zip(e.top_ids, e.top_logprobs, strict=True)
+            ],
         )
         for e in entries
     ])
@@ -97,7 +103,8 @@ class CompletionLogprobsWriter:
     def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            top.setdefault(self._names.exact_text(token_id), _finite(logprob))  # two ids may share a text: the likelier wins
+            # two ids may share a text: the likelier wins
+            top.setdefault(self._names.exact_text(token_id), _finite(logprob))
         top.setdefault(text, _finite(entry.logprob))
         return top
 
@@ -121,4 +128,7 @@ def native_triples(entries: list[TokenLogprobs], names: TokenNames | None) -> li
 
 def native_top(entry: TokenLogprobs, names: TokenNames | None) -> list[LogprobTriple]:
     """The best tokens of one position as triples."""
-    return [(_finite(p), t, names.text(t) if names else None) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+    return [
+        (_finite(p), t, names.text(t) if names else None) for t,
+        p in zip(entry.top_ids, entry.top_logprobs, strict=True)
+    ]

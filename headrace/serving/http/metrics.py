@@ -26,10 +26,14 @@ GAUGES = {
     "num_queued": ("num_requests_waiting", "Requests waiting for their first step."),
     "num_pages": ("kv_pages", "KV pages of all cache groups."),
     "num_used_pages": ("kv_used_pages", "KV pages that running requests hold, prefixes they share included."),
-    "num_evictable_pages": ("kv_evictable_pages", "KV pages that only the prefix cache holds; given up when others need them."),
+    "num_evictable_pages": (
+        "kv_evictable_pages", "KV pages that only the prefix cache holds; given up when others need them."
+    ),
 }
 COUNTERS = {
-    "prompt_tokens_total": ("prompt_tokens", "Prompt tokens of admitted requests; also what the prefix cache was asked for."),
+    "prompt_tokens_total": (
+        "prompt_tokens", "Prompt tokens of admitted requests; also what the prefix cache was asked for."
+    ),
     "cached_tokens_total": ("prefix_cache_hit_tokens", "Prompt tokens that came from the prefix cache."),
     "computed_tokens_total": ("computed_tokens", "Tokens run through the model: prompts and outputs."),
     "generation_tokens_total": ("generation_tokens", "Output tokens."),
@@ -53,8 +57,13 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
         num_pages = self.stats.num_pages or 1
         used, evictable = self.stats.num_used_pages / num_pages, self.stats.num_evictable_pages / num_pages
-        yield GaugeMetricFamily("headrace_kv_cache_usage_ratio", "Share of the KV pages that running requests hold.", value=used)
-        yield GaugeMetricFamily("headrace_kv_cache_evictable_ratio", "Share of the KV pages that only the prefix cache holds.", value=evictable)
+        yield GaugeMetricFamily(
+            "headrace_kv_cache_usage_ratio", "Share of the KV pages that running requests hold.", value=used
+        )
+        yield GaugeMetricFamily(
+            "headrace_kv_cache_evictable_ratio", "Share of the KV pages that only the prefix cache holds.",
+            value=evictable
+        )
         for name, (metric, doc) in COUNTERS.items():
             yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
 
@@ -74,7 +83,9 @@ class LoopHistogram(Collector):
 
     def collect(self) -> Iterable[Metric]:
         bounds = [*map(floatToGoString, self._buckets), "+Inf"]
-        yield HistogramMetricFamily(self._name, self._doc, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        yield HistogramMetricFamily(
+            self._name, self._doc, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
+        )
 
 
 class Metrics:
@@ -85,14 +96,24 @@ class Metrics:
         self.engine = EngineCollector()
         self.registry.register(self.engine)
         self.finished = self._counter("requests_finished", "Choices that ended, by finish reason.", ("finish_reason",))
-        self.first_token = self._histogram("time_to_first_token_seconds", "From a request's arrival to its first output.", LATENCY_S)
-        self.queue_time = self._histogram("queue_time_seconds", "From a choice's arrival at the engine to its first step.", LATENCY_S)
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two outputs of a choice, per token.", LATENCY_S)
-        self.end_to_end = self._histogram("e2e_request_latency_seconds", "From a request's arrival to the end of its last choice.", LATENCY_S)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first output.", LATENCY_S
+        )
+        self.queue_time = self._histogram(
+            "queue_time_seconds", "From a choice's arrival at the engine to its first step.", LATENCY_S
+        )
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two outputs of a choice, per token.", LATENCY_S
+        )
+        self.end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to the end of its last choice.", LATENCY_S
+        )
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length of a request.", TOKENS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Output length of a choice.", TOKENS)
         self.http_requests = self._counter("http_requests", "HTTP requests answered.", ("method", "route", "status"))
-        self.http_active = Gauge("headrace_http_requests_active", "HTTP requests being answered, streams included.", registry=self.registry)
+        self.http_active = Gauge(
+            "headrace_http_requests_active", "HTTP requests being answered, streams included.", registry=self.registry
+        )
         self.ready = Gauge("headrace_ready", "1 when the server takes requests.", registry=self.registry)
 
     def _counter(self, name: str, doc: str, labels: tuple[str, ...]) -> Counter:
@@ -116,9 +137,9 @@ class Metrics:
 
 
 class RequestTimer:
-    """Observes one engine request from its deltas. ``first_token_s`` and ``end_s``: seconds from its coming to its first token
-    and to its end, 0 until then; ``queued_s`` those that its first choice waited for a step. ``arrival_ns`` is by the wall
-    clock."""
+    """Observes one engine request from its deltas. ``first_token_s`` and ``end_s``: seconds from its coming to its
+    first token and to its end, 0 until then; ``queued_s`` those that its first choice waited for a step. ``arrival_ns``
+    is by the wall clock."""
 
     def __init__(self, metrics: Metrics, prompt_len: int, num_choices: int):
         self._metrics = metrics

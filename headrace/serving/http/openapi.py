@@ -18,15 +18,25 @@ from headrace.serving.http.endpoint import Endpoint, Handler
 from headrace.serving.http.error_forms import form_of
 from headrace.serving.http.errors import EncodedResponse
 
-ABOUT = "OpenAI-compatible and native routes. Unknown fields are refused by name; null is the same as leaving a field out."
+ABOUT = (
+    "OpenAI-compatible and native routes. Unknown fields are refused by name; null is the same as leaving a field out."
+)
 BODY_ERRORS = (400, 408, 413, 415)
 
 
-def describe_api(endpoints: Sequence[Endpoint], *, root_path: str, has_key: bool, open_paths: frozenset[str]) -> dict[str, Any]:
+def describe_api(
+    endpoints: Sequence[Endpoint], *, root_path: str, has_key: bool, open_paths: frozenset[str]
+) -> dict[str, Any]:
     """The document. ``open_paths`` need no key."""
     types: dict[Any, None] = {}
     for endpoint in endpoints:
-        types |= dict.fromkeys(t for t in (form_of(endpoint.path).record, endpoint.body and endpoint.body.record, endpoint.answer, endpoint.event) if t is not None)
+        types |= dict.fromkeys(
+            t
+            for t in (
+                form_of(endpoint.path).record, endpoint.body and endpoint.body.record, endpoint.answer, endpoint.event
+            )
+            if t is not None
+        )
     schemas, components = schema_components(list(types), ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -54,27 +64,40 @@ def document_handler(endpoints: Sequence[Endpoint], server: ServerConfig, open_p
 
     async def answer(_: Request) -> Response:
         if not document:
-            described = describe_api(endpoints, root_path=server.root_path, has_key=server.api_key is not None, open_paths=open_paths)
+            described = describe_api(
+                endpoints, root_path=server.root_path, has_key=server.api_key is not None, open_paths=open_paths
+            )
             document.append(msgspec.json.encode(described))
         return EncodedResponse(document[0])
 
     return answer
 
 
-def _describe_operation(endpoint: Endpoint, method: str, schema_of: dict[Any, Any], *, is_guarded: bool) -> dict[str, Any]:
+def _describe_operation(
+    endpoint: Endpoint, method: str, schema_of: dict[Any, Any], *, is_guarded: bool
+) -> dict[str, Any]:
     statuses = {500, *endpoint.errors, *(BODY_ERRORS if endpoint.body else ()), *((401,) if is_guarded else ())}
     error = {"application/json": {"schema": schema_of[form_of(endpoint.path).record]}}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": _describe_answer(endpoint, schema_of)}}
     responses |= {str(s): {"description": HTTPStatus(s).phrase, "content": error} for s in sorted(statuses)}
     name = re.sub(r"\W+", "_", endpoint.path).strip("_") or "root"
-    operation: dict[str, Any] = {"summary": endpoint.doc, "tags": [endpoint.tag], "operationId": f"{name}_{method.lower()}", "responses": responses}
+    operation: dict[str, Any] = {
+        "summary": endpoint.doc, "tags": [endpoint.tag], "operationId": f"{name}_{method.lower()}",
+        "responses": responses
+    }
     parameters = [
-        {"name": p, "in": "path", "required": True, "schema": {"type": "string"}} for p in re.findall(r"{(\w+)", endpoint.path)
-    ] + [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in (endpoint.query or {}).items()]
+        {"name": p, "in": "path", "required": True, "schema": {"type": "string"}}
+        for p in re.findall(r"{(\w+)", endpoint.path)
+    ] + [
+        {"name": name, "in": "query", "required": False, "schema": schema} for name,
+        schema in (endpoint.query or {}).items()
+    ]
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[endpoint.body.record]}}}
+        operation["requestBody"] = {
+            "required": True, "content": {"application/json": {"schema": schema_of[endpoint.body.record]}}
+        }
     if is_guarded:
         operation["security"] = [{"key": []}]
     return operation

@@ -33,5 +33,8 @@ async def _show(_request: Request, *, html: str, headers: dict[str, str]) -> HTM
 def page_handler() -> partial:
     """The handler of ``/``; the file is read once."""
     html = (files("headrace.serving.http") / "page.html").read_text(encoding="utf-8")
-    headers = {"Content-Security-Policy": page_policy(html), "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    headers = {
+        "Content-Security-Policy": page_policy(html), "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer"
+    }
     return partial(_show, html=html, headers=headers)

@@ -45,7 +45,11 @@ class Results:
 def require_kind(facts: ModelFacts, kind: PoolingKind) -> PoolingFacts:
     """The facts of a model that makes this; raises `RequestError` for another."""
     if facts.pooling is None:
-        raise RequestError(f"{facts.model} generates text and makes no {ROUTES[kind]}; serve a model made for that, or start with --task {kind}", param="model")
+        raise RequestError(
+            f"{facts.model} generates text and makes no {ROUTES[kind]}; serve a model made for that, or start with "
+            f"--task {kind}",
+            param="model"
+        )
     if facts.pooling.kind != kind:
         raise RequestError(f"{facts.model} makes {ROUTES[facts.pooling.kind]}, not {ROUTES[kind]}", param="model")
     return facts.pooling
@@ -73,7 +77,10 @@ def check_amount(count: int, limit: int, param: str) -> None:
 def check_dimensions(dimensions: int | None, width: int) -> None:
     """Raise `RequestError` for more numbers than an embedding has."""
     if dimensions is not None and dimensions > width:
-        raise RequestError(f"dimensions must be at most {width}, the width of this model's embeddings; got {dimensions}", param="dimensions")
+        raise RequestError(
+            f"dimensions must be at most {width}, the width of this model's embeddings; got {dimensions}",
+            param="dimensions"
+        )
 
 
 def reader_for(request: Request, truncate: int | None) -> Reader:
@@ -93,7 +100,8 @@ async def read_all(request: Request, readings: list[Reading], fields: ReadFields
     """Submit all readings and wait for their results; when one is refused none runs."""
     request_id = fields.request_id or fields.rid or draw_request_id(prefix)
     ask = Ask(
-        request_id=request_id, prompts=[r.token_ids for r in readings], params=[r.spec for r in readings], namespace=fields.cache_salt or "",
+        request_id=request_id, prompts=[r.token_ids for r in readings], params=[r.spec for r in readings],
+        namespace=fields.cache_salt or "",
         priority=fields.priority or 0,
     )
     generation, outputs = await collect_generation(request, ask)

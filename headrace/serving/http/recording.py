@@ -24,10 +24,14 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_BODY = 4 * 2**20
 MAX_KEPT_ANSWER = 2**20
 MAX_LOGGED_TEXT = 2048
-PLAIN_HEADERS = frozenset({"accept", "content-length", "content-type", "host", "traceparent", "user-agent", "x-request-id"})
+PLAIN_HEADERS = frozenset(
+    {"accept", "content-length", "content-type", "host", "traceparent", "user-agent", "x-request-id"}
+)
 """Headers whose values may be told. Any other may hold a key."""
 
-PLAIN_FIELDS = frozenset({"model", "response_format", "type", "role", "tool_choice", "reasoning_effort", "effort", "encoding_format", "task"})
+PLAIN_FIELDS = frozenset(
+    {"model", "response_format", "type", "role", "tool_choice", "reasoning_effort", "effort", "encoding_format", "task"}
+)
 """Fields whose short texts may be told although they are texts."""
 
 MAX_PLAIN_TEXT = 64
@@ -35,7 +39,8 @@ MAX_PLAIN_TEXT = 64
 
 @dataclass
 class Exchange:
-    """A request and its answer, each cut off at a limit. ``is_complete``: the answer was sent to its end. ``at`` is by the wall clock; ``seconds`` to the end, ``first_byte_s`` to the answer's beginning."""
+    """A request and its answer, each cut off at a limit. ``is_complete``: the answer was sent to its end. ``at`` is by
+    the wall clock; ``seconds`` to the end, ``first_byte_s`` to the answer's beginning."""
 
     method: str
     path: str
@@ -116,7 +121,10 @@ class RequestLog:
 
     def take(self, exchange: Exchange) -> None:
         """Log one."""
-        headers = {name: value[:MAX_LOGGED_TEXT] if name in PLAIN_HEADERS else "***" for name, value in exchange.headers.items()}
+        headers = {
+            name: value[:MAX_LOGGED_TEXT] if name in PLAIN_HEADERS else "***" for name,
+            value in exchange.headers.items()
+        }
         try:
             fields = shorten(msgspec.json.decode(bytes(exchange.body)), has_texts=self._has_texts)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -126,12 +134,15 @@ class RequestLog:
 
 def open_log(operations: OperationsConfig) -> RequestLog | None:
     """The log of fields, when more than lines is wanted."""
-    return RequestLog(has_texts=operations.log_requests == "prompts") if operations.log_requests in ("fields", "prompts") else None
+    return (
+        RequestLog(has_texts=operations.log_requests == "prompts") if operations.log_requests in ("fields", "prompts")
+        else None
+    )
 
 
 def shorten(value: Any, *, has_texts: bool, name: str = "", depth: int = 0) -> Any:
-    """A request's fields as they may be told: numbers and switches as they are, texts by their length or cut off, lists and
-    deep parts by their size."""
+    """A request's fields as they may be told: numbers and switches as they are, texts by their length or cut off, lists
+    and deep parts by their size."""
     if isinstance(value, str):
         if has_texts:
             return value if len(value) <= MAX_LOGGED_TEXT else f"{value[:MAX_LOGGED_TEXT]}... ({len(value)} characters)"
@@ -141,9 +152,15 @@ def shorten(value: Any, *, has_texts: bool, name: str = "", depth: int = 0) -> A
             return f"<object, {len(value)} fields>"
         if not has_texts and name in ("metadata", "logit_bias"):
             return f"<object, {len(value)} fields>"
-        return {key[:MAX_PLAIN_TEXT]: shorten(item, has_texts=has_texts, name=key, depth=depth + 1) for key, item in list(value.items())[:64]}
+        return {
+            key[:MAX_PLAIN_TEXT]: shorten(item, has_texts=has_texts, name=key, depth=depth + 1) for key,
+            item in list(value.items())[:64]
+        }
     if isinstance(value, list):
-        return [shorten(item, has_texts=True, depth=depth + 1) for item in value[:64]] if has_texts else f"<list, {len(value)} items>"
+        return (
+            [shorten(item, has_texts=True, depth=depth + 1) for item in value[:64]] if has_texts
+            else f"<list, {len(value)} items>"
+        )
     return value
 
 

@@ -18,8 +18,8 @@ OVERHEAD_BYTES = 1024
 
 
 class Turn:
-    """What was said from one request to its answer, as JSON lists of items. Answers that go on from the same one share the
-    turns before; the last that needs a turn frees it."""
+    """What was said from one request to its answer, as JSON lists of items. Answers that go on from the same one share
+    the turns before; the last that needs a turn frees it."""
 
     __slots__ = ("answer", "num_holders", "previous", "question")
 
@@ -106,7 +106,8 @@ class ResponseStore(Generic[Running]):
         return kept
 
     def drop(self, owner: bytes, response_id: str) -> bool:
-        """Forget an answer, and what was said before it as far as no other answer needs it; False when it is not there."""
+        """Forget an answer, and what was said before it as far as no other answer needs it; False when it is not
+        there."""
         self._make_room()
         found = self._stored.pop((owner, response_id), None)
         if found is not None:

@@ -16,7 +16,8 @@ from headrace.serving.http.structure import read_grammar
 
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 DRAWN = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias",
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "logit_bias",
     "bad_words", "allowed_token_ids", "prompt_logprobs", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
 )
@@ -29,10 +30,15 @@ def read_defaults(model_defaults: dict[str, float]) -> dict[str, Any]:
     return {name: int(value) if name == "top_k" else float(value) for name, value in known.items()}
 
 
-def sampling_params(fields: StopFields, model_defaults: dict[str, float], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def sampling_params(
+    fields: StopFields, model_defaults: dict[str, float], *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
     """The parameters of an OpenAI request; bounds that need several fields are checked at submission."""
     asked = {name: value for name in DRAWN if (value := getattr(fields, name)) is not None}
-    return SamplingParams(**{**read_defaults(model_defaults), **asked}, max_tokens=max_tokens, logprobs=logprobs, grammar=read_grammar(fields))
+    return SamplingParams(
+        **{**read_defaults(model_defaults), **asked}, max_tokens=max_tokens, logprobs=logprobs,
+        grammar=read_grammar(fields)
+    )
 
 
 def draw_request_id(prefix: str) -> str:

@@ -35,10 +35,12 @@ POLL_S = 0.05
 
 def serve(config: ServeConfig, *, engine: SpawnedEngine | None = None) -> None:
     """Serve until SIGTERM or SIGINT; returns after an orderly end. Raises `HeadraceError` when the server cannot start
-    or the engine has crashed for good, `SystemExit` after a second signal. ``engine`` was spawned ahead by the caller."""
+    or the engine has crashed for good, `SystemExit` after a second signal. ``engine`` was spawned ahead by the
+    caller."""
     check_names(config.server.tool_parser, config.server.reasoning_parser)
     client = EngineClient(
-        config.engine, max_restarts=config.server.max_restarts, chat_template=read_template(config.server.chat_template),
+        config.engine, max_restarts=config.server.max_restarts,
+        chat_template=read_template(config.server.chat_template),
         stall_timeout_s=config.server.stall_timeout_s, engine=engine,
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -46,15 +48,21 @@ def serve(config: ServeConfig, *, engine: SpawnedEngine | None = None) -> None:
 
 
 def open_listener(server: ServerConfig) -> socket.socket:
-    """The listening socket; raises `ConfigError` when the address cannot be had. ``::`` takes IPv4, too, where the system can."""
+    """The listening socket; raises `ConfigError` when the address cannot be had. ``::`` takes IPv4, too, where the
+    system can."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=is_dual)
     except OSError as error:
         is_plain = isinstance(error, socket.gaierror) or not error.errno
         reason = error.strerror or str(error) if is_plain else os.strerror(error.errno).lower()
-        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}; choose another with --host and --port", param="port") from error
+        raise ConfigError(
+            f"cannot listen on {server.host} port {server.port}: {reason}; choose another with --host and --port",
+            param="port"
+        ) from error
 
 
 def address_of(listener: socket.socket) -> str:
@@ -92,7 +100,8 @@ class HttpServer:
         self._context: AppContext = app.state.context
         self._context.is_open = False
         self._uvicorn = _Uvicorn(uvicorn.Config(
-            app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False, server_header=False,
+            app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
+            server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=LAST_WORDS_S,
         ))
         self._drain: asyncio.Task[None] | None = None
@@ -132,7 +141,10 @@ class HttpServer:
 
     async def _drain_requests(self) -> None:
         running, drain_s = self._context.running, self._config.drain_s
-        logger.info("shutting down: %d requests running, they get %g s to finish; signal again to end at once", len(running), drain_s)
+        logger.info(
+            "shutting down: %d requests running, they get %g s to finish; signal again to end at once", len(running),
+            drain_s
+        )
         with contextlib.suppress(TimeoutError):  # the deadline: closing the client ends what still runs with an error
             async with asyncio.timeout(drain_s):
                 while running:
@@ -147,7 +159,8 @@ class HttpServer:
         self._context.is_open = True
         facts = self._context.facts()
         announce_ready(
-            self._console, address=address + self._config.root_path, name=self._context.model_name, facts=facts, memory=self._client.memory,
+            self._console, address=address + self._config.root_path, name=self._context.model_name, facts=facts,
+            memory=self._client.memory,
             has_key=self._config.api_key is not None, tokenizer=self._client.tokenizer,
         )
 

@@ -87,7 +87,12 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self._events.media_type), *HEADERS]})
+            await send(
+                {
+                    "type": "http.response.start", "status": 200,
+                    "headers": [(b"content-type", self._events.media_type), *HEADERS]
+                }
+            )
             ending = await self._send_deltas(send, body_writer(scope))
             self._is_busy = True
             await send({"type": "http.response.body", "body": ending + self._events.done, "more_body": False})

@@ -13,7 +13,8 @@ from headrace.base.messages import ErrorInfo
 from headrace.serving.http.protocol.structure import ResponseFormat
 
 MAKERS: dict[str, Callable[..., Grammar]] = {
-    "json_schema": Grammar.json_schema, "guided_json": Grammar.json_schema, "structured_outputs.json": Grammar.json_schema,
+    "json_schema": Grammar.json_schema, "guided_json": Grammar.json_schema,
+    "structured_outputs.json": Grammar.json_schema,
     "regex": Grammar.regex, "guided_regex": Grammar.regex, "structured_outputs.regex": Grammar.regex,
     "ebnf": Grammar.ebnf, "guided_grammar": Grammar.ebnf, "structured_outputs.grammar": Grammar.ebnf,
     "choice": Grammar.choice, "guided_choice": Grammar.choice, "structured_outputs.choice": Grammar.choice,
@@ -34,7 +35,10 @@ def read_grammar(fields: Any, *, within: str = "") -> Grammar | None:
     if len(made) > 1:
         raise RequestError(f"{' and '.join(name for name, _ in made)} exclude each other; give one", param=made[1][0])
     if not made and getattr(fields, "structured_outputs", None) is not None:
-        raise RequestError("structured_outputs needs one of json, regex, choice, grammar, json_object and structural_tag", param="structured_outputs")
+        raise RequestError(
+            "structured_outputs needs one of json, regex, choice, grammar, json_object and structural_tag",
+            param="structured_outputs"
+        )
     return made[0][1] if made else None
 
 
@@ -61,7 +65,10 @@ def _find(fields: Any, path: str) -> Any:
 def _read_format(asked: ResponseFormat) -> Grammar | None:
     param = f"response_format.{'format' if asked.type == 'structural_tag' else 'json_schema'}"
     if asked.json_schema is not None and asked.type != "json_schema":
-        raise RequestError(f"response_format.json_schema belongs to the type json_schema, not {asked.type}", param="response_format.json_schema")
+        raise RequestError(
+            f"response_format.json_schema belongs to the type json_schema, not {asked.type}",
+            param="response_format.json_schema"
+        )
     if asked.type == "json_object":
         return Grammar.json_object()
     if asked.type == "json_schema":

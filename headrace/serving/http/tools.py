@@ -36,14 +36,20 @@ def offered_tools(request: Any) -> list[dict[str, Any]]:
 
 def chosen_names(choice: Any) -> set[str]:
     """The tools that a ``tool_choice`` names; none where it leaves the choice open."""
-    named = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice] if isinstance(choice, NamedTool) else []
+    named = (
+        choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice] if isinstance(choice, NamedTool)
+        else []
+    )
     return {tool.function.name for tool in named}
 
 
 def _as_dict(tool: Tool) -> dict[str, Any]:
     """The tool as templates know it: fields in the order models were trained on."""
     given = tool.function
-    function = {"name": given.name, "description": given.description or "", "parameters": given.parameters or {"type": "object", "properties": {}}}
+    function = {
+        "name": given.name, "description": given.description or "",
+        "parameters": given.parameters or {"type": "object", "properties": {}}
+    }
     return {"type": "function", "function": function if given.strict is None else {**function, "strict": given.strict}}
 
 

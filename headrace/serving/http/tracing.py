@@ -1,6 +1,8 @@
-"""`Tracing`: OpenTelemetry spans, one a request, within it the wait, the prefill and the decoding of each of its prompts.
+"""`Tracing`: OpenTelemetry spans, one a request, within it the wait, the prefill and the decoding of each of its
+prompts.
 
-OpenTelemetry is imported when there is something to trace, and not before. Refuses: texts; spans carry names, counts, times.
+OpenTelemetry is imported when there is something to trace, and not before. Refuses: texts; spans carry names, counts,
+times.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         resource = Resource.create({SERVICE_NAME: "headrace", SERVICE_VERSION: __version__})
-        self._provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(share)), resource=resource, shutdown_on_exit=False)
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(share)), resource=resource, shutdown_on_exit=False
+        )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("headrace", __version__)
         self._extract = TraceContextTextMapPropagator().extract
@@ -54,7 +58,9 @@ class Tracing:
 
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         attributes = {"http.request.method": method, "http.route": route}
-        return self._tracer.start_span(f"{method} {route}", context=self._extract(carrier), kind=SpanKind.SERVER, attributes=attributes)
+        return self._tracer.start_span(
+            f"{method} {route}", context=self._extract(carrier), kind=SpanKind.SERVER, attributes=attributes
+        )
 
     def end(self, span: Span, status: int) -> None:
         """The request has been answered."""
@@ -71,10 +77,13 @@ class Tracing:
             return
         span.set_attributes({
             "gen_ai.request.id": request_id, "gen_ai.response.model": model,
-            "gen_ai.usage.input_tokens": sum(t.prompt_len for t in timers), "gen_ai.usage.output_tokens": sum(t.output_len for t in timers),
+            "gen_ai.usage.input_tokens": sum(t.prompt_len for t in timers),
+            "gen_ai.usage.output_tokens": sum(t.output_len for t in timers),
             "gen_ai.response.finish_reasons": sorted({reason for t in timers for reason in t.finish_reasons}),
             "gen_ai.latency.time_in_queue": max((t.queued_s or 0.0 for t in timers), default=0.0),
-            "gen_ai.latency.time_to_first_token": min((t.first_token_s for t in timers if t.first_token_s), default=0.0),
+            "gen_ai.latency.time_to_first_token": min(
+                (t.first_token_s for t in timers if t.first_token_s), default=0.0
+            ),
             "gen_ai.latency.e2e": max((t.end_s or t.elapsed_s for t in timers), default=0.0),
         })
         for index, timer in enumerate(timers[:MAX_PROMPTS]):
@@ -95,7 +104,8 @@ class Tracing:
         for name, begin, until in (("queue", 0.0, queued), ("prefill", queued, first), ("decode", first, end)):
             if until > begin:
                 span = self._tracer.start_span(
-                    name, context=context, start_time=timer.arrival_ns + int(begin * NS), attributes={"headrace.prompt_index": index},
+                    name, context=context, start_time=timer.arrival_ns + int(begin * NS),
+                    attributes={"headrace.prompt_index": index},
                 )
                 span.end(timer.arrival_ns + int(until * NS))
 
@@ -134,11 +144,17 @@ def open_tracing(operations: OperationsConfig) -> Tracing | None:
         return None
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"otlp_endpoint must be an address such as http://127.0.0.1:4318, got {endpoint!r}", param="otlp_endpoint")
+        raise ConfigError(
+            f"otlp_endpoint must be an address such as http://127.0.0.1:4318, got {endpoint!r}", param="otlp_endpoint"
+        )
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"otlp_endpoint needs OpenTelemetry ({error}): pip install 'headrace[otel]'", param="otlp_endpoint") from error
+        raise ConfigError(
+            f"otlp_endpoint needs OpenTelemetry ({error}): pip install 'headrace[otel]'", param="otlp_endpoint"
+        ) from error
     url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
-    return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)), operations.trace_sampling)
+    return Tracing(
+        BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)), operations.trace_sampling
+    )

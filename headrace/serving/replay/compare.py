@@ -11,7 +11,9 @@ import msgspec
 
 from headrace.serving.replay.folder import Record
 
-TEXTS = frozenset({"text", "content", "reasoning_content", "thinking", "response", "arguments", "partial_json", "delta", "name"})
+TEXTS = frozenset(
+    {"text", "content", "reasoning_content", "thinking", "response", "arguments", "partial_json", "delta", "name"}
+)
 """Fields whose text is what a model said. Pieces of a stream are joined, field by field."""
 
 NUMBERS = frozenset({"score", "relevance_score", "embedding", "probs", "data"})
@@ -58,7 +60,9 @@ def _parse(text: str) -> Any:
     return parsed if isinstance(parsed, dict | list) else None
 
 
-def _gather(value: Any, said: dict[tuple[str, str], str], *, index: str, replaces: bool = False, name: str = "") -> None:
+def _gather(
+    value: Any, said: dict[tuple[str, str], str], *, index: str, replaces: bool = False, name: str = ""
+) -> None:
     if isinstance(value, dict):
         own = value.get("index", value.get("output_index"))
         index = f"{index}/{own}" if isinstance(own, int) else index
@@ -98,8 +102,8 @@ def is_random(record: Record) -> bool:
 
 @dataclass
 class Comparison:
-    """Counts of a replay against its recording. ``differing`` has the ids of answers that say something else, without those
-    that were drawn at random."""
+    """Counts of a replay against its recording. ``differing`` has the ids of answers that say something else, without
+    those that were drawn at random."""
 
     num_sent: int = 0
     num_unreachable: int = 0

@@ -1,4 +1,5 @@
-"""A folder of recorded requests: JSON lines in files that are begun anew as they grow; the oldest go when all have grown.
+"""A folder of recorded requests: JSON lines in files that are begun anew as they grow; the oldest go when all have
+grown.
 
 Refuses: keys; no header is written. Texts of users are: the folder and its files are for their owner's eyes alone.
 """
@@ -37,7 +38,8 @@ NO_BODY = msgspec.Raw(b"null")
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request. ``at`` is by the wall clock; ``seconds`` passed to the end of the answer, ``first_byte_s`` to its
-    beginning. ``answer`` is its text, events and all. Without a ``body`` the request was too large to keep, or no JSON."""
+    beginning. ``answer`` is its text, events and all. Without a ``body`` the request was too large to keep, or no
+    JSON."""
 
     at: float
     path: str
@@ -69,7 +71,9 @@ class DumpFolder:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open()
         except OSError as error:
-            raise ConfigError(f"dump_requests: cannot write to {folder}: {error.strerror}", param="dump_requests") from error
+            raise ConfigError(
+                f"dump_requests: cannot write to {folder}: {error.strerror}", param="dump_requests"
+            ) from error
 
     def take(self, exchange: Exchange) -> None:
         """Write one, soon."""
@@ -121,14 +125,19 @@ class DumpFolder:
             oldest.unlink()
             del sizes[oldest]
         seconds, rest = divmod(time.time_ns(), 10**9)
-        name = f"requests-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(seconds))}-{rest:09d}-{os.getpid()}.jsonl"  # sorts by time
-        self._file = os.fdopen(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0)
+        # sorts by time
+        name = f"requests-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(seconds))}-{rest:09d}-{os.getpid()}.jsonl"
+        self._file = os.fdopen(
+            os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0
+        )
 
 
 def _record(exchange: Exchange) -> Record:
     return Record(
-        at=exchange.at, path=exchange.path, body=_as_json(exchange), status=exchange.status, answer=exchange.answer.decode(errors="replace"),
-        seconds=round(exchange.seconds, 6), first_byte_s=round(exchange.first_byte_s, 6), request_id=exchange.request_id,
+        at=exchange.at, path=exchange.path, body=_as_json(exchange), status=exchange.status,
+        answer=exchange.answer.decode(errors="replace"),
+        seconds=round(exchange.seconds, 6), first_byte_s=round(exchange.first_byte_s, 6),
+        request_id=exchange.request_id,
         is_answer_cut=exchange.is_answer_cut, is_complete=exchange.is_complete,
     )
 
@@ -143,8 +152,9 @@ def _as_json(exchange: Exchange) -> msgspec.Raw:
 
 
 def read_records(folder: str) -> list[Record]:
-    """All records of a folder, or of one file, in the order in which the requests came. Lines that cannot be read, such as
-    the last one of a server that was killed, are left out with a warning. Raises `ConfigError` when there are none."""
+    """All records of a folder, or of one file, in the order in which the requests came. Lines that cannot be read, such
+    as the last one of a server that was killed, are left out with a warning. Raises `ConfigError` when there are
+    none."""
     path = Path(folder)
     files = sorted(path.glob(NAME)) if path.is_dir() else [path]
     try:

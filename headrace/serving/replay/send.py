@@ -25,9 +25,11 @@ def readdress(record: Record, model: str | None) -> bytes:
     return msgspec.json.encode({**body, "model": model})
 
 
-async def replay(records: Sequence[Record], options: ReplayOptions, on_answer: Callable[[], None] = lambda: None) -> list[Record]:
-    """The answers that the server gives now, in the order of ``records``; status 0 where none came. Raises `ConfigError` when
-    there is no server."""
+async def replay(
+    records: Sequence[Record], options: ReplayOptions, on_answer: Callable[[], None] = lambda: None
+) -> list[Record]:
+    """The answers that the server gives now, in the order of ``records``; status 0 where none came. Raises
+    `ConfigError` when there is no server."""
     http = HttpClient(options.base_url, api_key=options.api_key, timeout_s=options.timeout_s)
     most = options.concurrency or (DEFAULT_CONCURRENCY if not options.speed else 65536)
     room = asyncio.Semaphore(most)
@@ -52,7 +54,9 @@ async def _reach(http: HttpClient) -> None:
     try:
         await http.send("GET", "/health")
     except OSError as error:
-        raise ConfigError(f"no server answers at {http.root}: {str(error) or type(error).__name__}", param="base_url") from error
+        raise ConfigError(
+            f"no server answers at {http.root}: {str(error) or type(error).__name__}", param="base_url"
+        ) from error
 
 
 async def _send(http: HttpClient, record: Record, model: str | None) -> Record:
@@ -61,6 +65,8 @@ async def _send(http: HttpClient, record: Record, model: str | None) -> Record:
         await http.send("POST", record.path, readdress(record, model), answer=answer)
     is_answered = answer.is_complete or answer.pieces
     return Record(
-        at=at, path=record.path, status=answer.status if is_answered else 0, answer=answer.body.decode(errors="replace"), seconds=time.perf_counter() - begin,
-        first_byte_s=answer.pieces[0][0] - begin if answer.pieces else 0.0, request_id=record.request_id, is_complete=answer.is_complete,
+        at=at, path=record.path, status=answer.status if is_answered else 0,
+        answer=answer.body.decode(errors="replace"), seconds=time.perf_counter() - begin,
+        first_byte_s=answer.pieces[0][0] - begin if answer.pieces else 0.0, request_id=record.request_id,
+        is_complete=answer.is_complete,
     )

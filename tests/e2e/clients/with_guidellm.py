@@ -15,7 +15,8 @@ def main(url: str) -> None:
     (folder / "prompts.csv").write_text(PROMPTS)
     for profile in ("kind=synchronous", "kind=concurrent,streams=2"):
         command = [
-            Path(sys.executable).parent / "guidellm", "run", "--backend", f"kind=openai_http,target={url}", "--profile", profile,
+            Path(sys.executable).parent / "guidellm", "run", "--backend", f"kind=openai_http,target={url}", "--profile",
+            profile,
             "--constraint", "kind=max_requests,count=3", "--data", f"kind=csv_file,path={folder}/prompts.csv",
             "--output", f"kind=json,path={folder}/out.json", "--disable-console",
         ]

@@ -24,7 +24,8 @@ def main(url: str) -> None:
     for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0), mode=mode)
         shirt = client.chat.completions.create(
-            model=name, response_model=Shirt, max_tokens=80, max_retries=0, messages=[{"role": "user", "content": "Two medium shirts."}],
+            model=name, response_model=Shirt, max_tokens=80, max_retries=0,
+            messages=[{"role": "user", "content": "Two medium shirts."}],
         )
         assert shirt.size in "SML" and 1 <= shirt.count <= 9
 

@@ -1,5 +1,5 @@
-"""langchain-openai: invoke, stream, bound tools, structured output by tool, by schema and by any JSON, batches; over chat and
-over responses."""
+"""langchain-openai: invoke, stream, bound tools, structured output by tool, by schema and by any JSON, batches; over
+chat and over responses."""
 
 import json
 import sys
@@ -26,10 +26,18 @@ def main(url: str) -> None:
     assert "".join(p.content for p in pieces) == whole.content
     called = model.bind_tools([Pick], tool_choice="any").invoke("Pick one.")
     assert called.tool_calls[0]["name"] == "Pick" and 1 <= called.tool_calls[0]["args"]["n"] <= 9
-    for each in (model, ChatOpenAI(model=name, base_url=url + "/v1", api_key="none", temperature=0, max_tokens=200, max_retries=0, use_responses_api=True)):
+    for each in (
+        model,
+        ChatOpenAI(
+            model=name, base_url=url + "/v1", api_key="none", temperature=0, max_tokens=200, max_retries=0,
+            use_responses_api=True
+        )
+    ):
         for method in ("function_calling", "json_schema"):
             assert 1 <= each.with_structured_output(Pick, method=method).invoke("Pick one.").n <= 9
-        told = each.with_structured_output(None, method="json_mode").invoke('Answer in JSON with the field n, such as {"n": 3}. Pick a number.')
+        told = each.with_structured_output(None, method="json_mode").invoke(
+            'Answer in JSON with the field n, such as {"n": 3}. Pick a number.'
+        )
         assert isinstance(told, dict)
         tool = None
         for piece in each.bind_tools([Pick], tool_choice="required", parallel_tool_calls=False).stream("Pick one."):

@@ -1,4 +1,5 @@
-"""litellm as a gateway to an OpenAI-compatible server: chat, streams, text completion, tools and their results, usage; and as one to Ollama's dialect."""
+"""litellm as a gateway to an OpenAI-compatible server: chat, streams, text completion, tools and their results, usage;
+and as one to Ollama's dialect."""
 
 import json
 import os
@@ -9,7 +10,9 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch its price 
 import litellm
 
 TOOL = {"type": "function", "function": {"name": "pick", "parameters": {
-    "type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"], "additionalProperties": False}}}
+    "type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": [
+        "n"
+    ], "additionalProperties": False}}}
 HELLO = [{"role": "user", "content": "Say hello."}]
 
 
@@ -25,13 +28,19 @@ def main(url: str) -> None:
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole.choices[0].message.content
     called = litellm.completion(messages=HELLO, max_tokens=60, tools=[TOOL], tool_choice="required", **options)
     assert 1 <= json.loads(called.choices[0].message.tool_calls[0].function.arguments)["n"] <= 9
-    answered = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in called.choices[0].message.tool_calls]
+    answered = [
+        {"role": "tool", "tool_call_id": call.id, "content": "done"} for call in called.choices[0].message.tool_calls
+    ]
     for kept in (called.choices[0].message, called.choices[0].message.model_dump()):  # with litellm's own notes on it
         history = [*HELLO, kept, *answered]
         assert litellm.completion(messages=history, max_tokens=4, tools=[TOOL], **options).usage.completion_tokens <= 4
-    asked = litellm.completion(messages=HELLO, max_tokens=4, **{**options, "model": "ollama_chat/" + name, "api_base": url})
+    asked = litellm.completion(
+        messages=HELLO, max_tokens=4, **{**options, "model": "ollama_chat/" + name, "api_base": url}
+    )
     assert asked.choices[0].message.content
-    text = litellm.text_completion(prompt="Once upon", max_tokens=4, **{**options, "model": "text-completion-openai/" + name})
+    text = litellm.text_completion(
+        prompt="Once upon", max_tokens=4, **{**options, "model": "text-completion-openai/" + name}
+    )
     assert text.usage.completion_tokens <= 4
 
 

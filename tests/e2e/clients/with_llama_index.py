@@ -27,7 +27,10 @@ def pick(n: int) -> str:
 def main(url: str) -> None:
     with urllib.request.urlopen(url + "/v1/models") as answer:
         name = json.load(answer)["data"][0]["id"]
-    options = {"model": name, "api_base": url + "/v1", "api_key": "none", "temperature": 0, "max_retries": 0, "context_window": 2048}
+    options = {
+        "model": name, "api_base": url + "/v1", "api_key": "none", "temperature": 0, "max_retries": 0,
+        "context_window": 2048
+    }
     whole = OpenAILike(max_tokens=8, is_chat_model=False, **options)
     assert whole.complete("Once upon").text == "".join(p.delta for p in whole.stream_complete("Once upon"))
     model = OpenAILike(max_tokens=100, is_chat_model=True, is_function_calling_model=True, **options)
@@ -37,7 +40,10 @@ def main(url: str) -> None:
     assert model.get_tool_calls_from_response(called)[0].tool_name == "pick"
     *_, last = model.stream_chat_with_tools([tool], "Pick one.", tool_required=True)
     assert isinstance(model.get_tool_calls_from_response(last)[0].tool_kwargs["n"], int)
-    by_schema = OpenAILike(max_tokens=100, is_chat_model=True, is_function_calling_model=True, should_use_structured_outputs=True, **options)
+    by_schema = OpenAILike(
+        max_tokens=100, is_chat_model=True, is_function_calling_model=True, should_use_structured_outputs=True,
+        **options
+    )
     for each in (model, by_schema):
         assert 1 <= each.structured_predict(Pick, PromptTemplate("Pick a number.")).n <= 9
     *_, last = by_schema.stream_structured_predict(Pick, PromptTemplate("Pick a number."))

@@ -1,5 +1,5 @@
-"""OpenAI's client: chat, streams, tools, structured output, logprobs, responses by id; what it parses by itself, whole and
-streamed, in both dialects."""
+"""OpenAI's client: chat, streams, tools, structured output, logprobs, responses by id; what it parses by itself, whole
+and streamed, in both dialects."""
 
 import json
 import sys
@@ -7,8 +7,14 @@ import sys
 import openai
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"], "additionalProperties": False}
-TOOL = {"type": "function", "function": {"name": "pick", "description": "Pick a number", "parameters": SCHEMA, "strict": True}}
+SCHEMA = {
+    "type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"],
+    "additionalProperties": False
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "pick", "description": "Pick a number", "parameters": SCHEMA, "strict": True}
+}
 HELLO = [{"role": "user", "content": "Say hello."}]
 
 
@@ -24,23 +30,35 @@ def try_parsing(client: openai.OpenAI, model: str) -> None:
     answer_tool = openai.pydantic_function_tool(Answer)
     called = {"tools": [answer_tool], "tool_choice": "required", "parallel_tool_calls": False}
     options = {"model": model, "messages": HELLO, "max_tokens": 60}
-    assert isinstance(client.chat.completions.parse(response_format=Answer, **options).choices[0].message.parsed, Answer)
-    assert isinstance(client.chat.completions.parse(**called, **options).choices[0].message.tool_calls[0].function.parsed_arguments, Answer)
+    assert isinstance(
+        client.chat.completions.parse(response_format=Answer, **options).choices[0].message.parsed, Answer
+    )
+    assert isinstance(
+        client.chat.completions.parse(**called, **options).choices[0].message.tool_calls[0].function.parsed_arguments,
+        Answer
+    )
     for asked in ({"response_format": Answer}, called):
         with client.chat.completions.stream(**asked, **options) as stream:
             kinds = {event.type for event in stream}
             message = stream.get_final_completion().choices[0].message
-        assert isinstance(message.parsed if asked is not called else message.tool_calls[0].function.parsed_arguments, Answer)
+        assert isinstance(
+            message.parsed if asked is not called else message.tool_calls[0].function.parsed_arguments, Answer
+        )
         assert ("tool_calls.function.arguments.done" in kinds) == (asked is called)
     options = {"model": model, "input": "Say hello.", "max_output_tokens": 60}
-    called = {"tools": [{"type": "function", **answer_tool["function"]}], "tool_choice": "required", "parallel_tool_calls": False}
+    called = {
+        "tools": [{"type": "function", **answer_tool["function"]}], "tool_choice": "required",
+        "parallel_tool_calls": False
+    }
     assert isinstance(client.responses.parse(text_format=Answer, **options).output_parsed, Answer)
     assert Answer.model_validate_json(client.responses.parse(**called, **options).output[-1].arguments)
     for asked in ({"text_format": Answer}, called):
         with client.responses.stream(**asked, **options) as stream:
             kinds = {event.type for event in stream}
             response = stream.get_final_response()
-        assert isinstance(response.output_parsed, Answer) if asked is not called else Answer.model_validate_json(response.output[-1].arguments)
+        assert isinstance(
+            response.output_parsed, Answer
+        ) if asked is not called else Answer.model_validate_json(response.output[-1].arguments)
         assert ("response.function_call_arguments.done" in kinds) == (asked is called)
     told = client.responses.create(include=["message.output_text.logprobs"], top_logprobs=2, **options)
     assert "".join(entry.token for entry in told.output[-1].content[0].logprobs) == told.output_text
@@ -50,21 +68,31 @@ def try_parsing(client: openai.OpenAI, model: str) -> None:
 def main(url: str) -> None:
     client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
     model = client.models.list().data[0].id
-    whole = client.chat.completions.create(model=model, messages=HELLO, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2)
+    whole = client.chat.completions.create(
+        model=model, messages=HELLO, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
+    )
     assert whole.usage.completion_tokens == len(whole.choices[0].logprobs.content) <= 8
-    stream = client.chat.completions.create(model=model, messages=HELLO, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True})
+    stream = client.chat.completions.create(
+        model=model, messages=HELLO, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
-    called = client.chat.completions.create(model=model, messages=HELLO, tools=[TOOL], tool_choice="required", max_tokens=60)
+    called = client.chat.completions.create(
+        model=model, messages=HELLO, tools=[TOOL], tool_choice="required", max_tokens=60
+    )
     assert 1 <= json.loads(called.choices[0].message.tool_calls[0].function.arguments)["n"] <= 9
     formatted = client.chat.completions.create(
-        model=model, messages=HELLO, max_tokens=40, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+        model=model, messages=HELLO, max_tokens=40,
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
     )
     assert 1 <= json.loads(formatted.choices[0].message.content)["n"] <= 9
     first = client.responses.create(model=model, input="Say hello.", max_output_tokens=8)
     second = client.responses.create(model=model, input="Again.", max_output_tokens=8, previous_response_id=first.id)
-    assert second.usage.input_tokens > first.usage.input_tokens and client.responses.retrieve(second.id).output_text == second.output_text
+    assert (
+        second.usage.input_tokens > first.usage.input_tokens
+        and client.responses.retrieve(second.id).output_text == second.output_text
+    )
     client.responses.delete(first.id)
     try_parsing(client, model)
 

@@ -35,16 +35,24 @@ def pick(n: Literal[1, 2, 3]) -> str:
 
 
 async def try_model(model) -> None:
-    typed = await Runner.run(Agent(name="a", model=model, output_type=Answer, model_settings=ModelSettings(max_tokens=60)), "A shirt, please.")
+    typed = await Runner.run(
+        Agent(name="a", model=model, output_type=Answer, model_settings=ModelSettings(max_tokens=60)),
+        "A shirt, please."
+    )
     assert typed.final_output.size in "SML"
     picker = Agent(name="a", model=model, tools=[pick], model_settings=FORCED, tool_use_behavior="stop_on_first_tool")
     called = await Runner.run(picker, "Pick one.", max_turns=2)
     assert called.final_output in ("picked 1", "picked 2", "picked 3")
     streamed = Runner.run_streamed(picker, "Pick one.", max_turns=2)
     kinds = {event.data.type async for event in streamed.stream_events() if event.type == "raw_response_event"}
-    assert {"response.function_call_arguments.delta", "response.completed"} <= kinds and streamed.final_output.startswith("picked")
+    assert (
+        {"response.function_call_arguments.delta", "response.completed"} <= kinds
+        and streamed.final_output.startswith("picked")
+    )
     other = Agent(name="b", model=model, output_type=Answer, model_settings=ModelSettings(max_tokens=60))
-    handed = await Runner.run(Agent(name="a", model=model, handoffs=[other], model_settings=FORCED), "A shirt, please.", max_turns=3)
+    handed = await Runner.run(
+        Agent(name="a", model=model, handoffs=[other], model_settings=FORCED), "A shirt, please.", max_turns=3
+    )
     assert handed.last_agent is other and handed.final_output.size in "SML"
 
 

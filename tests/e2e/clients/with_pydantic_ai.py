@@ -1,4 +1,5 @@
-"""pydantic-ai over OpenAI's chat and responses and Anthropic's messages: text, streams, typed output by tool and by schema."""
+"""pydantic-ai over OpenAI's chat and responses and Anthropic's messages: text, streams, typed output by tool and by
+schema."""
 
 import asyncio
 import json
@@ -37,7 +38,8 @@ async def run(url: str, name: str) -> None:
     claude = AnthropicProvider(anthropic_client=anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0))
     for model in (OpenAIChatModel(name, provider=openai), OpenAIResponsesModel(name, provider=openai)):
         await try_model(model, (ToolOutput(Pick), NativeOutput(Pick)))
-    await try_model(AnthropicModel(name, provider=claude), (ToolOutput(Pick),))  # it takes schemas of Anthropic's own models alone
+    # it takes schemas of Anthropic's own models alone
+    await try_model(AnthropicModel(name, provider=claude), (ToolOutput(Pick),))
 
 
 def main(url: str) -> None:

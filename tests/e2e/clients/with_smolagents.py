@@ -23,7 +23,10 @@ def main(url: str) -> None:
     model = OpenAIServerModel(model_id=name, api_base=url + "/v1", api_key="none", max_tokens=60, temperature=0)
     hello = [{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}]
     whole = model.generate(hello)
-    assert "".join(p.content or "" for p in model.generate_stream(hello)) == whole.content and whole.token_usage.output_tokens <= 60
+    assert (
+        "".join(p.content or "" for p in model.generate_stream(hello)) == whole.content
+        and whole.token_usage.output_tokens <= 60
+    )
     called = model.generate(hello, tools_to_call_from=[pick])
     assert called.tool_calls[0].function.name == "pick"
     agent = ToolCallingAgent(tools=[pick], model=model, max_steps=1, verbosity_level=0)

@@ -29,28 +29,40 @@ def line(custom_id: str, body: dict, url: str = "/v1/completions", **more) -> by
 GOOD = {"prompt": "go", "max_tokens": 3, "temperature": 0, "seed": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 BAD = {
-    "not json": b"{nope\n", "array": b"[1]\n", "utf-8": b'{"custom_id": "\xff"}\n', "no id": b'{"url": "/v1/completions", "body": {}}\n', "empty id": line("", GOOD),
-    "number as id": line(7, GOOD), "other url": line("u", GOOD, "/flush_cache"), "traversal": line("t", GOOD, "/v1/../flush_cache"), "method": line("m", GOOD, method="GET"),
-    "stream": line("s", {**GOOD, "stream": True}), "body is text": line("b", "x"), "deep": b'{"custom_id": "d", "body": ' + b"[" * 100_000 + b"\n",
+    "not json": b"{nope\n", "array": b"[1]\n", "utf-8": b'{"custom_id": "\xff"}\n',
+    "no id": b'{"url": "/v1/completions", "body": {}}\n', "empty id": line("", GOOD),
+    "number as id": line(7, GOOD), "other url": line("u", GOOD, "/flush_cache"),
+    "traversal": line("t", GOOD, "/v1/../flush_cache"), "method": line("m", GOOD, method="GET"),
+    "stream": line("s", {**GOOD, "stream": True}), "body is text": line("b", "x"),
+    "deep": b'{"custom_id": "d", "body": ' + b"[" * 100_000 + b"\n",
 }
 
 
 async def run(text: bytes, path: Path, client: FakeClient | None = None, **options) -> list[dict]:
     output, answered = open_output(path)
     with output:
-        await run_batch(InsideClient(create_app(client or FakeClient(), ServerConfig())), read_items(io.BytesIO(text), answered), output, breadth=4, **options)
+        await run_batch(
+            InsideClient(create_app(client or FakeClient(), ServerConfig())), read_items(io.BytesIO(text), answered),
+            output, breadth=4, **options
+        )
     return [json.loads(text) for text in path.read_bytes().splitlines()]
 
 
 async def test_answers_are_those_of_the_server(tmp_path: Path):
-    text = line("a", GOOD) + b"\n" + line("b", CHAT, "/v1/chat/completions", extra="ignored") + line("c", {**GOOD, "temperature": -1}) + line("d", {"input": "x"}, "/v1/embeddings")
+    text = (
+        line("a", GOOD) + b"\n" + line("b", CHAT, "/v1/chat/completions", extra="ignored")
+        + line("c", {**GOOD, "temperature": -1}) + line("d", {"input": "x"}, "/v1/embeddings")
+    )
     records = {r["custom_id"]: r for r in await run(text, tmp_path / "out")}
     assert records.keys() == {"a", "b", "c", "d"} and len({r["id"] for r in records.values()}) == 4
     assert records["a"]["response"]["status_code"] == 200 and records["a"]["error"] is None
     assert records["a"]["response"]["body"]["choices"][0]["text"] == expected_text("go", 3)
     assert records["a"]["response"]["request_id"] == records["a"]["response"]["body"]["id"]
     assert records["b"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
-    assert records["c"]["response"]["status_code"] == 400 and records["c"]["response"]["body"]["error"]["param"] == "temperature"
+    assert (
+        records["c"]["response"]["status_code"] == 400
+        and records["c"]["response"]["body"]["error"]["param"] == "temperature"
+    )
     assert records["d"]["response"]["status_code"] == 400, "this model generates"
 
 
@@ -59,7 +71,10 @@ async def test_a_bad_line_fails_alone(tmp_path: Path, name: str):
     records = await run(line("first", GOOD) + BAD[name] + line("last", GOOD), tmp_path / "out")
     assert {r["custom_id"] for r in records if r["response"]} == {"first", "last"}
     (failed,) = [r for r in records if not r["response"]]
-    assert failed["error"]["line"] == 2 and failed["error"]["code"] == "invalid_request_error" and failed["error"]["message"]
+    assert (
+        failed["error"]["line"] == 2 and failed["error"]["code"] == "invalid_request_error"
+        and failed["error"]["message"]
+    )
 
 
 async def test_ids_are_used_once(tmp_path: Path):
@@ -73,12 +88,16 @@ async def test_a_second_run_answers_what_is_left(tmp_path: Path):
     first = await run(text, tmp_path / "out")
     assert len(first) == 4
     assert await run(text, tmp_path / "out") == first, "nothing is left"
-    (tmp_path / "out").write_bytes(json.dumps(next(r for r in first if r["custom_id"] == "b")).encode() + b'\n{"id": "batch_req_1", "custom')
+    (tmp_path / "out").write_bytes(
+        json.dumps(next(r for r in first if r["custom_id"] == "b")).encode() + b'\n{"id": "batch_req_1", "custom'
+    )
     again = await run(text + line("c", GOOD), tmp_path / "out")
     assert sorted(str(r["custom_id"]) for r in again) == ["None", "a", "a", "b", "c"]
 
 
-async def test_a_full_queue_is_waited_for_and_a_dead_engine_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_full_queue_is_waited_for_and_a_dead_engine_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     class Flaky(InsideClient):
         tries = 0
 
@@ -110,7 +129,10 @@ async def test_a_fault_of_ours_is_the_lines_own(tmp_path: Path, monkeypatch: pyt
         return submit(prompt, *args, **options)
 
     fake.submit = fail_once
-    records = {r["custom_id"]: r for r in await run(line("a", {**GOOD, "prompt": "boom"}) + line("b", GOOD), tmp_path / "out", fake)}
+    records = {
+        r["custom_id"]: r
+        for r in await run(line("a", {**GOOD, "prompt": "boom"}) + line("b", GOOD), tmp_path / "out", fake)
+    }
     assert (records["a"]["response"]["status_code"], records["b"]["response"]["status_code"]) == (500, 200)
 
 
@@ -125,5 +147,10 @@ def test_files_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         open_output(other)
     assert other.read_text() == "my notes\nand more"
     monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 100)
-    items = list(read_items(io.BytesIO(b"x" * 1000 + b"\n" + b'{"custom_id":"a","url":"/v1/completions","body":{}}\n'), Answered(set(), set())))
+    items = list(
+        read_items(
+            io.BytesIO(b"x" * 1000 + b"\n" + b'{"custom_id":"a","url":"/v1/completions","body":{}}\n'),
+            Answered(set(), set())
+        )
+    )
     assert [(i.number, i.error is None) for i in items] == [(1, False), (2, True)]

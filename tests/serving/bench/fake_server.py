@@ -13,7 +13,10 @@ class FakeServer:
     """Streams ``max_tokens`` pieces, ``gap_s`` apart. ``fault`` picks how a request with a given number of output
     tokens goes wrong. Bodies are kept in ``bodies``; ``most_running`` is the largest number under way at once."""
 
-    def __init__(self, *, gap_s: float = 0.0, faults: dict[int, str] | None = None, key: str | None = None, with_usage: bool = True):
+    def __init__(
+        self, *, gap_s: float = 0.0, faults: dict[int, str] | None = None, key: str | None = None,
+        with_usage: bool = True
+    ):
         self.gap_s, self.faults, self.key, self.with_usage = gap_s, faults or {}, key, with_usage
         self.bodies: list[dict[str, Any]] = []
         self.running = self.most_running = self.flushed = 0
@@ -54,7 +57,9 @@ class FakeServer:
         await response.prepare(request)
         is_chat = "messages" in body
         if is_chat:
-            await self._send(response, {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+            await self._send(
+                response, {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+            )
         for i in range(body["max_tokens"]):
             if self.gap_s:
                 await asyncio.sleep(self.gap_s)
@@ -71,12 +76,18 @@ class FakeServer:
                 request.transport.close()
                 return response
             reason = "length" if is_last else None
-            choice = {"delta": {"content": "é "}, "finish_reason": reason} if is_chat else {"text": "é ", "finish_reason": reason}
+            choice = (
+                {"delta": {"content": "é "}, "finish_reason": reason} if is_chat
+                else {"text": "é ", "finish_reason": reason}
+            )
             await self._send(response, {"choices": [choice]}, split=i % 2 == 0)
         if self.with_usage:
             prompt = body.get("prompt")
             count = len(prompt) if isinstance(prompt, list) else 7
-            usage = {"prompt_tokens": count, "completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 2}}
+            usage = {
+                "prompt_tokens": count, "completion_tokens": body["max_tokens"],
+                "prompt_tokens_details": {"cached_tokens": 2}
+            }
             await self._send(response, {"choices": [], "usage": usage})
         await response.write(b": keep-alive\n\ndata: [DONE]\n\n")
         return response

@@ -21,7 +21,9 @@ from headrace.serving.bench.quality import count_same, divergence, read_text, ru
 
 def place(probabilities: dict[int, float]) -> TokenLogprobs:
     ordered = sorted(probabilities.items(), key=lambda item: -item[1])
-    return TokenLogprobs(ordered[0][0], math.log(ordered[0][1]), 1, [t for t, _ in ordered], [math.log(p) for _, p in ordered])
+    return TokenLogprobs(
+        ordered[0][0], math.log(ordered[0][1]), 1, [t for t, _ in ordered], [math.log(p) for _, p in ordered]
+    )
 
 
 def test_divergence_of_whole_distributions_is_the_textbooks():
@@ -72,7 +74,10 @@ class FakeLlm:
         entry = TokenLogprobs(7, math.log(self.sure), 1, [7], [math.log(self.sure)])
         tokens = [1] * int(self.sure * 40) + [2] * sampling_params.max_tokens
         return [
-            SimpleNamespace(prompt_logprobs=[None] + [entry] * (len(ids) - 1), outputs=[SimpleNamespace(token_ids=tokens[: sampling_params.max_tokens])])
+            SimpleNamespace(
+                prompt_logprobs=[None] + [entry] * (len(ids) - 1),
+                outputs=[SimpleNamespace(token_ids=tokens[: sampling_params.max_tokens])]
+            )
             for ids in prompt_token_ids
         ]
 
@@ -83,14 +88,20 @@ def test_each_form_is_read_beside_the_plain_one(monkeypatch, tmp_path):
     console, path = Console(file=io.StringIO(), width=160), tmp_path / "quality.json"
     options = QualityOptions(compare="int8, stored", window=100, max_tokens=250, output_file=str(path))
     rows = run_quality_bench(options, console, model="m", threads=1)
-    assert [(m["model"], m["quantization"], m["threads"]) for m in FakeLlm.made] == [("m", "none", 1), ("m", "int8", 1), ("m", "stored", 1)]
+    assert (
+        [(m["model"], m["quantization"], m["threads"]) for m in FakeLlm.made]
+        == [("m", "none", 1), ("m", "int8", 1), ("m", "stored", 1)]
+    )
     assert [round(row.perplexity, 6) for row in rows] == [2.0, 2.5, 4.0]
     assert [row.num_bytes for row in rows] == [500, 400, 250]
     assert rows[1].kl == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6), abs=1e-6)
     assert [row.same_len for row in rows] == [32, 16, 10]
     assert "int8" in console.file.getvalue() and json.loads(path.read_text())["num_tokens"] == 99 + 99 + 49
     run_quality_bench(QualityOptions(compare="int8/int8", window=100, max_tokens=250), None, model="m")
-    assert (FakeLlm.made[-1]["quantization"], FakeLlm.made[-1]["kv_dtype"]) == ("int8", "int8") and "kv_dtype" not in FakeLlm.made[-2]
+    assert (
+        (FakeLlm.made[-1]["quantization"], FakeLlm.made[-1]["kv_dtype"]) == ("int8", "int8")
+        and "kv_dtype" not in FakeLlm.made[-2]
+    )
     for wrong in ({"compare": " ,"}, {"text": str(tmp_path / "short.txt")}):
         (tmp_path / "short.txt").write_text("too short")
         with pytest.raises(ConfigError):

@@ -51,7 +51,11 @@ def serving(fake):
 
 def bench(fake, **options):
     with serving(fake) as url:
-        return run_serve_bench(serve_bench_options(**{"base_url": url, "warmup": 0, "num_requests": 20, "output_len": "4", "input_len": "10", **options}))
+        return run_serve_bench(
+            serve_bench_options(
+                **{"base_url": url, "warmup": 0, "num_requests": 20, "output_len": "4", "input_len": "10", **options}
+            )
+        )
 
 
 def test_counts_of_a_plain_run():
@@ -64,8 +68,13 @@ def test_counts_of_a_plain_run():
     assert report.prompt_tokens == 200 and report.cached_tokens == 40
     assert report.output_tokens == sum(body["max_tokens"] for body in measured)
     assert {body["max_tokens"] for body in measured} <= set(range(3, 10))
-    assert all(len(body["prompt"]) == 10 and min(body["prompt"]) >= 1000 and max(body["prompt"]) <= 30000 for body in measured)
-    assert all(body["ignore_eos"] is True and body["stream"] is True and body["stream_options"] == {"include_usage": True} for body in measured)
+    assert all(
+        len(body["prompt"]) == 10 and min(body["prompt"]) >= 1000 and max(body["prompt"]) <= 30000 for body in measured
+    )
+    assert all(
+        body["ignore_eos"] is True and body["stream"] is True and body["stream_options"] == {"include_usage": True}
+        for body in measured
+    )
     assert report.total_throughput == pytest.approx((report.prompt_tokens + report.output_tokens) / report.duration_s)
     warm = {tuple(body["prompt"]) for body in fake.bodies[:3]}
     assert not warm & {tuple(body["prompt"]) for body in measured}
@@ -79,7 +88,10 @@ def test_pieces_are_counted_when_the_server_gives_no_usage():
 def test_a_chat_run_sends_text_and_does_not_time_the_role_chunk():
     fake = FakeServer(gap_s=0.02)
     report = bench(fake, endpoint="chat", num_requests=4)
-    assert all(body["messages"][0]["role"] == "user" and len(body["messages"][0]["content"].split()) == 10 for body in fake.bodies)
+    assert all(
+        body["messages"][0]["role"] == "user" and len(body["messages"][0]["content"].split()) == 10
+        for body in fake.bodies
+    )
     assert all("ignore_eos" not in body for body in fake.bodies)
     assert report.output_tokens == 16
     assert report.latencies["ttft_ms"].p50 >= 20
@@ -88,14 +100,20 @@ def test_a_chat_run_sends_text_and_does_not_time_the_role_chunk():
 def test_latencies_are_those_of_the_stream():
     report = bench(FakeServer(gap_s=0.03), num_requests=4, output_len="5")
     assert report.latencies["ttft_ms"].p50 >= 30
-    assert report.latencies["ttft_ms"].mean + 4 * report.latencies["itl_ms"].mean <= report.latencies["latency_ms"].mean + 1e-3
+    assert (
+        report.latencies["ttft_ms"].mean + 4 * report.latencies["itl_ms"].mean
+        <= report.latencies["latency_ms"].mean + 1e-3
+    )
     assert report.latencies["tpot_ms"].mean == pytest.approx(report.latencies["itl_ms"].mean, rel=1e-6)
     assert report.latencies["latency_ms"].p50 >= 150
 
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [("429", "http 429"), ("500", "http 500"), ("cut", "cut short"), ("event", "server error"), ("junk", "bad stream"), ("drop", "connection")],
+    [
+        ("429", "http 429"), ("500", "http 500"), ("cut", "cut short"), ("event", "server error"),
+        ("junk", "bad stream"), ("drop", "connection")
+    ],
 )
 def test_faults_are_counted_by_kind(fault, kind):
     report = bench(FakeServer(faults={2: fault}), output_len="2-3", num_requests=30)
@@ -156,10 +174,16 @@ def test_shared_prefixes():
     fake = FakeServer()
     bench(fake, workload="shared-prefix", prefix_len=30, num_prefixes=3, input_len="5")
     assert len({tuple(body["prompt"][:30]) for body in fake.bodies}) == 3
-    assert len({tuple(body["prompt"]) for body in fake.bodies}) == 20 and {len(body["prompt"]) for body in fake.bodies} == {35}
+    assert (
+        len({tuple(body["prompt"]) for body in fake.bodies}) == 20
+        and {len(body["prompt"]) for body in fake.bodies} == {35}
+    )
     words = FakeServer()
     bench(words, workload="shared-prefix", prefix_len=30, random_words=True, input_len="5")
-    assert len({tuple(body["prompt"].split()[:30]) for body in words.bodies}) == 1 and {len(body["prompt"].split()) for body in words.bodies} == {35}
+    assert (
+        len({tuple(body["prompt"].split()[:30]) for body in words.bodies}) == 1
+        and {len(body["prompt"].split()) for body in words.bodies} == {35}
+    )
 
 
 def test_a_trace_is_replayed(tmp_path):
@@ -174,7 +198,11 @@ def test_a_trace_is_replayed(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "trace.jsonl:2 is no JSON"), ("3", ":2 needs"), ('{"prompt": 3}', ":2 needs"), ('{"prompt": []}', ":2 needs"), ('{"prompt": "a", "max_tokens": 0}', "max_tokens"), ('{"prompt": "a", "timestamp": "x"}', "timestamp")],
+    [
+        ("{", "trace.jsonl:2 is no JSON"), ("3", ":2 needs"), ('{"prompt": 3}', ":2 needs"),
+        ('{"prompt": []}', ":2 needs"), ('{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+        ('{"prompt": "a", "timestamp": "x"}', "timestamp")
+    ],
 )
 def test_unsound_traces(tmp_path, line, message):
     trace = tmp_path / "trace.jsonl"
@@ -202,7 +230,10 @@ def test_what_is_said_when_no_server_helps(tmp_path):
 def test_the_file_and_the_tables(tmp_path):
     out, text = tmp_path / "report.json", io.StringIO()
     with serving(FakeServer(faults={2: "429"})) as url:
-        options = serve_bench_options(base_url=url + "/v1/", warmup=0, num_requests=10, input_len="3", output_len="2-3", api_key="secret", output_file=str(out), details=True)
+        options = serve_bench_options(
+            base_url=url + "/v1/", warmup=0, num_requests=10, input_len="3", output_len="2-3", api_key="secret",
+            output_file=str(out), details=True
+        )
         report = run_serve_bench(options, Console(file=text, width=160))
     written = json.loads(out.read_text())
     assert written["num_completed"] == report.num_completed == sum(r["error"] is None for r in written["requests"])
@@ -215,18 +246,29 @@ def test_the_file_and_the_tables(tmp_path):
 
 def timing(started, arrivals, *, output_tokens=None, error=None):
     ended = (arrivals[-1] if arrivals else started) + 0.5
-    return Timing(started, ended, list(arrivals), 10, len(arrivals) if output_tokens is None else output_tokens, 0, error, "why")
+    return Timing(
+        started, ended, list(arrivals), 10, len(arrivals) if output_tokens is None else output_tokens, 0, error, "why"
+    )
 
 
 times = st.floats(0.001, 50)
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.lists(times, min_size=1, max_size=20), st.booleans()), min_size=1, max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.lists(times, min_size=1, max_size=20), st.booleans()), min_size=1, max_size=30
+    )
+)
 def test_the_report_is_numpys_arithmetic(drawn):
-    timings = [timing(start, np.cumsum([start, *gaps])[1:].tolist(), error="x" if failed else None) for start, gaps, failed in drawn]
+    timings = [
+        timing(start, np.cumsum([start, *gaps])[1:].tolist(), error="x" if failed else None) for start, gaps,
+        failed in drawn
+    ]
     good = [t for t in timings if t.error is None]
     report = summarise(timings)
-    assert report.num_completed == len(good) and report.errors == ({"x": len(timings) - len(good)} if len(good) < len(timings) else {})
+    assert report.num_completed == len(good) and report.errors == (
+        {"x": len(timings) - len(good)} if len(good) < len(timings) else {}
+    )
     assert report.duration_s == pytest.approx(max(t.ended for t in timings) - min(t.started for t in timings))
     assert report.output_throughput == pytest.approx(sum(len(t.arrivals) for t in good) / report.duration_s)
     expected = {
@@ -238,12 +280,17 @@ def test_the_report_is_numpys_arithmetic(drawn):
     for name, seconds in expected.items():
         got = report.latencies[name]
         values = np.array(seconds) * 1e3 if seconds else np.zeros(1)
-        assert (got.mean, got.p50, got.p90, got.p99) == pytest.approx((values.mean(), *np.percentile(values, [50, 90, 99])), rel=1e-6, abs=1e-6)
+        assert (got.mean, got.p50, got.p90, got.p99) == pytest.approx(
+            (values.mean(), *np.percentile(values, [50, 90, 99])), rel=1e-6, abs=1e-6
+        )
 
 
 def test_several_tokens_in_a_piece_count_as_tokens_not_as_gaps():
     report = summarise([timing(0.0, [1.0, 2.0], output_tokens=9)])
-    assert report.latencies["tpot_ms"].mean == pytest.approx(125) and report.latencies["itl_ms"].mean == pytest.approx(1000)
+    assert (
+        report.latencies["tpot_ms"].mean == pytest.approx(125)
+        and report.latencies["itl_ms"].mean == pytest.approx(1000)
+    )
     print_report(report, Console(file=io.StringIO()))
 
 
@@ -251,7 +298,9 @@ def test_poisson_arrivals_have_the_rate():
     asks = [Ask("x", 1)] * 20000
     due = np.array(arrival_times(asks, 50.0, 3))
     gaps = np.diff(due)
-    assert due[0] == 0 and gaps.mean() == pytest.approx(1 / 50, rel=0.03) and gaps.std() == pytest.approx(1 / 50, rel=0.05)
+    assert (
+        due[0] == 0 and gaps.mean() == pytest.approx(1 / 50, rel=0.03) and gaps.std() == pytest.approx(1 / 50, rel=0.05)
+    )
     assert arrival_times([Ask("x", 1, 2.5), Ask("y", 1)], None, 0) == [2.5, 0.0]
 
 

@@ -15,5 +15,13 @@ def test_events_are_whole_however_they_were_cut(datas: list[bytes], data: st.Dat
     pieces = [(float(end), stream[start:end]) for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
     events = list(split_events(pieces))
     assert [e for _, e in events] == [d.strip() for d in datas]
-    for (arrived, _), position in zip(events, (i for i, b in enumerate(stream) if b == 10 and stream[max(0, i - 1)] != 10 and stream[: i].rsplit(b"\n", 1)[-1].startswith(b"data:")), strict=True):
+    for (arrived, _), position in zip(
+        events,
+        (
+            i for i,
+            b in enumerate(stream)
+            if b == 10 and stream[max(0, i - 1)] != 10 and stream[: i].rsplit(b"\n", 1)[-1].startswith(b"data:")
+        ),
+        strict=True
+    ):
         assert arrived == min(end for end in (*cuts, len(stream)) if end > position)

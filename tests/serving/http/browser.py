@@ -17,7 +17,10 @@ import websockets
 from fake_apps import httpx
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-port=0", "--window-size=1000,720")
+OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+    "--remote-debugging-port=0", "--window-size=1000,720"
+)
 
 
 class Page:
@@ -63,7 +66,8 @@ class Page:
 async def open_page(address: str, folder: Path) -> AsyncIterator[Page]:
     """A tab at ``address`` in a browser of its own, with its profile in ``folder``."""
     browser = await asyncio.create_subprocess_exec(
-        str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder}", "about:blank", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder}", "about:blank", stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         found = None

@@ -20,7 +20,9 @@ except ImportError:
 
 
 @asynccontextmanager
-async def http_for(client: FakeClient, *, operations: OperationsConfig | None = None, **options) -> AsyncIterator[httpx.AsyncClient]:
+async def http_for(
+    client: FakeClient, *, operations: OperationsConfig | None = None, **options
+) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client on an application of its own, without a socket."""
     app = create_app(client, ServerConfig(**options), operations)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

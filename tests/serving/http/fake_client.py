@@ -64,7 +64,9 @@ class ByteTokenizer:
         return [BOS, *first.encode(), EOS, *second.encode()][:limit], len(first.encode()) + 2
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        text = b"".join(bytes([i]) if i < 256 else b"" if skip_special_tokens else self.token_text(i).encode() for i in ids)
+        text = b"".join(
+            bytes([i]) if i < 256 else b"" if skip_special_tokens else self.token_text(i).encode() for i in ids
+        )
         return text.decode(errors="replace")
 
     def decode_pieces(self, pieces: Iterable[list[int]], *, skip_special_tokens: bool = True) -> Iterator[str]:
@@ -76,12 +78,17 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 
-    def render_chat(self, messages, *, add_generation_prompt=True, continue_final_message=False, tools=None, template=None, **options) -> str:
+    def render_chat(
+        self, messages, *, add_generation_prompt=True, continue_final_message=False, tools=None, template=None,
+        **options
+    ) -> str:
         self.messages, self.tools, self.options = messages, tools, options
         if options.get("fail"):
             raise RequestError("the chat template refused the messages", param="messages")
         lines = [f"{m['role']}: {m['content']}" for m in messages]
-        return "\n".join(lines) + ("\nassistant:" if add_generation_prompt else "" if continue_final_message else "\n") + self.ending
+        return "\n".join(lines) + (
+            "\nassistant:" if add_generation_prompt else "" if continue_final_message else "\n"
+        ) + self.ending
 
 
 def draw_token(prompt_ids: list[int], seed: int, index: int) -> int:
@@ -131,7 +138,10 @@ class FakeAssembler:
         if index in self._done:
             return None
         self._ids[index] += output.token_ids
-        delta = ChoiceDelta(index, "", output.token_ids, output.logprobs, queued_s=output.queued_s, num_cached_tokens=output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs)
+        delta = ChoiceDelta(
+            index, "", output.token_ids, output.logprobs, queued_s=output.queued_s,
+            num_cached_tokens=output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs
+        )
         text = bytes(i for i in self._ids[index] if i < 256).decode(errors="ignore")
         end = len(text) - self._hold
         for stop in self._params.stop_strings():
@@ -140,7 +150,9 @@ class FakeAssembler:
                 delta.finish_reason, delta.stop_reason = "stop", stop
                 self._aborts.append(Abort(output.request_id, "stop"))
         if output.finish is not None and delta.finish_reason is None:
-            delta.finish_reason, delta.stop_reason, delta.error = output.finish.reason, output.finish.stop_id, output.finish.error
+            delta.finish_reason, delta.stop_reason, delta.error = (
+                output.finish.reason, output.finish.stop_id, output.finish.error
+            )
             end = len(text)
         if delta.finish_reason is not None:
             self._done.add(index)
@@ -150,9 +162,10 @@ class FakeAssembler:
 
 @dataclass
 class FakeClient:
-    """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, and so are schemas with ``uniqueItems``; one with ``BREAK3`` fails
-    after three tokens, one with ``HOLD`` yields nothing until aborted. ``delay_s`` passes before each token. ``script`` is
-    what the model answers, to everything, instead of drawn letters."""
+    """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, and so are schemas with
+    ``uniqueItems``; one with ``BREAK3`` fails after three tokens, one with ``HOLD`` yields nothing until aborted.
+    ``delay_s`` passes before each token. ``script`` is what the model answers, to everything, instead of drawn
+    letters."""
 
     delay_s: float = 0.0
     state: str = "ready"
@@ -179,7 +192,10 @@ class FakeClient:
 
     def __post_init__(self) -> None:
         self.memory = [MemoryLine("weights", 2**20), MemoryLine("KV cache", 2**21, "8192 tokens")]
-        self.facts = ModelFacts("fake-model", "FakeForCausalLM", "fake", "float32", "cpu", self.max_len, VOCAB, [EOS], 1000, 16, 8192, self.default_sampling, pooling=self.pooling)
+        self.facts = ModelFacts(
+            "fake-model", "FakeForCausalLM", "fake", "float32", "cpu", self.max_len, VOCAB, [EOS], 1000, 16, 8192,
+            self.default_sampling, pooling=self.pooling
+        )
 
     def shrink(self, max_len: int) -> None:
         """Serve a context of so many tokens from now on."""
@@ -189,14 +205,19 @@ class FakeClient:
     def num_inflight(self) -> int:
         return len({name.partition("/")[0] for name in self.children})
 
-    def submit(self, prompt, params, *, request_id=None, namespace="", priority=0, deadline_s=None, add_special_tokens=True) -> RequestStream:
+    def submit(
+        self, prompt, params, *, request_id=None, namespace="", priority=0, deadline_s=None, add_special_tokens=True
+    ) -> RequestStream:
         if self.state != "ready":
             raise EngineUnavailable(f"the engine is {self.state}", retry_after=3)
         if isinstance(params, PoolingSpec):
             return self._read(prompt, params, request_id, namespace, priority)
         refuse_generation(self.facts)
         params.validate()
-        ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else list(prompt)
+        ids = (
+            self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str)
+            else list(prompt)
+        )
         if not ids:
             raise RequestError("prompt must not be empty", param="prompt")
         if any(i >= VOCAB for i in ids):
@@ -212,7 +233,9 @@ class FakeClient:
         stream = RequestStream(request_id, requests, FakeAssembler(requests, params), self._abort)
         for index, request in enumerate(requests):
             self.children[request.request_id] = asyncio.Event()
-            task = asyncio.get_running_loop().create_task(self._run(stream, request, params, (params.seed or 0) + index))
+            task = asyncio.get_running_loop().create_task(
+                self._run(stream, request, params, (params.seed or 0) + index)
+            )
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
         return stream
@@ -222,7 +245,12 @@ class FakeClient:
         (request,), assembler = open_request(request_id, ids, spec, facts=self.facts, tokenizer=None)
         self.submitted.append((request_id, request.pooling, namespace, priority))
         stream = RequestStream(request_id, [request], assembler, self._abort)
-        stream.feed(RequestOutput(request_id, [], Finish("stop"), pooled=pack_floats(fake_result(ids, len(spec.label_ids) or self.facts.pooling.width))))
+        stream.feed(
+            RequestOutput(
+                request_id, [], Finish("stop"),
+                pooled=pack_floats(fake_result(ids, len(spec.label_ids) or self.facts.pooling.width))
+            )
+        )
         return stream
 
     def _abort(self, aborts) -> None:
@@ -238,13 +266,21 @@ class FakeClient:
             await ended.wait()
         broken = re.search(r"BREAK(\d+)", text)
         facts = {"num_cached_tokens": len(request.prompt_token_ids) // 2, "queued_s": QUEUED_S}
-        if params.prompt_logprobs is not None and request.request_id in (stream.request_id, f"{stream.request_id}/0"):  # the first choice, which computes all of the prompt
+        # the first choice, which computes all of the prompt
+        if params.prompt_logprobs is not None and request.request_id in (stream.request_id, f"{stream.request_id}/0"):
             await asyncio.sleep(3 * self.delay_s)
-            facts["prompt_logprobs"] = [None, *(token_logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:])]
-        finish = Finish("error", error=ErrorInfo("queue_full", "the queue is full", None, 7)) if "FULL" in text else None
+            facts["prompt_logprobs"] = [
+                None, *(token_logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:])
+            ]
+        finish = (
+            Finish("error", error=ErrorInfo("queue_full", "the queue is full", None, 7)) if "FULL" in text else None
+        )
         if params.grammar is not None and "uniqueItems" in params.grammar.text:
             kind = params.grammar.kind
-            finish = Finish("error", error=ErrorInfo("invalid_request_error", f"{kind}: the keyword 'uniqueItems' cannot be enforced", kind))
+            finish = Finish(
+                "error",
+                error=ErrorInfo("invalid_request_error", f"{kind}: the keyword 'uniqueItems' cannot be enforced", kind)
+            )
         tokens: list[int] = []
         while finish is None:
             await asyncio.sleep(self.delay_s)
@@ -253,10 +289,15 @@ class FakeClient:
             elif broken is not None and len(tokens) == int(broken[1]):
                 finish = Finish("error", error=ErrorInfo("step_failed", "the step failed"))
             else:
-                token = self.script[len(tokens)] if self.script else draw_token(request.prompt_token_ids, seed, len(tokens))
+                token = (
+                    self.script[len(tokens)] if self.script else draw_token(request.prompt_token_ids, seed, len(tokens))
+                )
                 tokens.append(token)
                 self.num_tokens += 1
-                finish = Finish("length") if len(tokens) == request.stop.max_tokens else Finish("stop") if tokens == list(self.script) else None
+                finish = (
+                    Finish("length") if len(tokens) == request.stop.max_tokens else Finish("stop")
+                    if tokens == list(self.script) else None
+                )
                 logprobs = None if params.logprobs is None else [token_logprobs(token, params.logprobs)]
                 stream.feed(RequestOutput(request.request_id, [token], finish, logprobs=logprobs, **facts))
                 facts = {}
@@ -267,10 +308,15 @@ class FakeClient:
         del self.children[request.request_id]
 
     async def abort(self, request_id: str | None) -> None:
-        self._abort([Abort(name) for name in list(self.children) if request_id is None or name.partition("/")[0] == request_id])
+        self._abort(
+            [Abort(name) for name in list(self.children) if request_id is None or name.partition("/")[0] == request_id]
+        )
 
     async def stats(self) -> EngineStats:
-        self.last_stats = EngineStats(num_running=len(self.children), num_pages=100, num_used_pages=40, num_evictable_pages=15, generation_tokens_total=self.num_tokens)
+        self.last_stats = EngineStats(
+            num_running=len(self.children), num_pages=100, num_used_pages=40, num_evictable_pages=15,
+            generation_tokens_total=self.num_tokens
+        )
         return self.last_stats
 
     async def reset_prefix_cache(self) -> bool:
@@ -282,7 +328,10 @@ class FakeClient:
         if self.refusal is not None:
             raise self.refusal
         if isinstance(method, ReleaseMemory | AcquireMemory):
-            self.released = self.released | set(method.parts) if isinstance(method, ReleaseMemory) else self.released - set(method.parts)
+            self.released = (
+                self.released | set(method.parts) if isinstance(method, ReleaseMemory)
+                else self.released - set(method.parts)
+            )
             return sorted(self.released)
         return "a.trace.json" if isinstance(method, StopProfile) else None
 

@@ -54,7 +54,10 @@ async def test_wrong_pauses(http, client):
 async def test_loads(http):
     loads = (await http.get("/v1/loads")).json()
     (load,) = loads["loads"]
-    assert loads["dp_rank_count"] == 1 and load["num_total_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] and 0 <= load["token_usage"] <= 1
+    assert (
+        loads["dp_rank_count"] == 1 and load["num_total_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"]
+        and 0 <= load["token_usage"] <= 1
+    )
 
 
 @pytest.mark.parametrize("path", ADMIN)
@@ -68,7 +71,9 @@ async def test_they_are_closed_where_others_can_reach_them(path):
         for headers in ({}, bearer("k"), bearer("a "[:1] + "b"), bearer("")):
             assert (await http.post(path, headers=headers)).status_code == 401
         assert (await http.post(path, headers=bearer("a"))).status_code == DONE[path]
-        assert (await http.get("/v1/models", headers=bearer("a"))).status_code == 401, "the admin key opens nothing else"
+        assert (await http.get("/v1/models", headers=bearer("a"))).status_code == 401, (
+            "the admin key opens nothing else"
+        )
     async with http_for(fake, api_key="k") as http:
         assert (await http.post(path)).status_code == 401
         assert (await http.post(path, headers=bearer("k"))).status_code == DONE[path]

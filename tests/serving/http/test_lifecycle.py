@@ -65,8 +65,15 @@ async def test_leaving_before_the_first_token(live, client):
 
 async def test_abort_by_id_and_all(live, client):
     client.delay_s = 0.01
-    asking = [asyncio.create_task(live.post("/generate", json={"text": "go", "rid": f"r{i}", "sampling_params": {"max_new_tokens": 3000}})) for i in range(3)]
-    streaming = asyncio.create_task(live.post("/v1/completions", json={"prompt": "go", "max_tokens": 3000, "stream": True}))
+    asking = [
+        asyncio.create_task(
+            live.post("/generate", json={"text": "go", "rid": f"r{i}", "sampling_params": {"max_new_tokens": 3000}})
+        )
+        for i in range(3)
+    ]
+    streaming = asyncio.create_task(
+        live.post("/v1/completions", json={"prompt": "go", "max_tokens": 3000, "stream": True})
+    )
     await until(lambda: len(client.children) == 4)
     so_far = client.num_tokens
     await until(lambda: client.num_tokens > so_far + 20)  # then each has some
@@ -97,7 +104,9 @@ async def test_an_id_in_use_is_refused(live, client):
     assert "in use" in (await live.post("/generate", json={"text": "x", "rid": "same"})).json()["error"]["message"]
     await live.post("/abort_request", json={"rid": "same"})
     assert (await first).status_code == 200
-    assert (await live.post("/generate", json={"text": "x", "rid": "same", "sampling_params": {"max_new_tokens": 1}})).status_code == 200
+    assert (
+        await live.post("/generate", json={"text": "x", "rid": "same", "sampling_params": {"max_new_tokens": 1}})
+    ).status_code == 200
 
 
 async def test_slow_reader_gets_everything_in_fewer_chunks(app, client):
@@ -137,7 +146,10 @@ async def test_draining_lets_running_requests_finish(live, app, client):
     await until(lambda: client.num_tokens > 2)
     app.state.context.is_draining = True
     refused = await live.post("/v1/completions", json={"prompt": "x"})
-    assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"] and refused.headers["retry-after"]
+    assert (
+        refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        and refused.headers["retry-after"]
+    )
     assert (await live.get("/ready")).status_code == 503 and (await live.get("/health")).json()["engine"] == "draining"
     assert json.loads(events_of((await running).text)[-2])["choices"][0]["finish_reason"] == "length"
 
@@ -184,5 +196,10 @@ async def test_two_thousand_requests_leave_nothing_behind(app, client):
 
 
 def test_the_application_imports_nothing_heavy():
-    code = "import sys, headrace.serving.http.app, headrace.serving.http.server; print({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=200, capture_output=True, text=True, check=True).stdout == "set()\n"
+    code = (
+        "import sys, headrace.serving.http.app, headrace.serving.http.server; print({'torch', 'transformers', 'numpy', "
+        "'pydantic'} & set(sys.modules))"
+    )
+    assert subprocess.run(
+        [sys.executable, "-c", code], timeout=200, capture_output=True, text=True, check=True
+    ).stdout == "set()\n"

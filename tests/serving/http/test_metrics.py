@@ -16,7 +16,11 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
 async def series(http) -> dict[tuple[str, tuple[str, ...]], float]:
     text = (await http.get("/metrics")).text
-    return {(s.name, tuple(sorted(s.labels.values()))): s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    return {
+        (s.name, tuple(sorted(s.labels.values()))): s.value
+        for f in text_string_to_metric_families(text)
+        for s in f.samples
+    }
 
 
 def test_names_are_documented():
@@ -26,14 +30,19 @@ def test_names_are_documented():
 
 async def test_requests_are_counted(http, client):
     await http.post("/v1/completions", json={"prompt": ["abc", "d"], "max_tokens": 5, "n": 2, "seed": 1})
-    await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True})
+    await http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
+    )
     await http.post("/v1/completions", json={"prompt": "BREAK1"})
     await http.post("/v1/completions", json={"prompt": "x", "n": 0})
     await http.get("/nope/xyz")
     await http.request("BREW", "/health")
     await http.get("/v1/models/fake-model")
     found = await series(http)
-    assert found["headrace_requests_finished_total", ("length",)] == 5 and found["headrace_requests_finished_total", ("error",)] == 1
+    assert (
+        found["headrace_requests_finished_total", ("length",)] == 5
+        and found["headrace_requests_finished_total", ("error",)] == 1
+    )
     assert found["headrace_time_to_first_token_seconds_count", ()] == 4
     assert found["headrace_inter_token_latency_seconds_count", ()] == 4 * 4 + 2
     assert found["headrace_e2e_request_latency_seconds_count", ()] == 4

@@ -37,7 +37,10 @@ def panels() -> Iterator[dict[str, Any]]:
     yield from (panel for panel in DASHBOARD["panels"] if panel["type"] != "row")
 
 
-EXPRESSIONS = [target["expr"] for panel in panels() for target in panel["targets"]] + [rule["expr"] for group in RULES["groups"] for rule in group["rules"]]
+EXPRESSIONS = (
+    [target["expr"] for panel in panels() for target in panel["targets"]]
+    + [rule["expr"] for group in RULES["groups"] for rule in group["rules"]]
+)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -59,7 +62,9 @@ def test_each_name_and_label_exists(expression: str):
 
 def test_every_engine_figure_is_on_the_dashboard():
     shown = " ".join(EXPRESSIONS)
-    left_out = {name.removesuffix("_bucket") for name in SERIES if name not in shown and not name.endswith(("_sum", "_count"))}
+    left_out = {
+        name.removesuffix("_bucket") for name in SERIES if name not in shown and not name.endswith(("_sum", "_count"))
+    }
     assert left_out == {"headrace_kv_cache_evictable_ratio", "headrace_engine_requests_total"}
 
 
@@ -69,7 +74,11 @@ def test_the_dashboard_can_be_laid_out():
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
         taken |= cells
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}

@@ -28,20 +28,31 @@ async def test_one_prompt(http, client):
 
 
 async def test_defaults(http, client):
-    await generate(http, text="once", sampling_params={"stop": "a", "no_stop_trim": True, "sampling_seed": 4, "min_new_tokens": 2})
+    await generate(
+        http, text="once", sampling_params={"stop": "a", "no_stop_trim": True, "sampling_seed": 4, "min_new_tokens": 2}
+    )
     params = client.submitted[0][1]
-    assert (params.max_tokens, params.min_tokens, params.seed, params.include_stop_str_in_output, params.temperature) == (128, 2, 4, True, 1.0)
+    assert (
+        params.max_tokens, params.min_tokens, params.seed, params.include_stop_str_in_output, params.temperature
+    ) == (128, 2, 4, True, 1.0)
 
 
 async def test_batch_with_parameters_for_each(http):
-    results = await generate(http, text=["one", "two"], sampling_params=[{"max_new_tokens": 3}, {"max_new_tokens": 4, "n": 2}], rid=["a", "b"])
-    assert [r["text"] for r in results] == [expected_text("one", 3), expected_text("two", 4), expected_text("two", 4, seed=1)]
+    results = await generate(
+        http, text=["one", "two"], sampling_params=[{"max_new_tokens": 3}, {"max_new_tokens": 4, "n": 2}],
+        rid=["a", "b"]
+    )
+    assert [r["text"] for r in results] == [
+        expected_text("one", 3), expected_text("two", 4), expected_text("two", 4, seed=1)
+    ]
     assert [r["meta_info"]["id"] for r in results] == ["a", "b/0", "b/1"]
 
 
 async def test_ids_and_a_batch_of_one(http):
     ids = [256, *b"once"]
-    assert (await generate(http, input_ids=ids, sampling_params={"max_new_tokens": 4}))["text"] == expected_text("once", 4)
+    assert (
+        await generate(http, input_ids=ids, sampling_params={"max_new_tokens": 4})
+    )["text"] == expected_text("once", 4)
     (result,) = await generate(http, input_ids=[ids], sampling_params={"max_new_tokens": 4})
     assert result["text"] == expected_text("once", 4)
 
@@ -70,15 +81,22 @@ async def test_stream_frames_hold_all_so_far(http, text, n):
 
 
 async def test_logprobs(http):
-    result = await generate(http, text="ab", sampling_params={"max_new_tokens": 2}, return_logprob=True, top_logprobs_num=2, logprob_start_len=0, return_text_in_logprobs=True)
+    result = await generate(
+        http, text="ab", sampling_params={"max_new_tokens": 2}, return_logprob=True, top_logprobs_num=2,
+        logprob_start_len=0, return_text_in_logprobs=True
+    )
     info, (first, second) = result["meta_info"], result["output_ids"]
     assert info["output_token_logprobs"] == [[-0.5, first, chr(first)], [-0.5, second, chr(second)]]
     assert info["output_top_logprobs"][0] == [[-0.5, first, chr(first)], [-9999.0, 256, "<256>"]]
     assert info["input_token_logprobs"] == [[None, 256, "<256>"], [-0.5, 97, "a"], [-0.5, 98, "b"]]
     assert info["input_top_logprobs"][0] is None
-    late = (await generate(http, text="ab", sampling_params={"max_new_tokens": 1}, return_logprob=True, logprob_start_len=2))["meta_info"]
+    late = (
+        await generate(http, text="ab", sampling_params={"max_new_tokens": 1}, return_logprob=True, logprob_start_len=2)
+    )["meta_info"]
     assert late["input_token_logprobs"] == [[-0.5, 98, None]] and "output_top_logprobs" not in late
-    output_only = (await generate(http, text="ab", sampling_params={"max_new_tokens": 1}, return_logprob=True))["meta_info"]
+    output_only = (
+        await generate(http, text="ab", sampling_params={"max_new_tokens": 1}, return_logprob=True)
+    )["meta_info"]
     assert output_only["input_token_logprobs"] == []
 
 
@@ -86,14 +104,19 @@ async def test_a_prompt_is_scored_without_output(http):
     body = {"text": "once", "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
     result = (await http.post("/generate", json=body)).json()
     assert (result["text"], result["output_ids"], result["meta_info"]["completion_tokens"]) == ("", [], 0)
-    assert result["meta_info"]["output_token_logprobs"] == [] and [t for _, t, _ in result["meta_info"]["input_token_logprobs"]] == [256, *b"once"]
+    assert (
+        result["meta_info"]["output_token_logprobs"] == []
+        and [t for _, t, _ in result["meta_info"]["input_token_logprobs"]] == [256, *b"once"]
+    )
     mixed = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]}
     assert (await http.post("/generate", json=mixed)).status_code == 400
 
 
 async def test_error_in_mid_stream(http):
     frames = events_of((await http.post("/generate", json={"text": "BREAK2", "stream": True})).text)
-    assert json.loads(frames[-2])["error"]["message"] == "the step failed" and frames[-1] == "[DONE]" and len(frames) == 4
+    assert (
+        json.loads(frames[-2])["error"]["message"] == "the step failed" and frames[-1] == "[DONE]" and len(frames) == 4
+    )
 
 
 async def test_model_defaults_fill_what_is_left_open():
@@ -107,13 +130,16 @@ async def test_model_defaults_fill_what_is_left_open():
 async def test_deadlines_reach_the_engine(http, client):
     await generate(http, text="x", deadline_s=2.5)
     await http.post("/v1/completions", json={"prompt": "x", "deadline_s": 3})
-    await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "deadline_s": 4})
+    await http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "deadline_s": 4}
+    )
     await generate(http, text="x")
     assert client.deadlines == [2.5, 3, 4, None]
 
 
 @pytest.mark.parametrize("path, body", [
-    ("/generate", {"text": "once", "sampling_params": {"max_new_tokens": 2}}), ("/v1/completions", {"prompt": "once", "max_tokens": 2}),
+    ("/generate", {"text": "once", "sampling_params": {"max_new_tokens": 2}}),
+    ("/v1/completions", {"prompt": "once", "max_tokens": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
 ])
 async def test_request_ids_come_back(http, client, path, body):
@@ -130,7 +156,10 @@ async def test_request_ids_come_back(http, client, path, body):
     assert (await http.post(path, json={**body, "rid": "a\n"})).status_code == 400, "a line break would end the header"
     for wrong in ("a b", "x" * 129, "a/b", "\u00e9"):
         answer = await http.post(path, json=body, headers=[(b"x-request-id", wrong.encode("latin-1"))])
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "X-Request-Id" and "x-request-id" not in answer.headers
+        assert (
+            answer.status_code == 400 and answer.json()["error"]["param"] == "X-Request-Id"
+            and "x-request-id" not in answer.headers
+        )
 
 
 async def test_a_repeated_header_is_no_reason_to_refuse(http, client):
@@ -155,15 +184,24 @@ async def test_flush(http, client):
 async def test_information(http):
     info = (await http.get("/get_server_info")).json()
     assert info["model"]["architecture"] == "FakeForCausalLM" and info["max_total_num_tokens"] == 8192
-    assert info["memory"][1] == {"name": "KV cache", "num_bytes": 2**21, "note": "8192 tokens"} and info["options"]["page_size"] is None
+    assert (
+        info["memory"][1] == {"name": "KV cache", "num_bytes": 2**21, "note": "8192 tokens"}
+        and info["options"]["page_size"] is None
+    )
     assert info["stats"]["num_pages"] == 100
     model = (await http.get("/get_model_info")).json()
-    assert model == (await http.get("/model_info")).json() and model["is_generation"] and model["architectures"] == ["FakeForCausalLM"]
+    assert (
+        model == (await http.get("/model_info")).json() and model["is_generation"]
+        and model["architectures"] == ["FakeForCausalLM"]
+    )
 
 
 async def test_tokens_there_and_back(http):
     ids = (await http.post("/tokenize", json={"prompt": "hé", "return_token_strs": True})).json()
-    assert ids == {"count": 4, "max_model_len": 4096, "tokens": [256, *"hé".encode()], "token_strs": ["<256>", "h", "\ufffd", "\ufffd"]}
+    assert ids == {
+        "count": 4, "max_model_len": 4096, "tokens": [256, *"hé".encode()],
+        "token_strs": ["<256>", "h", "\ufffd", "\ufffd"]
+    }
     bare = (await http.post("/tokenize", json={"text": "hé", "add_special_tokens": False})).json()["tokens"]
     assert (await http.post("/detokenize", json={"tokens": bare})).json() == {"prompt": "hé", "text": "hé"}
     assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": "", "text": ""}
@@ -189,7 +227,9 @@ async def test_without_a_tokenizer_ids_are_served(client):
     async with http_for(client) as http:
         answer = await http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 2, "logprobs": 1})
         assert answer.json()["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
-        for path, body in (("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}), ("/tokenize", {"prompt": "x"})):
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}), ("/tokenize", {"prompt": "x"})
+        ):
             assert "token ids only" in (await http.post(path, json=body)).json()["error"]["message"]
 
 
@@ -197,5 +237,6 @@ async def test_what_the_tokenizer_is(http, client):
     client.tokenizer.chat_templates = ["{{ messages }}"]
     info = (await http.get("/tokenizer_info")).json()
     assert info == {
-        "vocab_size": 300, "model_max_length": 4096, "bos_token": "<256>", "eos_token": "<257>", "chat_template": "{{ messages }}", "tokenizer_class": "remote",
+        "vocab_size": 300, "model_max_length": 4096, "bos_token": "<256>", "eos_token": "<257>",
+        "chat_template": "{{ messages }}", "tokenizer_class": "remote",
     }

@@ -14,13 +14,18 @@ from headrace.base.config import ServerConfig
 from headrace.serving.http import generation
 from headrace.serving.http.app import create_app
 
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}]
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}
+]
 RENDERED = "system: Be brief.\nuser: Hello\nthere\nassistant:"
 
 
 @pytest.fixture
 async def api(client: FakeClient):
-    async with live_server(create_app(client, ServerConfig())) as address, openai.AsyncOpenAI(base_url=address + "/v1", api_key="x", max_retries=0, timeout=30) as api:
+    async with live_server(create_app(client, ServerConfig())) as address, openai.AsyncOpenAI(
+        base_url=address + "/v1", api_key="x", max_retries=0, timeout=30
+    ) as api:
         yield api
 
 
@@ -28,7 +33,9 @@ async def test_completion_and_its_usage(api):
     answer = await api.completions.create(model="fake-model", prompt="once", max_tokens=12)
     assert answer.object == "text_completion" and answer.choices[0].finish_reason == "length"
     assert answer.choices[0].text == expected_text("once", 12)
-    assert answer.usage.model_dump(exclude_none=True) == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17, "prompt_tokens_details": {"cached_tokens": 2}}
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17, "prompt_tokens_details": {"cached_tokens": 2}
+    }
 
 
 async def test_default_lengths(api, client):
@@ -37,7 +44,14 @@ async def test_default_lengths(api, client):
     assert [p.max_tokens for _, p, _, _ in client.submitted] == [16, None]
 
 
-@pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["k", "xy"]}, {"n": 2, "logprobs": 2}, {"seed": 5, "echo": True}, {"n": 3, "logprobs": 1, "echo": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"n": 3}, {"stop": ["k", "xy"]}, {"n": 2, "logprobs": 2}, {"seed": 5, "echo": True},
+        {"n": 3, "logprobs": 1, "echo": True}
+    ],
+    ids=str
+)
 async def test_streamed_completions_equal_whole_ones(api, options):
     body = {"model": "fake-model", "prompt": ["one", "two", "three"], "max_tokens": 20, **options}
     whole = await api.completions.create(**body)
@@ -90,31 +104,44 @@ async def test_stop_string_is_cut_or_kept(api):
     stop = full[7:9]
     begin = full.index(stop)
     cut = await api.completions.create(model="fake-model", prompt="once", max_tokens=40, stop=stop)
-    kept = await api.completions.create(model="fake-model", prompt="once", max_tokens=40, stop=[stop], extra_body={"include_stop_str_in_output": True})
+    kept = await api.completions.create(
+        model="fake-model", prompt="once", max_tokens=40, stop=[stop], extra_body={"include_stop_str_in_output": True}
+    )
     assert (cut.choices[0].text, kept.choices[0].text) == (full[:begin], full[: begin + 2])
     assert cut.choices[0].finish_reason == "stop" and cut.choices[0].stop_reason == stop
 
 
 async def test_prompt_forms_give_the_same(api):
     ids = [256, *b"once"]
-    answers = [await api.completions.create(model="fake-model", prompt=p, max_tokens=8) for p in ("once", ["once"], ids, [ids])]
+    answers = [
+        await api.completions.create(model="fake-model", prompt=p, max_tokens=8) for p in ("once", ["once"], ids, [ids])
+    ]
     assert {a.choices[0].text for a in answers} == {expected_text("once", 8)}
 
 
 async def test_the_end_of_long_prompts_is_read_where_that_was_asked_for(api, client):
     client.shrink(16)
     for prompt, truncate, num_out, read in [
-        ("abcdefgh", 4, 2, [BOS, *b"fgh"]), ("abcdefgh", 1, 2, [*b"h"]), ("abc", 9, 2, [BOS, *b"abc"]), ([1, 2, 3, 4], 2, 2, [3, 4]),
+        ("abcdefgh", 4, 2, [BOS, *b"fgh"]), ("abcdefgh", 1, 2, [*b"h"]), ("abc", 9, 2, [BOS, *b"abc"]),
+        ([1, 2, 3, 4], 2, 2, [3, 4]),
         ("a" * 20, -1, 2, [BOS, *b"a" * 13]), ("b" * 30_000, -1, 6, [BOS, *b"b" * 9]),
     ]:
-        answer = await api.completions.create(model="fake-model", prompt=prompt, max_tokens=num_out, extra_body={"truncate_prompt_tokens": truncate})
+        answer = await api.completions.create(
+            model="fake-model", prompt=prompt, max_tokens=num_out, extra_body={"truncate_prompt_tokens": truncate}
+        )
         assert answer.usage.prompt_tokens == len(read) and answer.choices[0].text == expected_text(read, num_out)
     messages = [{"role": "user", "content": "x" * 40}]
-    answer = await api.chat.completions.create(model="fake-model", messages=messages, max_tokens=3, extra_body={"truncate_prompt_tokens": -1})
-    assert answer.usage.prompt_tokens == 13 and answer.choices[0].message.content == expected_text([*b"xx\nassistant:"], 3)
+    answer = await api.chat.completions.create(
+        model="fake-model", messages=messages, max_tokens=3, extra_body={"truncate_prompt_tokens": -1}
+    )
+    assert (
+        answer.usage.prompt_tokens == 13 and answer.choices[0].message.content == expected_text([*b"xx\nassistant:"], 3)
+    )
     for truncate in (0, 17, -2):
         with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens"):
-            await api.completions.create(model="fake-model", prompt="a", extra_body={"truncate_prompt_tokens": truncate})
+            await api.completions.create(
+                model="fake-model", prompt="a", extra_body={"truncate_prompt_tokens": truncate}
+            )
     with pytest.raises(openai.BadRequestError, match="at most"):
         await api.completions.create(model="fake-model", prompt="a" * 20, max_tokens=2)
 
@@ -140,14 +167,22 @@ async def test_logprobs_of_characters_in_several_tokens(api):
 
 
 async def test_answers_come_back_with_what_clients_note_about_them(api, client):
-    call = {"id": "c1", "type": "function", "index": 0, "provider_specific_fields": None, "function": {"name": "f", "arguments": "{}"}}
+    call = {
+        "id": "c1", "type": "function", "index": 0, "provider_specific_fields": None,
+        "function": {"name": "f", "arguments": "{}"}
+    }
     noted = {"role": "assistant", "content": "a", "tool_calls": [call], "provider_specific_fields": {"x": 1}, "thinking_blocks": [], "reasoning_details": [{}],
              "function_call": None, "audio": None, "refusal": None, "annotations": []}
     parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
     messages = [{"role": "user", "content": parts}, noted, {"role": "tool", "tool_call_id": "c1", "content": "b"}]
     await api.chat.completions.create(model="fake-model", messages=messages, max_tokens=1)
-    assert client.tokenizer.messages[0]["content"] == "hi" and client.tokenizer.messages[1]["content"].startswith("a\n<tool_call>")
-    assert not any({"provider_specific_fields", "thinking_blocks", "reasoning_details"} & set(m) for m in client.tokenizer.messages)
+    assert (
+        client.tokenizer.messages[0]["content"] == "hi"
+        and client.tokenizer.messages[1]["content"].startswith("a\n<tool_call>")
+    )
+    assert not any(
+        {"provider_specific_fields", "thinking_blocks", "reasoning_details"} & set(m) for m in client.tokenizer.messages
+    )
 
 
 async def test_greedy_choices_are_the_same(api):
@@ -163,13 +198,19 @@ async def test_extensions_arrive_at_the_engine(api, client):
     )
     ((request_id, params, namespace, priority),) = client.submitted
     assert (request_id, namespace, priority) == ("mine", "me", 3)
-    assert (params.top_k, params.min_p, params.repetition_penalty, params.min_tokens, params.seed) == (7, 0.1, 1.2, 2, 3)
-    assert (params.logit_bias, params.allowed_token_ids, params.bad_words, params.stop_token_ids) == ({97: -5.0}, [97, 98], ["x"], [5])
+    assert (
+        params.top_k, params.min_p, params.repetition_penalty, params.min_tokens, params.seed
+    ) == (7, 0.1, 1.2, 2, 3)
+    assert (
+        params.logit_bias, params.allowed_token_ids, params.bad_words, params.stop_token_ids
+    ) == ({97: -5.0}, [97, 98], ["x"], [5])
     assert params.ignore_eos and not params.skip_special_tokens
 
 
 async def test_token_ids_and_prompt_logprobs_on_request(api):
-    answer = await api.chat.completions.create(model="fake-model", messages=MESSAGES, max_tokens=3, extra_body={"return_token_ids": True, "prompt_logprobs": 1})
+    answer = await api.chat.completions.create(
+        model="fake-model", messages=MESSAGES, max_tokens=3, extra_body={"return_token_ids": True, "prompt_logprobs": 1}
+    )
     assert bytes(answer.prompt_token_ids).decode() == RENDERED
     assert bytes(answer.choices[0].token_ids).decode() == answer.choices[0].message.content
     assert answer.prompt_logprobs[0] is None and len(answer.prompt_logprobs) == len(RENDERED)
@@ -178,7 +219,9 @@ async def test_token_ids_and_prompt_logprobs_on_request(api):
 
 async def test_continuous_usage(api):
     body = {"model": "fake-model", "messages": MESSAGES, "max_tokens": 5, "stream": True}
-    stream = await api.chat.completions.create(**body, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    stream = await api.chat.completions.create(
+        **body, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
     counts = [e.usage.completion_tokens async for e in stream]
     assert counts == sorted(counts) and counts[-1] == 5 and counts[0] == 1
 
@@ -193,13 +236,25 @@ async def test_models(api):
 
 async def test_many_logprobs_and_many_prompts_are_told_as_few_are(http, monkeypatch):
     bodies = {
-        "/v1/completions": {"prompt": [f"prompt {i}" for i in range(70)], "echo": True, "logprobs": 2, "max_tokens": 3, "n": 2, "seed": 1},
-        "/v1/chat/completions": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "max_tokens": 3},
-        "/generate": {"text": ["a", "bc"], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "sampling_params": {"max_new_tokens": 3}},
+        "/v1/completions": {
+            "prompt": [f"prompt {i}" for i in range(70)], "echo": True, "logprobs": 2, "max_tokens": 3, "n": 2,
+            "seed": 1
+        },
+        "/v1/chat/completions": {
+            "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "max_tokens": 3
+        },
+        "/generate": {
+            "text": ["a", "bc"], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2,
+            "sampling_params": {"max_new_tokens": 3}
+        },
     }
 
     async def ask() -> list[str]:
-        answers = [await http.post(path, json={"rid": "mine", **body}) if path != "/generate" else await http.post(path, json=body) for path, body in bodies.items()]
+        answers = [
+            await http.post(path, json={"rid": "mine", **body}) if path != "/generate"
+            else await http.post(path, json=body) for path,
+            body in bodies.items()
+        ]
         assert {answer.status_code for answer in answers} == {200}
         return [re.sub(r'"(created|id|e2e_latency|call_id)":("[^"]*"|[\d.e-]+)', "", answer.text) for answer in answers]
 
@@ -236,6 +291,12 @@ async def test_concurrency_64(api):
     async def one(i: int) -> str:
         if i % 2:
             return (await api.completions.create(model="fake-model", prompt=f"p{i}", max_tokens=30)).choices[0].text
-        return "".join([e.choices[0].text async for e in await api.completions.create(model="fake-model", prompt=f"p{i}", max_tokens=30, stream=True)])
+        return "".join(
+            [
+                e.choices[0].text async for e in await api.completions.create(
+                    model="fake-model", prompt=f"p{i}", max_tokens=30, stream=True
+                )
+            ]
+        )
 
     assert await asyncio.gather(*map(one, range(64))) == [expected_text(f"p{i}", 30) for i in range(64)]

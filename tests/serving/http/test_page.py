@@ -21,7 +21,9 @@ async def test_page_is_one_file_that_calls_nobody_else(http):
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     html = answer.text
     assert not re.search(r"""(?:src|href|action)\s*=(?!"data:,"|"openapi\.json")|https?://|@import|url\(""", html)
-    for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "onclick=", "style="):
+    for danger in (
+        "innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "onclick=", "style="
+    ):
         assert danger not in html, danger
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
@@ -60,19 +62,26 @@ async def say(page, text: str) -> None:
 
 async def test_a_conversation(page, client):
     await page.until("$('model').textContent === 'fake-model'")
-    await page.run("$('system').value = 'Be kind.'; $('max_tokens').value = 24; $('temperature').value = 0.5; $('top_p').value = 0.5")
+    await page.run(
+        "$('system').value = 'Be kind.'; $('max_tokens').value = 24; $('temperature').value = 0.5; $('top_p').value = "
+        "0.5"
+    )
     await say(page, "hello <b>there</b>")
     await page.until(IDLE)
     first = expected_text("system: Be kind.\nuser: hello <b>there</b>\nassistant:", 24, bos=False)
     assert await page.run("document.querySelector('.turn.assistant div').textContent") == first
     assert await page.run("document.querySelector('.turn.user').textContent") == "hello <b>there</b>"
     assert await page.run("document.querySelectorAll('.turn b').length") == 0
-    assert re.match(r"24 tokens · [\d.]+ tokens/s · stopped", await page.run("document.querySelector('.note').textContent"))
+    assert re.match(
+        r"24 tokens · [\d.]+ tokens/s · stopped", await page.run("document.querySelector('.note').textContent")
+    )
     params = client.submitted[0][1]
     assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.5, 24)
     await say(page, "and?")
     await page.until("turns.length === 4 && running === null")
-    second = expected_text(f"system: Be kind.\nuser: hello <b>there</b>\nassistant: {first}\nuser: and?\nassistant:", 24, bos=False)
+    second = expected_text(
+        f"system: Be kind.\nuser: hello <b>there</b>\nassistant: {first}\nuser: and?\nassistant:", 24, bos=False
+    )
     assert await page.run("turns[3].content") == second
     await page.run("$('fresh').click()")
     assert await page.run("turns.length") == 0 and await page.run("document.querySelectorAll('.turn').length") == 0
@@ -97,7 +106,9 @@ async def test_key_is_asked_for_and_kept_in_the_tab(client, tmp_path):
         assert len(client.submitted) == 1
         await page.call("Page.reload")
         await page.until("typeof turns !== 'undefined' && $('model').textContent === 'fake-model'")
-        assert await page.run("[$('key').value, sessionStorage.length, localStorage.length, document.cookie]") == ["s3cret", 1, 0, ""]
+        assert await page.run(
+            "[$('key').value, sessionStorage.length, localStorage.length, document.cookie]"
+        ) == ["s3cret", 1, 0, ""]
 
 
 async def test_the_model_is_named_once_it_is_loaded(page, client):
@@ -150,11 +161,14 @@ A **bold** and *slanted* `code <b>` & <img src=x onerror="window.hacked = 1">
 <b>print</b>("**not bold**")
 ```
 tail"""
-    await page.run(f"window.box = document.createElement('div'); log.append(box); writeBlocks(box, {json.dumps(answer)})")
+    await page.run(
+        f"window.box = document.createElement('div'); log.append(box); writeBlocks(box, {json.dumps(answer)})"
+    )
     html = await page.run("box.innerHTML")
     assert html == (
         "<h4>Title &lt;script&gt;alert(1)&lt;/script&gt;</h4>"
-        '<p>A <strong>bold</strong> and <em>slanted</em> <code>code &lt;b&gt;</code> &amp; &lt;img src=x onerror="window.hacked = 1"&gt;</p>'
+        '<p>A <strong>bold</strong> and <em>slanted</em> <code>code &lt;b&gt;</code> &amp; &lt;img src=x '
+        'onerror="window.hacked = 1"&gt;</p>'
         "<ul><li>one</li><li>two [x](javascript:alert(1))</li></ul><ol start=\"3\"><li>three</li></ol>"
         '<pre><code>&lt;b&gt;print&lt;/b&gt;("**not bold**")</code></pre><p>tail</p>'
     )

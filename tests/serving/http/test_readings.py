@@ -40,7 +40,10 @@ async def post(pooling: PoolingFacts | None, path: str, body: dict, **options) -
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("one", [ids_of("one")]), (["one", "two"], [ids_of("one"), ids_of("two")]), ([1, 2, 3], [[1, 2, 3]]), ([[1, 2], [3]], [[1, 2], [3]])],
+    [
+        ("one", [ids_of("one")]), (["one", "two"], [ids_of("one"), ids_of("two")]), ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]])
+    ],
 )
 async def test_inputs_in_all_their_shapes(given, expected: list[list[int]]):
     status, answer, client = await post(EMBED, "/v1/embeddings", {"input": given, "model": "fake-model", "user": "u"})
@@ -59,13 +62,18 @@ async def test_shorter_embeddings_in_both_encodings():
     _, answer, _ = await post(EMBED, "/v1/embeddings", {"input": "x", "dimensions": 2})
     assert answer["data"][0]["embedding"] == pytest.approx([x / length for x in full[:2]])
     _, answer, _ = await post(EMBED, "/v1/embeddings", {"input": "x", "dimensions": 2, "encoding_format": "base64"})
-    assert unpack_floats(base64.b64decode(answer["data"][0]["embedding"])) == pytest.approx([x / length for x in full[:2]])
+    assert (
+        unpack_floats(base64.b64decode(answer["data"][0]["embedding"])) == pytest.approx([x / length for x in full[:2]])
+    )
     _, answer, _ = await post(EMBED, "/v1/embeddings", {"input": "x", "encoding_format": "base64"})
     assert unpack_floats(base64.b64decode(answer["data"][0]["embedding"])) == pytest.approx(full)
 
 
 async def test_truncation_identity_and_salt_reach_the_engine():
-    body = {"input": "abcdef", "truncate_prompt_tokens": 3, "request_id": "mine", "cache_salt": "s", "priority": 4, "add_special_tokens": False}
+    body = {
+        "input": "abcdef", "truncate_prompt_tokens": 3, "request_id": "mine", "cache_salt": "s", "priority": 4,
+        "add_special_tokens": False
+    }
     _, answer, client = await post(EMBED, "/v1/embeddings", body)
     assert answer["id"] == "mine" and answer["usage"]["total_tokens"] == 3
     assert [(name, salt, priority) for name, _, salt, priority in client.submitted] == [("mine", "s", 4)]
@@ -113,10 +121,17 @@ async def test_rerank_orders_documents(path: str):
     logits = [fake_result([BOS, *b"q", EOS, *text.encode()], 1)[0] for text in texts]
     order = sorted(range(3), key=lambda i: -logits[i])[:2]
     assert status == 200 and [r["index"] for r in answer["results"]] == order
-    assert [r["relevance_score"] for r in answer["results"]] == pytest.approx([1 / (1 + math.exp(-logits[i])) for i in order])
-    assert [r.get("document") for r in answer["results"]] == [None if path == "/v2/rerank" else {"text": texts[i]} for i in order]
+    assert (
+        [r["relevance_score"] for r in answer["results"]]
+        == pytest.approx([1 / (1 + math.exp(-logits[i])) for i in order])
+    )
+    assert [r.get("document") for r in answer["results"]] == [
+        None if path == "/v2/rerank" else {"text": texts[i]} for i in order
+    ]
     assert all(spec.second_start == 3 for _, spec, _, _ in client.submitted)
-    _, answer, _ = await post(CROSS, path, {"query": "q", "documents": documents, "return_documents": path == "/v2/rerank"})
+    _, answer, _ = await post(
+        CROSS, path, {"query": "q", "documents": documents, "return_documents": path == "/v2/rerank"}
+    )
     assert all(("document" in r) == (path == "/v2/rerank") for r in answer["results"])
 
 
@@ -176,7 +191,10 @@ async def test_native_form():
 )
 async def test_a_model_of_another_kind_says_what_it_is(pooling: PoolingFacts | None, path: str, body: dict):
     status, answer, client = await post(pooling, path, body)
-    assert (status, answer["error"]["param"]) == (400, "model") and "fake-model" in answer["error"]["message"] + "fake-model" * (pooling is CLASSES)
+    assert (
+        (status, answer["error"]["param"]) == (400, "model")
+        and "fake-model" in answer["error"]["message"] + "fake-model" * (pooling is CLASSES)
+    )
     assert not client.submitted
 
 
@@ -193,10 +211,18 @@ def application():
     return create_app(FakeClient(pooling=EMBED, max_len=128), ServerConfig(max_batch_prompts=16))
 
 
-schema = schemathesis.openapi.from_asgi("/openapi.json", application()).include(path=["/v1/embeddings", "/v1/score", "/v1/rerank", "/encode", "/v1/classify"])
+schema = schemathesis.openapi.from_asgi("/openapi.json", application()).include(
+    path=["/v1/embeddings", "/v1/score", "/v1/rerank", "/encode", "/v1/classify"]
+)
 
 
 @schema.parametrize()
-@settings(max_examples=5, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=5, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck)
+)
 def test_answers_conform(case):
-    case.validate_response(case.call(), checks=[not_a_server_error, status_code_conformance, response_schema_conformance, negative_data_rejection])
+    case.validate_response(
+        case.call(),
+        checks=[not_a_server_error, status_code_conformance, response_schema_conformance, negative_data_rejection]
+    )

@@ -21,15 +21,23 @@ from headrace.base.errors import ConfigError
 from headrace.serving.http.recording import MAX_KEPT_BODY, MAX_LOGGED_TEXT, Exchange, shorten
 from headrace.serving.replay.folder import NUM_FILES, DumpFolder, read_records
 
-KEYS = {"Authorization": "Bearer hush-key", "x-api-key": "hush-key", "Cookie": "hush=1", "X-Custom": "hush", "User-Agent": "some-agent"}
-CHAT = {"messages": [{"role": "user", "content": "secret words"}], "max_tokens": 3, "model": "fake-model", "user": "secret name", "metadata": {"secret": "secret"}}
+KEYS = {
+    "Authorization": "Bearer hush-key", "x-api-key": "hush-key", "Cookie": "hush=1", "X-Custom": "hush",
+    "User-Agent": "some-agent"
+}
+CHAT = {
+    "messages": [{"role": "user", "content": "secret words"}], "max_tokens": 3, "model": "fake-model",
+    "user": "secret name", "metadata": {"secret": "secret"}
+}
 
 
 async def log_of(caplog, level: str, body: object, path: str = "/v1/chat/completions") -> list[str]:
     with caplog.at_level(logging.INFO, "headrace"):
         async with http_for(FakeClient(), operations=OperationsConfig(log_requests=level), api_key="hush-key") as http:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            await http.post(path, content=content, headers={**KEYS, "Content-Type": "application/json", "X-Request-Id": "me"})
+            await http.post(
+                path, content=content, headers={**KEYS, "Content-Type": "application/json", "X-Request-Id": "me"}
+            )
     return [r.getMessage() for r in caplog.records if r.name.startswith("headrace.serving.http")]
 
 
@@ -39,8 +47,14 @@ async def test_levels_of_the_log(caplog):
     assert "POST /v1/chat/completions -> 200" in line and "id me" in line
     caplog.clear()
     fields, line = await log_of(caplog, "fields", CHAT)
-    assert fields.startswith("id me /v1/chat/completions headers {") and '"user-agent":"some-agent"' in fields and '"max_tokens":3' in fields
-    assert '"messages":"<list, 1 items>"' in fields and '"model":"fake-model"' in fields and '"metadata":"<object, 1 fields>"' in fields
+    assert (
+        fields.startswith("id me /v1/chat/completions headers {") and '"user-agent":"some-agent"' in fields
+        and '"max_tokens":3' in fields
+    )
+    assert (
+        '"messages":"<list, 1 items>"' in fields and '"model":"fake-model"' in fields
+        and '"metadata":"<object, 1 fields>"' in fields
+    )
     assert "secret" not in fields.replace('"metadata"', "") and '"authorization":"***"' in fields
     caplog.clear()
     texts, line = await log_of(caplog, "prompts", CHAT)
@@ -56,12 +70,17 @@ async def test_bodies_that_are_no_json_are_logged_by_size(caplog):
 async def test_a_log_stays_on_its_line(caplog):
     text = "a\r\n2026-01-01 INFO forged \x1b[31m" + "x" * 5000
     fields, _line = await log_of(caplog, "prompts", {"prompt": text, "max_tokens": 1}, "/v1/completions")
-    assert "\n" not in fields and "\x1b" not in fields and len(fields) < MAX_LOGGED_TEXT + 1000 and f"({len(text)} characters)" in fields
+    assert (
+        "\n" not in fields and "\x1b" not in fields and len(fields) < MAX_LOGGED_TEXT + 1000
+        and f"({len(text)} characters)" in fields
+    )
 
 
 @pytest.mark.parametrize("document", [
-    {"prompt": "secret"}, {"input": ["secret"]}, {"tools": [{"function": {"name": "secret"}}]}, {"response_format": {"json_schema": {"schema": {"secret": 1}}}},
-    {"stop": "secret"}, {"model": "secret" * 20}, {"system": [{"type": "text", "text": "secret"}]}, {"logit_bias": {"secret": 1}}, ["secret"], "secret",
+    {"prompt": "secret"}, {"input": ["secret"]}, {"tools": [{"function": {"name": "secret"}}]},
+    {"response_format": {"json_schema": {"schema": {"secret": 1}}}},
+    {"stop": "secret"}, {"model": "secret" * 20}, {"system": [{"type": "text", "text": "secret"}]},
+    {"logit_bias": {"secret": 1}}, ["secret"], "secret",
 ])
 def test_no_text_is_told_unless_asked_for(document):
     told = json.dumps(shorten(document, has_texts=False))
@@ -73,7 +92,9 @@ async def test_who_is_not_let_in_is_not_recorded(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "headrace"):
         async with http_for(FakeClient(), operations=operations, api_key="k") as http:
             assert (await http.post("/v1/completions", json={"prompt": "secret"})).status_code == 401
-            assert (await http.post("/freeze_gc", json={"prompt": "secret"}, headers={"Authorization": "Bearer k"})).status_code == 200
+            assert (
+                await http.post("/freeze_gc", json={"prompt": "secret"}, headers={"Authorization": "Bearer k"})
+            ).status_code == 200
             http.app.state.context.close()
     assert "secret" not in caplog.text and all(path.stat().st_size == 0 for path in (tmp_path / "dump").iterdir())
 
@@ -81,20 +102,32 @@ async def test_who_is_not_let_in_is_not_recorded(tmp_path, caplog):
 async def test_requests_are_written_with_their_answers(tmp_path: Path):
     folder = tmp_path / "new" / "dump"
     async with http_for(FakeClient(), operations=OperationsConfig(dump_requests=str(folder))) as http:
-        plain = await http.post("/v1/completions", json={"prompt": "a\nb", "max_tokens": 4, "seed": 1}, headers={**KEYS, "X-Request-Id": "first"})
+        plain = await http.post(
+            "/v1/completions", json={"prompt": "a\nb", "max_tokens": 4, "seed": 1},
+            headers={**KEYS, "X-Request-Id": "first"}
+        )
         streamed = await http.post("/v1/completions", json={"prompt": "c", "max_tokens": 4, "stream": True})
         wrong = await http.post("/v1/completions", content=b'{"prompt": ', headers={"Content-Type": "application/json"})
-        large = await http.post("/generate", json={"text": "x" * MAX_KEPT_BODY, "sampling_params": {"max_new_tokens": 1}})
+        large = await http.post(
+            "/generate", json={"text": "x" * MAX_KEPT_BODY, "sampling_params": {"max_new_tokens": 1}}
+        )
         await http.get("/v1/models")
         http.app.state.context.close()
     assert "hush" not in "".join(path.read_text() for path in folder.iterdir())
     first, second, third, fourth = read_records(str(folder))
-    assert (first.request_id, first.path, first.status, msgspec.json.decode(first.body)["prompt"]) == ("first", "/v1/completions", 200, "a\nb")
+    assert (
+        first.request_id, first.path, first.status, msgspec.json.decode(first.body)["prompt"]
+    ) == ("first", "/v1/completions", 200, "a\nb")
     assert first.answer == plain.text and expected_text("a\nb", 4, seed=1) in first.answer and first.is_complete
-    assert second.answer == streamed.text and second.answer.endswith("data: [DONE]\n\n") and 0 < second.first_byte_s <= second.seconds
+    assert (
+        second.answer == streamed.text and second.answer.endswith("data: [DONE]\n\n")
+        and 0 < second.first_byte_s <= second.seconds
+    )
     assert (third.status, third.has_body, third.answer) == (400, False, wrong.text)
     assert (fourth.status, fourth.has_body) == (large.status_code, False)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.iterdir())
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and all(
+        stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.iterdir()
+    )
 
 
 async def test_an_answer_whose_reader_left(tmp_path: Path, client):
@@ -111,7 +144,10 @@ async def test_an_answer_whose_reader_left(tmp_path: Path, client):
 
 
 def exchange(number: int, size: int = 400) -> Exchange:
-    return Exchange("POST", "/generate", Headers({}), float(number), 200, bytearray(json.dumps({"text": "x" * size}).encode()), bytearray(b"{}"), is_complete=True)
+    return Exchange(
+        "POST", "/generate", Headers({}), float(number), 200, bytearray(json.dumps({"text": "x" * size}).encode()),
+        bytearray(b"{}"), is_complete=True
+    )
 
 
 def test_the_oldest_go_when_the_folder_is_full(tmp_path: Path):
@@ -151,7 +187,10 @@ def test_a_full_disk_costs_the_lines_that_do_not_fit(tmp_path: Path, caplog):
         dump.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [int(r.at) for r in read_records(str(tmp_path))] == [0, 1, 6] and caplog.text.count("cannot be written to the dump") == 4
+    assert (
+        [int(r.at) for r in read_records(str(tmp_path))] == [0, 1, 6]
+        and caplog.text.count("cannot be written to the dump") == 4
+    )
     assert all(path.read_bytes().endswith(b"}\n") for path in tmp_path.glob("*.jsonl"))
 
 
@@ -161,7 +200,10 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path):
     dump.close()
     (path,) = tmp_path.glob("*.jsonl")
     path.write_bytes(b'{"at": "x"}\nnonsense\n\xff\n' + path.read_bytes() + b'{"at": 2, "path": "/gen')
-    assert [record.at for record in read_records(str(tmp_path))] == [1.0] == [record.at for record in read_records(str(path))]
+    assert (
+        [record.at for record in read_records(str(tmp_path))] == [1.0]
+        == [record.at for record in read_records(str(path))]
+    )
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])

@@ -22,11 +22,17 @@ async def refusal(http, path: str, body: dict) -> dict:
 
 
 BAD_BODIES = {
-    "empty": b"", "not json": b"hello", "half": b'{"prompt": "x"', "array": b"[]", "string": b'"x"', "null": b"null", "trailing": b'{"prompt":"x"} x',
-    "mark": b'\xef\xbb\xbf{"prompt": "x"}', "utf-16": '{"prompt": "x"}'.encode("utf-16"), "utf-8": b'{"prompt": "\xff\xfe"}', "surrogate": b'{"prompt": "\\ud800"}', "nan": b'{"prompt":"x","temperature":NaN}',
-    "infinite": b'{"prompt":"x","temperature":1e999}', "huge": b'{"prompt":"x","seed":' + b"9" * 5000 + b"}", "large": b'{"prompt":"x","max_tokens":' + b"9" * 30 + b"}",
-    "deep": b'{"prompt":"x","metadata":{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}}", "deep unknown": b'{"prompt":"x","z":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
-    "nul": b"\x00" * 10, "deep open": b"[" * 500_000, "bool for int": b'{"prompt":"x","max_tokens":true}', "text for number": b'{"prompt":"x","temperature":"1"}',
+    "empty": b"", "not json": b"hello", "half": b'{"prompt": "x"', "array": b"[]", "string": b'"x"', "null": b"null",
+    "trailing": b'{"prompt":"x"} x',
+    "mark": b'\xef\xbb\xbf{"prompt": "x"}', "utf-16": '{"prompt": "x"}'.encode("utf-16"),
+    "utf-8": b'{"prompt": "\xff\xfe"}', "surrogate": b'{"prompt": "\\ud800"}',
+    "nan": b'{"prompt":"x","temperature":NaN}',
+    "infinite": b'{"prompt":"x","temperature":1e999}', "huge": b'{"prompt":"x","seed":' + b"9" * 5000 + b"}",
+    "large": b'{"prompt":"x","max_tokens":' + b"9" * 30 + b"}",
+    "deep": b'{"prompt":"x","metadata":{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}}",
+    "deep unknown": b'{"prompt":"x","z":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "nul": b"\x00" * 10, "deep open": b"[" * 500_000, "bool for int": b'{"prompt":"x","max_tokens":true}',
+    "text for number": b'{"prompt":"x","temperature":"1"}',
 }
 
 
@@ -39,11 +45,17 @@ async def test_malformed_bodies(http, path, name):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("temperature", -1), ("temperature", 101), ("top_p", -0.1), ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 129), ("presence_penalty", 3),
-    ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -1), ("min_tokens", -1), ("stop", ""), ("stop", ["x"] * 33), ("stop", "x" * 1025),
-    ("stop_token_ids", [-1]), ("logit_bias", {"5": 101}), ("logit_bias", {"a": 1}), ("allowed_token_ids", []), ("bad_words", [""]), ("logprobs", 51),
-    ("prompt_logprobs", -1), ("seed", 2**64), ("cache_salt", ""), ("request_id", "a/b"), ("request_id", "x" * 129), ("prompt", []), ("prompt", [1, "x"]),
-    ("prompt", [[1], "x"]), ("prompt", [True]), ("prompt", [-1]), ("priority", 2**40), ("deadline_s", 0), ("deadline_s", -1), ("deadline_s", 1e6), ("deadline_s", "5"), ("best_of", 2), ("model", 5), ("stream", "yes"), ("user", 5),
+    ("temperature", -1), ("temperature", 101), ("top_p", -0.1), ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("n", 0),
+    ("n", 129), ("presence_penalty", 3),
+    ("frequency_penalty", -3), ("repetition_penalty", 0), ("max_tokens", -1), ("min_tokens", -1), ("stop", ""),
+    ("stop", ["x"] * 33), ("stop", "x" * 1025),
+    ("stop_token_ids", [-1]), ("logit_bias", {"5": 101}), ("logit_bias", {"a": 1}), ("allowed_token_ids", []),
+    ("bad_words", [""]), ("logprobs", 51),
+    ("prompt_logprobs", -1), ("seed", 2**64), ("cache_salt", ""), ("request_id", "a/b"), ("request_id", "x" * 129),
+    ("prompt", []), ("prompt", [1, "x"]),
+    ("prompt", [[1], "x"]), ("prompt", [True]), ("prompt", [-1]), ("priority", 2**40), ("deadline_s", 0),
+    ("deadline_s", -1), ("deadline_s", 1e6), ("deadline_s", "5"), ("best_of", 2), ("model", 5), ("stream", "yes"),
+    ("user", 5),
 ])
 async def test_bounds_name_the_field(http, field, value):
     error = await refusal(http, TEXT, {"prompt": "x", field: value})
@@ -53,8 +65,10 @@ async def test_bounds_name_the_field(http, field, value):
 @pytest.mark.parametrize("field, value", [
     ("functions", [{}]),
     ("guided_whitespace_pattern", "a+"), ("stop_regex", "a"), ("audio", {"voice": "x"}),
-    ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("require_reasoning", True), ("lora_path", "x"), ("chat_template", "{{ x }}"), ("documents", [{}]),
-    ("use_beam_search", True), ("return_hidden_states", True), ("web_search_options", {"a": 1}), ("web_search_options", {}),
+    ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("require_reasoning", True), ("lora_path", "x"),
+    ("chat_template", "{{ x }}"), ("documents", [{}]),
+    ("use_beam_search", True), ("return_hidden_states", True), ("web_search_options", {"a": 1}),
+    ("web_search_options", {}),
 ])
 async def test_features_of_later_are_refused_by_name(http, field, value):
     answer = await http.post(CHAT, json={"messages": [USER], "max_tokens": 1, field: value})
@@ -65,10 +79,16 @@ async def test_features_of_later_are_refused_by_name(http, field, value):
 
 async def test_null_and_empty_ask_for_nothing(http):
     body = {"messages": [USER], "max_tokens": 1, "tools": None, "functions": [], "response_format": {"type": "text"}, "tool_choice": "none", "stream": None,
-            "temperature": None, "stop": None, "modalities": ["text"], "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "lora_path": None}
+            "temperature": None, "stop": None, "modalities": ["text"], "metadata": {
+                "a": "b"
+            }, "store": False, "service_tier": "auto", "lora_path": None}
     assert (await http.post(CHAT, json=body)).status_code == 200
     assert (await http.post(TEXT, json={"prompt": "x", "suffix": "", "max_tokens": 1})).status_code == 200
-    assert (await http.post("/generate", json={"text": "x", "image_data": None, "sampling_params": {"regex": None, "max_new_tokens": 1}})).status_code == 200
+    assert (
+        await http.post(
+            "/generate", json={"text": "x", "image_data": None, "sampling_params": {"regex": None, "max_new_tokens": 1}}
+        )
+    ).status_code == 200
 
 
 @pytest.mark.parametrize("path, body, words", [
@@ -76,9 +96,18 @@ async def test_null_and_empty_ask_for_nothing(http):
     (TEXT, {"prompt": "x", "zzz": 5}, "unknown field 'zzz'"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
     (TEXT, {}, "prompt is required"),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}, {"role": "bot", "content": "y"}]}, "messages[1].role: must be one of assistant, developer,"),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "all"}, "tool_choice: must be one of auto, none, required; got 'all'"),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}}, "response_format.type: must be one of json_object,"),
+    (
+        CHAT, {"messages": [{"role": "user", "content": "x"}, {"role": "bot", "content": "y"}]},
+        "messages[1].role: must be one of assistant, developer,"
+    ),
+    (
+        CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "all"},
+        "tool_choice: must be one of auto, none, required; got 'all'"
+    ),
+    (
+        CHAT, {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}},
+        "response_format.type: must be one of json_object,"
+    ),
     (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options needs stream"),
     (TEXT, {"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "unknown field 'stream_options.usage'"),
     (TEXT, {"prompt": "", "add_special_tokens": False}, "must not be empty"),
@@ -95,17 +124,29 @@ async def test_null_and_empty_ask_for_nothing(http):
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role is required"),
     (CHAT, {"messages": [{"role": "function", "content": "x", "name": "f"}]}, "the role 'tool'"),
-    (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages[1].tool_calls"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "'image_url' is not supported"),
+    (
+        CHAT, {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+        "messages[1].tool_calls"
+    ),
+    (
+        CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        "'image_url' is not supported"
+    ),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "lang": "en"}]}]}, "unknown field"),
     (CHAT, {"messages": [USER], "top_logprobs": 3}, "top_logprobs needs logprobs"),
     (CHAT, {"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4}, "same limit"),
     (CHAT, {"messages": [USER], "continue_final_message": True}, "the assistant's"),
-    (CHAT, {"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs cannot set 'messages'"),
+    (
+        CHAT, {"messages": [USER], "chat_template_kwargs": {"messages": []}},
+        "chat_template_kwargs cannot set 'messages'"
+    ),
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"fail": True}}, "template refused"),
     ("/generate", {}, "one of text and input_ids"),
     ("/generate", {"text": "x", "input_ids": [1]}, "one of text and input_ids"),
-    ("/generate", {"text": "x", "sampling_params": {"max_tokens": 1}}, "unknown field 'sampling_params.max_tokens'; did you mean max_new_tokens"),
+    (
+        "/generate", {"text": "x", "sampling_params": {"max_tokens": 1}},
+        "unknown field 'sampling_params.max_tokens'; did you mean max_new_tokens"
+    ),
     ("/generate", {"text": "x", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex is not supported"),
     ("/generate", {"text": ["x", "y"], "sampling_params": [{}]}, "one for each of the 2"),
     ("/generate", {"text": ["x", "y"], "rid": ["a"]}, "one for each of the 2"),
@@ -129,10 +170,15 @@ async def test_refusals_say_what_to_do(http, path, body, words):
 
 
 async def test_media_types(http):
-    for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}, {**JSON, "Content-Encoding": "gzip"}):
+    for headers in (
+        {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"},
+        {**JSON, "Content-Encoding": "gzip"}
+    ):
         answer = await http.post(TEXT, content=b'{"prompt":"x"}', headers=headers)
         assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_media_type"
-    answer = await http.post(TEXT, content=b'{"prompt":"x","max_tokens":1}', headers={"Content-Type": "application/json; charset=utf-8"})
+    answer = await http.post(
+        TEXT, content=b'{"prompt":"x","max_tokens":1}', headers={"Content-Type": "application/json; charset=utf-8"}
+    )
     assert answer.status_code == 200
 
 
@@ -149,14 +195,18 @@ async def test_bodies_that_are_too_large(client):
 
 
 async def test_unknown_paths_and_methods(http):
-    for method, path, status in (("GET", "/nope", 404), ("GET", TEXT, 405), ("DELETE", "/health", 405), ("POST", "/health", 405), ("POST", TEXT + "/", 404)):
+    for method, path, status in (
+        ("GET", "/nope", 404), ("GET", TEXT, 405), ("DELETE", "/health", 405), ("POST", "/health", 405),
+        ("POST", TEXT + "/", 404)
+    ):
         answer = await http.request(method, path)
         assert answer.status_code == status and answer.json()["error"]["type"]
     assert "POST" in (await http.get(TEXT)).headers["allow"]
 
 
 @pytest.mark.parametrize(("path", "meant"), [
-    ("/chat/completions", CHAT), ("/v1/v1/chat/completions", CHAT), (TEXT + "/", TEXT), ("/completions/", TEXT), ("/v1/health", "/health"), ("/v1/", None), ("/nope", None), ("/v1", None),
+    ("/chat/completions", CHAT), ("/v1/v1/chat/completions", CHAT), (TEXT + "/", TEXT), ("/completions/", TEXT),
+    ("/v1/health", "/health"), ("/v1/", None), ("/nope", None), ("/v1", None),
 ])
 async def test_paths_that_are_nearly_right_are_told_the_right_one(http, path, meant):
     answer = await http.post(path, json={})
@@ -167,7 +217,10 @@ async def test_paths_that_are_nearly_right_are_told_the_right_one(http, path, me
 async def test_a_fault_of_ours_is_a_500_without_details(http, client):
     client.tokenizer.render_chat = lambda *_, **__: 1 / 0
     answer = await http.post(CHAT, json={"messages": [USER]})
-    assert answer.status_code == 500 and "ZeroDivision" not in answer.text and answer.json()["error"]["type"] == "server_error"
+    assert (
+        answer.status_code == 500 and "ZeroDivision" not in answer.text
+        and answer.json()["error"]["type"] == "server_error"
+    )
 
 
 @pytest.mark.parametrize("state", ["starting", "restarting", "draining", "stopped"])
@@ -175,7 +228,10 @@ async def test_not_ready_is_503_with_retry_after(state):
     async with http_for(FakeClient(state=state)) as http:
         for path, body in ((TEXT, {"prompt": "x"}), (CHAT, {"messages": [USER]}), ("/generate", {"text": "x"})):
             answer = await http.post(path, json=body)
-            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1 and answer.json()["error"]["code"] == "engine_unavailable"
+            assert (
+                answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+                and answer.json()["error"]["code"] == "engine_unavailable"
+            )
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/health")).json()["engine"] == state
         assert (await http.get("/metrics")).status_code == 200
@@ -185,11 +241,19 @@ async def test_key_is_needed_but_for_what_tells_nothing(client):
     async with http_for(client, api_key="s3cret") as http:
         for path in ("/", "/openapi.json", "/health", "/ready", "/metrics"):
             assert (await http.get(path)).status_code == 200
-        for path in ("/v1/models", "/server_info", "/docs", "/openapi.json/", "/nope", "/health/", "/healthx", "/metrics/x", "http://server//health", "/health_generate", "/flush_cache"):
+        for path in (
+            "/v1/models", "/server_info", "/docs", "/openapi.json/", "/nope", "/health/", "/healthx", "/metrics/x",
+            "http://server//health", "/health_generate", "/flush_cache"
+        ):
             answer = await http.get(path)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", path
-        for given in ("Bearer s3cre", "Bearer s3crett", "s3cret", "Basic s3cret", "Bearer", "Bearer \u00e9".encode("latin-1").decode("latin-1")):
-            assert (await http.get("/v1/models", headers=[(b"authorization", given.encode("latin-1"))])).status_code == 401
+        for given in (
+            "Bearer s3cre", "Bearer s3crett", "s3cret", "Basic s3cret", "Bearer",
+            "Bearer \u00e9".encode("latin-1").decode("latin-1")
+        ):
+            assert (
+                await http.get("/v1/models", headers=[(b"authorization", given.encode("latin-1"))])
+            ).status_code == 401
         assert (await http.get("/v1/models", headers={"Authorization": "Bearer s3cret"})).status_code == 200
         assert (await http.post(TEXT, json={"prompt": "x"})).status_code == 401
         info = await http.get("/server_info", headers={"Authorization": "Bearer s3cret"})
@@ -207,14 +271,24 @@ async def test_keys_that_are_no_keys(client):
 
 
 async def test_cors_and_root_path(client):
-    async with http_for(client, cors_origins="https://a.example, https://b.example", root_path="/llm", api_key="k") as http:
-        asked = {"Origin": "https://b.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    async with http_for(
+        client, cors_origins="https://a.example, https://b.example", root_path="/llm", api_key="k"
+    ) as http:
+        asked = {
+            "Origin": "https://b.example", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization"
+        }
         answer = await http.options(TEXT, headers=asked)
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://b.example"
         assert (await http.options(TEXT, headers={**asked, "Origin": "https://c.example"})).status_code == 400
-        refused = await http.post(TEXT, json={"prompt": "x"}, headers={"Origin": "https://b.example", "X-Request-Id": "me"})
+        refused = await http.post(
+            TEXT, json={"prompt": "x"}, headers={"Origin": "https://b.example", "X-Request-Id": "me"}
+        )
         assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://b.example"
-        assert refused.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After" and refused.headers["x-request-id"] == "me"
+        assert (
+            refused.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
+            and refused.headers["x-request-id"] == "me"
+        )
         for path in ("/health", "/llm/health"):
             assert (await http.get(path)).status_code == 200
         document = (await http.get("/openapi.json", headers={"Authorization": "Bearer k"})).json()

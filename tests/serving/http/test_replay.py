@@ -25,11 +25,26 @@ from headrace.serving.replay.send import replay
 ASKS = [
     ("/v1/completions", {"prompt": "a", "max_tokens": 5, "temperature": 0}),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 5, "n": 2, "seed": 3, "stream": True}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 6, "temperature": 0, "stream": True}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 6, "temperature": 0, "stream": True}
+    ),
     ("/generate", {"text": "g", "sampling_params": {"max_new_tokens": 6, "temperature": 0}, "stream": True}),
-    ("/v1/messages", {"messages": [{"role": "user", "content": "m"}], "max_tokens": 4, "model": "fake-model", "temperature": 0, "stream": True}),
+    (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "m"}], "max_tokens": 4, "model": "fake-model", "temperature": 0,
+            "stream": True
+        }
+    ),
     ("/v1/responses", {"input": "r", "max_output_tokens": 4, "temperature": 0, "stream": True}),
-    ("/api/chat", {"messages": [{"role": "user", "content": "o"}], "model": "fake-model", "options": {"temperature": 0, "num_predict": 4}}),
+    (
+        "/api/chat",
+        {
+            "messages": [{"role": "user", "content": "o"}], "model": "fake-model",
+            "options": {"temperature": 0, "num_predict": 4}
+        }
+    ),
     ("/v1/completions", {"prompt": "random", "max_tokens": 5, "model": "fake-model"}),
     ("/v1/completions", {"prompt": "x", "n": 0}),
 ]
@@ -38,7 +53,10 @@ ASKS = [
 async def record(folder: Path, client: FakeClient) -> list[Record]:
     app = create_app(client, ServerConfig(), OperationsConfig(dump_requests=str(folder)))
     async with live_server(app) as url:
-        given_to = [Record(at=float(i), path=path, body=msgspec.Raw(json.dumps(body).encode())) for i, (path, body) in enumerate(ASKS)]
+        given_to = [
+            Record(at=float(i), path=path, body=msgspec.Raw(json.dumps(body).encode())) for i,
+            (path, body) in enumerate(ASKS)
+        ]
         await replay(given_to, ReplayOptions(base_url=url, speed=0, concurrency=1))
     app.state.context.close()
     return read_records(str(folder))
@@ -50,11 +68,17 @@ async def test_a_replay_tells_what_is_the_same_and_what_is_not(tmp_path: Path):
     assert [is_random(r) for r in records] == [False] * 7 + [True, True]
     client = FakeClient(delay_s=0.002)
     async with live_server(create_app(client, ServerConfig())) as url:
-        same = compare(list(zip(records, await replay(records, ReplayOptions(base_url=url + "/v1", speed=0)), strict=True)))
-        assert (same.num_sent, same.same_status, same.same_answer, same.not_comparable, same.different_answer) == (9, 9, 8, 1, 0)
+        same = compare(
+            list(zip(records, await replay(records, ReplayOptions(base_url=url + "/v1", speed=0)), strict=True))
+        )
+        assert (
+            same.num_sent, same.same_status, same.same_answer, same.not_comparable, same.different_answer
+        ) == (9, 9, 8, 1, 0)
         client.script = b"something else"
         other = compare(list(zip(records, await replay(records, ReplayOptions(base_url=url, speed=0)), strict=True)))
-        assert (other.same_answer, other.different_answer, other.different_random) == (0, 7, 1) and len(other.differing) == 7
+        assert (
+            other.same_answer, other.different_answer, other.different_random
+        ) == (0, 7, 1) and len(other.differing) == 7
         client.state = "restarting"
         refused = compare(list(zip(records, await replay(records, ReplayOptions(base_url=url, speed=0)), strict=True)))
         assert refused.statuses == {"200 -> 503": 8, "400 -> 503": 1} or refused.statuses == {"200 -> 503": 8}
@@ -83,10 +107,16 @@ async def test_the_command(tmp_path: Path, capsys, monkeypatch):
     await record(tmp_path / "dump", FakeClient())
     client = FakeClient()
     async with live_server(create_app(client, ServerConfig())) as url:
-        argv = ["replay", str(tmp_path / "dump"), "--base-url", url, "--speed", "0", "--output-file", str(tmp_path / "now.jsonl")]
+        argv = [
+            "replay", str(tmp_path / "dump"), "--base-url", url, "--speed", "0", "--output-file",
+            str(tmp_path / "now.jsonl")
+        ]
         assert await asyncio.to_thread(main, argv) == 0
         said = capsys.readouterr().out
-        assert "9 requests sent, 9 with the recorded status" in said and "answers: 8 the same, 0 different" in said and "output tokens" in said
+        assert (
+            "9 requests sent, 9 with the recorded status" in said and "answers: 8 the same, 0 different" in said
+            and "output tokens" in said
+        )
         assert len(read_records(str(tmp_path / "now.jsonl"))) == 9
         client.script = b"other"
         assert await asyncio.to_thread(main, argv) == 1
@@ -101,7 +131,9 @@ def test_a_stream_says_the_same_however_it_is_cut(pieces: list[str], data):
     other = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
     def stream(parts: list[str]) -> str:
-        return "".join(f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': part}}]})}\n\n" for part in parts) + "data: [DONE]\n\n"
+        return "".join(
+            f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': part}}]})}\n\n" for part in parts
+        ) + "data: [DONE]\n\n"
 
     assert said_in(stream(pieces)) == said_in(stream(other))
     if text:

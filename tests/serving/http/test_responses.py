@@ -8,7 +8,10 @@ import openai
 import pytest
 from fake_client import expected_text
 
-TOOL = {"type": "function", "name": "get_weather", "description": "The weather", "strict": False, "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
+TOOL = {
+    "type": "function", "name": "get_weather", "description": "The weather", "strict": False,
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+}
 NOOP = {"type": "function", "name": "noop", "parameters": None, "strict": None}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\\"ris 日", "days": 3}}\n</tool_call>'
 ARGUMENTS = '{"city": "Pa\\"ris 日", "days": 3}'
@@ -27,7 +30,10 @@ async def ask(api, *, stream: bool, **options):
 
 
 def told(response) -> list[tuple]:
-    shown = {"message": lambda i: i.content[0].text, "reasoning": lambda i: i.content[0].text, "function_call": lambda i: (i.name, i.arguments)}
+    shown = {
+        "message": lambda i: i.content[0].text, "reasoning": lambda i: i.content[0].text,
+        "function_call": lambda i: (i.name, i.arguments)
+    }
     return [(i.type, i.status, shown[i.type](i)) for i in response.output]
 
 
@@ -36,17 +42,30 @@ async def test_text(api, client, stream):
     client.script = b"It rains."
     response = await ask(api, stream=stream, instructions="Be brief.", temperature=0.5, top_p=0.5, metadata={"a": "b"})
     prompt = "system: Be brief.\nuser: Weather?\nassistant:"
-    assert client.prompts == [prompt] and (client.submitted[-1][1].temperature, client.submitted[-1][1].top_p) == (0.5, 0.5)
-    assert (told(response), response.status, response.output_text) == ([("message", "completed", "It rains.")], "completed", "It rains.")
-    assert (response.instructions, response.temperature, response.metadata, response.store) == ("Be brief.", 0.5, {"a": "b"}, False)
+    assert client.prompts == [prompt] and (
+        client.submitted[-1][1].temperature, client.submitted[-1][1].top_p
+    ) == (0.5, 0.5)
+    assert (
+        (told(response), response.status, response.output_text)
+        == ([("message", "completed", "It rains.")], "completed", "It rains.")
+    )
+    assert (
+        response.instructions, response.temperature, response.metadata, response.store
+    ) == ("Be brief.", 0.5, {"a": "b"}, False)
     usage = response.usage
-    assert (usage.input_tokens, usage.output_tokens, usage.input_tokens_details.cached_tokens) == (len(prompt), 9, len(prompt) // 2)
+    assert (
+        usage.input_tokens, usage.output_tokens, usage.input_tokens_details.cached_tokens
+    ) == (len(prompt), 9, len(prompt) // 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cut_short(api, stream):
     if stream:
-        events = [e async for e in await api.responses.create(model="fake-model", input="Weather?", max_output_tokens=4, stream=True)]
+        events = [
+            e async for e in await api.responses.create(
+                model="fake-model", input="Weather?", max_output_tokens=4, stream=True
+            )
+        ]
         assert events[-1].type == "response.incomplete"
         response = events[-1].response
     else:
@@ -57,7 +76,9 @@ async def test_cut_short(api, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_text_and_calls_are_items_in_order(api, client, stream):
-    client.script = f'{THOUGHT}Let me see.\n{CALL}\n<tool_call>\n{{"name": "noop", "arguments": {{}}}}\n</tool_call>'.encode()
+    client.script = (
+        f'{THOUGHT}Let me see.\n{CALL}\n<tool_call>\n{{"name": "noop", "arguments": {{}}}}\n</tool_call>'.encode()
+    )
     response = await ask(api, stream=stream, tools=[TOOL, NOOP])
     assert told(response) == [
         ("reasoning", "completed", "Hm, <b>."), ("message", "completed", "Let me see."),
@@ -77,13 +98,18 @@ async def test_events_of_a_stream(server, client):
     opened = ["output_item.added", "content_part.added"]
     assert [k for k in kinds if not k.endswith(".delta")] == [
         "created", "in_progress", *opened, "reasoning_text.done", "content_part.done", "output_item.done",
-        *opened, "output_text.done", "content_part.done", "output_item.done", "output_item.added", "function_call_arguments.done", "output_item.done", "completed",
+        *opened, "output_text.done", "content_part.done", "output_item.done", "output_item.added",
+        "function_call_arguments.done", "output_item.done", "completed",
     ]
     added = [e["item"] for e in events if e["type"] == "response.output_item.added"]
     assert [(i["type"], i["status"], i.get("content"), i.get("arguments")) for i in added] == [
-        ("reasoning", "in_progress", [], None), ("message", "in_progress", [], None), ("function_call", "in_progress", None, "")]
+        ("reasoning", "in_progress", [], None), ("message", "in_progress", [], None), (
+            "function_call", "in_progress", None, ""
+        )]
     parts = [e["part"]["text"] for e in events if e["type"] == "response.content_part.added"]
-    assert parts == ["", ""] and "".join(e["delta"] for e in events if e["type"].endswith("arguments.delta")) == ARGUMENTS
+    assert parts == ["", ""] and "".join(
+        e["delta"] for e in events if e["type"].endswith("arguments.delta")
+    ) == ARGUMENTS
 
 
 async def test_history_reaches_the_template(api, client):
@@ -92,8 +118,10 @@ async def test_history_reaches_the_template(api, client):
     first = await ask(api, stream=False, tools=[TOOL], store=False, include=["reasoning.encrypted_content"])
     call = first.output[-1]
     history = [
-        {"role": "developer", "content": "Brief."}, {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
-        *(item.model_dump(exclude_none=True) for item in first.output), {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"},
+        {"role": "developer", "content": "Brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        *(item.model_dump(exclude_none=True) for item in first.output),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"},
     ]
     await ask(api, stream=False, input=history, tools=[TOOL])
     system, user, assistant, tool = client.tokenizer.messages
@@ -111,20 +139,37 @@ async def test_forced_and_structured_answers(api, client):
     assert "noop" in await grammar(tools=[TOOL, NOOP], tool_choice="required")
     tag = await grammar(tools=[TOOL, NOOP], tool_choice={"type": "function", "name": "noop"})
     assert "noop" in tag and "get_weather" not in tag
-    tag = await grammar(tools=[TOOL, NOOP], tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "noop"}]})
+    tag = await grammar(
+        tools=[TOOL, NOOP],
+        tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "noop"}]}
+    )
     assert "noop" in tag and "get_weather" not in tag
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    assert '"integer"' in await grammar(text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}, reasoning={"effort": "low"})
+    schema = {
+        "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False
+    }
+    assert '"integer"' in await grammar(
+        text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}},
+        reasoning={"effort": "low"}
+    )
     assert client.tokenizer.options["reasoning_effort"] == "low"
 
 
 @pytest.mark.parametrize("fields, param", [
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0].type"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"), ({"input": [{"role": "user"}]}, "input[0].content"), ({"input": []}, "input"),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"previous_response_id": ""}, "previous_response_id"), ({"background": True}, "background"), ({"conversation": "c"}, "conversation"),
-    ({"truncation": "auto"}, "truncation"), ({"include": ["file_search_call.results"]}, "include[0]"), ({"max_tool_calls": 3}, "max_tool_calls"),
-    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"), ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+        "input[0].content[0].type"
+    ),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"role": "user"}]}, "input[0].content"), ({"input": []}, "input"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"previous_response_id": ""}, "previous_response_id"), ({"background": True}, "background"),
+    ({"conversation": "c"}, "conversation"),
+    ({"truncation": "auto"}, "truncation"), ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"max_tool_calls": 3}, "max_tool_calls"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
 ], ids=lambda v: str(v)[:60])
 async def test_what_is_refused(server, client, fields, param):
     answer = await server.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 1, **fields})
@@ -138,7 +183,9 @@ async def test_errors(api):
     with pytest.raises(openai.RateLimitError):
         await ask(api, stream=True, input="FULL")
     events = [e async for e in await api.responses.create(model="fake-model", input="BREAK3", stream=True)]
-    assert (events[-1].type, events[-1].response.status, events[-1].response.error.message) == ("response.failed", "failed", "the step failed")
+    assert (
+        events[-1].type, events[-1].response.status, events[-1].response.error.message
+    ) == ("response.failed", "failed", "the step failed")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -151,7 +198,10 @@ async def test_logprobs_are_those_of_the_text(api, client, stream):
     assert client.submitted[-1][1].logprobs == 2
     client.script = b"It rains."
     response = await ask(api, stream=stream, include=["message.output_text.logprobs"])
-    assert "".join(p.token for p in response.output[0].content[0].logprobs) == "It rains." and client.submitted[-1][1].logprobs == 0
+    assert (
+        "".join(p.token for p in response.output[0].content[0].logprobs) == "It rains."
+        and client.submitted[-1][1].logprobs == 0
+    )
     response = await ask(api, stream=stream, include=["reasoning.encrypted_content"], top_logprobs=0)
     assert response.output[0].content[0].logprobs == [] and client.submitted[-1][1].logprobs is None
 
@@ -164,7 +214,9 @@ async def test_logprobs_come_with_the_pieces_of_text(api, client):
 
 
 async def test_the_prompt_is_counted(api, client):
-    count = await api.responses.input_tokens.count(model="fake-model", input="Weather?", instructions="Be brief.", tools=[TOOL])
+    count = await api.responses.input_tokens.count(
+        model="fake-model", input="Weather?", instructions="Be brief.", tools=[TOOL]
+    )
     response = await ask(api, stream=False, instructions="Be brief.", tools=[TOOL])
     assert count.input_tokens == response.usage.input_tokens > len("Weather?") and len(client.submitted) == 1
     with pytest.raises(openai.NotFoundError):

@@ -20,7 +20,10 @@ from schemathesis.specs.openapi.checks import (
 from headrace.base.config import ServerConfig
 from headrace.serving.http.app import ENDPOINTS, create_app
 
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance, negative_data_rejection, unsupported_method]
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
+    negative_data_rejection, unsupported_method
+]
 MAX_STREAM_EVENTS = 20
 """Schemathesis reads no more of a stream."""
 
@@ -42,7 +45,9 @@ def test_answers_conform(case):
         assert b'"done":true' in response.content.splitlines()[-1]
         return
     if response.headers["content-type"][0].startswith("text/event-stream"):
-        last = {"/v1/messages": b"event: message_stop", "/v1/responses": b"event: response.incomplete"}.get(case.path, b"data: [DONE]")
+        last = {
+            "/v1/messages": b"event: message_stop", "/v1/responses": b"event: response.incomplete"
+        }.get(case.path, b"data: [DONE]")
         events = response.content.rstrip().split(b"\n\n")
         assert len(events) == MAX_STREAM_EVENTS or events[-1].startswith(last)
         return

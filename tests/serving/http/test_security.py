@@ -12,7 +12,10 @@ from headrace.base.errors import EngineUnavailable, RequestError, StepFailed
 from headrace.base.messages import ErrorInfo
 from headrace.serving.http.errors import conceal
 
-FAULT = r'RuntimeError: CUDA error at /opt/conda/lib/torch/x.cpp:55, tensor at 0x7f3a2b4c, C:\models\secret.bin; see "/var/lib/headrace"'
+FAULT = (
+    r'RuntimeError: CUDA error at /opt/conda/lib/torch/x.cpp:55, tensor at 0x7f3a2b4c, C:\models\secret.bin; see '
+    r'"/var/lib/headrace"'
+)
 
 
 async def test_keys_are_compared_in_constant_time(client, monkeypatch: pytest.MonkeyPatch):
@@ -27,7 +30,13 @@ async def test_keys_are_compared_in_constant_time(client, monkeypatch: pytest.Mo
                 assert key.encode() in compared
 
 
-@pytest.mark.parametrize("path", ["/v1/responses/../../etc/passwd", "/v1/models/../../../etc/passwd", "/v1/responses/%2e%2e%2fetc%2fpasswd", "/static/../../x", "/..%5c..%5cwin.ini"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/responses/../../etc/passwd", "/v1/models/../../../etc/passwd", "/v1/responses/%2e%2e%2fetc%2fpasswd",
+        "/static/../../x", "/..%5c..%5cwin.ini"
+    ]
+)
 async def test_paths_lead_to_routes_and_nowhere_else(client, path: str):
     async with http_for(client, responses_store=1) as http:
         answer = await http.get("http://server" + path)
@@ -35,15 +44,23 @@ async def test_paths_lead_to_routes_and_nowhere_else(client, path: str):
 
 
 @pytest.mark.parametrize("fields", [
-    {"chat_template": "{{ 7 * 7 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, {"chat_template_kwargs": {"template": "x"}},
-    {"chat_template_kwargs": {"self": 1}}, {"chat_template_kwargs": {"tokenizer": 1}}, {"custom_logit_processor": "gASV"},
+    {"chat_template": "{{ 7 * 7 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}},
+    {"chat_template_kwargs": {"template": "x"}},
+    {"chat_template_kwargs": {"self": 1}}, {"chat_template_kwargs": {"tokenizer": 1}},
+    {"custom_logit_processor": "gASV"},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}]}]},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}]}
+        ]
+    },
     {"mm_processor_kwargs": {"x": 1}}, {"lora_path": "/etc"},
 ], ids=lambda f: str(f)[:60])  # fmt: skip
 async def test_no_code_templates_files_or_addresses_come_with_a_request(client: FakeClient, fields: dict):
     async with http_for(client) as http:
-        answer = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **fields})
+        answer = await http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **fields}
+        )
         assert answer.status_code == 400 and not client.submitted
 
 
@@ -56,11 +73,18 @@ def test_what_a_library_says_of_a_fault_loses_paths_and_addresses():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/generate", "/generate"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/generate", "/generate"]
+)
 async def test_no_dialect_tells_paths(client: FakeClient, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool):
     monkeypatch.setattr("fake_client.ErrorInfo", lambda kind, *_: ErrorInfo(kind, FAULT))
-    bodies = {"/v1/completions": {"prompt": "BREAK1"}, "/v1/responses": {"input": "BREAK1"}, "/api/generate": {"prompt": "BREAK1", "model": "fake-model"}, "/generate": {"text": "BREAK1"}}
+    bodies = {
+        "/v1/completions": {"prompt": "BREAK1"}, "/v1/responses": {"input": "BREAK1"},
+        "/api/generate": {"prompt": "BREAK1", "model": "fake-model"}, "/generate": {"text": "BREAK1"}
+    }
     body = bodies.get(path, {"messages": [{"role": "user", "content": "BREAK1"}], "max_tokens": 5})
     async with http_for(client) as http:
         answer = await http.post(path, json={**body, "stream": stream})
-        assert "CUDA error" in answer.text and not any(word in answer.text for word in ("/opt", "0x7f", "secret", "/var"))
+        assert "CUDA error" in answer.text and not any(
+            word in answer.text for word in ("/opt", "0x7f", "secret", "/var")
+        )

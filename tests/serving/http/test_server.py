@@ -130,7 +130,9 @@ def test_an_engine_that_cannot_start_or_is_given_up_ends_the_server():
 def test_while_the_model_is_loading_health_answers_and_sigterm_ends():
     with running(mode="slow") as server:
         address = server.wait_for(r"http://127\.0\.0\.1:\d+")
-        assert tuple(httpx.get(address + path, timeout=PATIENCE_S).status_code for path in ("/health", "/ready")) == (200, 503)
+        assert tuple(
+            httpx.get(address + path, timeout=PATIENCE_S).status_code for path in ("/health", "/ready")
+        ) == (200, 503)
         server.process.send_signal(signal.SIGTERM)
         code, output = server.finish()
         assert code == 0 and "Traceback" not in output and "never retrieved" not in output, output
@@ -151,12 +153,15 @@ def test_endless_request_heads_are_cut_off():
                 answer = b"HTTP/1.1 431 (or the connection was reset)"
             assert answer.startswith(b"HTTP/1.1 431")
         kept = httpx.Client(base_url=f"http://{address}", timeout=PATIENCE_S)
-        assert all(kept.get("/health", headers={"x": "y" * 20_000}).status_code == 200 for _ in range(8)), "the bound is for each request"
+        assert all(kept.get("/health", headers={"x": "y" * 20_000}).status_code == 200 for _ in range(8)), (
+            "the bound is for each request"
+        )
         kept.close()
 
 
 def has_both_protocols() -> bool:
-    """Whether the system has IPv6 in one socket with IPv4, and this machine an address of it: many containers have none."""
+    """Whether the system has IPv6 in one socket with IPv4, and this machine an address of it: many containers have
+    none."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -188,17 +193,27 @@ def test_chat_template_file(tmp_path):
 def test_announcement(caplog: pytest.LogCaptureFixture):
     console = Console(width=60, file=(printed := io.StringIO()))
     client = FakeClient()
-    announce_ready(console, address="http://h:1", name="[red]m'", facts=client.facts, memory=client.memory, has_key=True, tokenizer=client.tokenizer)
+    announce_ready(
+        console, address="http://h:1", name="[red]m'", facts=client.facts, memory=client.memory, has_key=True,
+        tokenizer=client.tokenizer
+    )
     text = printed.getvalue()
     assert "curl http://h:1/v1/chat/completions -H 'Content-Type: application/json' -H 'Authorization: Bearer KEY'" in text
     assert "[red]m' is ready" in text
-    for tokenizer, asked in ((SimpleNamespace(has_chat_template=False), '"prompt": "The capital'), (None, '"prompt": [1, 2, 3]')):
-        announce_ready(console, address="http://h:1", name="m", facts=client.facts, memory=[], has_key=False, tokenizer=tokenizer)
+    for tokenizer, asked in (
+        (SimpleNamespace(has_chat_template=False), '"prompt": "The capital'), (None, '"prompt": [1, 2, 3]')
+    ):
+        announce_ready(
+            console, address="http://h:1", name="m", facts=client.facts, memory=[], has_key=False, tokenizer=tokenizer
+        )
         text = printed.getvalue()
         assert "curl http://h:1/v1/completions " in text and asked in text
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w", encoding="ascii") as unread, caplog.at_level("WARNING"):
-        announce_ready(Console(file=unread), address="http://h:1", name="ü", facts=client.facts, memory=[], has_key=False, tokenizer=None)
+        announce_ready(
+            Console(file=unread), address="http://h:1", name="ü", facts=client.facts, memory=[], has_key=False,
+            tokenizer=None
+        )
     assert "ready on http://h:1; the standard output cannot be written to: [Errno 32] Broken pipe" in caplog.text
     assert [format_bytes(n) for n in (5, 2048, 3 * 2**30)] == ["5 B", "2.00 KiB", "3.00 GiB"]

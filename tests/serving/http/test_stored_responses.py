@@ -1,4 +1,5 @@
-"""Stored answers of ``/v1/responses`` with OpenAI's client: going on from one, reading, deleting, cancelling; owners and bounds."""
+"""Stored answers of ``/v1/responses`` with OpenAI's client: going on from one, reading, deleting, cancelling; owners
+and bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from fake_client import FakeClient
 
 from headrace.serving.http.response_store import OVERHEAD_BYTES, ResponseStore, Turn
 
-TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
+TOOL = {
+    "type": "function", "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 MODEL = {"model": "fake-model"}
 
@@ -47,15 +51,25 @@ async def test_a_conversation_by_ids(server, client, stream):
     first = await final(api, stream=stream, input="Weather?", instructions="Be brief.")
     assert first.store is True
     client.script = b"Snow."
-    second = await final(api, stream=stream, input=[{"role": "user", "content": "Tomorrow?"}], previous_response_id=first.id)
-    assert client.prompts[-1] == "user: Weather?\nassistant: It rains.\nuser: Tomorrow?\nassistant:", "instructions are not carried over"
+    second = await final(
+        api, stream=stream, input=[{"role": "user", "content": "Tomorrow?"}], previous_response_id=first.id
+    )
+    assert client.prompts[-1] == "user: Weather?\nassistant: It rains.\nuser: Tomorrow?\nassistant:", (
+        "instructions are not carried over"
+    )
     assert second.previous_response_id == first.id
     await final(api, stream=stream, input="And then?", previous_response_id=second.id)
-    assert client.prompts[-1] == "user: Weather?\nassistant: It rains.\nuser: Tomorrow?\nassistant: Snow.\nuser: And then?\nassistant:"
+    assert (
+        client.prompts[-1]
+        == "user: Weather?\nassistant: It rains.\nuser: Tomorrow?\nassistant: Snow.\nuser: And then?\nassistant:"
+    )
     await final(api, stream=stream, input="Really?", previous_response_id=first.id)
     assert client.prompts[-1] == "user: Weather?\nassistant: It rains.\nuser: Really?\nassistant:", "a second branch"
     again = await api.responses.retrieve(first.id)
-    assert (again.model_dump(mode="json")["usage"], again.output_text, again.id) == (first.model_dump(mode="json")["usage"], "It rains.", first.id)
+    assert (
+        (again.model_dump(mode="json")["usage"], again.output_text, again.id)
+        == (first.model_dump(mode="json")["usage"], "It rains.", first.id)
+    )
 
 
 async def test_tools_by_ids(server, client):
@@ -65,9 +79,14 @@ async def test_tools_by_ids(server, client):
     first = await final(api, stream=True, input="Weather?", tools=[TOOL])
     call = first.output[-1]
     client.script = b"Rain."
-    await final(api, stream=False, tools=[TOOL], previous_response_id=first.id, input=[{"type": "function_call_output", "call_id": call.call_id, "output": "wet"}])
+    await final(
+        api, stream=False, tools=[TOOL], previous_response_id=first.id,
+        input=[{"type": "function_call_output", "call_id": call.call_id, "output": "wet"}]
+    )
     user, assistant, tool = client.tokenizer.messages
-    assert (user["content"], assistant["reasoning_content"], tool["tool_call_id"], tool["content"]) == ("Weather?", "Hm.", call.call_id, "wet")
+    assert (
+        user["content"], assistant["reasoning_content"], tool["tool_call_id"], tool["content"]
+    ) == ("Weather?", "Hm.", call.call_id, "wet")
     assert [c["id"] for c in assistant["tool_calls"]] == [call.call_id]
 
 
@@ -87,9 +106,14 @@ async def test_input_items(server, client):
     client.script = b"Yes."
     first = await final(api, stream=False, input="One?")
     parts = [{"type": "input_text", "text": "Two?"}]
-    second = await final(api, stream=False, input=[{"role": "user", "content": parts}, {"role": "user", "content": "Three?"}], previous_response_id=first.id)
+    second = await final(
+        api, stream=False, input=[{"role": "user", "content": parts}, {"role": "user", "content": "Three?"}],
+        previous_response_id=first.id
+    )
     items = [item async for item in api.responses.input_items.list(second.id, order="asc", limit=1)]
-    assert [(i.role, i.content[0].text) for i in items] == [("user", "One?"), ("assistant", "Yes."), ("user", "Two?"), ("user", "Three?")]
+    assert [(i.role, i.content[0].text) for i in items] == [
+        ("user", "One?"), ("assistant", "Yes."), ("user", "Two?"), ("user", "Three?")
+    ]
     assert len({i.id for i in items}) == 4
     newest = await api.responses.input_items.list(second.id, limit=2)
     assert [i.content[0].text for i in newest.data] == ["Three?", "Two?"] and newest.has_more
@@ -104,7 +128,10 @@ async def test_deleting_and_what_is_not_there(server, client):
     first = await final(api, stream=False, input="One?")
     second = await final(api, stream=False, input="Two?", previous_response_id=first.id)
     await api.responses.delete(first.id)
-    for missing in (api.responses.retrieve(first.id), api.responses.delete(first.id), api.responses.cancel(first.id), api.responses.input_items.list(first.id)):
+    for missing in (
+        api.responses.retrieve(first.id), api.responses.delete(first.id), api.responses.cancel(first.id),
+        api.responses.input_items.list(first.id)
+    ):
         with pytest.raises(openai.NotFoundError):
             await missing
     with pytest.raises(openai.BadRequestError) as caught:
@@ -135,20 +162,27 @@ async def test_answers_belong_to_a_key(server, client):
     client.script = b"Mine."
     mine, other = api_of(server, "key-a"), api_of(server, "key-b")
     first = await final(mine, stream=False, input="Secret")
-    for refused in (other.responses.retrieve(first.id), other.responses.delete(first.id), other.responses.cancel(first.id), other.responses.input_items.list(first.id)):
+    for refused in (
+        other.responses.retrieve(first.id), other.responses.delete(first.id), other.responses.cancel(first.id),
+        other.responses.input_items.list(first.id)
+    ):
         with pytest.raises(openai.NotFoundError):
             await refused
     with pytest.raises(openai.BadRequestError):
         await final(other, stream=False, input="Say it again", previous_response_id=first.id)
     assert (await server.get(f"/v1/responses/{first.id}")).status_code == 404, "no key is another key"
-    assert (await server.get(f"/v1/responses/{first.id}", headers={"x-api-key": "key-a"})).status_code == 200, "the same key in the other header"
+    assert (
+        await server.get(f"/v1/responses/{first.id}", headers={"x-api-key": "key-a"})
+    ).status_code == 200, "the same key in the other header"
     assert (await mine.responses.retrieve(first.id)).output_text == "Mine."
 
 
 async def test_cancelling(server, client):
     client.delay_s = 0.01
     api, other = api_of(server, "key-a"), api_of(server, "key-b")
-    running = asyncio.create_task(api.responses.create(**MODEL, input="Long", extra_headers={"X-Request-Id": "resp_mine"}))
+    running = asyncio.create_task(
+        api.responses.create(**MODEL, input="Long", extra_headers={"X-Request-Id": "resp_mine"})
+    )
     while not client.children:
         await asyncio.sleep(0.005)
     assert (await api.responses.retrieve("resp_mine")).status == "in_progress"
@@ -189,7 +223,9 @@ def test_bounds_of_the_store():
     for place in range(6):
         turn = Turn(b"q" * 500, b"a" * 476, turn)  # 2000 bytes each, counted once
         store.put(b"me", f"r{place}", b"x" * 976, turn)  # and 2000 an answer
-    assert (len(store), store.num_bytes) == (4, 4 * 2000 + 6 * 2000), "the oldest made room; their turns are still needed"
+    assert (len(store), store.num_bytes) == (4, 4 * 2000 + 6 * 2000), (
+        "the oldest made room; their turns are still needed"
+    )
     assert store.find(b"me", "r1") is None
     assert store.find(b"you", "r5") is None and store.find(b"me", "r5") is not None
     store.put(b"me", "huge", b"x" * 30_000, Turn(b"", b"", None))

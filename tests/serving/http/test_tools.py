@@ -11,7 +11,10 @@ from fake_client import ByteTokenizer
 from headrace.base.sampling import ThinkingBudget
 
 TOOL = {"type": "function", "function": {
-    "name": "get_weather", "description": "The weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]},
+    "name": "get_weather", "description": "The weather",
+    "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]
+    },
 }}
 NOOP = {"type": "function", "function": {"name": "noop"}}
 USER = {"role": "user", "content": "Weather?"}
@@ -40,7 +43,12 @@ async def ask(api, *, stream: bool, **options):
         for piece in delta.get("tool_calls") or ():
             calls = message.setdefault("tool_calls", [])
             if piece["index"] == len(calls):
-                calls.append({"id": piece["id"], "type": piece["type"], "function": {"name": piece["function"]["name"], "arguments": ""}})
+                calls.append(
+                    {
+                        "id": piece["id"], "type": piece["type"],
+                        "function": {"name": piece["function"]["name"], "arguments": ""}
+                    }
+                )
             else:
                 assert piece["index"] == len(calls) - 1 and "id" not in piece and "name" not in piece["function"]
             calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
@@ -57,8 +65,13 @@ def called(message: dict) -> list[tuple[str, str]]:
 async def test_calls_are_told_apart_from_text(api, client, stream):
     client.script = TWO.encode()
     message, reason = await ask(api, stream=stream, tools=[TOOL, NOOP])
-    assert (message["content"], called(message), reason) == ("Let me see.", [("get_weather", ARGUMENTS), ("noop", "{}")], "tool_calls")
-    assert len({c["id"] for c in message["tool_calls"]}) == 2 and all(c["type"] == "function" for c in message["tool_calls"])
+    assert (message["content"], called(message), reason) == (
+        "Let me see.", [("get_weather", ARGUMENTS), ("noop", "{}")], "tool_calls"
+    )
+    assert (
+        len({c["id"] for c in message["tool_calls"]}) == 2
+        and all(c["type"] == "function" for c in message["tool_calls"])
+    )
     assert client.submitted[-1][1].keep_special_tokens == ["<tool_call>", "</tool_call>", "<think>", "</think>"]
     client.script = CALL.encode()
     message, reason = await ask(api, stream=stream, tools=[TOOL, NOOP], tool_choice="auto", parallel_tool_calls=False)
@@ -94,11 +107,15 @@ async def test_cut_short_and_broken_calls(api, client, stream):
 async def test_stream_has_openai_shape(server, client):
     client.script = CALL.encode()
     answer = await server.post(CHAT, json={"messages": [USER], "tools": [TOOL], "stream": True})
-    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in answer.text.splitlines() if line.startswith("data: {")]
+    deltas = [
+        json.loads(line[6:])["choices"][0]["delta"] for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
     assert deltas[0] == {"role": "assistant", "content": ""}
     pieces = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
     assert set(pieces[0]) == {"index", "id", "type", "function"} and pieces[0]["function"]["name"] == "get_weather"
-    assert all(set(p) == {"index", "function"} and set(p["function"]) == {"arguments"} for p in pieces[1:]) and len(pieces) > 10
+    assert all(
+        set(p) == {"index", "function"} and set(p["function"]) == {"arguments"} for p in pieces[1:]
+    ) and len(pieces) > 10
     assert not any(d.get("content") for d in deltas)
 
 
@@ -121,8 +138,12 @@ async def test_reasoning_is_told_apart(api, client, stream):
 
 async def test_reasoning_in_one_piece(server, client):
     client.script = (THOUGHT + "Yes.").encode()
-    answer = await server.post(CHAT, json={"messages": [USER], "stream": True, "stream_reasoning": False, "n": 2, "temperature": 1})
-    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in answer.text.splitlines() if line.startswith("data: {")]
+    answer = await server.post(
+        CHAT, json={"messages": [USER], "stream": True, "stream_reasoning": False, "n": 2, "temperature": 1}
+    )
+    deltas = [
+        json.loads(line[6:])["choices"][0]["delta"] for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
     assert [d["reasoning_content"] for d in deltas if "reasoning_content" in d] == ["Hm, <b>."] * 2
 
 
@@ -140,15 +161,27 @@ async def test_the_prompt_may_have_begun_the_reasoning(api, client, stream):
 
 @pytest.mark.parametrize("options, switches", [
     ({"reasoning_effort": "high"}, {"reasoning_effort": "high", "enable_thinking": True, "thinking": True}),
-    ({"reasoning_effort": "none"}, {"enable_thinking": False, "thinking": False}), ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
-    ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"thinking": 5}}, {"enable_thinking": True, "thinking": 5}), ({}, {}),
+    ({"reasoning_effort": "none"}, {"enable_thinking": False, "thinking": False}),
+    ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
+    (
+        {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"thinking": 5}},
+        {"enable_thinking": True, "thinking": 5}
+    ),
+    ({}, {}),
 ], ids=str)
 async def test_reasoning_switches_reach_the_template(server, client, options, switches):
     await server.post(CHAT, json={"messages": [USER], "max_tokens": 1, **options})
     assert client.tokenizer.options == switches
 
 
-@pytest.mark.parametrize("fields", [{"thinking_budget": 5}, {"max_thinking_tokens": 5}, {"thinking_token_budget": 5}, {"thinking": {"type": "enabled", "budget_tokens": 5}}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking_budget": 5}, {"max_thinking_tokens": 5}, {"thinking_token_budget": 5},
+        {"thinking": {"type": "enabled", "budget_tokens": 5}}
+    ],
+    ids=str
+)
 async def test_thinking_budgets_reach_the_engine(server, client, fields):
     async def budget():
         answer = await server.post(CHAT, json={"messages": [USER], "max_tokens": 1, **fields})
@@ -165,7 +198,9 @@ async def test_thinking_budgets_reach_the_engine(server, client, fields):
 async def test_thinking_budgets_of_models_that_do_not_reason(client):
     async with http_for(client) as http:
         for fields in ({}, {"tools": [TOOL]}):
-            error = (await http.post(CHAT, json={"messages": [USER], "max_thinking_tokens": 5, **fields})).json()["error"]
+            error = (
+                await http.post(CHAT, json={"messages": [USER], "max_thinking_tokens": 5, **fields})
+            ).json()["error"]
             assert (error["param"], error["code"]) == ("thinking_budget", "unsupported_feature")
 
 
@@ -183,7 +218,10 @@ async def test_forced_calls_are_a_grammar(server, client):
     assert '"star"' not in tag
     _, tag = await grammar(tool_choice={"type": "function", "function": {"name": "noop"}})
     assert "get_weather" not in tag and "noop" in tag and '"star"' not in tag
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "noop"}}]}}
+    allowed = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "noop"}}]}
+    }
     _, tag = await grammar(tool_choice=allowed)
     assert "get_weather" not in tag and "noop" in tag and '"star"' in tag
     assert "get_weather" in client.tokenizer.messages[0]["content"]
@@ -196,7 +234,9 @@ async def test_forced_calls_are_a_grammar(server, client):
     assert '"triggers": ["<tool_call>' in tag
     kind, tag = await grammar(response_format={"type": "json_object"})
     assert kind == "structural_tag" and "</think>" in tag and "get_weather" in tag and '{"type": "object"}' in tag
-    assert await grammar(tool_choice="required", response_format={"type": "json_object"}) == await grammar(tool_choice="required")
+    assert await grammar(
+        tool_choice="required", response_format={"type": "json_object"}
+    ) == await grammar(tool_choice="required")
     body = {"messages": [USER], "tools": [TOOL], "tool_choice": "required", "regex": "a"}
     assert (await server.post(CHAT, json=body)).json()["error"]["param"] == "tool_choice"
     client.tokenizer.ending = "<think>\n\n</think>\n\n"
@@ -207,7 +247,15 @@ async def test_forced_calls_are_a_grammar(server, client):
 async def test_history_with_calls_reaches_the_template(server, client):
     history = [
         USER,
-        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [{"id": "c1", "type": "function", "index": 0, "function": {"name": "get_weather", "arguments": ARGUMENTS}}]},
+        {
+            "role": "assistant", "content": None, "reasoning": "Hm.",
+            "tool_calls": [
+                {
+                    "id": "c1", "type": "function", "index": 0,
+                    "function": {"name": "get_weather", "arguments": ARGUMENTS}
+                }
+            ]
+        },
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "Rain"}]},
     ]
     client.tokenizer.takes_tools, client.tokenizer.chat_templates = True, ["<tool_call>"]
@@ -224,14 +272,24 @@ async def test_history_with_calls_reaches_the_template(server, client):
 async def test_tools_in_words_for_templates_that_do_not_show_them(server, client):
     history = [
         {"role": "system", "content": "Be brief."}, USER,
-        {"role": "assistant", "content": "So:", "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "noop", "arguments": ""}}]},
+        {
+            "role": "assistant", "content": "So:",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "noop", "arguments": ""}}]
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "A"}, {"role": "tool", "tool_call_id": "c2", "content": "B"},
     ]
     await server.post(CHAT, json={"messages": history, "tools": [TOOL], "max_tokens": 1})
     system, user, assistant, result = client.tokenizer.messages
-    assert system["content"].startswith("Be brief.\n\n") and json.dumps(TOOL["function"]) in system["content"] and "<tool_call>" in system["content"]
-    assert user == USER and assistant == {"role": "assistant", "content": 'So:\n<tool_call>\n{"name": "noop", "arguments": {}}\n</tool_call>'}
-    assert result == {"role": "user", "content": "<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response>"}
+    assert (
+        system["content"].startswith("Be brief.\n\n") and json.dumps(TOOL["function"]) in system["content"]
+        and "<tool_call>" in system["content"]
+    )
+    assert user == USER and assistant == {
+        "role": "assistant", "content": 'So:\n<tool_call>\n{"name": "noop", "arguments": {}}\n</tool_call>'
+    }
+    assert result == {
+        "role": "user", "content": "<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response>"
+    }
     assert client.tokenizer.tools is None
     await server.post(CHAT, json={"messages": [USER], "tools": [TOOL], "max_tokens": 1})
     assert [m["role"] for m in client.tokenizer.messages] == ["system", "user"]
@@ -249,24 +307,44 @@ def function(**fields) -> dict:
 
 
 @pytest.mark.parametrize("fields, param", [
-    (function(name="a b"), "tools[0].function.name"), (function(name=""), "tools[0].function.name"), (function(name="f\n"), "tools[0].function.name"),
+    (function(name="a b"), "tools[0].function.name"), (function(name=""), "tools[0].function.name"),
+    (function(name="f\n"), "tools[0].function.name"),
     (function(name="f" * 129), "tools[0].function.name"), (function(name="f\x00"), "tools[0].function.name"),
-    (function(description="a\x07"), "tools[0].function.description"), (function(description="x" * 40_000), "tools[0].function.description"),
-    (function(parameters=[]), "tools[0].function.parameters"), (function(parameters={"type": "array"}), "tools[0].function.parameters"),
-    (function(parameters={"properties": []}), "tools[0].function.parameters"), (function(parameters={"properties": {"a\x1b": {}}}), "tools[0].function.parameters"),
-    (function(parameters=DEEP), "tools[0].function.parameters"), (function(parameters={"description": "x" * 300_000}), "tools[0].function.parameters"),
-    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [TOOL] * 1025}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (function(description="a\x07"), "tools[0].function.description"),
+    (function(description="x" * 40_000), "tools[0].function.description"),
+    (function(parameters=[]), "tools[0].function.parameters"),
+    (function(parameters={"type": "array"}), "tools[0].function.parameters"),
+    (function(parameters={"properties": []}), "tools[0].function.parameters"),
+    (function(parameters={"properties": {"a\x1b": {}}}), "tools[0].function.parameters"),
+    (function(parameters=DEEP), "tools[0].function.parameters"),
+    (function(parameters={"description": "x" * 300_000}), "tools[0].function.parameters"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [TOOL] * 1025}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"), ({"tools": [{**TOOL, "x": 1}]}, "tools[0].x"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOOP]}}}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice.allowed_tools.tools"),
-    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [TOOL]}}}, "tool_choice.allowed_tools.mode"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOOP]}}},
+        "tool_choice"
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.allowed_tools.tools"
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [TOOL]}}},
+        "tool_choice.allowed_tools.mode"
+    ),
     ({"thinking_budget": -1}, "thinking_budget"), ({"thinking_budget": 5, "max_thinking_tokens": 6}, "thinking_budget"),
     ({"thinking_budget": 5, "ebnf": 'root ::= "a"'}, "thinking_budget"),
-    ({"enable_thinking": True, "reasoning_effort": "none"}, "enable_thinking"), ({"reasoning_effort": "enormous"}, "reasoning_effort"),
-    ({"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"), ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":'}}]}]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"enable_thinking": True, "reasoning_effort": "none"}, "enable_thinking"),
+    ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+    ({"messages": [{**USER, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":'}}]}]},
+        "messages[0].tool_calls[0].function.arguments"
+    ),
 ], ids=lambda v: str(v)[:70])
 async def test_what_is_refused(server, client, fields, param):
     answer = await server.post(CHAT, json={"messages": [USER], "max_tokens": 1, **fields})
@@ -284,7 +362,13 @@ async def test_tools_of_a_model_whose_format_is_unknown(client):
 
 
 async def test_formats_come_from_the_template(client):
-    for template, script in [("{% if tools %}<tool_call>{% endif %}", CALL), ("<|tool_calls_section_begin|>", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>")]:
+    for template, script in [
+        ("{% if tools %}<tool_call>{% endif %}", CALL),
+        (
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+        )
+    ]:
         client.tokenizer = ByteTokenizer()
         client.tokenizer.chat_templates, client.tokenizer.takes_tools, client.script = [template], True, script.encode()
         async with http_for(client) as http:

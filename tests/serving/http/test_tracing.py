@@ -54,31 +54,56 @@ async def traced() -> AsyncIterator[Traced]:
 
 
 async def test_a_request_has_a_span_for_each_stage(traced: Traced):
-    answer = await traced.http.post("/v1/completions", json={"prompt": "secret words", "max_tokens": 4}, headers={"X-Request-Id": "me", "Authorization": "Bearer hush"})
+    answer = await traced.http.post(
+        "/v1/completions", json={"prompt": "secret words", "max_tokens": 4},
+        headers={"X-Request-Id": "me", "Authorization": "Bearer hush"}
+    )
     assert answer.status_code == 200
     spans = traced.spans()
-    assert {name: len(found) for name, found in spans.items()} == {"POST /v1/completions": 1, "queue": 1, "prefill": 1, "decode": 1}
-    (root,), (queue,), (prefill,), (decode,) = (spans[name] for name in ("POST /v1/completions", "queue", "prefill", "decode"))
-    assert root.kind == SpanKind.SERVER and root.parent is None and root.resource.attributes["service.name"] == "headrace"
+    assert {name: len(found) for name, found in spans.items()} == {
+        "POST /v1/completions": 1, "queue": 1, "prefill": 1, "decode": 1
+    }
+    (root,), (queue,), (prefill,), (decode,) = (
+        spans[name] for name in ("POST /v1/completions", "queue", "prefill", "decode")
+    )
+    assert (
+        root.kind == SpanKind.SERVER and root.parent is None and root.resource.attributes["service.name"] == "headrace"
+    )
     for stage in (queue, prefill, decode):
         assert stage.parent.span_id == root.context.span_id and stage.context.trace_id == root.context.trace_id
-    assert root.start_time <= queue.start_time < queue.end_time == prefill.start_time < prefill.end_time == decode.start_time < decode.end_time <= root.end_time
+    assert (
+        root.start_time <= queue.start_time < queue.end_time == prefill.start_time < prefill.end_time
+        == decode.start_time < decode.end_time <= root.end_time
+    )
     assert queue.end_time - queue.start_time == pytest.approx(2_000_000, abs=2), "as the engine told"
     told = dict(root.attributes)
-    assert (told["http.response.status_code"], told["http.route"], told["gen_ai.request.id"]) == (200, "/v1/completions", "me")
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"], told["gen_ai.response.finish_reasons"]) == (13, 4, ("length",))
-    assert 0 < told["gen_ai.latency.time_in_queue"] < told["gen_ai.latency.time_to_first_token"] < told["gen_ai.latency.e2e"]
-    assert "secret" not in str([span.to_json() for found in spans.values() for span in found]) and "hush" not in str(told)
+    assert (
+        told["http.response.status_code"], told["http.route"], told["gen_ai.request.id"]
+    ) == (200, "/v1/completions", "me")
+    assert (
+        told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"], told["gen_ai.response.finish_reasons"]
+    ) == (13, 4, ("length",))
+    assert (
+        0 < told["gen_ai.latency.time_in_queue"] < told["gen_ai.latency.time_to_first_token"]
+        < told["gen_ai.latency.e2e"]
+    )
+    assert "secret" not in str(
+        [span.to_json() for found in spans.values() for span in found]
+    ) and "hush" not in str(told)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/generate"])
 async def test_streams_batches_and_other_routes(traced: Traced, path: str):
     messages = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "model": "fake-model", "stream": True}
-    body = {"text": ["a", "b", "c"], "sampling_params": {"max_new_tokens": 3, "n": 2}} if path == "/generate" else messages
+    body = (
+        {"text": ["a", "b", "c"], "sampling_params": {"max_new_tokens": 3, "n": 2}} if path == "/generate" else messages
+    )
     assert (await traced.http.post(path, json=body)).status_code == 200
     spans = traced.spans()
     num_prompts = 3 if path == "/generate" else 1
-    assert {name: len(found) for name, found in spans.items()} == {f"POST {path}": 1, "queue": num_prompts, "prefill": num_prompts, "decode": num_prompts}
+    assert {name: len(found) for name, found in spans.items()} == {
+        f"POST {path}": 1, "queue": num_prompts, "prefill": num_prompts, "decode": num_prompts
+    }
     assert spans[f"POST {path}"][0].attributes["gen_ai.usage.output_tokens"] == (18 if path == "/generate" else 3)
     assert {span.attributes["headrace.prompt_index"] for span in spans["decode"]} == set(range(num_prompts))
 
@@ -102,13 +127,18 @@ async def test_errors_and_what_is_not_worth_a_span(traced: Traced):
     await traced.http.post("/v1/completions", json={"prompt": "x", "n": 0})
     await traced.http.get("/no/such/path/" + "x" * 99)
     failed, wrong = traced.spans()["POST /v1/completions"]
-    assert failed.status.status_code == StatusCode.ERROR and failed.attributes["gen_ai.response.finish_reasons"] == ("error",)
+    assert (
+        failed.status.status_code == StatusCode.ERROR
+        and failed.attributes["gen_ai.response.finish_reasons"] == ("error",)
+    )
     assert wrong.status.status_code == StatusCode.UNSET and wrong.attributes["http.response.status_code"] == 400
     assert len(traced.spans()["GET unmatched"]) == 1
 
 
 async def test_an_aborted_request_ends_its_spans(traced: Traced):
-    asking = asyncio.create_task(traced.http.post("/v1/completions", json={"prompt": "HOLD"}, headers={"X-Request-Id": "me"}))
+    asking = asyncio.create_task(
+        traced.http.post("/v1/completions", json={"prompt": "HOLD"}, headers={"X-Request-Id": "me"})
+    )
     while not traced.http.app.state.context.running:
         await asyncio.sleep(0.01)
     await traced.http.post("/abort_request", json={"rid": "me"})

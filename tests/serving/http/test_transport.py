@@ -42,7 +42,9 @@ async def port(client: FakeClient) -> AsyncIterator[int]:
         await task
 
 
-async def talk(port: int, *pieces: bytes, until: bytes = b"", count: int = 1, gap_s: float = 0.02, rest_s: float = 0.2) -> tuple[bytes, bool]:
+async def talk(
+    port: int, *pieces: bytes, until: bytes = b"", count: int = 1, gap_s: float = 0.02, rest_s: float = 0.2
+) -> tuple[bytes, bool]:
     """What comes back, and whether the server closed the connection. Waits for that, or for so many of ``until`` in the answer and
     then for what comes within ``rest_s``."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -51,7 +53,9 @@ async def talk(port: int, *pieces: bytes, until: bytes = b"", count: int = 1, ga
         for piece in pieces:
             writer.write(piece)
             await asyncio.sleep(gap_s)
-        while chunk := await asyncio.wait_for(reader.read(65536), PATIENCE_S if not until or answer.count(until) < count else rest_s):
+        while chunk := await asyncio.wait_for(
+            reader.read(65536), PATIENCE_S if not until or answer.count(until) < count else rest_s
+        ):
             answer += chunk
         return answer, True
     except ConnectionError:
@@ -63,7 +67,8 @@ async def talk(port: int, *pieces: bytes, until: bytes = b"", count: int = 1, ga
 
 
 @pytest.mark.parametrize("offer", [
-    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n",  # Java's client, with every request
+    # Java's client, with every request
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n",
     b"connection: upgrade\r\nupgrade: websocket\r\n",
 ])
 async def test_an_offered_upgrade_does_not_cost_the_body(port, offer):
@@ -79,13 +84,17 @@ async def test_ways_to_send_a_body(port):
     assert chunked.startswith(b"HTTP/1.1 200") and TEXT in chunked
     pipelined, is_closed = await talk(port, (SIZED + b"\r\n" + ASK) * 3, until=TEXT, count=3)
     assert pipelined.count(TEXT) == 3 and not is_closed
-    byte_wise, _ = await talk(port, *(bytes([b]) for b in b"GET /health HTTP/1.1\r\n"), b"Host: x\r\n\r", b"\n", until=b"\r\n\r\n")
+    byte_wise, _ = await talk(
+        port, *(bytes([b]) for b in b"GET /health HTTP/1.1\r\n"), b"Host: x\r\n\r", b"\n", until=b"\r\n\r\n"
+    )
     assert byte_wise.startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("nonsense", [
-    b"garbage\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", POST + b"Content-Length: -5\r\n\r\n",
-    POST + b"Content-Length: 99999999999999999999\r\n\r\n", POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    b"garbage\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    POST + b"Content-Length: -5\r\n\r\n",
+    POST + b"Content-Length: 99999999999999999999\r\n\r\n",
+    POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
     POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
 ])
 async def test_what_is_not_http_is_told_so_and_closed(port, nonsense):
@@ -142,13 +151,17 @@ def with_http_client(port: int, path: str, headers: dict[str, str], body: bytes)
 
 
 def with_httpx(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-    answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=body, headers=headers, timeout=PATIENCE_S, trust_env=False)
+    answer = httpx.post(
+        f"http://127.0.0.1:{port}{path}", content=body, headers=headers, timeout=PATIENCE_S, trust_env=False
+    )
     return answer.status_code, answer.content
 
 
 def with_httpx_in_pieces(port: int, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
     pieces = (body[i : i + 65536] for i in range(0, len(body), 65536))
-    answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=pieces, headers=headers, timeout=PATIENCE_S, trust_env=False)
+    answer = httpx.post(
+        f"http://127.0.0.1:{port}{path}", content=pieces, headers=headers, timeout=PATIENCE_S, trust_env=False
+    )
     return answer.status_code, answer.content
 
 
@@ -182,8 +195,14 @@ async def test_who_sends_too_much_is_told_so_whenever_it_looks(port, client, sen
     """Other than a reset connection. Most clients look at the answer when all is sent, far beyond what sockets hold meanwhile."""
     body = b'{"prompt": "' + b"x" * (24 << 20) + b'"}'
     for path, read in (
-        ("/v1/completions", lambda told: told["error"]["code"]), ("/v1/messages", lambda told: {"request_too_large": "body_too_large"}[told["error"]["type"]]),
-        ("/api/chat", lambda told: "body_too_large" if "at most 1048576" in told["error"] or "more than 1048576" in told["error"] else ""),
+        ("/v1/completions", lambda told: told["error"]["code"]),
+        ("/v1/messages", lambda told: {"request_too_large": "body_too_large"}[told["error"]["type"]]),
+        (
+            "/api/chat",
+            lambda told: "body_too_large" if "at most 1048576" in told[
+                "error"
+            ] or "more than 1048576" in told["error"] else ""
+        ),
     ):
         status, text = await asyncio.to_thread(send, port, path, {"Content-Type": "application/json", **headers}, body)
         assert status == 413 and read(json.loads(text)) == "body_too_large"
@@ -193,7 +212,9 @@ async def test_who_sends_too_much_is_told_so_whenever_it_looks(port, client, sen
 @pytest.mark.parametrize("send", SENDERS)
 async def test_refusals_of_other_kinds_reach_who_still_sends(port, send: Sender):
     for path, kind, status in (("/nope", "application/json", 404), ("/v1/completions", "text/plain", 415)):
-        found, text = await asyncio.to_thread(send, port, path, {"Content-Type": kind, "Connection": "close"}, b"x" * (24 << 20))
+        found, text = await asyncio.to_thread(
+            send, port, path, {"Content-Type": kind, "Connection": "close"}, b"x" * (24 << 20)
+        )
         assert found == status and json.loads(text)["error"]["message"]
 
 
@@ -232,10 +253,16 @@ async def test_a_connection_goes_on_behind_a_body_that_was_not_read(port):
 
 async def test_streams_to_clients_of_old_end_with_the_connection(port):
     ask = json.dumps({"prompt": "once", "max_tokens": 4, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\nConnection: "
+        b"keep-alive\r\nContent-Length: %d\r\n\r\n"
+    )
     old, is_closed = await talk(port, head % (b"1.0", len(ask)) + ask)
     top, _, events = old.partition(b"\r\n\r\n")
-    assert is_closed and top.startswith(b"HTTP/1.1 200") and b"connection: close" in top.lower() and b"transfer-encoding" not in top.lower()
+    assert (
+        is_closed and top.startswith(b"HTTP/1.1 200") and b"connection: close" in top.lower()
+        and b"transfer-encoding" not in top.lower()
+    )
     pieces = events.split(b"\n\n")
     assert pieces[-2:] == [b"data: [DONE]", b""] and all(p.startswith(b"data: ") for p in pieces[:-1])
     assert "".join(json.loads(p[6:])["choices"][0]["text"] for p in pieces[:-2]) == expected_text("once", 4)

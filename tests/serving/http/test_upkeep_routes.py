@@ -27,7 +27,9 @@ async def test_sleep_and_wake_in_vllms_words(http, client):
     assert (await http.post("/sleep?level=2")).json() == {"success": True, "message": "the engine sleeps"}
     assert client.controls == [ReleaseMemory(list(DEVICE_PARTS), discards_weights=True)]
     assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
-    assert (await http.post("/wake_up?tags=weights")).json()["message"] == "the engine sleeps", "the cache is still away"
+    assert (await http.post("/wake_up?tags=weights")).json()["message"] == "the engine sleeps", (
+        "the cache is still away"
+    )
     assert (await http.post("/wake_up?tags=kv_cache&tags=cuda_graph")).json()["message"] == "the engine is awake"
     assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 200
     assert (await http.post("/sleep")).status_code == 200 and client.controls[-1].discards_weights is False
@@ -38,13 +40,17 @@ async def test_memory_in_sglangs_words(http, client):
     assert client.controls == [ReleaseMemory(["kv_cache"])] and client.state == "asleep"
     assert (await http.post("/resume_memory_occupation", json={})).status_code == 200
     assert client.controls[-1] == AcquireMemory(list(DEVICE_PARTS)) and client.state == "ready"
-    assert (await http.post("/release_memory_occupation", json={"tags": ["cuda_graph"]})).json()["message"] == "the engine is awake"
+    assert (
+        await http.post("/release_memory_occupation", json={"tags": ["cuda_graph"]})
+    ).json()["message"] == "the engine is awake"
     assert client.state == "ready", "slower, but at work"
 
 
 @pytest.mark.parametrize(("path", "body"), [
-    ("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}), ("/generate", {"text": "x"}),
-    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "model": "fake-model"}), ("/health_generate", None),
+    ("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/generate", {"text": "x"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "model": "fake-model"}),
+    ("/health_generate", None),
     ("/pause_generation", {}), ("/start_profile", {}),
 ])
 async def test_nobody_is_served_by_a_sleeping_engine(client, path, body):
@@ -52,7 +58,9 @@ async def test_nobody_is_served_by_a_sleeping_engine(client, path, body):
         await http.post("/sleep")
         answer = await (http.get(path) if body is None else http.post(path, json=body))
         assert answer.status_code == 503 and int(answer.headers["Retry-After"]) >= 1 and "sleeps" in answer.text
-        assert (await http.get("/ready")).status_code == 503 and (await http.get("/health")).json()["engine"] == "asleep"
+        assert (
+            (await http.get("/ready")).status_code == 503 and (await http.get("/health")).json()["engine"] == "asleep"
+        )
         assert (await http.get("/metrics")).status_code == (await http.get("/get_model_info")).status_code == 200
 
 
@@ -88,10 +96,13 @@ async def test_an_engine_that_refuses_to_sleep_or_wake(http, client):
 
 
 @pytest.mark.parametrize(("path", "body"), [
-    ("/sleep?level=0", None), ("/sleep?level=x", None), ("/sleep?mode=keep", None), ("/wake_up?tags=brain", None), ("/pause?mode=wait", None),
-    ("/release_memory_occupation", {"tags": ["brain"]}), ("/release_memory_occupation", {"tags": "weights"}), ("/resume_memory_occupation", {"x": 1}),
+    ("/sleep?level=0", None), ("/sleep?level=x", None), ("/sleep?mode=keep", None), ("/wake_up?tags=brain", None),
+    ("/pause?mode=wait", None),
+    ("/release_memory_occupation", {"tags": ["brain"]}), ("/release_memory_occupation", {"tags": "weights"}),
+    ("/resume_memory_occupation", {"x": 1}),
     ("/update_weights_from_disk", {"flush_cache": False}), ("/update_weights_from_disk", {"load_format": "pickle"}),
-    ("/start_profile", {"output_dir": "/tmp"}), ("/start_profile", {"num_steps": 0}), ("/start_profile", {}), ("/stop_profile", {}),
+    ("/start_profile", {"output_dir": "/tmp"}), ("/start_profile", {"num_steps": 0}), ("/start_profile", {}),
+    ("/stop_profile", {}),
 ])
 async def test_wrong_asks(http, client, path, body):
     answer = await http.post(path, json=body)
@@ -105,8 +116,14 @@ async def test_pause_in_vllms_words(http, client):
     assert (await http.get("/is_paused")).json() == {"is_paused": True}
     client.engine_pid += 1
     assert (await http.get("/is_paused")).json() == {"is_paused": False}, "a new engine is not paused"
-    assert (await http.post("/pause")).status_code == 200 and (await asking).json()["choices"][0]["finish_reason"] == "abort"
-    assert (await http.post("/resume")).status_code == 200 and (await http.get("/is_paused")).json() == {"is_paused": False}
+    assert (
+        (await http.post("/pause")).status_code == 200
+        and (await asking).json()["choices"][0]["finish_reason"] == "abort"
+    )
+    assert (
+        (await http.post("/resume")).status_code == 200
+        and (await http.get("/is_paused")).json() == {"is_paused": False}
+    )
     assert client.controls == ["pause", "pause", "continue"]
 
 
@@ -120,30 +137,45 @@ async def test_weights_are_read_from_the_configured_folder_alone(client, tmp_pat
             answer = await http.post("/update_weights_from_disk", json={"model_path": path, "weight_version": "1"})
             assert answer.json() == {"success": True, "message": "the weights were replaced", "num_paused_requests": 0}
             assert client.controls.pop() == ReplaceWeights(str(root / "step-1"))
-        assert (await http.get("/model_info")).json()["weight_version"] == "1" and client.config.model.model == str(root / "step-1")
+        assert (
+            (await http.get("/model_info")).json()["weight_version"] == "1"
+            and client.config.model.model == str(root / "step-1")
+        )
         asking = await start_held(http)
         answer = await http.post("/update_weights_from_disk", json={"model_path": "step-1", "abort_all_requests": True})
-        assert answer.json()["num_paused_requests"] == 0 and (await asking).json()["choices"][0]["finish_reason"] == "abort"
+        assert (
+            answer.json()["num_paused_requests"] == 0
+            and (await asking).json()["choices"][0]["finish_reason"] == "abort"
+        )
         client.controls.clear()
         for path in ("../x", "/etc", "out/x", "step-1/../../x", "a\0b", "org/name/../../.."):
             answer = await http.post("/update_weights_from_disk", json={"model_path": path})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "model_path", path
         assert not client.controls
     async with http_for(FakeClient()) as http:
-        assert (await http.post("/update_weights_from_disk", json={"model_path": str(root / "step-1")})).status_code == 400
+        assert (
+            await http.post("/update_weights_from_disk", json={"model_path": str(root / "step-1")})
+        ).status_code == 400
         assert (await http.post("/update_weights_from_disk", json={"model_path": served})).status_code == 200
 
 
 async def test_weights_that_do_not_fit(http, client):
     client.refusal = WeightError("the checkpoint does not fit the model: tensors missing (1): a.weight")
     answer = await http.post("/update_weights_from_disk")
-    assert answer.status_code == 400 and "were not replaced" in answer.json()["error"]["message"] and client.state == "ready"
+    assert (
+        answer.status_code == 400 and "were not replaced" in answer.json()["error"]["message"]
+        and client.state == "ready"
+    )
     assert (await http.get("/model_info")).json()["weight_version"] == "default"
 
 
 async def test_profiles(client, tmp_path: Path):
     async with http_for(client, operations=OperationsConfig(profile_folder=str(tmp_path))) as http:
-        assert (await http.post("/start_profile", json={"num_steps": 3, "with_stack": True, "activities": ["CPU", "GPU"]})).status_code == 200
+        assert (
+            await http.post("/start_profile", json={"num_steps": 3, "with_stack": True, "activities": ["CPU", "GPU"]})
+        ).status_code == 200
         assert "a.trace.json" in (await http.post("/stop_profile")).json()["message"]
         assert (await http.post("/start_profile", json={"activities": ["CPU"]})).status_code == 200
-    assert client.controls == [StartProfile(str(tmp_path), 3, has_stacks=True), StopProfile(), StartProfile(str(tmp_path), has_device=False)]
+    assert client.controls == [
+        StartProfile(str(tmp_path), 3, has_stacks=True), StopProfile(), StartProfile(str(tmp_path), has_device=False)
+    ]

@@ -18,7 +18,8 @@ NUM_TOKENS = 60
 
 
 class Wire(BodyWriter):
-    """Where both ways end. With a seed, ``send`` takes its time now and then, and the connection is full now and then."""
+    """Where both ways end. With a seed, ``send`` takes its time now and then, and the connection is full now and
+    then."""
 
     __slots__ = ("body", "is_started", "num_sent", "num_written", "rng")
 
@@ -47,12 +48,16 @@ class Wire(BodyWriter):
         self.body += message["body"]
 
 
-async def ask(path: str, body: dict, wire: Wire, *, has_writer: bool = True, operations: OperationsConfig | None = None) -> list[dict]:
+async def ask(
+    path: str, body: dict, wire: Wire, *, has_writer: bool = True, operations: OperationsConfig | None = None
+) -> list[dict]:
     """The events of a streamed answer."""
     app, payload = create_app(FakeClient(), ServerConfig(), operations), json.dumps(body).encode()
     scope = {
-        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": [(b"content-type", b"application/json")], "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "root_path": "",
+        "headers": [(b"content-type", b"application/json")], "scheme": "http", "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
     }
     if has_writer:
         scope["extensions"] = {EXTENSION: wire}
@@ -82,7 +87,9 @@ def texts_of(events: list[dict]) -> dict[int, str]:
 @pytest.mark.parametrize("seed", range(6))
 async def test_written_and_sent_pieces_make_one_stream(seed: int):
     wire = Wire(seed)
-    events = await ask("/v1/completions", {"prompt": "once", "max_tokens": NUM_TOKENS, "n": 2, "seed": 5, "stream": True}, wire)
+    events = await ask(
+        "/v1/completions", {"prompt": "once", "max_tokens": NUM_TOKENS, "n": 2, "seed": 5, "stream": True}, wire
+    )
     assert texts_of(events) == {i: expected_text("once", NUM_TOKENS, seed=5 + i) for i in (0, 1)}
     assert wire.num_written > 10 < wire.num_sent
     assert [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]] == ["length"] * 2
@@ -98,7 +105,10 @@ async def test_events_are_the_same_as_without_a_writer(path: str, options: dict)
     if path == "/v1/completions":
         body |= {"prompt": "once"}
     else:
-        body |= {"messages": [{"role": "user", "content": "once"}]} | ({"logprobs": True, "top_logprobs": 1} if "logprobs" in body else {})
+        body |= (
+            {"messages": [{"role": "user", "content": "once"}]}
+            | ({"logprobs": True, "top_logprobs": 1} if "logprobs" in body else {})
+        )
 
     async def tell(*, has_writer: bool) -> list[dict]:
         events = await ask(path, body, Wire(), has_writer=has_writer)
@@ -107,7 +117,10 @@ async def test_events_are_the_same_as_without_a_writer(path: str, options: dict)
     sent, written = await tell(has_writer=False), await tell(has_writer=True)
     assert len(sent) >= 12
     for index in range(options.get("n", 1)):
-        assert [e for e in sent if e["choices"] and e["choices"][0]["index"] == index] == [e for e in written if e["choices"] and e["choices"][0]["index"] == index]
+        assert (
+            [e for e in sent if e["choices"] and e["choices"][0]["index"] == index]
+            == [e for e in written if e["choices"] and e["choices"][0]["index"] == index]
+        )
     assert [e for e in sent if not e["choices"]] == [e for e in written if not e["choices"]]
 
 
@@ -115,7 +128,8 @@ async def test_who_records_answers_sees_all_of_them(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO)
     wire = Wire()
     events = await ask(
-        "/v1/completions", {"prompt": "once", "max_tokens": 20, "stream": True}, wire, operations=OperationsConfig(dump_requests=str(tmp_path), log_requests="fields"),
+        "/v1/completions", {"prompt": "once", "max_tokens": 20, "stream": True}, wire,
+        operations=OperationsConfig(dump_requests=str(tmp_path), log_requests="fields"),
     )
     assert texts_of(events) == {0: expected_text("once", 20)}
     assert wire.num_written == 0 < wire.num_sent

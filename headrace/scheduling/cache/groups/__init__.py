@@ -36,6 +36,9 @@ class GroupPolicy(Protocol):
 GROUP_POLICIES: Registry[type[GroupPolicy]] = CACHE_POLICIES
 GROUP_POLICIES.add("full", "headrace.scheduling.cache.groups.full:FullPolicy", doc="every position sees all before it")
 GROUP_POLICIES.add(
-    "sliding_window", "headrace.scheduling.cache.groups.sliding_window:SlidingWindowPolicy", doc="every position sees the latest few"
+    "sliding_window", "headrace.scheduling.cache.groups.sliding_window:SlidingWindowPolicy",
+    doc="every position sees the latest few"
 )
-GROUP_POLICIES.add("mla", "headrace.scheduling.cache.groups.full:FullPolicy", doc="latent vectors: every position sees all before it")
+GROUP_POLICIES.add(
+    "mla", "headrace.scheduling.cache.groups.full:FullPolicy", doc="latent vectors: every position sees all before it"
+)

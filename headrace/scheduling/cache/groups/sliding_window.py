@@ -13,7 +13,9 @@ class SlidingWindowPolicy:
 
     def __init__(self, spec: CacheSpec, page_size: int):
         if spec.window < 1:
-            raise ConfigError(f"a sliding_window cache group needs a window of at least 1, got {spec.window}", param="window")
+            raise ConfigError(
+                f"a sliding_window cache group needs a window of at least 1, got {spec.window}", param="window"
+            )
         self._page_size = page_size
         self._reach = spec.window - 1  # positions before its own that a query reads
 

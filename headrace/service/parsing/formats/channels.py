@@ -6,7 +6,9 @@ import re
 
 from headrace.service.parsing.format import Channels, Header
 
-_HEADER = Header(end="<|message|>", call=re.compile(r"\bto=functions\.(?P<name>[\w.-]+)"), reasoning=re.compile(r"\banalysis\b"))
+_HEADER = Header(
+    end="<|message|>", call=re.compile(r"\bto=functions\.(?P<name>[\w.-]+)"), reasoning=re.compile(r"\banalysis\b")
+)
 
 # <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
 # <|message|>{"a": 1}<|call|>; the prompt ends with <|start|>assistant

@@ -15,7 +15,9 @@ DEEPSEEK_V3 = ReasoningFormat(name="deepseek_v3", **_THINK, signs=(("<｜Assista
 DEEPSEEK_V4 = ReasoningFormat(name="deepseek_v4", **_THINK, signs=(("<｜Assistant｜>", "</think>", "DSML"),))
 QWEN3 = ReasoningFormat(name="qwen3", **_THINK, signs=(("</think>",),))
 GLM45 = ReasoningFormat(name="glm45", **_THINK, ends_at_calls=True, signs=(("</think>", "<arg_key>"),))
-KIMI_K2 = ReasoningFormat(name="kimi_k2", **_THINK, ends_at_calls=True, signs=(("</think>", "<|tool_calls_section_begin|>"),))
+KIMI_K2 = ReasoningFormat(
+    name="kimi_k2", **_THINK, ends_at_calls=True, signs=(("</think>", "<|tool_calls_section_begin|>"),)
+)
 KIMI = ReasoningFormat(name="kimi", starts=("◁think▷",), ends=("◁/think▷",), signs=(("◁think▷",),))
 MISTRAL = ReasoningFormat(name="mistral", starts=("[THINK]",), ends=("[/THINK]",), signs=(("[THINK]", "[/THINK]"),))
 GRANITE = ReasoningFormat(

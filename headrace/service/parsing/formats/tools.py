@@ -47,7 +47,9 @@ LLAMA3_JSON = ToolFormat(
 # [CALL_ID]123456789 and [ARGS] between
 MISTRAL = ToolFormat(
     name="mistral",
-    patterns=(("[TOOL_CALLS]", Either((JSON_LIST, (Name(), Maybe(("[CALL_ID]", CallId())), Maybe("[ARGS]"), Arguments())))),),
+    patterns=(
+        ("[TOOL_CALLS]", Either((JSON_LIST, (Name(), Maybe(("[CALL_ID]", CallId())), Maybe("[ARGS]"), Arguments())))),
+    ),
     writing=Writing(begin="[TOOL_CALLS][", call='{"name": "$name", "arguments": $arguments}', between=", ", end="]"),
     id_length=9,
     signs=(("[TOOL_CALLS]",),),
@@ -62,7 +64,9 @@ PYTHONIC = ToolFormat(
     ),
     bare=(PYTHON_LIST,),
     on_lines=True,
-    writing=Writing(begin="[", call="$name($arguments)", between=", ", end="]", pair="$key=$value", comma=", ", quotes=True),
+    writing=Writing(
+        begin="[", call="$name($arguments)", between=", ", end="]", pair="$key=$value", comma=", ", quotes=True
+    ),
     signs=(("<|python_start|>",), ("<|tool_call_start|>",)),
 )
 
@@ -75,7 +79,8 @@ QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
     patterns=(("<tool_call>", Repeat(_FUNCTION), "</tool_call>"), (_FUNCTION, Maybe("</tool_call>"))),
     writing=Writing(
-        call="<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>", pair="<parameter=$key>\n$value\n</parameter>\n",
+        call="<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>",
+        pair="<parameter=$key>\n$value\n</parameter>\n",
     ),
     signs=(("<function=", "<parameter="),),
 )
@@ -101,7 +106,8 @@ DEEPSEEK_V31 = ToolFormat(
     name="deepseek_v31",
     patterns=(_deepseek_section(Name(), "<｜tool▁sep｜>", Arguments()),),
     writing=Writing(
-        begin="<｜tool▁calls▁begin｜>", call="<｜tool▁call▁begin｜>$name<｜tool▁sep｜>$arguments<｜tool▁call▁end｜>", between="",
+        begin="<｜tool▁calls▁begin｜>", call="<｜tool▁call▁begin｜>$name<｜tool▁sep｜>$arguments<｜tool▁call▁end｜>",
+        between="",
         end="<｜tool▁calls▁end｜>",
     ),
     signs=(("<｜tool▁calls▁begin｜>",),),
@@ -135,8 +141,15 @@ DEEPSEEK_V4 = ToolFormat(
 # <tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>
 GLM45 = ToolFormat(
     name="glm45",
-    patterns=(("<tool_call>", Name(), Pairs(("<arg_key>", Key(), "</arg_key>", "<arg_value>", Value("</arg_value>")), "</tool_call>")),),
-    writing=Writing(call="<tool_call>$name\n$arguments</tool_call>", pair="<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n"),
+    patterns=(
+        (
+            "<tool_call>", Name(),
+            Pairs(("<arg_key>", Key(), "</arg_key>", "<arg_value>", Value("</arg_value>")), "</tool_call>")
+        ),
+    ),
+    writing=Writing(
+        call="<tool_call>$name\n$arguments</tool_call>", pair="<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n"
+    ),
     signs=(("<arg_key>", "<arg_value>"),),
 )
 
@@ -162,7 +175,8 @@ GPT_OSS = ToolFormat(
     name="gpt_oss",
     channels=HARMONY,
     writing=Writing(
-        call="<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments", between=None, answer="<|channel|>final<|message|>",
+        call="<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments", between=None,
+        answer="<|channel|>final<|message|>",
     ),
     signs=(("<|channel|>", "<|message|>"),),
 )

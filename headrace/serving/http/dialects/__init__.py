@@ -1,1 +1,2 @@
-"""Other dialects of chat: each translates its request to `ChatRequest` and words the answer; generating is the chat route's."""
+"""Other dialects of chat: each translates its request to `ChatRequest` and words the answer; generating is the chat
+route's."""

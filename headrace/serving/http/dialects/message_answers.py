@@ -71,7 +71,10 @@ def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage
             case CallEnd(_, is_complete) if is_complete and isinstance(block, ShownToolUse):
                 content.append(ShownToolUse(block.id, block.name, Raw("".join(arguments).encode() or b"{}")))
     ending = _ending(choice, chat, has_calls=reader.has_calls)
-    return Message(chat.ask.request_id, model, content, _usage(usage), stop_reason=ending.stop_reason, stop_sequence=ending.stop_sequence)
+    return Message(
+        chat.ask.request_id, model, content, _usage(usage), stop_reason=ending.stop_reason,
+        stop_sequence=ending.stop_sequence
+    )
 
 
 def _frame(event: StreamEvent) -> bytes:
@@ -148,7 +151,10 @@ class MessageEvents(Events):
 
     def end(self) -> bytes:
         """What stopped it, and the usage."""
-        return self._writer.stop() + _frame(MessageDelta(self._ending, _usage(self._generation.usage()))) + _frame(MessageStop())
+        return (
+            self._writer.stop() + _frame(MessageDelta(self._ending, _usage(self._generation.usage())))
+            + _frame(MessageStop())
+        )
 
     def fail(self, error: HeadraceError) -> bytes:
         """An error event; nothing follows it."""

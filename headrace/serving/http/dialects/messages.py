@@ -33,7 +33,8 @@ from headrace.serving.http.protocol.tools import (
 )
 
 OWNERS: dict[type, tuple[str, str]] = {
-    ToolResultBlock: ("user", "tool_result"), ToolUseBlock: ("assistant", "tool_use"), ThinkingBlock: ("assistant", "thinking"),
+    ToolResultBlock: ("user", "tool_result"), ToolUseBlock: ("assistant", "tool_use"),
+    ThinkingBlock: ("assistant", "thinking"),
 }
 
 
@@ -52,15 +53,21 @@ def _check_owners(turn: Turn, where: str) -> None:
 def _assistant_message(blocks: list[Block]) -> ChatMessage:
     texts = [b.text for b in blocks if isinstance(b, TextBlock)]
     thoughts = [b.thinking for b in blocks if isinstance(b, ThinkingBlock)]
-    calls = [CallRecord(id=b.id, type="function", function=FunctionCall(name=b.name, arguments=b.input)) for b in blocks if isinstance(b, ToolUseBlock)]
+    calls = [
+        CallRecord(id=b.id, type="function", function=FunctionCall(name=b.name, arguments=b.input))
+        for b in blocks if isinstance(b, ToolUseBlock)
+    ]
     return ChatMessage(
-        role="assistant", content="".join(texts) or None, reasoning_content="".join(thoughts) or None, tool_calls=calls or None,
+        role="assistant", content="".join(texts) or None, reasoning_content="".join(thoughts) or None,
+        tool_calls=calls or None,
     )
 
 
 def _result_message(block: ToolResultBlock) -> ChatMessage:
     text = _text(block.content)
-    return ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=f"Error: {text}" if block.is_error else text)
+    return ChatMessage(
+        role="tool", tool_call_id=block.tool_use_id, content=f"Error: {text}" if block.is_error else text
+    )
 
 
 def _turn_messages(turn: Turn, where: str) -> list[ChatMessage]:
@@ -105,8 +112,13 @@ def _set_tools(chat: ChatRequest, body: CountRequest) -> None:
 
 def _set_thinking(chat: ChatRequest, thinking: Thinking) -> None:
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-        raise RequestError("thinking.budget_tokens belongs to the type 'enabled', and is required there", param="thinking.budget_tokens")
-    chat.thinking = ThinkingSwitch(type="disabled" if thinking.type == "disabled" else "enabled", budget_tokens=thinking.budget_tokens)
+        raise RequestError(
+            "thinking.budget_tokens belongs to the type 'enabled', and is required there",
+            param="thinking.budget_tokens"
+        )
+    chat.thinking = ThinkingSwitch(
+        type="disabled" if thinking.type == "disabled" else "enabled", budget_tokens=thinking.budget_tokens
+    )
     chat.include_reasoning = thinking.display != "omitted"
 
 
@@ -118,7 +130,9 @@ def read_prompt(body: CountRequest) -> ChatRequest:
     if messages[-1].tool_calls:
         raise RequestError("messages must not end with a tool_use: send its tool_result", param="messages")
     system = _text(body.system)
-    chat = ChatRequest(messages=[ChatMessage(role="system", content=system), *messages] if system else messages, model=body.model)
+    chat = ChatRequest(
+        messages=[ChatMessage(role="system", content=system), *messages] if system else messages, model=body.model
+    )
     chat.continue_final_message = True if messages[-1].role == "assistant" else None
     _set_tools(chat, body)
     if body.thinking is not None:
@@ -128,14 +142,18 @@ def read_prompt(body: CountRequest) -> ChatRequest:
         is_off = body.thinking is not None and body.thinking.type == "disabled"
         chat.reasoning_effort = None if is_off else output.effort
         if output.format is not None:
-            chat.response_format = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=output.format.schema))
+            chat.response_format = ResponseFormat(
+                type="json_schema", json_schema=JsonSchemaFormat(schema=output.format.schema)
+            )
     return chat
 
 
 def read_messages(body: MessagesRequest) -> ChatRequest:
     """The chat request of ``body``."""
     if body.thread is not None:
-        raise ThreadsNotServed("thread is not supported: conversations are not kept; send the whole of them", param="thread")
+        raise ThreadsNotServed(
+            "thread is not supported: conversations are not kept; send the whole of them", param="thread"
+        )
     chat = read_prompt(body)
     chat.stream, chat.max_completion_tokens = body.stream, body.max_tokens
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k

@@ -28,17 +28,24 @@ def _chat_message(message: OllamaMessage, where: str) -> ChatMessage:
     if message.images:
         raise UnsupportedFeature(f"{where}.images is not supported: {MEDIA}", param=f"{where}.images")
     calls = [
-        CallRecord(id=c.id, type="function", function=FunctionCall(name=c.function.name, arguments=c.function.arguments)) for c in message.tool_calls or ()
+        CallRecord(
+            id=c.id, type="function", function=FunctionCall(name=c.function.name, arguments=c.function.arguments)
+        )
+        for c in message.tool_calls or ()
     ]
     return ChatMessage(
-        role=message.role, content=message.content if message.content is not None or calls else "", reasoning_content=message.thinking or None,
+        role=message.role, content=message.content if message.content is not None or calls else "",
+        reasoning_content=message.thinking or None,
         tool_calls=calls or None, tool_call_id=message.tool_call_id, name=message.tool_name,
     )
 
 
 def _read_options(chat: ChatRequest, options: OllamaOptions, max_model_len: int) -> None:
     if options.num_ctx is not None and options.num_ctx > max_model_len:
-        raise RequestError(f"options.num_ctx must be at most {max_model_len}, the server's context; leave it out", param="options.num_ctx")
+        raise RequestError(
+            f"options.num_ctx must be at most {max_model_len}, the server's context; leave it out",
+            param="options.num_ctx"
+        )
     for name in SAME:
         setattr(chat, name, getattr(options, name))
     chat.repetition_penalty = options.repeat_penalty

@@ -85,9 +85,14 @@ class OllamaWriter:
         shown, logprobs = thinking or msgspec.UNSET, self._logprobs or msgspec.UNSET
         self._logprobs = []
         if not self._is_chat:
-            return OllamaGenerateAnswer(model=self._model, created_at=tell_time(), done=False, response=content, thinking=shown, logprobs=logprobs)
+            return OllamaGenerateAnswer(
+                model=self._model, created_at=tell_time(), done=False, response=content, thinking=shown,
+                logprobs=logprobs
+            )
         message = OllamaAnswerMessage(content, thinking=shown, tool_calls=calls or msgspec.UNSET)
-        return OllamaChatAnswer(model=self._model, created_at=tell_time(), done=False, message=message, logprobs=logprobs)
+        return OllamaChatAnswer(
+            model=self._model, created_at=tell_time(), done=False, message=message, logprobs=logprobs
+        )
 
 
 def _line(answer: object) -> bytes:

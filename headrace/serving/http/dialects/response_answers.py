@@ -34,7 +34,8 @@ from headrace.serving.http.protocol.responses import (
 from headrace.serving.http.stream import Events, named_frame
 
 ASKED = (
-    "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "metadata",
+    "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "tools", "tool_choice",
+    "parallel_tool_calls", "text", "reasoning", "metadata",
     "previous_response_id",
 )
 
@@ -55,7 +56,9 @@ class ItemWriter:
         match event:
             case TextDelta(text, is_reasoning):
                 yield from self._turn_to(OutputReasoning if is_reasoning else OutputMessage)
-                yield self._grow("response.reasoning_text.delta" if is_reasoning else "response.output_text.delta", text)
+                yield self._grow(
+                    "response.reasoning_text.delta" if is_reasoning else "response.output_text.delta", text
+                )
             case CallStart(_, call_id, name):
                 yield from self.close("completed")
                 yield from self._add(OutputCall(self._item_id("fc"), "in_progress", call_id, name, ""))
@@ -99,7 +102,9 @@ class ItemWriter:
     def _add(self, item: OutputItem, part: OutputText | ReasoningText | None = None) -> Iterator[ResponseEvent]:
         self.items.append(item)
         self._texts, self._is_open = [], True
-        yield ResponseEvent(type="response.output_item.added", output_index=len(self.items) - 1, item=msgspec.structs.replace(item))
+        yield ResponseEvent(
+            type="response.output_item.added", output_index=len(self.items) - 1, item=msgspec.structs.replace(item)
+        )
         if part is not None and not isinstance(item, OutputCall):
             item.content = [part]  # type: ignore[assignment,list-item]
             yield self._event("response.content_part.added", content_index=0, part=part)
@@ -141,7 +146,8 @@ class ResponseWriter:
     is what it says of itself."""
 
     def __init__(
-        self, body: ResponsesRequest, plan: AnswerPlan, request_id: str, model: str, names: TokenNames, *, owner: bytes = b"", is_kept: bool = False,
+        self, body: ResponsesRequest, plan: AnswerPlan, request_id: str, model: str, names: TokenNames, *,
+        owner: bytes = b"", is_kept: bool = False,
     ):
         self.owner, self._names = owner, names
         self._reader = AnswerReader(plan)
@@ -206,7 +212,8 @@ class ResponseEvents(Events):
     def fail(self, error: HeadraceError) -> bytes:
         """The answer as far as it came, failed."""
         response = msgspec.structs.replace(
-            self._writer.response(self._generation), status="failed", error=ResponseError("server_error", error.message), incomplete_details=None,
+            self._writer.response(self._generation), status="failed",
+            error=ResponseError("server_error", error.message), incomplete_details=None,
         )
         return self._conclude("response.failed", response)
 

@@ -58,12 +58,16 @@ class MessageList:
             case "message":
                 self._add_message(item, where)
             case "reasoning":
-                self._assistant(is_new=True).reasoning_content = _text(item.content or item.summary or "", f"{where}.content") or None
+                self._assistant(is_new=True).reasoning_content = (
+                    _text(item.content or item.summary or "", f"{where}.content") or None
+                )
             case "function_call":
                 self._add_call(item, where)
             case "function_call_output":
                 output = _text(_needed(item.output, f"{where}.output"), f"{where}.output")
-                self.messages.append(ChatMessage(role="tool", tool_call_id=_needed(item.call_id, f"{where}.call_id"), content=output))
+                self.messages.append(
+                    ChatMessage(role="tool", tool_call_id=_needed(item.call_id, f"{where}.call_id"), content=output)
+                )
 
     def _assistant(self, *, is_new: bool) -> ChatMessage:
         if is_new or not self.messages or self.messages[-1].role != "assistant":
@@ -71,7 +75,9 @@ class MessageList:
         return self.messages[-1]
 
     def _add_message(self, item: InputItem, where: str) -> None:
-        role, text = _needed(item.role, f"{where}.role"), _text(_needed(item.content, f"{where}.content"), f"{where}.content")
+        role, text = (
+            _needed(item.role, f"{where}.role"), _text(_needed(item.content, f"{where}.content"), f"{where}.content")
+        )
         if role != "assistant":
             self.messages.append(ChatMessage(role=role, content=text))
             return
@@ -81,7 +87,9 @@ class MessageList:
         last.content = text
 
     def _add_call(self, item: InputItem, where: str) -> None:
-        function = FunctionCall(name=_needed(item.name, f"{where}.name"), arguments=_needed(item.arguments, f"{where}.arguments"))
+        function = FunctionCall(
+            name=_needed(item.name, f"{where}.name"), arguments=_needed(item.arguments, f"{where}.arguments")
+        )
         call = CallRecord(id=_needed(item.call_id, f"{where}.call_id"), type="function", function=function)
         message = self._assistant(is_new=False)
         message.tool_calls = [*(message.tool_calls or ()), call]
@@ -91,14 +99,20 @@ def _read_format(asked: TextFormat) -> ResponseFormat:
     if asked.type != "json_schema":
         return ResponseFormat(type=asked.type)
     schema = _needed(asked.schema, "text.format.schema")
-    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=schema, name=asked.name, strict=asked.strict))
+    return ResponseFormat(
+        type="json_schema", json_schema=JsonSchemaFormat(schema=schema, name=asked.name, strict=asked.strict)
+    )
 
 
-def _read_choice(choice: ToolChoice | NamedFunction | AllowedFunctions | None) -> ToolChoice | NamedTool | AllowedTools | None:
+def _read_choice(
+    choice: ToolChoice | NamedFunction | AllowedFunctions | None
+) -> ToolChoice | NamedTool | AllowedTools | None:
     if isinstance(choice, NamedFunction):
         return _name(choice)
     if isinstance(choice, AllowedFunctions):
-        return AllowedTools(allowed_tools=AllowedSet(mode=choice.mode, tools=[_name(function) for function in choice.tools]))
+        return AllowedTools(
+            allowed_tools=AllowedSet(mode=choice.mode, tools=[_name(function) for function in choice.tools])
+        )
     return choice
 
 

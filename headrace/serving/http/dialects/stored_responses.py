@@ -21,13 +21,18 @@ _encode = msgspec.json.Encoder().encode
 class Keeper:
     """Keeps the answer of one request when it is there."""
 
-    def __init__(self, store: ResponseStore[ResponseWriter], owner: bytes, body: ResponsesRequest, previous: Turn | None):
+    def __init__(
+        self, store: ResponseStore[ResponseWriter], owner: bytes, body: ResponsesRequest, previous: Turn | None
+    ):
         self._store, self._owner, self._body, self._previous = store, owner, body, previous
 
     def keep(self, response: Response) -> None:
         """Take the answer in its final state. Calls that broke off are no part of what later requests go on from."""
         said = [item for item in response.output if not isinstance(item, OutputCall) or item.status == "completed"]
-        turn = Turn(_encode(input_items(self._body)), _encode(msgspec.convert(msgspec.to_builtins(said), list[InputItem])), self._previous)
+        turn = Turn(
+            _encode(input_items(self._body)), _encode(msgspec.convert(msgspec.to_builtins(said), list[InputItem])),
+            self._previous
+        )
         self._store.put(self._owner, response.id, _encode(response), turn)
 
 
@@ -38,7 +43,8 @@ def read_history(turn: Turn | None) -> list[InputItem]:
 
 
 def list_input(response_id: str, turn: Turn, *, limit: int, is_newest_first: bool, after: str | None) -> ItemList:
-    """A page of what an answer is an answer to, earlier turns included. Raises `RequestError` for an unknown ``after``."""
+    """A page of what an answer is an answer to, earlier turns included. Raises `RequestError` for an unknown
+    ``after``."""
     items = [*read_history(turn.previous), *_decode_items(turn.question)]
     suffix = response_id.rpartition("_")[2]
     told = [_tell(item, f"{PREFIXES[item.type]}_{suffix}_in_{place}") for place, item in enumerate(items)]
@@ -50,7 +56,9 @@ def list_input(response_id: str, turn: Turn, *, limit: int, is_newest_first: boo
             raise RequestError(f"after: the answer has no item {after!r}", param="after")
         told = told[place + 1 :]
     page = told[:limit]
-    return ItemList(page, page[0]["id"] if page else None, page[-1]["id"] if page else None, has_more=len(told) > len(page))
+    return ItemList(
+        page, page[0]["id"] if page else None, page[-1]["id"] if page else None, has_more=len(told) > len(page)
+    )
 
 
 def _tell(item: InputItem, item_id: str) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from headrace.serving.http.protocol.tools import (
 
 
 class TextPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A piece of a message's content; only text is served so far. ``cache_control`` is taken and not needed: every prompt's
-    beginning is cached."""
+    """A piece of a message's content; only text is served so far. ``cache_control`` is taken and not needed: every
+    prompt's beginning is cached."""
 
     text: str
     cache_control: dict[str, Any] | None = None
@@ -39,8 +39,8 @@ class RefusalPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="t
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn. ``reasoning`` is another name of ``reasoning_content``. The fields after ``tool_call_id`` may only be
-    null or empty: clients send back the assistant messages they got. With them come what libraries note about an answer and
-    what other services sign of its reasoning (``provider_specific_fields`` and on), which no template shows."""
+    null or empty: clients send back the assistant messages they got. With them come what libraries note about an answer
+    and what other services sign of its reasoning (``provider_specific_fields`` and on), which no template shows."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | RefusalPart] | None = None

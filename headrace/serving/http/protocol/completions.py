@@ -16,7 +16,8 @@ Prompt = str | Annotated[list[PromptItem], Meta(min_length=1)]
 
 class CompletionRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
     """Text or token ids to continue; ``prompt`` is a string, token ids, or a list of either. ``echo`` puts the prompt
-    before the output; with ``max_tokens`` 0 nothing comes after it. ``best_of`` must equal ``n``; ``suffix`` must be empty."""
+    before the output; with ``max_tokens`` 0 nothing comes after it. ``best_of`` must equal ``n``; ``suffix`` must be
+    empty."""
 
     prompt: Prompt
     echo: bool | None = None

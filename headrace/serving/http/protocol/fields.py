@@ -107,9 +107,9 @@ class StructureFields(DrawFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class StopFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
-    """When output ends, what it must look like, and how it becomes text. ``deadline_s``: seconds from arrival after which the request fails with
-    504, however far it has come. ``truncate_prompt_tokens``: of longer prompts the last so many tokens are read, -1: as many as leave room
-    for the output."""
+    """When output ends, what it must look like, and how it becomes text. ``deadline_s``: seconds from arrival after
+    which the request fails with 504, however far it has come. ``truncate_prompt_tokens``: of longer prompts the last so
+    many tokens are read, -1: as many as leave room for the output."""
 
     max_tokens: Count | None = None
     min_tokens: Count | None = None

@@ -131,7 +131,8 @@ class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ThinkingEdit(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Leaves thinking of earlier turns out of the prompt; how much of it is kept is up to the model's chat template here."""
+    """Leaves thinking of earlier turns out of the prompt; how much of it is kept is up to the model's chat template
+    here."""
 
     type: Literal["clear_thinking_20251015"]
     keep: str | dict[str, Any] | None = None
@@ -158,9 +159,9 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to answer. An assistant's message at the end is continued. More ``max_tokens`` than the context has room
-    for are as many as it has. ``metadata`` and ``service_tier`` are taken and change nothing; ``thread`` is refused as clients
-    expect of servers that keep no conversations, and they send the whole of it."""
+    """A conversation to answer. An assistant's message at the end is continued. More ``max_tokens`` than the context
+    has room for are as many as it has. ``metadata`` and ``service_tier`` are taken and change nothing; ``thread`` is
+    refused as clients expect of servers that keep no conversations, and they send the whole of it."""
 
     max_tokens: Positive
     stream: bool | None = None
@@ -219,7 +220,9 @@ class Message(Struct, tag_field="type", tag="message"):
     content: list[ShownBlock]
     usage: MessagesUsage
     role: Literal["assistant"] = "assistant"
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None = None
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ] | None = None
     stop_sequence: str | None = None
 
 
@@ -304,7 +307,8 @@ class MessagesError(Struct, tag_field="type", tag="error"):
 StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping | MessagesError
 
 ERROR_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error", 504: "timeout_error",
 }
 
@@ -319,5 +323,6 @@ def describe_messages_error(error: HeadraceError) -> MessagesError:
     """The error as Anthropic's clients know it."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
     details = error.details if isinstance(error, ThreadsNotServed) else UNSET
-    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message  # coding agents look for these words
+    # coding agents look for these words
+    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message
     return MessagesError(MessagesErrorDetail(ERROR_TYPES.get(error.status, default), message, details))

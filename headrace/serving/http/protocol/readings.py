@@ -1,4 +1,5 @@
-"""``/v1/embeddings``, ``/v1/classify``, ``/v1/score``, ``/v1/rerank`` and ``/encode``: texts that are read, not continued."""
+"""``/v1/embeddings``, ``/v1/classify``, ``/v1/score``, ``/v1/rerank`` and ``/encode``: texts that are read, not
+continued."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Input = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
 class ReadFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all of these routes take. ``truncate_prompt_tokens``: the end of longer texts is cut off, -1 at what the model
-    takes; left out, they are refused. ``user`` changes nothing."""
+    """What all of these routes take. ``truncate_prompt_tokens``: the end of longer texts is cut off, -1 at what the
+    model takes; left out, they are refused. ``user`` changes nothing."""
 
     model: ModelName | None = None
     user: str | None = None
@@ -94,9 +95,9 @@ class ClassifyAnswer(Struct):
 
 
 class ScoreRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
-    """Pairs: ``text_1`` with each of ``text_2`` (also ``queries`` and ``documents``), or one with one where both are lists
-    of a length. ``query``, ``items`` and ``label_token_ids`` ask a model that generates for the probabilities of these
-    tokens after query and item (``item_first``: item and query); ``apply_softmax``: among themselves."""
+    """Pairs: ``text_1`` with each of ``text_2`` (also ``queries`` and ``documents``), or one with one where both are
+    lists of a length. ``query``, ``items`` and ``label_token_ids`` ask a model that generates for the probabilities of
+    these tokens after query and item (``item_first``: item and query); ``apply_softmax``: among themselves."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -137,8 +138,8 @@ class Document(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RerankRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
-    """Documents to be ordered by how well they answer the query; the ``top_n`` best are told. ``instruct`` tells a model
-    that is asked in words what to look for."""
+    """Documents to be ordered by how well they answer the query; the ``top_n`` best are told. ``instruct`` tells a
+    model that is asked in words what to look for."""
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1)]

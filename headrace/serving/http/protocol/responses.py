@@ -25,8 +25,9 @@ class InputPart(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=
 
 
 class InputItem(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A message (``role``, ``content``), a call (``call_id``, ``name``, ``arguments``), its result (``call_id``, ``output``),
-    or reasoning (``content``, else ``summary``). The fields after ``summary`` come back from answers and change nothing."""
+    """A message (``role``, ``content``), a call (``call_id``, ``name``, ``arguments``), its result (``call_id``,
+    ``output``), or reasoning (``content``, else ``summary``). The fields after ``summary`` come back from answers and
+    change nothing."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -96,8 +97,8 @@ class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TakenFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Accepted without effect, but for the logprobs that ``include`` may ask for. It may ask for encrypted reasoning, too: none is
-    encrypted here."""
+    """Accepted without effect, but for the logprobs that ``include`` may ask for. It may ask for encrypted reasoning,
+    too: none is encrypted here."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None

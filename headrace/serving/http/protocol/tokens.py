@@ -10,7 +10,9 @@ from headrace.serving.http.protocol.chat import ChatMessage
 from headrace.serving.http.protocol.fields import INT32
 from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
 
-GivenIds = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}})]
+GivenIds = Annotated[
+    Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}})
+]
 WrittenIds = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})]
 WrittenTexts = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "string"}})]
 WrittenText = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]

@@ -68,8 +68,8 @@ class FunctionCall(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CallRecord(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call of an earlier assistant message. ``index`` and ``provider_specific_fields`` are taken and not needed: clients copy
-    them from answers."""
+    """A call of an earlier assistant message. ``index`` and ``provider_specific_fields`` are taken and not needed:
+    clients copy them from answers."""
 
     function: FunctionCall
     id: CallId | None = None
@@ -86,10 +86,10 @@ class ThinkingSwitch(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReasoningFields(StopFields, kw_only=True, forbid_unknown_fields=True):
-    """How a reasoning model thinks, and how that is told. ``reasoning_effort``, ``thinking`` and ``enable_thinking`` set
-    the switches of the chat template. ``separate_reasoning`` false leaves reasoning in the content, ``stream_reasoning``
-    false sends it in one piece, ``include_reasoning`` false leaves it out. ``thinking_budget``, by any of its names, is
-    the number of tokens after which reasoning is ended."""
+    """How a reasoning model thinks, and how that is told. ``reasoning_effort``, ``thinking`` and ``enable_thinking``
+    set the switches of the chat template. ``separate_reasoning`` false leaves reasoning in the content,
+    ``stream_reasoning`` false sends it in one piece, ``include_reasoning`` false leaves it out. ``thinking_budget``, by
+    any of its names, is the number of tokens after which reasoning is ended."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None

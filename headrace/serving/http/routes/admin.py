@@ -1,4 +1,5 @@
-"""Routes for those who run the server: hold all generation, empty the cache, freeze the heap; and the load, for routers.
+"""Routes for those who run the server: hold all generation, empty the cache, freeze the heap; and the load, for
+routers.
 
 All but the load are closed to strangers (`headrace.serving.http.access.AdminGate`).
 """
@@ -28,7 +29,9 @@ async def flush_cache(request: Request) -> JsonResponse:
     context = context_of(request)
     context.check_available()
     is_empty = await context.client.reset_prefix_cache()
-    message = "the prefix cache is empty" if is_empty else "running requests hold pages; try again when they have finished"
+    message = (
+        "the prefix cache is empty" if is_empty else "running requests hold pages; try again when they have finished"
+    )
     return JsonResponse(FlushAnswer(is_empty, message), 200 if is_empty else 400)
 
 
@@ -65,7 +68,8 @@ async def tell_loads(request: Request) -> JsonResponse:
     context = context_of(request)
     facts, stats = context.facts(), await current_stats(context)
     load = Load(
-        dp_rank=0, num_running_reqs=stats.num_running, num_waiting_reqs=stats.num_queued, num_total_reqs=stats.num_running + stats.num_queued,
+        dp_rank=0, num_running_reqs=stats.num_running, num_waiting_reqs=stats.num_queued,
+        num_total_reqs=stats.num_running + stats.num_queued,
         num_used_tokens=stats.num_used_pages * facts.page_size, max_total_num_tokens=facts.num_kv_tokens,
         token_usage=stats.num_used_pages / max(1, stats.num_pages),
     )
@@ -75,22 +79,28 @@ async def tell_loads(request: Request) -> JsonResponse:
 ENDPOINTS = (
     *(
         Endpoint(
-            path=path, methods=("GET", "POST"), handler=flush_cache, tag="admin", doc="Empty the prefix cache.", answer=FlushAnswer,
+            path=path, methods=("GET", "POST"), handler=flush_cache, tag="admin", doc="Empty the prefix cache.",
+            answer=FlushAnswer,
             errors=(400, *ADMIN_ERRORS), is_admin=True,
         )
         for path in ("/flush_cache", "/reset_prefix_cache")
     ),
     Endpoint(
-        path="/pause_generation", methods=("POST",), handler=pause_generation, tag="admin", doc="Hold all generation.", answer=AdminAnswer,
+        path="/pause_generation", methods=("POST",), handler=pause_generation, tag="admin", doc="Hold all generation.",
+        answer=AdminAnswer,
         errors=(400, 413, 408, *ADMIN_ERRORS), is_admin=True,
     ),
     Endpoint(
-        path="/continue_generation", methods=("POST",), handler=continue_generation, tag="admin", doc="Go on after a pause.", answer=AdminAnswer,
+        path="/continue_generation", methods=("POST",), handler=continue_generation, tag="admin",
+        doc="Go on after a pause.", answer=AdminAnswer,
         errors=ADMIN_ERRORS, is_admin=True,
     ),
     Endpoint(
-        path="/freeze_gc", methods=("POST",), handler=freeze_gc, tag="admin", doc="Keep what is in memory out of garbage collection.",
+        path="/freeze_gc", methods=("POST",), handler=freeze_gc, tag="admin",
+        doc="Keep what is in memory out of garbage collection.",
         answer=AdminAnswer, errors=ADMIN_ERRORS, is_admin=True,
     ),
-    Endpoint(path="/v1/loads", handler=tell_loads, tag="control", doc="How busy the engine is.", answer=Loads, errors=(503,)),
+    Endpoint(
+        path="/v1/loads", handler=tell_loads, tag="control", doc="How busy the engine is.", answer=Loads, errors=(503,)
+    ),
 )

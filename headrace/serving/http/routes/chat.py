@@ -44,7 +44,8 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/chat/completions", methods=("POST",), handler=create_chat_completion, tag="openai", doc="Answer a conversation.",
+        path="/v1/chat/completions", methods=("POST",), handler=create_chat_completion, tag="openai",
+        doc="Answer a conversation.",
         body=BODY, answer=ChatCompletion, event=ChatChunk, errors=(404, 429, 503, 504),
     ),
 )

@@ -84,7 +84,8 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
     generation, outputs = await collect_generation(request, ask)
     writer = ChoiceWriter(body, generation, context)
     return await generation.answer(lambda: Completion(
-        id=ask.request_id, created=int(time.time()), model=context.model_name, choices=[c for i, o in enumerate(outputs) for c in writer.write(i, o)],
+        id=ask.request_id, created=int(time.time()), model=context.model_name,
+        choices=[c for i, o in enumerate(outputs) for c in writer.write(i, o)],
         usage=generation.usage(),
     ))
 
@@ -99,7 +100,8 @@ class ChoiceWriter:
         self._tokenizer = context.client.tokenizer
         self._names = TokenNames(self._tokenizer)
         self._writers: dict[int, CompletionLogprobsWriter] = {}
-        self._prompts: dict[int, list[TokenLogprobs | None]] = {}  # logprobs of prompts, which come with their first choices
+        # logprobs of prompts, which come with their first choices
+        self._prompts: dict[int, list[TokenLogprobs | None]] = {}
         self.num_choices = body.n or 1
 
     def must_wait(self, prompt_index: int, delta: ChoiceDelta) -> bool:
@@ -140,9 +142,14 @@ class ChoiceWriter:
         return piece
 
     def _echo(self, prompt_index: int, writer: CompletionLogprobsWriter) -> tuple[str, CompletionLogprobs | None]:
-        ids, prompt = self._generation.streams[prompt_index].prompt_token_ids, self._generation.ask.prompts[prompt_index]
+        ids, prompt = (
+            self._generation.streams[prompt_index].prompt_token_ids, self._generation.ask.prompts[prompt_index]
+        )
         if not isinstance(prompt, str):
-            prompt = self._tokenizer.decode(ids, skip_special_tokens=self._body.skip_special_tokens is not False) if self._tokenizer else ""
+            prompt = (
+                self._tokenizer.decode(ids, skip_special_tokens=self._body.skip_special_tokens is not False)
+                if self._tokenizer else ""
+            )
         if self._body.logprobs is None:
             return prompt, None
         return prompt, writer.write_prompt(ids, self._prompts.get(prompt_index, []))
@@ -158,13 +165,15 @@ class CompletionEvents(Events):
         self._created = int(time.time())
         self._has_usage, self._has_running_usage = check_stream_options(body)
         self._has_ids = bool(body.return_token_ids)
-        self._has_text_alone = not (self._has_running_usage or self._has_ids or body.max_tokens == 0 or body.logprobs is not None)
+        self._has_text_alone = not (
+            self._has_running_usage or self._has_ids or body.max_tokens == 0 or body.logprobs is not None
+        )
         self._frames: dict[int, TextFrames] = {}
         self._held: dict[int, list[ChoiceDelta]] = {}
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
-        """The chunk of one delta; nothing when its text is still being held. Choices that are ahead of their prompt's logprobs
-        follow these."""
+        """The chunk of one delta; nothing when its text is still being held. Choices that are ahead of their prompt's
+        logprobs follow these."""
         frames = self._frames.get(prompt_index * self._writer.num_choices + delta.index)
         if frames is not None and delta.finish_reason is None:
             return frames.fill(delta.text) if delta.text else b""
@@ -201,7 +210,8 @@ class CompletionEvents(Events):
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/completions", methods=("POST",), handler=create_completion, tag="openai", doc="Continue one or many prompts.",
+        path="/v1/completions", methods=("POST",), handler=create_completion, tag="openai",
+        doc="Continue one or many prompts.",
         body=BODY, answer=Completion, event=Completion, errors=(404, 429, 503, 504),
     ),
 )

@@ -34,7 +34,9 @@ async def abort_request(request: Request) -> JsonResponse:
 
 
 def _options(context: AppContext) -> dict[str, Any]:
-    options = flatten(context.client.config) | dataclasses.asdict(context.server) | dataclasses.asdict(context.operations)
+    options = (
+        flatten(context.client.config) | dataclasses.asdict(context.server) | dataclasses.asdict(context.operations)
+    )
     return {name: "***" if name in SECRETS and value is not None else value for name, value in options.items()}
 
 
@@ -59,8 +61,10 @@ async def show_model_info(request: Request) -> JsonResponse:
     facts = context.facts()
     model = context.client.config.model
     return JsonResponse(ModelInfo(
-        model_path=facts.model, served_model_name=context.model_name, tokenizer_path=model.tokenizer or facts.model, is_generation=facts.pooling is None,
-        architectures=[facts.architecture], model_type=facts.family, max_model_len=facts.max_model_len, dtype=facts.dtype, device=facts.device,
+        model_path=facts.model, served_model_name=context.model_name, tokenizer_path=model.tokenizer or facts.model,
+        is_generation=facts.pooling is None,
+        architectures=[facts.architecture], model_type=facts.family, max_model_len=facts.max_model_len,
+        dtype=facts.dtype, device=facts.device,
         num_parameters=facts.num_parameters, preferred_sampling_params=facts.default_sampling,
         weight_version=context.upkeep.weight_version,
     ))
@@ -68,15 +72,22 @@ async def show_model_info(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     Endpoint(
-        path="/abort_request", methods=("POST",), handler=abort_request, tag="control", doc="End running requests.", body=ABORT_BODY,
+        path="/abort_request", methods=("POST",), handler=abort_request, tag="control", doc="End running requests.",
+        body=ABORT_BODY,
         answer=AbortAnswer,
     ),
     *(
-        Endpoint(path=path, handler=show_server, tag="control", doc="Options, model, memory plan and counters.", answer=ServerInfo)
+        Endpoint(
+            path=path, handler=show_server, tag="control", doc="Options, model, memory plan and counters.",
+            answer=ServerInfo
+        )
         for path in ("/server_info", "/get_server_info")
     ),
     *(
-        Endpoint(path=path, handler=show_model_info, tag="control", doc="Facts of the model.", answer=ModelInfo, errors=(503,))
+        Endpoint(
+            path=path, handler=show_model_info, tag="control", doc="Facts of the model.", answer=ModelInfo,
+            errors=(503,)
+        )
         for path in ("/model_info", "/get_model_info")
     ),
 )

@@ -44,7 +44,9 @@ async def create_embeddings(request: Request) -> JsonResponse:
     def write(packed: bytes) -> list[float] | str:
         if body.encoding_format != "base64":
             return shorten(unpack_floats(packed), body.dimensions)
-        return base64.b64encode(packed if body.dimensions is None else pack_floats(shorten(unpack_floats(packed), body.dimensions))).decode()
+        return base64.b64encode(
+            packed if body.dimensions is None else pack_floats(shorten(unpack_floats(packed), body.dimensions))
+        ).decode()
 
     data = [Embedding(i, write(packed)) for i, packed in enumerate(results.packed)]
     return JsonResponse(EmbeddingAnswer(results.request_id, int(time.time()), context.model_name, data, results.usage))
@@ -67,7 +69,8 @@ async def encode(request: Request) -> JsonResponse:
     generation = results.generation
     encoded = [
         Encoded(shorten(unpack_floats(packed), body.dimensions), EncodeInfo(
-            id=name, prompt_tokens=len(readings[i].token_ids), cached_tokens=generation.num_cached(i), e2e_latency=generation.timers[i].elapsed_s,
+            id=name, prompt_tokens=len(readings[i].token_ids), cached_tokens=generation.num_cached(i),
+            e2e_latency=generation.timers[i].elapsed_s,
         ))
         for i, (packed, name) in enumerate(zip(results.packed, generation.ask.ids(), strict=True))
     ]
@@ -77,11 +80,13 @@ async def encode(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/embeddings", methods=("POST",), handler=create_embeddings, tag="reading", doc="Embeddings of texts.", body=BODY,
+        path="/v1/embeddings", methods=("POST",), handler=create_embeddings, tag="reading", doc="Embeddings of texts.",
+        body=BODY,
         answer=EmbeddingAnswer, errors=(404, 429, 503, 504),
     ),
     Endpoint(
-        path="/encode", methods=("POST",), handler=encode, tag="native", doc="Embeddings of texts (SGLang's API).", body=ENCODE_BODY,
+        path="/encode", methods=("POST",), handler=encode, tag="native", doc="Embeddings of texts (SGLang's API).",
+        body=ENCODE_BODY,
         answer=Encoded | list[Encoded], errors=(429, 503, 504),
     ),
 )

@@ -65,7 +65,10 @@ async def generate_health(request: Request) -> JsonResponse:
     context.check_available()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     is_reader = context.facts().pooling is not None
-    ask = Ask(request_id=draw_request_id("health-"), prompts=[[0]], params=[PoolingSpec() if is_reader else params], priority=2**31 - 1)
+    ask = Ask(
+        request_id=draw_request_id("health-"), prompts=[[0]], params=[PoolingSpec() if is_reader else params],
+        priority=2**31 - 1
+    )
     try:
         async with asyncio.timeout(timeout_s):
             await collect_generation(request, ask)
@@ -99,10 +102,14 @@ async def tell_version(_request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     Endpoint(path="/health", handler=tell_health, tag="health", doc="Whether the HTTP process is alive.", answer=State),
-    Endpoint(path="/ready", handler=tell_ready, tag="health", doc="Whether requests are taken.", answer=State, errors=(503,)),
     Endpoint(
-        path="/health_generate", handler=generate_health, tag="health", doc="Whether a token can be produced now.", answer=State,
-        query={"timeout": {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}}, errors=(400, 429, 503, 504),
+        path="/ready", handler=tell_ready, tag="health", doc="Whether requests are taken.", answer=State, errors=(503,)
+    ),
+    Endpoint(
+        path="/health_generate", handler=generate_health, tag="health", doc="Whether a token can be produced now.",
+        answer=State,
+        query={"timeout": {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}},
+        errors=(400, 429, 503, 504),
     ),
     Endpoint(path="/metrics", handler=tell_metrics, tag="health", doc="Prometheus metrics."),
     Endpoint(path="/version", handler=tell_version, tag="health", doc="The version of the server.", answer=Version),

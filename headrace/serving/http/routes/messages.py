@@ -41,11 +41,13 @@ async def count_tokens(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/messages", methods=("POST",), handler=create_message, tag="anthropic", doc="Answer a conversation, in Anthropic's dialect.",
+        path="/v1/messages", methods=("POST",), handler=create_message, tag="anthropic",
+        doc="Answer a conversation, in Anthropic's dialect.",
         body=BODY, answer=Message, event=StreamEvent, errors=(404, 429, 503, 504),
     ),
     Endpoint(
-        path="/v1/messages/count_tokens", methods=("POST",), handler=count_tokens, tag="anthropic", doc="Count the tokens of a conversation.",
+        path="/v1/messages/count_tokens", methods=("POST",), handler=count_tokens, tag="anthropic",
+        doc="Count the tokens of a conversation.",
         body=COUNT_BODY, answer=TokenCount, errors=(404, 503),
     ),
 )

@@ -13,7 +13,9 @@ from headrace.serving.http.protocol.answers import ModelCard, ModelList
 def _card(context: AppContext) -> ModelCard:
     facts = context.facts()
     task = facts.pooling.kind if facts.pooling is not None else "generate"
-    return ModelCard(id=context.model_name, created=context.created, max_model_len=facts.max_model_len, root=facts.model, task=task)
+    return ModelCard(
+        id=context.model_name, created=context.created, max_model_len=facts.max_model_len, root=facts.model, task=task
+    )
 
 
 async def list_models(request: Request) -> JsonResponse:
@@ -30,6 +32,12 @@ async def show_model(request: Request) -> JsonResponse:
 
 
 ENDPOINTS = (
-    Endpoint(path="/v1/models", handler=list_models, tag="openai", doc="List the served models.", answer=ModelList, errors=(503,)),
-    Endpoint(path="/v1/models/{model:path}", handler=show_model, tag="openai", doc="Describe a model.", answer=ModelCard, errors=(404, 503)),
+    Endpoint(
+        path="/v1/models", handler=list_models, tag="openai", doc="List the served models.", answer=ModelList,
+        errors=(503,)
+    ),
+    Endpoint(
+        path="/v1/models/{model:path}", handler=show_model, tag="openai", doc="Describe a model.", answer=ModelCard,
+        errors=(404, 503)
+    ),
 )

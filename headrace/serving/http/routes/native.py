@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 BODY = JsonBody(GenerateRequest, nested=NativeSampling)
 SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "bad_words",
     "allowed_token_ids", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
 )
 
@@ -80,7 +81,9 @@ def _params(body: GenerateRequest, num_prompts: int, defaults: dict[str, float])
     if not isinstance(asked, list):
         return [_sampling(body, asked, defaults)] * num_prompts
     if len(asked) != num_prompts:
-        raise RequestError(f"sampling_params must be one, or one for each of the {num_prompts} prompts", param="sampling_params")
+        raise RequestError(
+            f"sampling_params must be one, or one for each of the {num_prompts} prompts", param="sampling_params"
+        )
     return [_sampling(body, one, defaults) for one in asked]
 
 
@@ -88,7 +91,9 @@ def _discards_output(asked: NativeSampling | list[NativeSampling] | None) -> boo
     """Whether ``max_new_tokens`` is 0: only the prompts' logprobs are wanted. It must be so for all of a batch."""
     of_each = {one.max_new_tokens == 0 for one in (asked if isinstance(asked, list) else [asked]) if one is not None}
     if len(of_each) > 1:
-        raise RequestError("max_new_tokens must be 0 for all prompts of a batch, or for none", param="sampling_params.max_new_tokens")
+        raise RequestError(
+            "max_new_tokens must be 0 for all prompts of a batch, or for none", param="sampling_params.max_new_tokens"
+        )
     return True in of_each
 
 
@@ -119,7 +124,8 @@ async def generate(request: Request) -> JsonResponse | EventStream:
     request_id, names = _names(body, request, len(prompts))
     salt = f"{body.cache_salt or ''}{'/' if body.cache_salt and body.extra_key else ''}{body.extra_key or ''}"
     ask = Ask(
-        request_id=request_id, prompts=prompts, params=params, namespace=salt, priority=body.priority or 0, deadline_s=body.deadline_s,
+        request_id=request_id, prompts=prompts, params=params, namespace=salt, priority=body.priority or 0,
+        deadline_s=body.deadline_s,
         stream_ids=names, discards_output=_discards_output(body.sampling_params),
         grammar_field=lambda: _grammar_field(body.sampling_params),
     )
@@ -202,7 +208,8 @@ class NativeEvents(Events):
         self._is_list = is_list
         generation = writer.generation
         self._collectors = [
-            Collector(s.request_id, None, s.prompt_token_ids, p.n) for s, p in zip(generation.streams, generation.ask.params, strict=True)
+            Collector(s.request_id, None, s.prompt_token_ids, p.n) for s,
+            p in zip(generation.streams, generation.ask.params, strict=True)
         ]
         sizes = [p.n for p in generation.ask.params]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -223,7 +230,8 @@ class NativeEvents(Events):
 
 ENDPOINTS = (
     Endpoint(
-        path="/generate", methods=("POST",), handler=generate, tag="native", doc="Continue one prompt or a batch (SGLang's API).", body=BODY,
+        path="/generate", methods=("POST",), handler=generate, tag="native",
+        doc="Continue one prompt or a batch (SGLang's API).", body=BODY,
         answer=Generated | list[Generated], event=Generated, errors=(429, 503, 504),
     ),
 )

@@ -1,5 +1,5 @@
-"""``/api/chat``, ``/api/generate``, ``/api/tags``, ``/api/ps``, ``/api/show``, ``/api/version``: Ollama's dialect. Bodies are taken
-whatever type they declare: neither Ollama nor its clients declare one."""
+"""``/api/chat``, ``/api/generate``, ``/api/tags``, ``/api/ps``, ``/api/show``, ``/api/version``: Ollama's dialect.
+Bodies are taken whatever type they declare: neither Ollama nor its clients declare one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ NDJSON = "application/x-ndjson"
 FAR_FUTURE = "2318-01-01T00:00:00Z"
 
 
-async def _answer(request: Request, model: str, chat_body: ChatRequest | None, *, is_chat: bool) -> JsonResponse | EventStream:
+async def _answer(
+    request: Request, model: str, chat_body: ChatRequest | None, *, is_chat: bool
+) -> JsonResponse | EventStream:
     context = context_of(request)
     names = TokenNames(context.client.tokenizer)
     if chat_body is None:
@@ -79,7 +81,9 @@ def _details(facts: ModelFacts) -> OllamaDetails:
 
 def _card(context: AppContext, facts: ModelFacts) -> OllamaCard:
     name, size = context.model_name, sum(line.num_bytes for line in context.client.memory if line.name == "weights")
-    return OllamaCard(name, name, tell_time(context.created), size, hashlib.sha256(name.encode()).hexdigest(), _details(facts))
+    return OllamaCard(
+        name, name, tell_time(context.created), size, hashlib.sha256(name.encode()).hexdigest(), _details(facts)
+    )
 
 
 async def list_tags(request: Request) -> JsonResponse:
@@ -95,7 +99,8 @@ async def list_running(request: Request) -> JsonResponse:
     card, size = _card(context, facts), sum(line.num_bytes for line in context.client.memory if line.name != "free")
     is_on_cpu = facts.device == "cpu"
     return JsonResponse(OllamaRunningList([OllamaRunning(
-        card.name, card.model, size, card.digest, card.details, expires_at=FAR_FUTURE, size_vram=0 if is_on_cpu else size, context_length=facts.max_model_len,
+        card.name, card.model, size, card.digest, card.details, expires_at=FAR_FUTURE,
+        size_vram=0 if is_on_cpu else size, context_length=facts.max_model_len,
     )]))
 
 
@@ -115,7 +120,9 @@ async def show(request: Request) -> JsonResponse:
         return JsonResponse(OllamaModel(_details(facts), info, ["embedding"], tell_time(context.created)))
     formats = context.formats()
     found = {"completion": True, "tools": formats.tools is not None, "thinking": formats.reasoning is not None}
-    return JsonResponse(OllamaModel(_details(facts), info, [n for n, has in found.items() if has], tell_time(context.created)))
+    return JsonResponse(
+        OllamaModel(_details(facts), info, [n for n, has in found.items() if has], tell_time(context.created))
+    )
 
 
 async def tell_version(_request: Request) -> JsonResponse:
@@ -126,15 +133,26 @@ async def tell_version(_request: Request) -> JsonResponse:
 ERRORS = (404, 429, 503, 504)
 ENDPOINTS = (
     Endpoint(
-        path="/api/chat", methods=("POST",), handler=chat, tag="ollama", doc="Answer a conversation, in Ollama's dialect.", body=CHAT_BODY,
+        path="/api/chat", methods=("POST",), handler=chat, tag="ollama",
+        doc="Answer a conversation, in Ollama's dialect.", body=CHAT_BODY,
         answer=OllamaChatAnswer, event=OllamaChatAnswer, event_media=NDJSON, errors=ERRORS,
     ),
     Endpoint(
-        path="/api/generate", methods=("POST",), handler=generate, tag="ollama", doc="Answer a question, in Ollama's dialect.", body=GENERATE_BODY,
+        path="/api/generate", methods=("POST",), handler=generate, tag="ollama",
+        doc="Answer a question, in Ollama's dialect.", body=GENERATE_BODY,
         answer=OllamaGenerateAnswer, event=OllamaGenerateAnswer, event_media=NDJSON, errors=ERRORS,
     ),
-    Endpoint(path="/api/tags", handler=list_tags, tag="ollama", doc="List the served models.", answer=OllamaList, errors=(503,)),
-    Endpoint(path="/api/ps", handler=list_running, tag="ollama", doc="List the models in memory.", answer=OllamaRunningList, errors=(503,)),
-    Endpoint(path="/api/show", methods=("POST",), handler=show, tag="ollama", doc="Describe a model.", body=SHOW_BODY, answer=OllamaModel, errors=(404, 503)),
+    Endpoint(
+        path="/api/tags", handler=list_tags, tag="ollama", doc="List the served models.", answer=OllamaList,
+        errors=(503,)
+    ),
+    Endpoint(
+        path="/api/ps", handler=list_running, tag="ollama", doc="List the models in memory.", answer=OllamaRunningList,
+        errors=(503,)
+    ),
+    Endpoint(
+        path="/api/show", methods=("POST",), handler=show, tag="ollama", doc="Describe a model.", body=SHOW_BODY,
+        answer=OllamaModel, errors=(404, 503)
+    ),
     Endpoint(path="/api/version", handler=tell_version, tag="ollama", doc="The version.", answer=OllamaVersion),
 )

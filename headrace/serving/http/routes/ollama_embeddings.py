@@ -55,11 +55,13 @@ async def embed_one(request: Request) -> JsonResponse:
 ERRORS = (404, 429, 503, 504)
 ENDPOINTS = (
     Endpoint(
-        path="/api/embed", methods=("POST",), handler=embed, tag="ollama", doc="Embeddings of texts, in Ollama's dialect.", body=BODY,
+        path="/api/embed", methods=("POST",), handler=embed, tag="ollama",
+        doc="Embeddings of texts, in Ollama's dialect.", body=BODY,
         answer=OllamaEmbeddings, errors=ERRORS,
     ),
     Endpoint(
-        path="/api/embeddings", methods=("POST",), handler=embed_one, tag="ollama", doc="The embedding of a text, as older clients ask for it.",
+        path="/api/embeddings", methods=("POST",), handler=embed_one, tag="ollama",
+        doc="The embedding of a text, as older clients ask for it.",
         body=OLD_BODY, answer=OllamaEmbedding, errors=ERRORS,
     ),
 )

@@ -1,4 +1,5 @@
-"""``/v1/responses``: OpenAI's newer way to ask. Answers are kept between requests only when the server was started so."""
+"""``/v1/responses``: OpenAI's newer way to ask. Answers are kept between requests only when the server was started
+so."""
 
 from __future__ import annotations
 
@@ -51,10 +52,14 @@ async def create_response(request: Request) -> JsonResponse | EventStream:
     chat = await prepare_chat(request, context, read_response(body, read_history(previous)), id_prefix="resp_")
     keeper = Keeper(store, owner, body, previous) if store.is_open and body.store is not False else None
     names = TokenNames(context.client.tokenizer)
-    writer = ResponseWriter(body, chat.plan, chat.ask.request_id, context.model_name, names, owner=owner, is_kept=keeper is not None)
+    writer = ResponseWriter(
+        body, chat.plan, chat.ask.request_id, context.model_name, names, owner=owner, is_kept=keeper is not None
+    )
     store.note_running(chat.ask.request_id, writer)
     if body.stream:
-        return await start_stream(request, chat.ask, lambda g: ResponseEvents(writer, g, keeper.keep if keeper else None))
+        return await start_stream(
+            request, chat.ask, lambda g: ResponseEvents(writer, g, keeper.keep if keeper else None)
+        )
     generation, (output,) = await collect_generation(request, chat.ask)
     deque(writer.write(output.outputs[0]), maxlen=0)
     response = writer.response(generation)
@@ -76,10 +81,16 @@ def _find_previous(context: AppContext, owner: bytes, response_id: str | None) -
     if response_id is None:
         return None
     if not context.responses.is_open:
-        raise UnsupportedFeature(f"previous_response_id: answers are not stored here; send the items so far as input, or {SWITCH}", param="previous_response_id")
+        raise UnsupportedFeature(
+            f"previous_response_id: answers are not stored here; send the items so far as input, or {SWITCH}",
+            param="previous_response_id"
+        )
     stored = context.responses.find(owner, response_id)
     if stored is None:
-        raise PreviousNotFound(f"the answer {response_id!r} is not stored (any more); send the items so far as input", param="previous_response_id")
+        raise PreviousNotFound(
+            f"the answer {response_id!r} is not stored (any more); send the items so far as input",
+            param="previous_response_id"
+        )
     return stored.turn
 
 
@@ -142,25 +153,42 @@ async def list_input_items(request: Request) -> JsonResponse:
     if order not in ("asc", "desc"):
         raise RequestError("order must be asc or desc", param="order")
     stored = _find_stored(request)
-    items = list_input(request.path_params["response_id"], stored.turn, limit=int(limit), is_newest_first=order == "desc", after=given.get("after"))
+    items = list_input(
+        request.path_params["response_id"], stored.turn, limit=int(limit), is_newest_first=order == "desc",
+        after=given.get("after")
+    )
     return JsonResponse(items)
 
 
 BY_ID = "/v1/responses/{response_id}"
 PAGING = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "order": {"enum": ["asc", "desc"]}, "after": {"type": "string"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "order": {"enum": ["asc", "desc"]},
+    "after": {"type": "string"},
 }
 ENDPOINTS = (
     Endpoint(
-        path="/v1/responses", methods=("POST",), handler=create_response, tag="openai", doc="Answer a conversation, as items.",
+        path="/v1/responses", methods=("POST",), handler=create_response, tag="openai",
+        doc="Answer a conversation, as items.",
         body=BODY, answer=Response, event=ResponseEvent, errors=(404, 429, 503, 504),
     ),
     Endpoint(
-        path="/v1/responses/input_tokens", methods=("POST",), handler=count_input, tag="openai", doc="Count the tokens of a conversation.",
+        path="/v1/responses/input_tokens", methods=("POST",), handler=count_input, tag="openai",
+        doc="Count the tokens of a conversation.",
         body=BODY, answer=InputCount, errors=(404, 503),
     ),
-    Endpoint(path=BY_ID, handler=show_response, tag="openai", doc="A stored answer.", answer=Response, errors=(400, 404)),
-    Endpoint(path=BY_ID, methods=("DELETE",), handler=delete_response, tag="openai", doc="Forget an answer.", answer=DeletedResponse, errors=(404,)),
-    Endpoint(path=BY_ID + "/cancel", methods=("POST",), handler=cancel_response, tag="openai", doc="End a running answer.", answer=Response, errors=(400, 404)),
-    Endpoint(path=BY_ID + "/input_items", handler=list_input_items, tag="openai", doc="What an answer is to.", answer=ItemList, query=PAGING, errors=(400, 404)),
+    Endpoint(
+        path=BY_ID, handler=show_response, tag="openai", doc="A stored answer.", answer=Response, errors=(400, 404)
+    ),
+    Endpoint(
+        path=BY_ID, methods=("DELETE",), handler=delete_response, tag="openai", doc="Forget an answer.",
+        answer=DeletedResponse, errors=(404,)
+    ),
+    Endpoint(
+        path=BY_ID + "/cancel", methods=("POST",), handler=cancel_response, tag="openai", doc="End a running answer.",
+        answer=Response, errors=(400, 404)
+    ),
+    Endpoint(
+        path=BY_ID + "/input_items", handler=list_input_items, tag="openai", doc="What an answer is to.",
+        answer=ItemList, query=PAGING, errors=(400, 404)
+    ),
 )

@@ -45,9 +45,13 @@ WITHOUT_DOCUMENTS = "/v2/"
 """This version of the rerank route tells documents only when asked to, the others unless told not to."""
 
 
-async def _score(request: Request, pairs: list[tuple[str, str]], fields: ReadFields, *, instruct: str | None, prefix: str) -> tuple[list[float], Results]:
+async def _score(
+    request: Request, pairs: list[tuple[str, str]], fields: ReadFields, *, instruct: str | None, prefix: str
+) -> tuple[list[float], Results]:
     reader = reader_for(request, fields.truncate_prompt_tokens)
-    plan = await tokenize(lambda: plan_scores(pairs, reader, instruct=instruct), [text for pair in pairs for text in pair])
+    plan = await tokenize(
+        lambda: plan_scores(pairs, reader, instruct=instruct), [text for pair in pairs for text in pair]
+    )
     results = await read_all(request, plan.readings, fields, prefix)
     return plan.finish(results.packed), results
 
@@ -60,9 +64,13 @@ async def rerank(request: Request) -> JsonResponse:
     context.check_model(body.model)
     check_amount(len(body.documents), context.server.max_batch_prompts - 1, "documents")
     texts = [d.text if isinstance(d, Document) else d for d in body.documents]
-    scores, results = await _score(request, [(body.query, text) for text in texts], body, instruct=body.instruct, prefix="rerank-")
+    scores, results = await _score(
+        request, [(body.query, text) for text in texts], body, instruct=body.instruct, prefix="rerank-"
+    )
     best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
-    has_documents = body.return_documents if body.return_documents is not None else WITHOUT_DOCUMENTS not in request.url.path
+    has_documents = (
+        body.return_documents if body.return_documents is not None else WITHOUT_DOCUMENTS not in request.url.path
+    )
     ranked = [Ranked(i, scores[i], Document(text=texts[i])) if has_documents else Ranked(i, scores[i]) for i in best]
     return JsonResponse(RerankAnswer(results.request_id, context.model_name, ranked, results.usage))
 
@@ -84,15 +92,22 @@ async def score(request: Request) -> JsonResponse:
 
 def _pairs(body: ScoreRequest, limit: int) -> list[tuple[str, str]]:
     if None not in (body.text_1, body.queries) or None not in (body.text_2, body.documents):
-        raise RequestError("text_1 and queries are the same field, as are text_2 and documents; give one of each", param="text_1")
-    first, second = body.text_1 if body.text_1 is not None else body.queries, body.text_2 if body.text_2 is not None else body.documents
+        raise RequestError(
+            "text_1 and queries are the same field, as are text_2 and documents; give one of each", param="text_1"
+        )
+    first, second = (
+        body.text_1 if body.text_1 is not None else body.queries,
+        body.text_2 if body.text_2 is not None else body.documents
+    )
     if first is None or second is None:
         raise RequestError("text_1 and text_2 are required", param="text_1" if first is None else "text_2")
     left, right = ([given] if isinstance(given, str) else list(given) for given in (first, second))
     if len(left) == 1:
         left = left * len(right)
     if len(left) != len(right):
-        raise RequestError(f"text_1 must be one text, or as many as text_2; got {len(left)} and {len(right)}", param="text_1")
+        raise RequestError(
+            f"text_1 must be one text, or as many as text_2; got {len(left)} and {len(right)}", param="text_1"
+        )
     check_amount(2 * len(left), limit, "text_1 and text_2")
     return list(zip(left, right, strict=True))
 
@@ -118,7 +133,11 @@ async def _score_labels(request: Request, body: ScoreRequest, limit: int) -> Jso
     results = await read_all(request, readings, body, "score-")
     logprobs = [unpack_floats(packed) for packed in results.packed]
     scores = [activate(row, "softmax") if body.apply_softmax else [math.exp(x) for x in row] for row in logprobs]
-    return JsonResponse(ScoreAnswer(results.request_id, int(time.time()), context.model_name, results.usage, scores=scores, object="scoring"))
+    return JsonResponse(
+        ScoreAnswer(
+            results.request_id, int(time.time()), context.model_name, results.usage, scores=scores, object="scoring"
+        )
+    )
 
 
 async def classify(request: Request) -> JsonResponse:
@@ -138,28 +157,33 @@ async def classify(request: Request) -> JsonResponse:
     data = []
     for index, packed in enumerate(results.packed):
         probs = activate(unpack_floats(packed), activation)
-        data.append(Classification(index, facts.labels[max(range(len(probs)), key=probs.__getitem__)], probs, len(probs)))
+        data.append(
+            Classification(index, facts.labels[max(range(len(probs)), key=probs.__getitem__)], probs, len(probs))
+        )
     return JsonResponse(ClassifyAnswer(results.request_id, int(time.time()), context.model_name, data, results.usage))
 
 
 ENDPOINTS = (
     *(
         Endpoint(
-            path=path, methods=("POST",), handler=rerank, tag="reading", doc="Order documents by how well they answer a query.", body=RERANK_BODY,
+            path=path, methods=("POST",), handler=rerank, tag="reading",
+            doc="Order documents by how well they answer a query.", body=RERANK_BODY,
             answer=RerankAnswer, errors=(404, 429, 503, 504),
         )
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
         Endpoint(
-            path=path, methods=("POST",), handler=score, tag="reading", doc="Score pairs of texts, or label tokens after a text.", body=SCORE_BODY,
+            path=path, methods=("POST",), handler=score, tag="reading",
+            doc="Score pairs of texts, or label tokens after a text.", body=SCORE_BODY,
             answer=ScoreAnswer, errors=(404, 429, 503, 504),
         )
         for path in ("/v1/score", "/score")
     ),
     *(
         Endpoint(
-            path=path, methods=("POST",), handler=classify, tag="reading", doc="Classes of texts.", body=CLASSIFY_BODY, answer=ClassifyAnswer,
+            path=path, methods=("POST",), handler=classify, tag="reading", doc="Classes of texts.", body=CLASSIFY_BODY,
+            answer=ClassifyAnswer,
             errors=(404, 429, 503, 504),
         )
         for path in ("/v1/classify", "/classify")

@@ -42,7 +42,10 @@ async def tokenize(request: Request) -> JsonResponse:
     context.check_model(body.model)
     given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
-        raise RequestError(f"give one of prompt, text and messages, got {' and '.join(given) or 'none'}", param=(given or ["prompt"])[-1])
+        raise RequestError(
+            f"give one of prompt, text and messages, got {' and '.join(given) or 'none'}",
+            param=(given or ["prompt"])[-1]
+        )
     has_special = body.add_special_tokens
     if body.messages is not None:
         text = await render_conversation(context, body)
@@ -51,10 +54,16 @@ async def tokenize(request: Request) -> JsonResponse:
         text = (body.prompt if body.text is None else body.text) or ""
         has_special = has_special is not False
     has_strings = bool(body.return_token_strs)
-    return JsonResponse(await asyncio.to_thread(_write_ids, tokenizer, text, facts.max_model_len, has_special=has_special, has_strings=has_strings))
+    return JsonResponse(
+        await asyncio.to_thread(
+            _write_ids, tokenizer, text, facts.max_model_len, has_special=has_special, has_strings=has_strings
+        )
+    )
 
 
-def _write_ids(tokenizer: Tokenizer, text: str, max_model_len: int, *, has_special: bool, has_strings: bool) -> Tokenized:
+def _write_ids(
+    tokenizer: Tokenizer, text: str, max_model_len: int, *, has_special: bool, has_strings: bool
+) -> Tokenized:
     """The answer, written piece by piece: millions of ids are large as objects."""
     count, ids, strings = 0, [], []
     for piece in tokenizer.encode_pieces(text, add_special_tokens=has_special):
@@ -77,7 +86,9 @@ async def detokenize(request: Request) -> JsonResponse:
     context.facts()
     tokenizer = context.tokenizer()
     context.check_model(body.model)
-    text = await asyncio.to_thread(_write_text, tokenizer, bytes(body.tokens), skips_special=bool(body.skip_special_tokens))
+    text = await asyncio.to_thread(
+        _write_text, tokenizer, bytes(body.tokens), skips_special=bool(body.skip_special_tokens)
+    )
     return JsonResponse(Detokenized(text, text))
 
 
@@ -102,7 +113,9 @@ def _read_ids(tokens: bytes, vocab_size: int) -> Iterator[list[int]]:
             raise RequestError("tokens must be a list of token ids", param="tokens") from None
         largest = max(ids, default=0)
         if largest >= vocab_size:
-            raise RequestError(f"tokens must be below the vocabulary's size {vocab_size}, got {largest}", param="tokens")
+            raise RequestError(
+                f"tokens must be below the vocabulary's size {vocab_size}, got {largest}", param="tokens"
+            )
         yield ids
         begin, count = end + 1, count + len(ids)
 
@@ -119,23 +132,31 @@ async def show_tokenizer(request: Request) -> JsonResponse:
     """The tokenizer's facts."""
     context = context_of(request)
     facts, tokenizer = context.facts(), context.tokenizer()
-    first, last = (tokenizer.token_text(i) if i is not None else None for i in (tokenizer.bos_id, next(iter(tokenizer.eos_ids), None)))
+    first, last = (
+        tokenizer.token_text(i) if i is not None else None
+        for i in (tokenizer.bos_id, next(iter(tokenizer.eos_ids), None))
+    )
     template = next(iter(tokenizer.chat_templates), None)
     return JsonResponse(TokenizerInfo(tokenizer.vocab_size, facts.max_model_len, first, last, template))
 
 
 ENDPOINTS = (
-    Endpoint(path="/tokenizer_info", handler=show_tokenizer, tag="tokens", doc="The tokenizer's facts.", answer=TokenizerInfo, errors=(400, 503)),
+    Endpoint(
+        path="/tokenizer_info", handler=show_tokenizer, tag="tokens", doc="The tokenizer's facts.",
+        answer=TokenizerInfo, errors=(400, 503)
+    ),
     *(
         Endpoint(
-            path=path, methods=("POST",), handler=tokenize, tag="tokens", doc="Text to token ids.", body=TOKENIZE_BODY, answer=Tokenized,
+            path=path, methods=("POST",), handler=tokenize, tag="tokens", doc="Text to token ids.", body=TOKENIZE_BODY,
+            answer=Tokenized,
             errors=(404, 503),
         )
         for path in ("/tokenize", "/v1/tokenize")
     ),
     *(
         Endpoint(
-            path=path, methods=("POST",), handler=detokenize, tag="tokens", doc="Token ids to text.", body=DETOKENIZE_BODY, answer=Detokenized,
+            path=path, methods=("POST",), handler=detokenize, tag="tokens", doc="Token ids to text.",
+            body=DETOKENIZE_BODY, answer=Detokenized,
             errors=(404, 503),
         )
         for path in ("/detokenize", "/v1/detokenize")

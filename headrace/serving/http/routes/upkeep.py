@@ -1,4 +1,5 @@
-"""Routes that change what the engine has: its memory, its weights, its pace, and a profile of it; SGLang's and vLLM's names.
+"""Routes that change what the engine has: its memory, its weights, its pace, and a profile of it; SGLang's and vLLM's
+names.
 
 All that change anything are closed to strangers (`headrace.serving.http.access.AdminGate`).
 """
@@ -27,7 +28,9 @@ from headrace.serving.http.protocol.admin import (
     UpdateWeightsRequest,
 )
 
-MEMORY_BODY, UPDATE_BODY, PROFILE_BODY = JsonBody(MemoryRequest), JsonBody(UpdateWeightsRequest), JsonBody(ProfileRequest)
+MEMORY_BODY, UPDATE_BODY, PROFILE_BODY = (
+    JsonBody(MemoryRequest), JsonBody(UpdateWeightsRequest), JsonBody(ProfileRequest)
+)
 SLEEP_MODES: dict[str, SleepMode] = {"refuse": "refuse", "abort": "abort", "wait": "wait"}
 PAUSE_MODES = ("abort", "keep")
 ADMIN_ERRORS = (400, 401, 403, 408, 409, 413, 503)
@@ -69,7 +72,8 @@ def _memory_handler(*, is_release: bool) -> Handler:
 
 
 async def sleep(request: Request) -> JsonResponse:
-    """Give all memory back (vLLM's name). Level 1 keeps the weights in host memory, level 2 reads them again at the end."""
+    """Give all memory back (vLLM's name). Level 1 keeps the weights in host memory, level 2 reads them again at the
+    end."""
     context = context_of(request)
     level, mode = _read_choice(request, "level", ("1", "2")), _read_choice(request, "mode", tuple(SLEEP_MODES))
     _check_running(context)
@@ -122,26 +126,36 @@ async def update_weights(request: Request) -> JsonResponse:
     context = context_of(request)
     body = await UPDATE_BODY.read_optional(request, context.server.max_body_bytes)
     if body.flush_cache is False:
-        raise RequestError("flush_cache must be true: what was cached was computed with other weights", param="flush_cache")
+        raise RequestError(
+            "flush_cache must be true: what was cached was computed with other weights", param="flush_cache"
+        )
     model = _find_model(context, body.model_path)
     _check_running(context)
     if body.abort_all_requests:
         await context.client.abort(None)
     same_format = context.client.config.model.load_format if body.model_path is None else "auto"
     try:
-        num_kept = await context.upkeep.replace_weights(model, load_format=body.load_format or same_format, version=body.weight_version)
+        num_kept = await context.upkeep.replace_weights(
+            model, load_format=body.load_format or same_format, version=body.weight_version
+        )
     except (ModelError, ConfigError) as error:
-        raise RequestError(f"the weights were not replaced: {_without_paths(context, error.message, model)}", param="model_path") from error
+        raise RequestError(
+            f"the weights were not replaced: {_without_paths(context, error.message, model)}", param="model_path"
+        ) from error
     return JsonResponse(UpdateAnswer(True, "the weights were replaced", 0 if body.abort_all_requests else num_kept))
 
 
 def _find_model(context: AppContext, path: str | None) -> str:
-    """The model to read, which must be the served one or lie in ``weights_root``; nothing is told of what lies elsewhere."""
+    """The model to read, which must be the served one or lie in ``weights_root``; nothing is told of what lies
+    elsewhere."""
     served, root = context.client.config.model.model, context.operations.weights_root
     if path is None or path == served:
         return served
     if root is None or "\0" in path:
-        raise RequestError("only the served model's own files can be read again: the server was started without --weights-root", param="model_path")
+        raise RequestError(
+            "only the served model's own files can be read again: the server was started without --weights-root",
+            param="model_path"
+        )
     inside = os.path.realpath(root)
     wanted = os.path.realpath(os.path.join(inside, path))
     if os.path.commonpath([inside, wanted]) != inside:
@@ -163,10 +177,13 @@ async def start_profile(request: Request) -> JsonResponse:
     body = await PROFILE_BODY.read_optional(request, context.server.max_body_bytes)
     folder = context.operations.profile_folder
     if folder is None:
-        raise RequestError("there is no folder for profiles: start the server with --profile-folder", param="profile_folder")
+        raise RequestError(
+            "there is no folder for profiles: start the server with --profile-folder", param="profile_folder"
+        )
     context.check_available()
     await context.upkeep.start_profile(StartProfile(
-        os.path.abspath(folder), num_steps=body.num_steps, has_stacks=bool(body.with_stack), has_shapes=bool(body.record_shapes),
+        os.path.abspath(folder), num_steps=body.num_steps, has_stacks=bool(body.with_stack),
+        has_shapes=bool(body.record_shapes),
         has_device=body.activities is None or bool({"GPU", "CUDA"} & set(body.activities)),
     ))
     return JsonResponse(AdminAnswer(True, "a profile is being recorded"))
@@ -176,25 +193,40 @@ async def stop_profile(request: Request) -> JsonResponse:
     """Write the trace."""
     context = context_of(request)
     if context.operations.profile_folder is None:
-        raise RequestError("there is no folder for profiles: start the server with --profile-folder", param="profile_folder")
+        raise RequestError(
+            "there is no folder for profiles: start the server with --profile-folder", param="profile_folder"
+        )
     context.check_available()
     return JsonResponse(AdminAnswer(True, f"written: {await context.upkeep.stop_profile()}"))
 
 
-def _admin(path: str, handler: Handler, doc: str, *, answer: type = AdminAnswer, query: dict[str, dict[str, object]] | None = None) -> Endpoint:
-    return Endpoint(path=path, methods=("POST",), handler=handler, tag="admin", doc=doc, answer=answer, query=query, errors=ADMIN_ERRORS, is_admin=True)
+def _admin(
+    path: str, handler: Handler, doc: str, *, answer: type = AdminAnswer,
+    query: dict[str, dict[str, object]] | None = None
+) -> Endpoint:
+    return Endpoint(
+        path=path, methods=("POST",), handler=handler, tag="admin", doc=doc, answer=answer, query=query,
+        errors=ADMIN_ERRORS, is_admin=True
+    )
 
 
 _LEVEL, _TAGS = {"type": "string", "enum": ["1", "2"]}, {"type": "string", "enum": list(DEVICE_PARTS)}
 ENDPOINTS = (
     _admin("/release_memory_occupation", _memory_handler(is_release=True), "Give device memory back."),
     _admin("/resume_memory_occupation", _memory_handler(is_release=False), "Take device memory again."),
-    _admin("/sleep", sleep, "Give all device memory back.", query={"level": _LEVEL, "mode": {"type": "string", "enum": list(SLEEP_MODES)}}),
+    _admin(
+        "/sleep", sleep, "Give all device memory back.",
+        query={"level": _LEVEL, "mode": {"type": "string", "enum": list(SLEEP_MODES)}}
+    ),
     _admin("/wake_up", wake_up, "Take device memory again.", query={"tags": _TAGS}),
-    Endpoint(path="/is_sleeping", handler=tell_sleeping, tag="control", doc="Whether the engine sleeps.", answer=SleepState),
+    Endpoint(
+        path="/is_sleeping", handler=tell_sleeping, tag="control", doc="Whether the engine sleeps.", answer=SleepState
+    ),
     _admin("/pause", pause, "Hold all generation.", query={"mode": {"type": "string", "enum": list(PAUSE_MODES)}}),
     _admin("/resume", resume, "Go on after a pause."),
-    Endpoint(path="/is_paused", handler=tell_paused, tag="control", doc="Whether generation is held.", answer=PauseState),
+    Endpoint(
+        path="/is_paused", handler=tell_paused, tag="control", doc="Whether generation is held.", answer=PauseState
+    ),
     _admin("/update_weights_from_disk", update_weights, "Serve other weights of the same shapes.", answer=UpdateAnswer),
     _admin("/start_profile", start_profile, "Record a profile of the engine."),
     _admin("/stop_profile", stop_profile, "Write the profile."),
