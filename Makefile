@@ -25,6 +25,7 @@ test: $(VENV)/.tested
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check headrace tests benchmarks
+	$(BIN)/mypy
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say make PYTHON=...") if sys.version_info < (3, 11) else 0'
