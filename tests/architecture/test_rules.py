@@ -107,7 +107,7 @@ def test_library_code_does_not_print():
     assert not printing
 
 
-GENERIC_ROOMS = ("base", "memory", "execution", "scheduling", "service", "parallel")
+GENERIC_ROOMS = ("base", "memory", "execution", "scheduling", "service")
 ARCHITECTURE_NAME = re.compile(
     r"(?i)\b(llama|qwen\d?|gemma\d?|phi3|olmo2?|granite|glm4?|mistral|mixtral|deepseek)|For(CausalLM|ConditionalGeneration)"
 )
