@@ -20,12 +20,12 @@ from headrace.kernels import native
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.moe.adapters import group_choices
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.grouped import GroupedExperts
 from headrace.layers.moe.stored import StoredExperts
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.spec import MlpSpec
 from headrace.layers.storing import find_storable
 
 TOKENS = (1, 4, 16, 64, 512)

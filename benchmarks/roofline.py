@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.layers.decoder.spec import DecoderSpec, MoeSpec
+from headrace.layers.spec import DecoderSpec, MoeSpec
 from headrace.models.catalog import find_family
 
 BANDWIDTH = 4.3e12  # bytes/s, device-to-device copy measured on an H200
@@ -39,16 +39,16 @@ class Shape:
     def of(cls, config: dict[str, Any]) -> Shape:
         spec = find_family(config["architectures"][0]).read_config(config)
         assert isinstance(spec, DecoderSpec), "knows plain decoders alone"
-        heads, width, plain, expert, routing = spec.attention, spec.width, 0, 0, None
+        heads, width, plain, expert, routing = spec.attention, spec.hidden_size, 0, 0, None
         for layer in spec.layers:
             mlp = layer.mlp or spec.mlp
             plain += width * heads.head_dim * 2 * (heads.num_heads + heads.num_kv_heads)
             if isinstance(mlp, MoeSpec):
                 routing = mlp.routing
-                plain += width * routing.num_experts + (3 * width * mlp.shared.width if mlp.shared else 0)
-                expert += 3 * width * mlp.expert.width
+                plain += width * routing.num_experts + (3 * width * mlp.shared.intermediate_size if mlp.shared else 0)
+                expert += 3 * width * mlp.expert.intermediate_size
             else:
-                plain += 3 * width * mlp.width
+                plain += 3 * width * mlp.intermediate_size
         chosen = (expert, routing.num_experts, routing.top_k) if routing else ()
         windows = Counter(layer.window for layer in spec.layers)
         return cls(

@@ -30,7 +30,7 @@ def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str) -> ModelFa
         page_size=layout.page_size,
         num_kv_tokens=tokens, default_sampling=read_default_sampling(loaded.source.generation_config),
         tool_parser=loaded.family.tool_parser, reasoning_parser=loaded.family.reasoning_parser,
-        pooling=loaded.pooling.facts(loaded.spec.width) if loaded.pooling else None,
+        pooling=loaded.pooling.facts(loaded.spec.hidden_size) if loaded.pooling else None,
     )
 
 

@@ -12,28 +12,28 @@ from torch import nn
 from headrace.kernels.activation import CLAMPED_SWIGLU, GELU_TANH_MUL, SILU_MUL
 from headrace.layers.branch import Branch
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.linear import Linear
+from headrace.layers.spec import MlpSpec
 
 GATED_ACTIVATIONS = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}
 
 
 def choose_activation(spec: MlpSpec, build: Build) -> Callable[[torch.Tensor], torch.Tensor]:
     """The gated activation ``[T, 2 * width] -> [T, width]``, gate first."""
-    query = build.query(width=spec.width)
+    query = build.query(width=spec.intermediate_size)
     if spec.clamp is not None:
         return partial(CLAMPED_SWIGLU.choose(query), **asdict(spec.clamp))
     return GATED_ACTIVATIONS[spec.activation].choose(query)
 
 
 class GatedMlp(Branch):
-    """``x [T, D] -> [T, D]`` through ``spec.width`` hidden units. ``activation`` names a plain one, else it is
+    """``x [T, D] -> [T, D]`` through ``spec.intermediate_size`` hidden units. ``activation`` names a plain one, else it is
     empty."""
 
     def __init__(self, spec: MlpSpec, width: int, build: Build):
         super().__init__()
-        self.gate_up = Linear(build, width, {"gate": spec.width, "up": spec.width}, bias=spec.bias)
-        self.down = Linear(build, spec.width, width, bias=spec.bias)
+        self.gate_up = Linear(build, width, {"gate": spec.intermediate_size, "up": spec.intermediate_size}, bias=spec.bias)
+        self.down = Linear(build, spec.intermediate_size, width, bias=spec.bias)
         self._activate = choose_activation(spec, build)
         self.activation = "" if spec.clamp is not None else spec.activation
 

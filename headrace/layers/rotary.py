@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from headrace.layers.decoder.spec import RopeScaling, RopeSpec
+from headrace.layers.spec import RopeScaling, RopeSpec
 
 TWO_PI = 2 * math.pi
 

@@ -18,10 +18,10 @@ def read_encoder(fields: Fields, *, first_position: int, norm_eps: float) -> Enc
     fields.choice("position_embedding_type", POSITIONS, "absolute")
     if fields.flag("is_decoder", False):
         raise ConfigError("config.json: is_decoder must be false; this family serves encoders", param="is_decoder")
-    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if width % num_heads:
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
         raise ConfigError(
-            f"config.json: hidden_size ({width}) must be a multiple of num_attention_heads ({num_heads})",
+            f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})",
             param="num_attention_heads"
         )
     tables = EncoderTables(
@@ -29,7 +29,7 @@ def read_encoder(fields: Fields, *, first_position: int, norm_eps: float) -> Enc
         fields.integer("type_vocab_size", 2),
     )
     return EncoderSpec(
-        width=width, num_heads=num_heads, mlp_width=fields.integer("intermediate_size"),
+        hidden_size=hidden_size, num_heads=num_heads, intermediate_size=fields.integer("intermediate_size"),
         num_layers=read_num_layers(fields),
         activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"), norm_eps=fields.number("layer_norm_eps", norm_eps),
         tables=tables,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.base.errors import ConfigError, HeadraceError
-from headrace.layers.decoder.spec import (
+from headrace.layers.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
@@ -106,7 +106,7 @@ class Fields:
 
 
 def read_head_dim(fields: Fields) -> int:
-    """``head_dim``, or the width shared out among the heads."""
+    """``head_dim``, or ``hidden_size`` divided by the number of heads."""
     return fields.integer("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
 
 
@@ -141,7 +141,7 @@ def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...], **special: Any) 
         "norm": NormSpec(fields.number("rms_norm_eps", 1e-6)),
     }
     return DecoderSpec(
-        width=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers,
+        hidden_size=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers,
         num_classes=_read_head(fields.config), **{**usual, **special},
     )
 
@@ -163,11 +163,11 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def read_moe(
-    fields: Fields, num_experts: str, *, width: str, bias: bool = False, clamp: SwigluClamp | None = None,
+    fields: Fields, num_experts: str, *, intermediate_size: str, bias: bool = False, clamp: SwigluClamp | None = None,
     shared: MlpSpec | None = None, **routing: Any
 ) -> MoeSpec:
-    """Experts counted by the field ``num_experts`` and as wide as the field ``width`` says; ``bias`` is for the router
-    and the experts, ``routing`` replaces other fields of the `RoutingSpec`."""
+    """A `MoeSpec`; ``num_experts`` and ``intermediate_size`` name the config fields that hold these. ``bias`` is that of
+    the router and the experts, ``routing`` sets other fields of the `RoutingSpec`."""
     count, top_k = fields.integer(num_experts), fields.integer("num_experts_per_tok")
     if top_k > count:
         raise ConfigError(
@@ -181,7 +181,7 @@ def read_moe(
             f"groups of {count} experts",
             param="n_group"
         )
-    expert = MlpSpec(fields.integer(width), fields.choice("hidden_act", ACTIVATIONS, "silu"), bias, clamp)
+    expert = MlpSpec(fields.integer(intermediate_size), fields.choice("hidden_act", ACTIVATIONS, "silu"), bias, clamp)
     return MoeSpec(RoutingSpec(count, top_k, bias=bias, **routing), expert, shared)
 
 

@@ -143,7 +143,7 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 
 FAMILY = '''
 from headrace.models.family import Family
-from headrace.layers.decoder.spec import decoder_cache_specs
+from headrace.layers.spec import decoder_cache_specs
 from headrace.models.reading import Fields, read_decoder, read_layers, read_rope
 
 

@@ -15,7 +15,6 @@ from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.forms import keep_in_panels
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec, MoeSpec, RoutingSpec, SwigluClamp
 from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS, joined, packed
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joining import choose_pair, find_adapter, joinable_pairs
@@ -24,6 +23,7 @@ from headrace.layers.moe.packed import PackedExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization.contract import SchemeQuery
 from headrace.layers.quantization.kept import Int8
+from headrace.layers.spec import MlpSpec, MoeSpec, RoutingSpec, SwigluClamp
 from headrace.layers.storing import find_storable, store_fastest
 
 CPU = torch.device("cpu")

@@ -23,7 +23,6 @@ from headrace.kernels.packed_linear.choice import FormChoice
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.layout import Format
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.linear import Linear
@@ -34,6 +33,7 @@ from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization import SchemeQuery, chain_schemes
 from headrace.layers.quantization.blocks import BlockTensor
 from headrace.layers.quantization.kept import W8A8, Int4, Int8
+from headrace.layers.spec import MlpSpec
 from headrace.layers.storing import (
     count_bytes,
     count_elements,

@@ -18,10 +18,10 @@ from headrace.layers.attention.contract import AttentionInputs, AttentionParams
 from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import LatentAttentionSpec, LayerSpec
 from headrace.layers.linear import Linear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
+from headrace.layers.spec import LatentAttentionSpec, LayerSpec
 
 
 class LatentAttention(AttentionLayer):
@@ -33,17 +33,17 @@ class LatentAttention(AttentionLayer):
         super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window))
         assert layer.rope is not None, "latent attention rotates a part of each head"
         self.spec, self.rotary = spec, rotary
-        heads_width = spec.num_heads * (spec.plain_dim + spec.rotary_dim)
-        self.widths = (spec.query_latent_dim or heads_width, spec.latent_dim, spec.rotary_dim)
-        self.down = Linear(build, width, {"q": self.widths[0], "kv": spec.latent_dim + spec.rotary_dim})
-        self.q_norm = RmsNorm(build, spec.query_latent_dim, spec.norm_eps) if spec.query_latent_dim else None
-        self.q_up = Linear(build, spec.query_latent_dim, heads_width) if spec.query_latent_dim else None
-        self.kv_norm = RmsNorm(build, spec.latent_dim, spec.norm_eps)
+        heads_width = spec.num_heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim)
+        self.widths = (spec.q_lora_rank or heads_width, spec.kv_lora_rank, spec.qk_rope_head_dim)
+        self.down = Linear(build, width, {"q": self.widths[0], "kv": spec.kv_lora_rank + spec.qk_rope_head_dim})
+        self.q_norm = RmsNorm(build, spec.q_lora_rank, spec.norm_eps) if spec.q_lora_rank else None
+        self.q_up = Linear(build, spec.q_lora_rank, heads_width) if spec.q_lora_rank else None
+        self.kv_norm = RmsNorm(build, spec.kv_lora_rank, spec.norm_eps)
         self.kv_up = Linear(
-            build, spec.latent_dim, spec.num_heads * (spec.plain_dim + spec.value_dim), is_storable=False
+            build, spec.kv_lora_rank, spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), is_storable=False
         )
-        self.output = Linear(build, spec.num_heads * spec.value_dim, width)
-        shape = dict(num_heads=spec.num_heads, latent_dim=spec.latent_dim, rotary_dim=spec.rotary_dim)
+        self.output = Linear(build, spec.num_heads * spec.v_head_dim, width)
+        shape = dict(num_heads=spec.num_heads, latent_dim=spec.kv_lora_rank, rotary_dim=spec.qk_rope_head_dim)
         self._write = partial(LATENT_WRITE.choose(build.query(**shape)), interleaved=layer.rope.interleaved)
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -51,22 +51,24 @@ class LatentAttention(AttentionLayer):
         q, latent, k_rope = self.down(x).split(self.widths, dim=-1)
         if self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
-        q_plain, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split((spec.plain_dim, spec.rotary_dim), dim=-1)
+        q_nope, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split(
+            (spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=-1
+        )
         q_rope = self._write(
             q_rope, self.kv_norm(latent), k_rope, batch.positions, self.rotary.cos_sin, step.inputs.slots, pages.k
         )
         if has_whole_prompts(step.inputs):
-            return self.output(self._attend_expanded(torch.cat((q_plain, q_rope), dim=-1), step.inputs))
-        return self.output(self._attend_absorbed(q_plain, q_rope, step))
+            return self.output(self._attend_expanded(torch.cat((q_nope, q_rope), dim=-1), step.inputs))
+        return self.output(self._attend_absorbed(q_nope, q_rope, step))
 
-    def _attend_absorbed(self, q_plain: torch.Tensor, q_rope: torch.Tensor, step: GroupStep) -> torch.Tensor:
-        """``q_plain`` [T, H, N] and ``q_rope`` [T, H, E] to [T, H * V]."""
+    def _attend_absorbed(self, q_nope: torch.Tensor, q_rope: torch.Tensor, step: GroupStep) -> torch.Tensor:
+        """``q_nope`` [T, H, N] and ``q_rope`` [T, H, E] to [T, H * V]."""
         spec = self.spec
         to_keys, to_values = self.kv_up.weight.unflatten(0, (spec.num_heads, -1)).split(
-            (spec.plain_dim, spec.value_dim), dim=1
+            (spec.qk_nope_head_dim, spec.v_head_dim), dim=1
         )
         # q.(W c) = (W' q).c: [H, T, N] by [H, N, L]
-        q_latent = torch.bmm(q_plain.transpose(0, 1), to_keys).transpose(0, 1)
+        q_latent = torch.bmm(q_nope.transpose(0, 1), to_keys).transpose(0, 1)
         mixed = step.backend.attend(torch.cat((q_latent, q_rope), dim=-1), self.pages, self.params)
         # [H, T, L] by [H, L, V]
         return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1).flatten(1)
@@ -74,10 +76,10 @@ class LatentAttention(AttentionLayer):
     def _attend_expanded(self, q: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """``q`` [T, H, N + E] to [T, H * V], over what this step has written."""
         spec, rows = self.spec, self.pages.k.flatten(0, 2).index_select(0, inputs.slots).to(q.dtype)
-        k_plain, v = self.kv_up(rows[:, : spec.latent_dim]).unflatten(-1, (spec.num_heads, -1)).split(
-            (spec.plain_dim, spec.value_dim), dim=-1
+        k_nope, v = self.kv_up(rows[:, : spec.kv_lora_rank]).unflatten(-1, (spec.num_heads, -1)).split(
+            (spec.qk_nope_head_dim, spec.v_head_dim), dim=-1
         )
-        k = torch.cat((k_plain, rows[:, None, spec.latent_dim :].expand(-1, spec.num_heads, -1)), dim=-1)
+        k = torch.cat((k_nope, rows[:, None, spec.kv_lora_rank :].expand(-1, spec.num_heads, -1)), dim=-1)
         spans = zip(*(t.split(inputs.query_lens_cpu) for t in (q, k, v)), strict=True)
         mixed = [
             F.scaled_dot_product_attention(

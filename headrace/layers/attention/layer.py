@@ -14,10 +14,10 @@ from headrace.layers.attention.contract import AttentionParams, KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.branch import Branch
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import AttentionSpec, LayerSpec, NormSpec
 from headrace.layers.linear import Linear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
+from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
 
 
 class AttentionLayer(Branch):

@@ -9,11 +9,11 @@ from headrace.layers.attention.latent import LatentAttention
 from headrace.layers.attention.layer import Attention
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.norm import NoNorm, RmsNorm
 from headrace.layers.rotary import RotaryTable
+from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 
 
 class DecoderBlock(nn.Module):
@@ -23,19 +23,19 @@ class DecoderBlock(nn.Module):
         super().__init__()
 
         def norm(is_there: bool) -> nn.Module:
-            return RmsNorm(build, spec.width, spec.norm.eps, spec.norm.offset) if is_there else NoNorm()
+            return RmsNorm(build, spec.hidden_size, spec.norm.eps, spec.norm.offset) if is_there else NoNorm()
 
         self.attention_norm = norm(spec.norm.before)
         if isinstance(spec.attention, LatentAttentionSpec):
-            self.attention = LatentAttention(spec.attention, layer, width=spec.width, rotary=rotary, build=build)
+            self.attention = LatentAttention(spec.attention, layer, width=spec.hidden_size, rotary=rotary, build=build)
         else:
             self.attention = Attention(
-                spec.attention, layer, width=spec.width, norm=spec.norm, rotary=rotary, build=build
+                spec.attention, layer, width=spec.hidden_size, norm=spec.norm, rotary=rotary, build=build
             )
         self.attention_post_norm = norm(spec.norm.after)
         self.mlp_norm = norm(spec.norm.before)
         mlp = layer.mlp or spec.mlp
-        self.mlp = MoeMlp(mlp, spec.width, build) if isinstance(mlp, MoeSpec) else GatedMlp(mlp, spec.width, build)
+        self.mlp = MoeMlp(mlp, spec.hidden_size, build) if isinstance(mlp, MoeSpec) else GatedMlp(mlp, spec.hidden_size, build)
         self.mlp_post_norm = norm(spec.norm.after)
         self.residual_scale = spec.residual_scale
         # the next norm takes what a branch leaves

@@ -20,12 +20,12 @@ from headrace.layers.build import Build
 from headrace.layers.decoder.block import DecoderBlock
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
 from headrace.layers.decoder.names import SCORE_NAMES, SPLIT_NAMES, add_prefix
-from headrace.layers.decoder.spec import DecoderSpec, RopeSpec
 from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
+from headrace.layers.spec import DecoderSpec, RopeSpec
 
 HARMLESS = ("rotary_emb.inv_freq",)
 """Name endings of tensors that old checkpoints carry and nobody needs."""
@@ -47,17 +47,17 @@ class Decoder(nn.Module):
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)
             for rope in dict.fromkeys(layer.rope for layer in spec.layers) if rope is not None
         }
-        self.embedding = Embedding(build, vocabulary.size, spec.width, vocabulary.embedding_scale)
+        self.embedding = Embedding(build, vocabulary.size, spec.hidden_size, vocabulary.embedding_scale)
         self.layers = nn.ModuleList(DecoderBlock(spec, layer, tables.get(layer.rope), build) for layer in spec.layers)
-        self.norm = RmsNorm(build, spec.width, spec.norm.eps, spec.norm.offset)
+        self.norm = RmsNorm(build, spec.hidden_size, spec.norm.eps, spec.norm.offset)
         self.head = self.scores = None
         if spec.num_classes is None:
             self.head = Head(
-                build, vocabulary.size, spec.width, weight=self.embedding.weight if vocabulary.tied else None,
+                build, vocabulary.size, spec.hidden_size, weight=self.embedding.weight if vocabulary.tied else None,
                 divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap,
             )
         elif spec.num_classes > 0:
-            self.scores = Head(build, spec.num_classes, spec.width)
+            self.scores = Head(build, spec.num_classes, spec.hidden_size)
         self._table: LayerTable | None = None
         self._decodes: DecodeStep | None = None
         self._is_table_due = True

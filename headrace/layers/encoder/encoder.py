@@ -34,10 +34,10 @@ class EncoderEmbedding(nn.Module):
     def __init__(self, spec: EncoderSpec, build: Build):
         super().__init__()
         tables = spec.tables
-        self.words = build.parameter(tables.vocab_size, spec.width)
-        self.positions = build.parameter(tables.num_positions, spec.width)
-        self.kinds = build.parameter(tables.num_kinds, spec.width)
-        self.norm = LayerNorm(build, spec.width, spec.norm_eps)
+        self.words = build.parameter(tables.vocab_size, spec.hidden_size)
+        self.positions = build.parameter(tables.num_positions, spec.hidden_size)
+        self.kinds = build.parameter(tables.num_kinds, spec.hidden_size)
+        self.norm = LayerNorm(build, spec.hidden_size, spec.norm_eps)
         self._first_position, self._has_kinds = tables.first_position, tables.num_kinds > 1
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -56,12 +56,12 @@ class EncoderBlock(nn.Module):
     def __init__(self, spec: EncoderSpec, build: Build):
         super().__init__()
         self.num_heads = spec.num_heads
-        self.qkv = Linear(build, spec.width, {"q": spec.width, "k": spec.width, "v": spec.width}, bias=True)
-        self.output = Linear(build, spec.width, spec.width, bias=True)
-        self.attention_norm = LayerNorm(build, spec.width, spec.norm_eps)
-        self.up = Linear(build, spec.width, spec.mlp_width, bias=True)
-        self.down = Linear(build, spec.mlp_width, spec.width, bias=True)
-        self.mlp_norm = LayerNorm(build, spec.width, spec.norm_eps)
+        self.qkv = Linear(build, spec.hidden_size, {"q": spec.hidden_size, "k": spec.hidden_size, "v": spec.hidden_size}, bias=True)
+        self.output = Linear(build, spec.hidden_size, spec.hidden_size, bias=True)
+        self.attention_norm = LayerNorm(build, spec.hidden_size, spec.norm_eps)
+        self.up = Linear(build, spec.hidden_size, spec.intermediate_size, bias=True)
+        self.down = Linear(build, spec.intermediate_size, spec.hidden_size, bias=True)
+        self.mlp_norm = LayerNorm(build, spec.hidden_size, spec.norm_eps)
         self._activate = ACTIVATIONS[spec.activation]
 
     def forward(self, x: torch.Tensor, spans: TextSpans) -> torch.Tensor:
@@ -74,8 +74,8 @@ class ClassScores(nn.Module):
 
     def __init__(self, spec: EncoderSpec, build: Build):
         super().__init__()
-        self.dense = Linear(build, spec.width, spec.width, bias=True)
-        self.output = Linear(build, spec.width, spec.num_classes, bias=True)
+        self.dense = Linear(build, spec.hidden_size, spec.hidden_size, bias=True)
+        self.output = Linear(build, spec.hidden_size, spec.num_classes, bias=True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.output(torch.tanh(self.dense(hidden))).float()

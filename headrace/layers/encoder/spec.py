@@ -29,9 +29,9 @@ class EncoderSpec:
     """A transformer whose tokens see each other both ways, with a norm after each branch. ``num_classes`` is 0 without
     a classifier. ``norm_eps`` is that of the layer norms."""
 
-    width: int
+    hidden_size: int
     num_heads: int
-    mlp_width: int
+    intermediate_size: int
     num_layers: int
     activation: EncoderActivation
     norm_eps: float

@@ -15,8 +15,8 @@ import torch
 
 from headrace.base.registry import Registry
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.spec import MlpSpec
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ import torch
 
 from headrace.kernels.moe import GROUP_PAIRS, RUN_EXPERTS, SUM_PAIRS, Gate, is_few
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
 from headrace.layers.moe.grouped import GroupedExperts
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.spec import MlpSpec
 
 
 def describe_gate(spec: MlpSpec) -> Gate:
@@ -25,7 +25,7 @@ class JoinedExperts:
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
         num_experts, width, _ = weights.down.weight.shape
-        query = build.query(width=width, expert_width=spec.width, num_experts=num_experts)
+        query = build.query(width=width, expert_width=spec.intermediate_size, num_experts=num_experts)
         self._run, self._group, self._sum = (
             RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), SUM_PAIRS.choose(query)
         )

@@ -12,9 +12,9 @@ from headrace.base.errors import ConfigError, PluginError
 from headrace.base.registry import Registry
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.moe.contract import ADAPTERS, DISPATCHERS, EXPERTS, Adapter, ChosenTokens, adapter_name
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.spec import MlpSpec
 
 Pair = tuple[str, str]
 

@@ -7,13 +7,13 @@ import torch
 
 from headrace.layers.branch import Branch
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MoeSpec
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joined import describe_gate
 from headrace.layers.moe.joining import join_experts
 from headrace.layers.moe.router import Router
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.spec import MoeSpec
 
 
 class MoeMlp(Branch):
@@ -27,7 +27,8 @@ class MoeMlp(Branch):
         self.experts = ExpertWeights(routing.num_experts, spec.expert, width, build)
         self.shared = None if spec.shared is None else GatedMlp(spec.shared, width, build)
         query = build.query(
-            width=width, expert_width=spec.expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1
+            width=width, expert_width=spec.expert.intermediate_size, num_experts=routing.num_experts,
+            top_k=routing.top_k, ranks=1,
         )
         self._run_experts = join_experts(self.experts, spec.expert, build, query)
 

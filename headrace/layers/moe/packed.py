@@ -14,9 +14,9 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from headrace.kernels.mxfp4 import BLOCK, DEQUANTISE_MXFP4
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.mlp import choose_activation
 from headrace.layers.moe.contract import GroupedTokens
+from headrace.layers.spec import MlpSpec
 
 CHUNK_ELEMENTS = 2**28
 """Of dequantised weights that are held at a time."""
@@ -75,8 +75,8 @@ class PackedExpertWeights(nn.Module):
     def __init__(self, num_experts: int, spec: MlpSpec, width: int, build: Build):
         super().__init__()
         self.num_experts = num_experts
-        self.gate_up = PackedLinear(build, num_experts, width, {"gate": spec.width, "up": spec.width})
-        self.down = PackedLinear(build, num_experts, spec.width, {"down": width})
+        self.gate_up = PackedLinear(build, num_experts, width, {"gate": spec.intermediate_size, "up": spec.intermediate_size})
+        self.down = PackedLinear(build, num_experts, spec.intermediate_size, {"down": width})
 
     def places(self, prefix: str, matrices: dict[str, str]) -> dict[str, torch.Tensor]:
         """Checkpoint names of codes and scales to the places that they fill. ``matrices`` has the checkpoint's names of

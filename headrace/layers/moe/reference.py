@@ -6,10 +6,10 @@ import torch
 
 from headrace.kernels.moe import RUN_EXPERTS
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joined import describe_gate
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.spec import MlpSpec
 
 
 class ReferenceExperts:

@@ -9,8 +9,8 @@ from torch import nn
 
 from headrace.kernels.moe import ROUTE, RouteShape
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import RoutingSpec
 from headrace.layers.linear import Linear
+from headrace.layers.spec import RoutingSpec
 
 
 class Router(nn.Module):

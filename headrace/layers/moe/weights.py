@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import MlpSpec
+from headrace.layers.spec import MlpSpec
 
 
 class StackedLinear(nn.Module):
@@ -43,5 +43,5 @@ class ExpertWeights(nn.Module):
 
     def __init__(self, num_experts: int, spec: MlpSpec, width: int, build: Build):
         super().__init__()
-        self.gate_up = StackedLinear(build, num_experts, width, {"gate": spec.width, "up": spec.width}, bias=spec.bias)
-        self.down = StackedLinear(build, num_experts, spec.width, {"down": width}, bias=spec.bias)
+        self.gate_up = StackedLinear(build, num_experts, width, {"gate": spec.intermediate_size, "up": spec.intermediate_size}, bias=spec.bias)
+        self.down = StackedLinear(build, num_experts, spec.intermediate_size, {"down": width}, bias=spec.bias)

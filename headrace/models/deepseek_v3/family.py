@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.layers.decoder.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, decoder_cache_specs
+from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, decoder_cache_specs
 from headrace.models.family import Family
 from headrace.models.reading import (
     ACTIVATIONS,
@@ -65,11 +65,11 @@ def _v2_routing(fields: Fields) -> dict[str, Any]:
 
 def _read_layers(fields: Fields, routing: dict[str, Any], *, interleaved: bool) -> tuple[LayerSpec, ...]:
     """All layers have experts but the first few."""
-    num_shared, width = int(fields.config.get("n_shared_experts") or 0), fields.integer("moe_intermediate_size")
-    shared = MlpSpec(width * num_shared, fields.choice("hidden_act", ACTIVATIONS, "silu")) if num_shared else None
+    num_shared, inner = int(fields.config.get("n_shared_experts") or 0), fields.integer("moe_intermediate_size")
+    shared = MlpSpec(inner * num_shared, fields.choice("hidden_act", ACTIVATIONS, "silu")) if num_shared else None
     scale = fields.number("routed_scaling_factor", 1.0)
     moe = read_moe(
-        fields, "n_routed_experts", width="moe_intermediate_size", shared=shared, scale=scale, in_float32=True,
+        fields, "n_routed_experts", intermediate_size="moe_intermediate_size", shared=shared, scale=scale, in_float32=True,
         **routing
     )
     first = int(fields.config.get("first_k_dense_replace") or 0)
@@ -78,11 +78,11 @@ def _read_layers(fields: Fields, routing: dict[str, Any], *, interleaved: bool) 
 
 
 def _read_attention(fields: Fields) -> LatentAttentionSpec:
-    plain_dim, rotary_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    qk_nope_head_dim, qk_rope_head_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
     return LatentAttentionSpec(
-        fields.integer("num_attention_heads"), plain_dim, rotary_dim, fields.integer("v_head_dim"),
+        fields.integer("num_attention_heads"), qk_nope_head_dim, qk_rope_head_dim, fields.integer("v_head_dim"),
         fields.integer("kv_lora_rank"),
-        fields.integer("q_lora_rank", 0), scale=(plain_dim + rotary_dim) ** -0.5 * _sharpening(fields),
+        fields.integer("q_lora_rank", 0), scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * _sharpening(fields),
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from headrace.layers.build import Build
 from headrace.layers.decoder.decoder import Decoder
 from headrace.layers.decoder.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES
-from headrace.layers.decoder.spec import DecoderSpec
 from headrace.layers.moe.checkpoint import GATE_FIRST, MATRICES_APART, unstack_experts
+from headrace.layers.spec import DecoderSpec
 
 LATENT_NAMES = {
     "model.layers.{i}.self_attn.q_a_layernorm": "layers.{i}.attention.q_norm",
@@ -38,7 +38,7 @@ class DeepseekModel(Decoder):
 
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__(spec, build)
-        query = "q_a_proj" if spec.attention.query_latent_dim else "q_proj"
+        query = "q_a_proj" if spec.attention.q_lora_rank else "q_proj"
         self.names = {
             **{theirs: ours for theirs, ours in SPLIT_NAMES.items() if "self_attn" not in theirs}, **LATENT_NAMES,
             **MOE_NAMES,

@@ -34,18 +34,18 @@ class V4Attention(nn.Module):
         super().__init__()
         heads = self.spec = spec.heads
         self.norm_eps, self.rotary, self.ratio = spec.norm_eps, rotary, layer.ratio
-        self.down = Linear(build, spec.width, {"q": heads.query_latent_dim, "kv": heads.head_dim})
-        self.q_norm = RmsNorm(build, heads.query_latent_dim, spec.norm_eps)
+        self.down = Linear(build, spec.hidden_size, {"q": heads.q_lora_rank, "kv": heads.head_dim})
+        self.q_norm = RmsNorm(build, heads.q_lora_rank, spec.norm_eps)
         self.kv_norm = RmsNorm(build, heads.head_dim, spec.norm_eps)
-        self.q_up = Linear(build, heads.query_latent_dim, heads.num_heads * heads.head_dim)
+        self.q_up = Linear(build, heads.q_lora_rank, heads.num_heads * heads.head_dim)
         self.sinks = build.in_float32().parameter(heads.num_heads)
         self.mix = GroupedLinear(
             heads.num_groups, heads.num_heads * heads.head_dim // heads.num_groups, heads.group_rank, build
         )
-        self.output = Linear(build, heads.num_groups * heads.group_rank, spec.width)
+        self.output = Linear(build, heads.num_groups * heads.group_rank, spec.hidden_size)
         self.window = Place()
         options = dict(norm_eps=spec.norm_eps, rotary=rotary, build=build)
-        self.compressor = Compressor(spec.width, heads.head_dim, layer.ratio, **options) if layer.ratio else None
+        self.compressor = Compressor(spec.hidden_size, heads.head_dim, layer.ratio, **options) if layer.ratio else None
         self.indexer = Indexer(spec, rotary, build) if layer.ratio == OVERLAPPING else None
 
     def places(self) -> Iterator[Place]:
@@ -58,7 +58,7 @@ class V4Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         heads, cos_sin = self.spec, self.rotary.cos_sin.index_select(0, batch.positions)
-        latent, kv = self.down(x).split((heads.query_latent_dim, heads.head_dim), dim=-1)
+        latent, kv = self.down(x).split((heads.q_lora_rank, heads.head_dim), dim=-1)
         latent, kv = self.q_norm(latent), self.kv_norm(kv)
         q = self.q_up(latent).unflatten(-1, (heads.num_heads, heads.head_dim))
         q = rotate_last(

@@ -23,12 +23,12 @@ from headrace.models.deepseek_v4.rotation import rotate_last
 class Compressor(nn.Module):
     """Writes the entries that a step finishes to ``entries``, and to ``state`` the tokens that later steps need."""
 
-    def __init__(self, width: int, dim: int, ratio: int, *, norm_eps: float, rotary: RotaryTable, build: Build):
+    def __init__(self, hidden_size: int, dim: int, ratio: int, *, norm_eps: float, rotary: RotaryTable, build: Build):
         super().__init__()
         build, self.is_overlapping = build.in_float32(), ratio == OVERLAPPING
         wide = 2 * dim if self.is_overlapping else dim
         self.ratio, self.dim, self.rotary = ratio, dim, rotary
-        self.project = Linear(build, width, {"values": wide, "gates": wide})
+        self.project = Linear(build, hidden_size, {"values": wide, "gates": wide})
         self.ape = build.parameter(ratio, wide)
         self.norm = RmsNorm(build, dim, norm_eps)
         self.entries, self.state = Place(), Place()

@@ -12,7 +12,6 @@ from torch import nn
 
 from headrace.kernels.moe import HASH_ROUTE
 from headrace.layers.build import Build
-from headrace.layers.decoder.spec import RoutingSpec
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
@@ -20,6 +19,7 @@ from headrace.layers.moe.joining import join_experts
 from headrace.layers.moe.packed import PackedExpertWeights
 from headrace.layers.moe.router import Router
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.spec import RoutingSpec
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 
 
@@ -27,9 +27,9 @@ class HashRouter(nn.Module):
     """Experts by token id from ``table`` [V, k]; their weights by score. Without a checkpoint neighbours share
     experts."""
 
-    def __init__(self, spec: RoutingSpec, width: int, vocab_size: int, build: Build):
+    def __init__(self, spec: RoutingSpec, hidden_size: int, vocab_size: int, build: Build):
         super().__init__()
-        self.logits = Linear(build.in_float32(), width, spec.num_experts, is_storable=False)
+        self.logits = Linear(build.in_float32(), hidden_size, spec.num_experts, is_storable=False)
         chosen = HASH_ROUTE.choose(build.query(num_experts=spec.num_experts, top_k=spec.top_k))
         self._route = partial(chosen, score=spec.score, renormalise=spec.renormalise, scale=spec.scale)
         ids = torch.arange(vocab_size, device=build.device)[:, None] + torch.arange(spec.top_k, device=build.device)
@@ -47,14 +47,15 @@ class V4Moe(nn.Module):
         routing, expert = spec.moe.routing, spec.moe.expert
         self.is_hashed, self.num_experts = layer.is_hashed, routing.num_experts
         self.router = (
-            HashRouter(routing, spec.width, spec.vocab_size, build) if layer.is_hashed
-            else Router(routing, spec.width, build)
+            HashRouter(routing, spec.hidden_size, spec.vocab_size, build) if layer.is_hashed
+            else Router(routing, spec.hidden_size, build)
         )
         weights = PackedExpertWeights if spec.keeps_mxfp4 else ExpertWeights
-        self.experts = weights(routing.num_experts, expert, spec.width, build)
-        self.shared = GatedMlp(spec.moe.shared, spec.width, build)
+        self.experts = weights(routing.num_experts, expert, spec.hidden_size, build)
+        self.shared = GatedMlp(spec.moe.shared, spec.hidden_size, build)
         shape = dict(
-            width=spec.width, expert_width=expert.width, num_experts=routing.num_experts, top_k=routing.top_k, ranks=1
+            width=spec.hidden_size, expert_width=expert.intermediate_size, num_experts=routing.num_experts,
+            top_k=routing.top_k, ranks=1,
         )
         self._run_experts = join_experts(self.experts, expert, build, build.query(**shape, mxfp4=int(spec.keeps_mxfp4)))
 

@@ -1,5 +1,5 @@
 """Hyper-connections: instead of one residual, parallel streams that each sublayer reads from and writes to by learned,
-token-dependent weights; streams are mixed by doubly stochastic matrices. T tokens, S streams, D width. All in float32.
+token-dependent weights; streams are mixed by doubly stochastic matrices. T tokens, S streams, D hidden size. All in float32.
 Xie et al., manifold-constrained hyper-connections, as used in DeepSeek-V4.
 """
 
@@ -17,12 +17,12 @@ from headrace.models.deepseek_v4.spec import HyperSpec
 class HyperConnection(nn.Module):
     """The weights of one sublayer: ``fn`` [2S + S * S, S * D], ``base`` and ``scale`` make them of the streams."""
 
-    def __init__(self, spec: HyperSpec, width: int, norm_eps: float, build: Build):
+    def __init__(self, spec: HyperSpec, hidden_size: int, norm_eps: float, build: Build):
         super().__init__()
         build, num_weights = build.in_float32(), (2 + spec.streams) * spec.streams
         self.spec, self.norm_eps = spec, norm_eps
         self._weigh = STREAM_WEIGHTS.choose(build.query(streams=spec.streams))
-        self.fn = build.parameter(num_weights, spec.streams * width)
+        self.fn = build.parameter(num_weights, spec.streams * hidden_size)
         self.base = build.parameter(num_weights)
         self.scale = build.parameter(3)
 
@@ -37,11 +37,11 @@ class HyperConnection(nn.Module):
 class StreamHead(nn.Module):
     """Streams to one vector at the end of the model: ``[T, S, D] -> [T, D]``."""
 
-    def __init__(self, spec: HyperSpec, width: int, norm_eps: float, build: Build):
+    def __init__(self, spec: HyperSpec, hidden_size: int, norm_eps: float, build: Build):
         super().__init__()
         build = build.in_float32()
         self.eps, self.norm_eps = spec.eps, norm_eps
-        self.fn = build.parameter(spec.streams, spec.streams * width)
+        self.fn = build.parameter(spec.streams, spec.streams * hidden_size)
         self.base = build.parameter(spec.streams)
         self.scale = build.parameter(1)
 

@@ -29,10 +29,10 @@ class Indexer(nn.Module):
     def __init__(self, spec: DeepseekV4Spec, rotary: RotaryTable, build: Build):
         super().__init__()
         self.spec, self.rotary = spec.indexer, rotary
-        self.q = Linear(build, spec.heads.query_latent_dim, self.spec.num_heads * self.spec.head_dim)
-        self.weights = Linear(build, spec.width, self.spec.num_heads)
+        self.q = Linear(build, spec.heads.q_lora_rank, self.spec.num_heads * self.spec.head_dim)
+        self.weights = Linear(build, spec.hidden_size, self.spec.num_heads)
         self.compressor = Compressor(
-            spec.width, self.spec.head_dim, OVERLAPPING, norm_eps=spec.norm_eps, rotary=rotary, build=build
+            spec.hidden_size, self.spec.head_dim, OVERLAPPING, norm_eps=spec.norm_eps, rotary=rotary, build=build
         )
 
     def forward(self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

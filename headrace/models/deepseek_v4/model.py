@@ -1,4 +1,4 @@
-"""`DeepseekV4Model`: the served model. T tokens, S streams, D width, V vocabulary."""
+"""`DeepseekV4Model`: the served model. T tokens, S streams, D hidden size, V vocabulary."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class V4Block(nn.Module):
     def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, rotary: RotaryTable, build: Build):
         super().__init__()
         self.attention_mix, self.mlp_mix = (
-            HyperConnection(spec.hyper, spec.width, spec.norm_eps, build) for _ in range(2)
+            HyperConnection(spec.hyper, spec.hidden_size, spec.norm_eps, build) for _ in range(2)
         )
-        self.attention_norm, self.mlp_norm = (RmsNorm(build, spec.width, spec.norm_eps) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (RmsNorm(build, spec.hidden_size, spec.norm_eps) for _ in range(2))
         self.attention = V4Attention(spec, layer, rotary, build)
         self.mlp = V4Moe(spec, layer, build)
 
@@ -59,13 +59,13 @@ class DeepseekV4Model(nn.Module):
         plain, compressed = (
             RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope)
         )
-        self.embedding = Embedding(build, spec.vocab_size, spec.width)
+        self.embedding = Embedding(build, spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(
             V4Block(spec, layer, compressed if layer.ratio else plain, build) for layer in spec.layers
         )
-        self.collapse = StreamHead(spec.hyper, spec.width, spec.norm_eps, build)
-        self.norm = RmsNorm(build, spec.width, spec.norm_eps)
-        self.head = Head(build, spec.vocab_size, spec.width)
+        self.collapse = StreamHead(spec.hyper, spec.hidden_size, spec.norm_eps, build)
+        self.norm = RmsNorm(build, spec.hidden_size, spec.norm_eps)
+        self.head = Head(build, spec.vocab_size, spec.hidden_size)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter, and what is kept as it is stored."""

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.base.cache import CacheSpec
 from headrace.base.cache_kinds import CACHE_POOLS
 from headrace.base.errors import ConfigError, PluginError
-from headrace.layers.decoder.spec import MlpSpec, MoeSpec, RopeSpec, SwigluClamp
+from headrace.layers.spec import MlpSpec, MoeSpec, RopeSpec, SwigluClamp
 from headrace.models.deepseek_v4 import layout
 from headrace.models.reading import Fields, make_rope, read_moe, read_num_layers
 
@@ -35,7 +35,7 @@ class HeadsSpec:
     num_heads: int
     head_dim: int
     rotary_dim: int
-    query_latent_dim: int
+    q_lora_rank: int
     window: int
     num_groups: int
     group_rank: int
@@ -78,7 +78,7 @@ class DeepseekV4Spec:
     """``plain_rope`` is for layers without compression, ``compressed_rope`` for all else. ``moe`` is that of every
     layer. ``keeps_mxfp4``: experts stay in 4 bits, as they are stored."""
 
-    width: int
+    hidden_size: int
     max_model_len: int
     vocab_size: int
     norm_eps: float
@@ -114,7 +114,7 @@ def read_config(config: dict[str, Any]) -> DeepseekV4Spec:
         )
     plain, compressed = _read_ropes(fields, rotary_dim)
     return DeepseekV4Spec(
-        width=fields.integer("hidden_size"), max_model_len=fields.integer("max_position_embeddings"),
+        hidden_size=fields.integer("hidden_size"), max_model_len=fields.integer("max_position_embeddings"),
         vocab_size=fields.integer("vocab_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         heads=HeadsSpec(
@@ -183,7 +183,7 @@ def _read_moe(fields: Fields) -> MoeSpec:
     )
     shared = MlpSpec(fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1), clamp=clamp)
     return read_moe(
-        fields, "n_routed_experts", width="moe_intermediate_size", clamp=clamp, shared=shared, score=score,
+        fields, "n_routed_experts", intermediate_size="moe_intermediate_size", clamp=clamp, shared=shared, score=score,
         renormalise=fields.flag("norm_topk_prob", True), scale=fields.number("routed_scaling_factor", 1.5),
         choice_bias=True, in_float32=True,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.layers.decoder.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, VocabularySpec, decoder_cache_specs
+from headrace.layers.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, VocabularySpec, decoder_cache_specs
 from headrace.models.family import Family
 from headrace.models.gguf_config import read_shared
 from headrace.models.reading import (
@@ -45,7 +45,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
             "config.json: use_bidirectional_attention must be false; this family serves causal models",
             param="use_bidirectional_attention"
         )
-    width, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps", 1e-6)
+    hidden_size, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps", 1e-6)
     return read_decoder(
         fields, _read_layers(fields),
         attention=read_attention(fields, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, qk_norm="head"),
@@ -54,7 +54,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
         ),
         norm=NormSpec(eps, offset=1.0, before=True, after=True),
         vocabulary=VocabularySpec(
-            fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", True), embedding_scale=width**0.5,
+            fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", True), embedding_scale=hidden_size**0.5,
             softcap=fields.number("final_logit_softcapping", 0.0),
         ),
     )
@@ -91,8 +91,8 @@ def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The head is always tied. The scalar whose root divides the logits is the head width, but in the 27B model, where
-    it is each head's share of the model's width."""
+    """The head is always tied. The scalar whose root divides the logits is ``head_dim``, but in the 27B model
+    ``hidden_size`` divided by the number of heads."""
     config = read_shared(metadata, "Gemma3ForCausalLM", keys=GGUF_KEYS)
     config["tie_word_embeddings"] = True
     is_27b = config["num_hidden_layers"] == 62

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.layers.decoder.spec import DecoderSpec, NormSpec, decoder_cache_specs
+from headrace.layers.spec import DecoderSpec, NormSpec, decoder_cache_specs
 from headrace.models.family import Family
 from headrace.models.gguf_config import read_shared
 from headrace.models.reading import Fields, read_attention, read_decoder, read_layers, read_rope

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.layers.decoder.spec import DecoderSpec, LayerSpec, SwigluClamp, decoder_cache_specs
+from headrace.layers.spec import DecoderSpec, LayerSpec, SwigluClamp, decoder_cache_specs
 from headrace.models.family import Family
 from headrace.models.gguf_config import EXPERT_KEYS, read_shared
 from headrace.models.reading import (
@@ -36,7 +36,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     clamp = SwigluClamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702), up_offset=1.0)
     return read_decoder(
         fields, _read_layers(fields), attention=read_attention(fields, sinks=True),
-        mlp=read_moe(fields, "num_local_experts", width="intermediate_size", renormalise=True, bias=True, clamp=clamp),
+        mlp=read_moe(fields, "num_local_experts", intermediate_size="intermediate_size", renormalise=True, bias=True, clamp=clamp),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.layers.decoder.spec import DecoderSpec, decoder_cache_specs
+from headrace.layers.spec import DecoderSpec, decoder_cache_specs
 from headrace.models.family import Family
 from headrace.models.reading import Fields, read_decoder, read_layers, read_moe, read_rope, read_window
 
@@ -16,7 +16,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     fields = Fields({**DEFAULTS, **config})
     layers = read_layers(fields, read_rope(fields, theta=1e6), window=read_window(fields))
     return read_decoder(
-        fields, layers, mlp=read_moe(fields, "num_local_experts", width="intermediate_size", renormalise=True)
+        fields, layers, mlp=read_moe(fields, "num_local_experts", intermediate_size="intermediate_size", renormalise=True)
     )
 
 

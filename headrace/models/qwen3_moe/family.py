@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.layers.decoder.spec import DecoderSpec, LayerSpec, decoder_cache_specs
+from headrace.layers.spec import DecoderSpec, LayerSpec, decoder_cache_specs
 from headrace.models.family import Family
 from headrace.models.gguf_config import EXPERT_KEYS, read_shared
 from headrace.models.reading import Fields, read_attention, read_decoder, read_layers, read_moe, read_rope, read_window
@@ -24,7 +24,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 def _read_layers(fields: Fields, window: int) -> tuple[LayerSpec, ...]:
     """Every ``decoder_sparse_step``-th layer has experts, but not those of ``mlp_only_layers``."""
     moe = read_moe(
-        fields, "num_experts", width="moe_intermediate_size", renormalise=fields.flag("norm_topk_prob", False)
+        fields, "num_experts", intermediate_size="moe_intermediate_size", renormalise=fields.flag("norm_topk_prob", False)
     )
     step, dense = fields.integer("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or ()
     layers = read_layers(fields, read_rope(fields), window=window)

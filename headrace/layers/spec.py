@@ -50,7 +50,7 @@ class RopeSpec:
 @dataclass(frozen=True)
 class AttentionSpec:
     """Heads of every layer. ``scale`` multiplies q.k. ``qk_norm`` normalises queries and keys per head, or over the
-    full width of all heads (``full``), before rotation. ``sinks``: each head has a learned logit that takes part in its
+    concatenation of all heads (``full``), before rotation. ``sinks``: each head has a learned logit that takes part in its
     softmax and brings no value."""
 
     num_heads: int
@@ -66,17 +66,17 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Heads whose keys and values are made from one cached vector of ``latent_dim`` per token, and from ``rotary_dim``
-    more dims that all heads share. A head's query has ``plain_dim`` dims that are not rotated and ``rotary_dim`` that
-    are; its value has ``value_dim``. Queries are made from a vector of ``query_latent_dim`` (0: from the token
-    itself)."""
+    """Multi-head latent attention. Keys and values of all heads are projected up from one cached latent of
+    ``kv_lora_rank`` dims per token; ``qk_rope_head_dim`` more rotated key dims are shared by all heads. A query head has
+    ``qk_nope_head_dim`` dims without rotation and ``qk_rope_head_dim`` with it, a value head ``v_head_dim``. Queries are
+    projected up from ``q_lora_rank`` dims (0: straight from the hidden state). DeepSeek-V2, arXiv:2405.04434."""
 
     num_heads: int
-    plain_dim: int
-    rotary_dim: int
-    value_dim: int
-    latent_dim: int
-    query_latent_dim: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int
     scale: float
     norm_eps: float = 1e-6
 
@@ -93,9 +93,9 @@ class SwigluClamp:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """Gated MLP: ``down(activation(gate(x)) * up(x))``, ``width`` wide inside. ``clamp`` replaces the activation."""
+    """Gated MLP: ``down(activation(gate(x)) * up(x))``. ``clamp`` replaces the activation."""
 
-    width: int
+    intermediate_size: int
     activation: Literal["silu", "gelu_tanh"] = "silu"
     bias: bool = False
     clamp: SwigluClamp | None = None
@@ -173,7 +173,7 @@ class DecoderSpec:
     residual. ``num_classes``: what the head tells apart, instead of the vocabulary's words (None: those; 0: there is no
     head)."""
 
-    width: int
+    hidden_size: int
     max_model_len: int
     vocabulary: VocabularySpec
     attention: AttentionSpec | LatentAttentionSpec
@@ -201,7 +201,7 @@ def decoder_cache_specs(spec: DecoderSpec, kv_dtype: str) -> list[CacheSpec | No
         )
     heads = spec.attention
     if isinstance(heads, LatentAttentionSpec):
-        return [CacheSpec("mla", 1, heads.latent_dim + heads.rotary_dim, heads.latent_dim, kv_dtype)] * spec.num_layers
+        return [CacheSpec("mla", 1, heads.kv_lora_rank + heads.qk_rope_head_dim, heads.kv_lora_rank, kv_dtype)] * spec.num_layers
     return [
         CacheSpec(
             kind="sliding_window" if layer.window else "full", num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
