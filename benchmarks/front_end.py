@@ -140,8 +140,8 @@ def serve_idly(args: argparse.Namespace) -> None:
     import asyncio
 
     from headrace.service.client.client import EngineClient
-    from headrace.serving.event_loop import loop_factory
     from headrace.serving.http.server import HttpServer
+    from headrace.serving.http_client import loop_factory
 
     os.environ[STEPS] = f"{args.step_ms},{args.prompt_ms or args.step_ms},{args.busy}"
     config = engine_config(

@@ -1,11 +1,14 @@
-"""Headrace serves large language models. The names below load on first use: a plain import costs nothing."""
+"""Headrace serves large language models. The names in ``__all__`` are imported on first use, so that ``import headrace`` is
+cheap."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from headrace.base import VERSION
+
+__version__ = VERSION
 __all__ = ["LLM", "AsyncLLM", "Grammar", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""`HttpClient`: sends requests to one server and notes when what came back. HTTP/1.1 over connections that are kept.
+"""The event loop of processes that carry many streams: uvloop's where there is one.
+
+`HttpClient`: sends requests to one server and notes when what came back. HTTP/1.1 over connections that are kept.
 
 For load generators, which often run on the server's own cores: a piece of an answer costs a callback and wakes nobody.
 Refuses: redirects, compression, proxies.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +20,18 @@ import httptools
 
 from headrace.base.errors import ConfigError
 
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """For `asyncio.Runner`; None is asyncio's own loop, which serves everywhere, slower."""
+    try:
+        import uvloop
+    except ImportError:  # there is none for this platform
+        return None
+    return uvloop.new_event_loop
+
+
 MAX_ANSWER_BYTES = 256 << 20
+
 IDLE_S = 2.0
 """How long a connection waits for its next request: some servers close theirs after five seconds, and a request sent at
 that moment fails."""

@@ -12,8 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import build_parser, command_options, describe, parse_command, value_name
 from headrace.serving.cli.options import SamplingOptions
-from headrace.serving.cli.serve import serve_config
-from headrace.serving.cli.show_config import effective_options
+from headrace.serving.cli.serve import effective_options, serve_config
 
 GOLDEN = Path(__file__).parent / "flags.golden"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.serving.cli import libraries
+from headrace.serving.cli import check as libraries
 
 EXTRAS = tomllib.loads(
     (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()

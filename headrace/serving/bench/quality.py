@@ -89,7 +89,7 @@ def read_text(path: str | None) -> str:
 
 
 def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> Reading:
-    from headrace import LLM
+    from headrace.serving.offline import LLM
 
     form, _, kv_dtype = weights.partition("/")
     engine = {**engine_options, "quantization": form, **({"kv_dtype": kv_dtype} if kv_dtype else {})}

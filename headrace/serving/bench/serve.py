@@ -17,7 +17,7 @@ from headrace.serving.bench.connection import ServerConnection, Timing, read_str
 from headrace.serving.bench.options import LoadOptions, ServeBenchOptions
 from headrace.serving.bench.report import Report, print_report, summarise, write_json
 from headrace.serving.bench.traffic import Ask, make_traffic
-from headrace.serving.event_loop import loop_factory
+from headrace.serving.http_client import loop_factory
 
 DEFAULT_CONCURRENCY = 16
 READ_AFTER_S = 0.01

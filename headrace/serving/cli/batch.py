@@ -12,9 +12,7 @@ from pathlib import Path
 from headrace.base.config import EngineConfig, ServerConfig
 from headrace.base.errors import ConfigError
 from headrace.service.client.client import EngineClient
-from headrace.serving.batch.inside import InsideClient
-from headrace.serving.batch.lines import count_lines, open_output, read_items
-from headrace.serving.batch.run import Tally, run_batch
+from headrace.serving.batch import InsideClient, Tally, count_lines, open_output, read_items, run_batch
 from headrace.serving.cli.commands import ENGINE
 from headrace.serving.cli.flags import Invocation
 

@@ -20,7 +20,7 @@ _HOMES = {
     "chat": "headrace.serving.cli.options:ChatOptions",
     "check": "headrace.serving.cli.options:CheckOptions",
     "show": "headrace.serving.cli.options:ShowOptions",
-    "replay": "headrace.serving.replay.options:ReplayOptions",
+    "replay": "headrace.serving.replay:ReplayOptions",
     "target": "headrace.serving.bench.options:TargetOptions",
     "load": "headrace.serving.bench.options:LoadOptions",
     "traffic": "headrace.serving.bench.options:TrafficOptions",
@@ -155,7 +155,7 @@ _ALL = (
     ),
     Command(
         "show-config", "every effective option and where its value came from", ("show", *ENGINE, *SERVING),
-        "headrace.serving.cli.show_config:run",
+        "headrace.serving.cli.serve:run_show_config",
         (
             ("what a file of options amounts to", "headrace show-config --config prod.toml --changed"),
         ), "model",

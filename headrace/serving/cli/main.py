@@ -14,8 +14,7 @@ import sys
 from difflib import get_close_matches
 from typing import NoReturn
 
-import headrace
-from headrace.base import env
+from headrace.base import VERSION, env
 from headrace.base.errors import HeadraceError
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import parse_command, print_error
@@ -95,7 +94,7 @@ def _find_command(argv: list[str]) -> tuple[str | None, list[str]]:
     if not argv or argv[0] in ("-h", "--help", "help"):
         return None, []
     if argv[0] in ("-V", "--version"):
-        print(f"headrace {headrace.__version__}")
+        print(f"headrace {VERSION}")
         raise SystemExit(0)
     for count in (2, 1):
         name = " ".join(argv[:count])

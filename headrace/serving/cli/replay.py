@@ -13,9 +13,7 @@ from headrace.serving.cli.flags import Invocation
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headrace.serving.replay.compare import Comparison
-    from headrace.serving.replay.folder import Record
-    from headrace.serving.replay.options import ReplayOptions
+    from headrace.serving.replay import Comparison, Record, ReplayOptions
 
 MAX_NAMED = 10
 
@@ -26,8 +24,7 @@ def run(invocation: Invocation) -> int:
         raise ConfigError("give one folder or file of recorded requests: headrace replay FOLDER")
     from rich.console import Console
 
-    from headrace.serving.replay.compare import compare
-    from headrace.serving.replay.folder import read_records
+    from headrace.serving.replay import compare, read_records
 
     records = read_records(invocation.words[0])
     whole = [record for record in records if record.has_body]
@@ -46,7 +43,7 @@ def run(invocation: Invocation) -> int:
 def _send(records: Sequence[Record], options: ReplayOptions, console: Console) -> list[Record]:
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from headrace.serving.replay.send import replay
+    from headrace.serving.replay import replay
 
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
@@ -74,7 +71,7 @@ def report(
     """What there is to say, without any text of the requests."""
     from rich.table import Table
 
-    from headrace.serving.replay.compare import count_tokens
+    from headrace.serving.replay import count_tokens
 
     lines = [f"{comparison.num_sent} requests sent, {comparison.same_status} with the recorded status"]
     lines += [f"{count} went from status {change}" for change, count in comparison.statuses.most_common()]

@@ -12,11 +12,11 @@ from msgspec.json import schema_components
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace import __version__
+from headrace.base import VERSION
 from headrace.base.config import ServerConfig
-from headrace.serving.http.endpoint import Endpoint, Handler
-from headrace.serving.http.error_forms import form_of
-from headrace.serving.http.errors import EncodedResponse
+from headrace.serving.http.protocol.errors import form_of
+from headrace.serving.http.transport.endpoint import Endpoint, Handler
+from headrace.serving.http.transport.errors import EncodedResponse
 
 ABOUT = (
     "OpenAI-compatible and native routes. Unknown fields are refused by name; null is the same as leaving a field out."
@@ -47,7 +47,7 @@ def describe_api(
             paths.setdefault(endpoint.path.replace(":path}", "}"), {})[method.lower()] = operation
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "Headrace", "version": __version__, "description": ABOUT},
+        "info": {"title": "Headrace", "version": VERSION, "description": ABOUT},
         "paths": paths,
         "components": {"schemas": components},
     }

@@ -15,10 +15,8 @@ from fake_client import FakeClient, expected_text
 
 from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
-from headrace.serving.batch import lines as batch_lines
-from headrace.serving.batch.inside import InsideClient
-from headrace.serving.batch.lines import Answered, count_lines, open_output, read_items
-from headrace.serving.batch.run import run_batch
+from headrace.serving import batch as batch_lines
+from headrace.serving.batch import Answered, InsideClient, count_lines, open_output, read_items, run_batch
 from headrace.serving.http.app import create_app
 
 

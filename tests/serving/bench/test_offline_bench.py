@@ -11,11 +11,10 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-import headrace
 from headrace.base.errors import ConfigError
-from headrace.serving.bench.offline import run_offline_bench
+from headrace.serving import offline
+from headrace.serving.bench.offline import ALL, run_offline_bench
 from headrace.serving.bench.options import OfflineBenchOptions
-from headrace.serving.bench.workloads import ALL
 
 FINGERPRINTS = {
     "latency1": "07862a4765a0b197", "offline256": "81c3ca5ff92604a3", "prefill16x8k": "7b2f83963c35d5d0",
@@ -69,7 +68,7 @@ class FakeLlm:
 
 
 def test_runs_the_workloads_and_writes_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(headrace, "LLM", FakeLlm, raising=False)
+    monkeypatch.setattr(offline, "LLM", FakeLlm, raising=False)
     out, text = tmp_path / "rows.json", io.StringIO()
     options = OfflineBenchOptions(
         workloads="latency1, prefill16x8k,sharedprefix", repeats=2, max_prompts=5, output_file=str(out)
@@ -93,6 +92,6 @@ def test_runs_the_workloads_and_writes_rows(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("names", ["", "latency2", "latency1,nope"])
 def test_unknown_workloads_are_refused_before_a_model_is_loaded(names, monkeypatch):
-    monkeypatch.setattr(headrace, "LLM", None, raising=False)
+    monkeypatch.setattr(offline, "LLM", None, raising=False)
     with pytest.raises(ConfigError, match="workloads must be of latency1"):
         run_offline_bench(OfflineBenchOptions(workloads=names), model="m")

@@ -10,8 +10,8 @@ from fake_client import FakeClient
 
 from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError
-from headrace.serving.http.access import is_loopback
 from headrace.serving.http.app import ENDPOINTS, create_app
+from headrace.serving.http.transport.access import is_loopback
 
 ADMIN = sorted(e.path for e in ENDPOINTS if e.is_admin)
 DONE = {path: 400 if path.endswith("_profile") else 200 for path in ADMIN}

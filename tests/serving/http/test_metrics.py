@@ -9,7 +9,7 @@ from fake_apps import http_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.base.config import OperationsConfig
-from headrace.serving.http.metrics import Metrics
+from headrace.serving.http.transport.metrics import Metrics
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
@@ -59,7 +59,7 @@ async def test_requests_are_counted(http, client):
 
 async def test_a_line_for_each_request_when_asked_for(client, caplog):
     async with http_for(client, operations=OperationsConfig(log_requests="line")) as http:
-        with caplog.at_level("INFO", "headrace.serving.http.access"):
+        with caplog.at_level("INFO", "headrace.serving.http.transport.access"):
             await http.get("/x%0a2026-01-01 INFO forged", headers={"X-Request-Id": "me"})
     (line,) = [r.getMessage() for r in caplog.records]
     assert re.fullmatch(r"[\d.]+ GET /x%0A2026-01-01%20INFO%20forged -> 404 in [\d.]+ s, id me", line)

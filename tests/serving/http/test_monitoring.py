@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.serving.http.metrics import Metrics
+from headrace.serving.http.transport.metrics import Metrics
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "monitoring"
 DASHBOARD, RULES = json.loads((FOLDER / "grafana.json").read_text()), yaml.safe_load((FOLDER / "rules.yml").read_text())

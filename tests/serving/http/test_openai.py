@@ -11,8 +11,8 @@ from fake_apps import live_server
 from fake_client import BOS, FakeClient, expected_text
 
 from headrace.base.config import ServerConfig
-from headrace.serving.http import generation
 from headrace.serving.http.app import create_app
+from headrace.serving.http.generation import run
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -260,7 +260,7 @@ async def test_many_logprobs_and_many_prompts_are_told_as_few_are(http, monkeypa
 
     few = await ask()
     assert few[0].count('"text":"prompt ') == 140
-    monkeypatch.setattr(generation, "MANY_LOGPROBS", 0)
+    monkeypatch.setattr(run, "MANY_LOGPROBS", 0)
     assert await ask() == few
 
 

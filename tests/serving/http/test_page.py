@@ -12,8 +12,7 @@ from fake_apps import live_server
 from fake_client import FakeClient, expected_text
 
 from headrace.base.config import ServerConfig
-from headrace.serving.http.app import create_app
-from headrace.serving.http.page import page_policy
+from headrace.serving.http.app import create_app, page_policy
 
 
 async def test_page_is_one_file_that_calls_nobody_else(http):

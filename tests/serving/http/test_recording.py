@@ -18,8 +18,15 @@ from starlette.datastructures import Headers
 
 from headrace.base.config import OperationsConfig
 from headrace.base.errors import ConfigError
-from headrace.serving.http.recording import MAX_KEPT_BODY, MAX_LOGGED_TEXT, Exchange, shorten
-from headrace.serving.replay.folder import NUM_FILES, DumpFolder, read_records
+from headrace.serving.http.transport.recording import (
+    MAX_KEPT_BODY,
+    MAX_LOGGED_TEXT,
+    NUM_FILES,
+    DumpFolder,
+    Exchange,
+    shorten,
+)
+from headrace.serving.replay import read_records
 
 KEYS = {
     "Authorization": "Bearer hush-key", "x-api-key": "hush-key", "Cookie": "hush=1", "X-Custom": "hush",
@@ -166,7 +173,7 @@ def test_the_oldest_go_when_the_folder_is_full(tmp_path: Path):
 
 def test_what_a_slow_disk_cannot_take_is_left_out(tmp_path: Path, monkeypatch, caplog):
     dump = DumpFolder(str(tmp_path), 10**7)
-    monkeypatch.setattr("headrace.serving.replay.folder.MAX_PENDING", 1000)
+    monkeypatch.setattr("headrace.serving.http.transport.recording.MAX_PENDING", 1000)
     go_on, write = threading.Event(), dump._write
     monkeypatch.setattr(dump, "_write", lambda exchange: go_on.wait(200) and write(exchange))
     for number in range(20):

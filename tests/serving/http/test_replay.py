@@ -17,10 +17,16 @@ from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.base.errors import ConfigError
 from headrace.serving.cli.main import main
 from headrace.serving.http.app import create_app
-from headrace.serving.replay.compare import compare, count_tokens, is_random, said_in
-from headrace.serving.replay.folder import Record, read_records
-from headrace.serving.replay.options import ReplayOptions
-from headrace.serving.replay.send import replay
+from headrace.serving.replay import (
+    Record,
+    ReplayOptions,
+    compare,
+    count_tokens,
+    is_random,
+    read_records,
+    replay,
+    said_in,
+)
 
 ASKS = [
     ("/v1/completions", {"prompt": "a", "max_tokens": 5, "temperature": 0}),

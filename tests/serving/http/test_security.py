@@ -10,7 +10,7 @@ from fake_client import FakeClient
 
 from headrace.base.errors import EngineUnavailable, RequestError, StepFailed
 from headrace.base.messages import ErrorInfo
-from headrace.serving.http.errors import conceal
+from headrace.serving.http.transport.errors import conceal
 
 FAULT = (
     r'RuntimeError: CUDA error at /opt/conda/lib/torch/x.cpp:55, tensor at 0x7f3a2b4c, C:\models\secret.bin; see '

@@ -11,7 +11,7 @@ import pytest
 from fake_apps import http_for
 from fake_client import FakeClient
 
-from headrace.serving.http.response_store import OVERHEAD_BYTES, ResponseStore, Turn
+from headrace.serving.http.generation.response_store import OVERHEAD_BYTES, ResponseStore, Turn
 
 TOOL = {
     "type": "function", "name": "get_weather",

@@ -24,8 +24,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from headrace.base.config import OperationsConfig
 from headrace.base.errors import ConfigError
-from headrace.serving.http.metrics import Metrics, RequestTimer
-from headrace.serving.http.tracing import Tracing, open_tracing
+from headrace.serving.http.generation import context
+from headrace.serving.http.transport.metrics import Metrics, RequestTimer
+from headrace.serving.http.transport.tracing import Tracing, open_tracing
 
 NOBODY = OperationsConfig(otlp_endpoint="http://127.0.0.1:9")
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -45,11 +46,10 @@ class Traced:
 
 
 @pytest.fixture
-async def traced() -> AsyncIterator[Traced]:
+async def traced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Traced]:
     client, exporter = FakeClient(delay_s=0.005), InMemorySpanExporter()
+    monkeypatch.setattr(context, "open_tracing", lambda _: Tracing(SimpleSpanProcessor(exporter), 1.0))
     async with http_for(client, operations=NOBODY) as http:
-        context = http.app.state.context
-        context.tracing = Tracing(SimpleSpanProcessor(exporter), 1.0)
         yield Traced(http, client, exporter)
 
 
@@ -200,7 +200,7 @@ import sys
 import headrace.serving.http.app
 assert not [m for m in sys.modules if m.startswith("opentelemetry.sdk") or m.startswith("opentelemetry.exporter")]
 from headrace.base.config import OperationsConfig
-from headrace.serving.http.tracing import open_tracing
+from headrace.serving.http.transport.tracing import open_tracing
 sys.modules["opentelemetry.exporter.otlp.proto.http.trace_exporter"] = None
 try:
     open_tracing(OperationsConfig(otlp_endpoint="http://127.0.0.1:4318"))

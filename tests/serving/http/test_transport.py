@@ -16,9 +16,9 @@ import uvicorn
 from fake_client import FakeClient, expected_text
 
 from headrace.base.config import ServerConfig
-from headrace.serving.http import body, connection
 from headrace.serving.http.app import create_app
-from headrace.serving.http.connection import BoundedHttp
+from headrace.serving.http.transport import connection, endpoint
+from headrace.serving.http.transport.connection import BoundedHttp
 
 PATIENCE_S = 120.0
 ASK = json.dumps({"prompt": "once", "max_tokens": 4}).encode()
@@ -131,10 +131,10 @@ async def test_heads_that_stop_coming_are_given_up(port, monkeypatch):
 
 
 async def test_bodies_that_stop_coming_are_given_up(port, client, monkeypatch):
-    monkeypatch.setattr(body, "GAP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(endpoint, "GAP_TIMEOUT_S", 0.1)
     answer, is_closed = await talk(port, SIZED + b"\r\n" + ASK[:5])
     assert answer.startswith(b"HTTP/1.1 408") and b"body_too_slow" in answer and is_closed
-    monkeypatch.setattr(body, "GAP_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(endpoint, "GAP_TIMEOUT_S", 1.5)
     slow, _ = await talk(port, SIZED + b"\r\n", *(ASK[i : i + 8] for i in range(0, len(ASK), 8)), until=TEXT, gap_s=0.4)
     assert slow.startswith(b"HTTP/1.1 200"), "slow is not stopped"
     assert len(client.submitted) == 1

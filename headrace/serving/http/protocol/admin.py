@@ -1,12 +1,79 @@
-"""Requests and answers of the admin routes, and of ``/v1/loads``."""
+"""Requests and responses of the admin, control and health routes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from headrace.base.upkeep import DevicePart
+
+
+class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which request to end: ``rid``, or all with ``abort_all``."""
+
+    rid: Annotated[str, Meta(max_length=128)] | None = None
+    abort_all: bool | None = None
+    abort_message: Annotated[str, Meta(max_length=1024)] | None = None
+
+
+class AbortAnswer(Struct):
+    """How many running requests were told to end."""
+
+    aborted: int
+
+
+class FlushAnswer(Struct):
+    """Whether the prefix cache is empty now."""
+
+    success: bool
+    message: str
+
+
+class ServerInfo(Struct):
+    """Everything about this server: options, model, memory plan (bytes), counters."""
+
+    version: str
+    state: str
+    served_model_name: str
+    max_total_num_tokens: int | None
+    num_inflight: int
+    model: dict[str, Any] | None
+    memory: list[dict[str, Any]]
+    stats: dict[str, Any]
+    options: dict[str, Any]
+
+
+class ModelInfo(Struct):
+    """Static facts of the model, with SGLang's names first."""
+
+    model_path: str
+    served_model_name: str
+    tokenizer_path: str
+    is_generation: bool
+    architectures: list[str]
+    model_type: str
+    max_model_len: int
+    dtype: str
+    device: str
+    num_parameters: int
+    preferred_sampling_params: dict[str, float]
+    weight_version: str = "default"
+
+
+class State(Struct):
+    """Health and readiness."""
+
+    status: str
+    engine: str
+    stage: str | None = None
+    progress: float | None = None
+
+
+class Version(Struct):
+    """The version of Headrace."""
+
+    version: str
 
 
 class PauseRequest(Struct, kw_only=True, forbid_unknown_fields=True):

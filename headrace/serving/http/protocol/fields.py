@@ -1,24 +1,61 @@
-"""Request fields shared by the OpenAI routes, in layers: identity, drawing, stopping. Bounds stand in the types, so
-that the OpenAPI document tells them. ``null`` always means the same as leaving the field out.
-"""
+"""Request fields that several routes share: sampling, stopping, output structure, and the fields that are refused by name.
+Bounds stand in the types, so the OpenAPI document shows them. ``null`` is the same as a missing field."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from headrace.base.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from headrace.base.sampling import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_N, MAX_STOP_TEXT, MAX_STOPS, MAX_TOP_LOGPROBS
-from headrace.serving.http.protocol.structure import Choice, ResponseFormat, Schema, Source, StructuredOutputs, Tag
+
+Source = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+Schema = Source | dict[str, Any] | bool
+Choice = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
+Tag = Source | dict[str, Any]
+
+
+class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A named JSON schema. With ``strict`` or without it the output is what the schema allows."""
+
+    schema: Schema
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's way. ``text`` is free; ``json_object`` any JSON object; ``json_schema`` what the schema allows;
+    ``structural_tag`` free text with structured parts, by ``format``, or ``structures`` and ``triggers``."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way; one of the fields. ``disable_fallback`` changes nothing: nothing is ever left unenforced."""
+
+    json: Schema | None = None
+    regex: Source | None = None
+    choice: Choice | None = None
+    grammar: Source | None = None
+    json_object: bool | None = None
+    structural_tag: Tag | None = None
+    disable_fallback: bool | None = None
+
 
 INT32 = 2**31 - 1
-
 TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_TEXT)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS * 4)]
 BadWords = Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)]
 AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BIASED_TOKENS)]
+
 LogitBias = Annotated[
     dict[int, Annotated[float, Meta(ge=-100, le=100)]],
     Meta(max_length=MAX_BIASED_TOKENS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
@@ -122,3 +159,77 @@ class StopFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
     deadline_s: Deadline | None = None
+
+
+TOOLS = "use tools and tool_choice, and the role 'tool' for results"
+STRUCTURE = "the server chooses the grammar library and allows blanks where JSON does"
+MEDIA = "only text is served so far"
+
+REASONING = (
+    "use reasoning_effort, enable_thinking, separate_reasoning, stream_reasoning, include_reasoning or "
+    "chat_template_kwargs"
+)
+ADAPTERS = "adapters are not served yet"
+INTERNALS = "model internals are not returned"
+PLACEMENT = "requests cannot be placed by hand"
+
+DEFERRED: dict[str, str] = {
+    **dict.fromkeys(("functions", "function_call"), TOOLS),
+    **dict.fromkeys((
+        "guided_decoding_backend", "guided_whitespace_pattern",
+    ), STRUCTURE),
+    **dict.fromkeys((
+        "audio", "modalities", "image_data", "video_data", "audio_data", "mm_processor_kwargs", "media_io_kwargs",
+        "mm_hashes",
+        "video_config", "use_audio_in_video",
+    ), MEDIA),
+    **dict.fromkeys(("reasoning", "require_reasoning"), REASONING),
+    **dict.fromkeys(("lora_path", "lora_id", "lora_request"), ADAPTERS),
+    **dict.fromkeys((
+        "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_entropy", "return_meta_info",
+        "return_sampling_mask",
+        "token_ids_logprob", "logprob_token_ids", "return_tokens_as_token_ids",
+    ), INTERNALS),
+    **dict.fromkeys((
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "routed_dp_rank",
+        "data_parallel_rank", "routing_key",
+        "disagg_prefill_dp_rank", "decode_tp_size", "kv_transfer_params", "kv_hints",
+    ), PLACEMENT),
+    **dict.fromkeys(("input_embeds", "prompt_embeds"), "embeddings as input are not served; send text or token ids"),
+    **dict.fromkeys(
+        ("session_id", "session_params", "conversation_id"),
+        "sessions are not served; the prefix cache makes them unnecessary"
+    ),
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "beam search is not served"),
+    **dict.fromkeys(
+        ("chat_template", "chat_template_content_format"), "the chat template is chosen when the server is started"
+    ),
+    **dict.fromkeys(
+        ("custom_logit_processor", "logits_processors", "custom_params", "vllm_xargs"),
+        "code and parameters of other servers are not run"
+    ),
+    "stop_regex": "stopping at a pattern is not served; use stop, or regex for the whole output",
+    "suffix": "text after the gap (fill in the middle) is not served",
+    "documents": "retrieval templates are not served yet; put the documents into a message",
+    "prediction": "predicted output is not served yet",
+    "web_search_options": "the server cannot search the web",
+    "repetition_detection": "repetition detection is not served; use repetition_penalty or stop",
+    "typical_p": "typical sampling is not served; use top_p or min_p",
+    "stream_interval": "chunks are sent as they come",
+    **dict.fromkeys(("mcp_servers", "container"), "the server runs no tools; run them in the client"),
+    "context_management": "conversations are never shortened; leave out what the model need not see",
+    "conversation": "conversations are not stored as such; use previous_response_id, or send the items so far as input",
+    "max_tool_calls": "the server runs no tools; use parallel_tool_calls",
+    **dict.fromkeys(
+        ("raw", "template", "context"),
+        "prompts are made by the model's own chat template; use /v1/completions for others"
+    ),
+    "images": MEDIA,
+    "background": "requests cannot outlive their connection",
+}
+
+RESTRICTED = frozenset({"modalities", "suffix", "context_management"})
+"""Those that some route takes, as long as they ask for nothing that is not served."""
+
+ASK_WHEN_EMPTY = frozenset({"web_search_options"})
+"""Those that an empty object asks for as it is."""

@@ -1,15 +1,14 @@
-"""``/v1/messages``, Anthropic's dialect: the request, its answer, its events and its errors."""
+"""``/v1/messages``, Anthropic's API: the request, the response and its stream events."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from headrace.base.errors import ContextLengthExceeded, HeadraceError, UnsupportedFeature
 from headrace.base.sampling import MAX_STOPS
-from headrace.serving.http.protocol.fields import Positive, StopText, TopK, TopP
-from headrace.serving.http.protocol.structure import Schema
+from headrace.serving.http.protocol.errors import MessagesError
+from headrace.serving.http.protocol.fields import Positive, Schema, StopText, TopK, TopP
 from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolName
 
 CacheMark = dict[str, Any]
@@ -290,39 +289,4 @@ class Ping(Struct, tag_field="type", tag="ping"):
     """Keeps the connection alive."""
 
 
-class MessagesErrorDetail(Struct):
-    """Anthropic's class of error, and what is wrong."""
-
-    type: str
-    message: str
-    details: dict[str, Any] | UnsetType = UNSET
-
-
-class MessagesError(Struct, tag_field="type", tag="error"):
-    """An error, as the body or as an event."""
-
-    error: MessagesErrorDetail
-
-
 StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping | MessagesError
-
-ERROR_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error", 504: "timeout_error",
-}
-
-
-class ThreadsNotServed(UnsupportedFeature):
-    """A client asks that the server keep the conversation. Told by its ``details``, it goes on without."""
-
-    details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-
-
-def describe_messages_error(error: HeadraceError) -> MessagesError:
-    """The error as Anthropic's clients know it."""
-    default = "api_error" if error.status >= 500 else "invalid_request_error"
-    details = error.details if isinstance(error, ThreadsNotServed) else UNSET
-    # coding agents look for these words
-    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message
-    return MessagesError(MessagesErrorDetail(ERROR_TYPES.get(error.status, default), message, details))

@@ -1,14 +1,16 @@
-"""SGLang's native ``/generate`` and the control routes beside it."""
+"""SGLang's native ``/generate``, and ``/tokenize``, ``/detokenize``, ``/tokenizer_info``."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from headrace.serving.http.protocol.fields import (
+    INT32,
     AllowedIds,
     BadWords,
+    Choice,
     Choices,
     Count,
     Deadline,
@@ -20,15 +22,19 @@ from headrace.serving.http.protocol.fields import (
     Repetition,
     RequestId,
     Salt,
+    Schema,
     Seed,
+    Source,
     Stop,
     StopIds,
+    Tag,
     Temperature,
     TokenId,
     TopK,
     TopP,
 )
-from headrace.serving.http.protocol.structure import Choice, Schema, Source, Tag
+from headrace.serving.http.protocol.openai import ChatMessage
+from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
 
 DEFAULT_MAX_NEW_TOKENS = 128
 PromptLen = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -141,68 +147,59 @@ class Generated(Struct):
     index: int | UnsetType = UNSET
 
 
-class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which request to end: ``rid``, or all with ``abort_all``."""
-
-    rid: Annotated[str, Meta(max_length=128)] | None = None
-    abort_all: bool | None = None
-    abort_message: Annotated[str, Meta(max_length=1024)] | None = None
-
-
-class AbortAnswer(Struct):
-    """How many running requests were told to end."""
-
-    aborted: int
+GivenIds = Annotated[
+    Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}})
+]
+WrittenIds = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})]
+WrittenTexts = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "string"}})]
+WrittenText = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
 
 
-class FlushAnswer(Struct):
-    """Whether the prefix cache is empty now."""
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Text (``prompt`` or ``text``) or a conversation (``messages``, with its ``tools``) to turn into token ids."""
 
-    success: bool
-    message: str
-
-
-class ServerInfo(Struct):
-    """Everything about this server: options, model, memory plan (bytes), counters."""
-
-    version: str
-    state: str
-    served_model_name: str
-    max_total_num_tokens: int | None
-    num_inflight: int
-    model: dict[str, Any] | None
-    memory: list[dict[str, Any]]
-    stats: dict[str, Any]
-    options: dict[str, Any]
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    prompt: str | None = None
+    text: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ModelInfo(Struct):
-    """Static facts of the model, with SGLang's names first."""
+class Tokenized(Struct):
+    """The ids and how many; ``token_strs`` when asked for. Lists are JSON already."""
 
-    model_path: str
-    served_model_name: str
-    tokenizer_path: str
-    is_generation: bool
-    architectures: list[str]
-    model_type: str
+    count: int
     max_model_len: int
-    dtype: str
-    device: str
-    num_parameters: int
-    preferred_sampling_params: dict[str, float]
-    weight_version: str = "default"
+    tokens: WrittenIds
+    token_strs: WrittenTexts | UnsetType = UNSET
 
 
-class State(Struct):
-    """Health and readiness."""
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids to turn into text. ``tokens`` is JSON still, to be read in pieces."""
 
-    status: str
-    engine: str
-    stage: str | None = None
-    progress: float | None = None
+    tokens: GivenIds
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    skip_special_tokens: bool | None = None
 
 
-class Version(Struct):
-    """The version of Headrace."""
+class Detokenized(Struct):
+    """The text, under vLLM's name (``prompt``) and SGLang's (``text``); JSON already."""
 
-    version: str
+    prompt: WrittenText
+    text: WrittenText
+
+
+class TokenizerInfo(Struct):
+    """What a client needs to tokenize by this server alone: evaluation harnesses ask for it."""
+
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    tokenizer_class: str = "remote"

@@ -1,4 +1,4 @@
-"""``/api/…``, Ollama's dialect: requests, answers (a stream has one a line) and errors."""
+"""``/api/...``, Ollama's API: requests and responses (a stream has one per line)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.base.errors import HeadraceError
-from headrace.serving.http.protocol.chat import ContentLogprob
 from headrace.serving.http.protocol.fields import (
     INT32,
     MinP,
@@ -22,6 +20,7 @@ from headrace.serving.http.protocol.fields import (
     TopP,
 )
 from headrace.serving.http.protocol.messages import JsonObject
+from headrace.serving.http.protocol.openai import ContentLogprob
 from headrace.serving.http.protocol.tools import MAX_CALLS, MAX_TOOLS, CallId, Tool
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -274,14 +273,3 @@ class OllamaVersion(Struct):
     """The server's version."""
 
     version: str
-
-
-class OllamaError(Struct):
-    """An error, as the body or as a line."""
-
-    error: str
-
-
-def describe_ollama_error(error: HeadraceError) -> OllamaError:
-    """The error as Ollama's clients know it."""
-    return OllamaError(error.message)

@@ -1,4 +1,4 @@
-"""``/v1/responses``: the request, its answer and its events."""
+"""``/v1/responses``: the request, the response and its stream events."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import NumTop, Positive, TopP
-from headrace.serving.http.protocol.structure import Schema
+from headrace.serving.http.protocol.fields import NumTop, Positive, Schema, TopP
 from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, CallId, ToolChoice, ToolName
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -1,4 +1,4 @@
-"""Tools in chat requests and answers: what may be called, what was called, and how reasoning is wanted."""
+"""Tools and reasoning in chat requests and responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from headrace.serving.http.protocol.fields import INT32, StopFields
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
 MAX_DESCRIPTION = 32_768
-
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)")]
 CallId = Annotated[str, Meta(max_length=256)]
 ToolChoice = Literal["none", "auto", "required"]

@@ -12,22 +12,26 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
-from headrace.serving.http.body import JsonBody
-from headrace.serving.http.context import AppContext, context_of
-from headrace.serving.http.endpoint import Endpoint
-from headrace.serving.http.errors import JsonResponse
-from headrace.serving.http.generation import Ask, Generation, Prompt, collect_generation
-from headrace.serving.http.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_json
-from headrace.serving.http.protocol.completions import (
+from headrace.serving.http.generation.context import AppContext, context_of
+from headrace.serving.http.generation.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_json
+from headrace.serving.http.generation.run import Ask, Generation, Prompt, collect_generation
+from headrace.serving.http.generation.sampling import (
+    check_stream_options,
+    given_request_id,
+    grammar_field,
+    pick_request_id,
+    sampling_params,
+)
+from headrace.serving.http.generation.stream import Events, EventStream, TextFrames, frame, start_stream
+from headrace.serving.http.protocol.openai import (
     DEFAULT_MAX_TOKENS,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
 )
-from headrace.serving.http.sampling import check_stream_options, given_request_id, pick_request_id, sampling_params
-from headrace.serving.http.stream import Events, EventStream, TextFrames, frame, start_stream
-from headrace.serving.http.structure import grammar_field
+from headrace.serving.http.transport.endpoint import Endpoint, JsonBody
+from headrace.serving.http.transport.errors import JsonResponse
 
 BODY = JsonBody(CompletionRequest)
 

@@ -1,20 +1,329 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's dialect."""
+"""Anthropic's requests as chat requests.
+
+Answers in Anthropic's words: `whole_message`, and `MessageEvents` for streams.
+
+``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's dialect."""
 
 from __future__ import annotations
 
+from msgspec import Raw
 from starlette.requests import Request
 
-from headrace.serving.http.body import JsonBody
-from headrace.serving.http.chatting import prepare_chat
-from headrace.serving.http.context import context_of
-from headrace.serving.http.conversation import count_prompt
-from headrace.serving.http.dialects.message_answers import MessageEvents, whole_message
-from headrace.serving.http.dialects.messages import read_messages, read_prompt
-from headrace.serving.http.endpoint import Endpoint
-from headrace.serving.http.errors import JsonResponse
-from headrace.serving.http.generation import collect_generation
-from headrace.serving.http.protocol.messages import CountRequest, Message, MessagesRequest, StreamEvent, TokenCount
-from headrace.serving.http.stream import EventStream, start_stream
+from headrace.base.errors import HeadraceError, RequestError
+from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
+from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
+from headrace.serving.http.generation.chat import AnswerReader, Chat, prepare_chat
+from headrace.serving.http.generation.context import context_of
+from headrace.serving.http.generation.conversation import count_prompt
+from headrace.serving.http.generation.run import Generation, collect_generation
+from headrace.serving.http.generation.stream import Events, EventStream, named_frame, start_stream
+from headrace.serving.http.protocol.errors import ThreadsNotServed, describe_messages_error
+from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
+from headrace.serving.http.protocol.messages import (
+    AnyChoice,
+    Block,
+    BlockDelta,
+    BlockPiece,
+    BlockStart,
+    BlockStop,
+    ClientTool,
+    CountRequest,
+    Ending,
+    Message,
+    MessageDelta,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessagesUsage,
+    NamedChoice,
+    NoChoice,
+    Ping,
+    PlainText,
+    ShownBlock,
+    ShownText,
+    ShownThinking,
+    ShownToolUse,
+    StreamEvent,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    TokenCount,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, TextPart, Usage
+from headrace.serving.http.protocol.tools import (
+    CallRecord,
+    FunctionCall,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    ThinkingSwitch,
+    Tool,
+)
+from headrace.serving.http.transport.endpoint import Endpoint, JsonBody
+from headrace.serving.http.transport.errors import JsonResponse
+
+OWNERS: dict[type, tuple[str, str]] = {
+    ToolResultBlock: ("user", "tool_result"), ToolUseBlock: ("assistant", "tool_use"),
+    ThinkingBlock: ("assistant", "thinking"),
+}
+
+
+def _text(content: str | list[PlainText] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
+
+
+def _check_owners(turn: Turn, where: str) -> None:
+    for index, block in enumerate(turn.content):
+        role, kind = OWNERS.get(type(block), (turn.role, ""))
+        if role != turn.role:
+            param = f"{where}.content[{index}]"
+            raise RequestError(f"{param}: {kind} blocks belong to messages of the role {role!r}", param=param)
+
+
+def _assistant_message(blocks: list[Block]) -> ChatMessage:
+    texts = [b.text for b in blocks if isinstance(b, TextBlock)]
+    thoughts = [b.thinking for b in blocks if isinstance(b, ThinkingBlock)]
+    calls = [
+        CallRecord(id=b.id, type="function", function=FunctionCall(name=b.name, arguments=b.input))
+        for b in blocks if isinstance(b, ToolUseBlock)
+    ]
+    return ChatMessage(
+        role="assistant", content="".join(texts) or None, reasoning_content="".join(thoughts) or None,
+        tool_calls=calls or None,
+    )
+
+
+def _result_message(block: ToolResultBlock) -> ChatMessage:
+    text = _text(block.content)
+    return ChatMessage(
+        role="tool", tool_call_id=block.tool_use_id, content=f"Error: {text}" if block.is_error else text
+    )
+
+
+def _turn_messages(turn: Turn, where: str) -> list[ChatMessage]:
+    """The messages of one turn: every result is one of its own, texts beside each other stay together."""
+    if isinstance(turn.content, str):
+        return [ChatMessage(role=turn.role, content=turn.content)]
+    _check_owners(turn, where)
+    if turn.role == "assistant":
+        return [_assistant_message(turn.content)]
+    messages: list[ChatMessage] = []
+    for block in turn.content:
+        if isinstance(block, ToolResultBlock):
+            messages.append(_result_message(block))
+        elif isinstance(block, TextBlock):
+            if messages and isinstance(messages[-1].content, list):
+                messages[-1].content.append(TextPart(text=block.text))
+            else:
+                messages.append(ChatMessage(role=turn.role, content=[TextPart(text=block.text)]))
+    return messages
+
+
+def _tool(tool: ClientTool) -> Tool:
+    return Tool(type="function", function=FunctionTool(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict,
+    ))
+
+
+def _set_tools(chat: ChatRequest, body: CountRequest) -> None:
+    chat.tools = [_tool(tool) for tool in body.tools] if body.tools else None
+    choice = body.tool_choice
+    if choice is None:
+        return
+    if isinstance(choice, NoChoice):
+        chat.tool_choice = "none"
+        return
+    chat.parallel_tool_calls = not choice.disable_parallel_tool_use
+    if isinstance(choice, NamedChoice):
+        chat.tool_choice = NamedTool(function=FunctionName(name=choice.name))
+    else:
+        chat.tool_choice = "required" if isinstance(choice, AnyChoice) else "auto"
+
+
+def _set_thinking(chat: ChatRequest, thinking: Thinking) -> None:
+    if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+        raise RequestError(
+            "thinking.budget_tokens belongs to the type 'enabled', and is required there",
+            param="thinking.budget_tokens"
+        )
+    chat.thinking = ThinkingSwitch(
+        type="disabled" if thinking.type == "disabled" else "enabled", budget_tokens=thinking.budget_tokens
+    )
+    chat.include_reasoning = thinking.display != "omitted"
+
+
+def read_prompt(body: CountRequest) -> ChatRequest:
+    """The chat request of what becomes the prompt. Raises `RequestError` for blocks in the wrong place."""
+    messages = [m for i, turn in enumerate(body.messages) for m in _turn_messages(turn, f"messages[{i}]")]
+    if not messages:
+        raise RequestError("messages must have content", param="messages")
+    if messages[-1].tool_calls:
+        raise RequestError("messages must not end with a tool_use: send its tool_result", param="messages")
+    system = _text(body.system)
+    chat = ChatRequest(
+        messages=[ChatMessage(role="system", content=system), *messages] if system else messages, model=body.model
+    )
+    chat.continue_final_message = True if messages[-1].role == "assistant" else None
+    _set_tools(chat, body)
+    if body.thinking is not None:
+        _set_thinking(chat, body.thinking)
+    output = body.output_config
+    if output is not None:
+        is_off = body.thinking is not None and body.thinking.type == "disabled"
+        chat.reasoning_effort = None if is_off else output.effort
+        if output.format is not None:
+            chat.response_format = ResponseFormat(
+                type="json_schema", json_schema=JsonSchemaFormat(schema=output.format.schema)
+            )
+    return chat
+
+
+def read_messages(body: MessagesRequest) -> ChatRequest:
+    """The chat request of ``body``."""
+    if body.thread is not None:
+        raise ThreadsNotServed(
+            "thread is not supported: conversations are not kept; send the whole of them", param="thread"
+        )
+    chat = read_prompt(body)
+    chat.stream, chat.max_completion_tokens = body.stream, body.max_tokens
+    chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+    chat.stop = body.stop_sequences or None
+    budget = chat.thinking.budget_tokens if chat.thinking is not None else None
+    if budget is not None and budget >= body.max_tokens:
+        raise RequestError("thinking.budget_tokens must be less than max_tokens", param="thinking.budget_tokens")
+    return chat
+
+
+def _ending(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls: bool) -> Ending:
+    if isinstance(choice.stop_reason, str):
+        return Ending("stop_sequence", choice.stop_reason)
+    if choice.finish_reason == "stop":
+        return Ending("tool_use" if has_calls else "end_turn", None)
+    if chat.is_capped and choice.finish_reason == "length":
+        return Ending("model_context_window_exceeded", None)
+    return Ending("max_tokens", None)  # cut short, whoever did it
+
+
+def _usage(usage: Usage) -> MessagesUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _opening(event: Event) -> ShownBlock:
+    """The block that an event begins, empty."""
+    if isinstance(event, CallStart):
+        return ShownToolUse(event.call_id, event.name, Raw(b"{}"))
+    return ShownThinking("") if isinstance(event, TextDelta) and event.is_reasoning else ShownText("")
+
+
+def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage) -> Message:
+    """One finished answer. A call that was cut short is left out: it has no input to act upon."""
+    reader, content = AnswerReader(chat.plan), []
+    block: ShownBlock = ShownText("")
+    arguments: list[str] = []
+    for event in reader.read(choice):
+        match event:
+            case TextDelta(text, is_reasoning):
+                content.append(ShownThinking(text) if is_reasoning else ShownText(text))
+            case CallStart():
+                block, arguments = _opening(event), []
+            case CallArguments(_, text):
+                arguments.append(text)
+            case CallEnd(_, is_complete) if is_complete and isinstance(block, ShownToolUse):
+                content.append(ShownToolUse(block.id, block.name, Raw("".join(arguments).encode() or b"{}")))
+    ending = _ending(choice, chat, has_calls=reader.has_calls)
+    return Message(
+        chat.ask.request_id, model, content, _usage(usage), stop_reason=ending.stop_reason,
+        stop_sequence=ending.stop_sequence
+    )
+
+
+def _frame(event: StreamEvent) -> bytes:
+    return named_frame(str(type(event).__struct_config__.tag), event)
+
+
+class BlockWriter:
+    """Events as blocks that begin, grow and stop, one at a time."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._block: ShownBlock | None = None
+
+    def write(self, event: Event) -> bytes:
+        """The frames of one event."""
+        match event:
+            case TextDelta(text, True):
+                return self._turn_to(event) + self._grow(BlockPiece("thinking_delta", thinking=text))
+            case TextDelta(text):
+                return self._turn_to(event) + self._grow(BlockPiece("text_delta", text=text))
+            case CallArguments(_, text):
+                return self._grow(BlockPiece("input_json_delta", partial_json=text))
+            case CallEnd():
+                return self.stop()
+        return self._turn_to(event)
+
+    def _turn_to(self, event: Event) -> bytes:
+        """Stop the block before and begin one for the event, unless it goes on with the same."""
+        block = _opening(event)
+        if type(block) is type(self._block) and not isinstance(block, ShownToolUse):
+            return b""
+        stopped = self.stop()
+        self._block, self._index = block, self._index + 1
+        return stopped + _frame(BlockStart(self._index, block))
+
+    def _grow(self, piece: BlockPiece) -> bytes:
+        return _frame(BlockDelta(self._index, piece))
+
+    def stop(self) -> bytes:
+        """End the block that is open, if one is."""
+        if self._block is None:
+            return b""
+        self._block = None
+        return _frame(BlockStop(self._index))
+
+
+class MessageEvents(Events):
+    """The wording of a stream: the message's start, its blocks, its end."""
+
+    done = b""
+
+    def __init__(self, generation: Generation, chat: Chat, model: str):
+        self._generation = generation
+        self._chat = chat
+        self._model = model
+        self._reader = AnswerReader(chat.plan)
+        self._writer = BlockWriter()
+        self._has_begun = False
+        self._ending = Ending(None, None)
+
+    def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
+        """Frames of one delta."""
+        opening = b"" if self._has_begun else self._begin()
+        frames = b"".join(map(self._writer.write, self._reader.read(delta)))
+        if delta.finish_reason is not None:
+            self._ending = _ending(delta, self._chat, has_calls=self._reader.has_calls)
+        return opening + frames
+
+    def _begin(self) -> bytes:
+        self._has_begun = True
+        usage = _usage(self._generation.usage())
+        usage.output_tokens = 0
+        return _frame(MessageStart(Message(self._generation.ask.request_id, self._model, [], usage))) + _frame(Ping())
+
+    def end(self) -> bytes:
+        """What stopped it, and the usage."""
+        return (
+            self._writer.stop() + _frame(MessageDelta(self._ending, _usage(self._generation.usage())))
+            + _frame(MessageStop())
+        )
+
+    def fail(self, error: HeadraceError) -> bytes:
+        """An error event; nothing follows it."""
+        return _frame(describe_messages_error(error))
+
 
 BODY = JsonBody(MessagesRequest)
 COUNT_BODY = JsonBody(CountRequest)

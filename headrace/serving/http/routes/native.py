@@ -11,12 +11,11 @@ from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.collect import Collector
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput, GenerationOutput
-from headrace.serving.http.body import JsonBody
-from headrace.serving.http.context import context_of
-from headrace.serving.http.endpoint import Endpoint
-from headrace.serving.http.errors import JsonResponse
-from headrace.serving.http.generation import Ask, Generation, Prompt, collect_generation
-from headrace.serving.http.logprobs import TokenNames, native_top, native_triples
+from headrace.serving.http.generation.context import context_of
+from headrace.serving.http.generation.logprobs import TokenNames, native_top, native_triples
+from headrace.serving.http.generation.run import Ask, Generation, Prompt, collect_generation
+from headrace.serving.http.generation.sampling import grammar_field, pick_request_id, read_defaults, read_grammar
+from headrace.serving.http.generation.stream import Events, EventStream, frame, start_stream
 from headrace.serving.http.protocol.native import (
     DEFAULT_MAX_NEW_TOKENS,
     FinishReason,
@@ -26,14 +25,14 @@ from headrace.serving.http.protocol.native import (
     MetaInfo,
     NativeSampling,
 )
-from headrace.serving.http.sampling import pick_request_id, read_defaults
-from headrace.serving.http.stream import Events, EventStream, frame, start_stream
-from headrace.serving.http.structure import grammar_field, read_grammar
+from headrace.serving.http.transport.endpoint import Endpoint, JsonBody
+from headrace.serving.http.transport.errors import JsonResponse
 
 if TYPE_CHECKING:
     from headrace.base.step import TokenLogprobs
 
 BODY = JsonBody(GenerateRequest, nested=NativeSampling)
+
 SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "bad_words",

@@ -12,22 +12,22 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError
 from headrace.service.tokenization import Tokenizer
-from headrace.serving.http.body import JsonBody
-from headrace.serving.http.context import context_of
-from headrace.serving.http.conversation import render_conversation
-from headrace.serving.http.endpoint import Endpoint
-from headrace.serving.http.errors import JsonResponse
+from headrace.serving.http.generation.context import context_of
+from headrace.serving.http.generation.conversation import render_conversation
 from headrace.serving.http.protocol.fields import TokenId
-from headrace.serving.http.protocol.tokens import (
+from headrace.serving.http.protocol.native import (
     Detokenized,
     DetokenizeRequest,
     Tokenized,
     TokenizeRequest,
     TokenizerInfo,
 )
+from headrace.serving.http.transport.endpoint import Endpoint, JsonBody
+from headrace.serving.http.transport.errors import JsonResponse
 
 TOKENIZE_BODY = JsonBody(TokenizeRequest)
 DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
+
 LETTERS_AT_ONCE = 1 << 18
 """Of ids in JSON. What is made of them takes a millisecond or two, in which no other thread runs."""
 _IDS = msgspec.json.Decoder(list[TokenId])

@@ -1,1 +1,0 @@
-"""Files of requests in OpenAI's batch format, answered without a socket."""

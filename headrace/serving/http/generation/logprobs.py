@@ -1,0 +1,139 @@
+"""Log probabilities in the shapes of the chat, completions and native routes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.base.step import TokenLogprobs
+from headrace.serving.http.protocol.native import LogprobTriple
+from headrace.serving.http.protocol.openai import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    ContentLogprob,
+    PromptLogprob,
+    PromptLogprobsJson,
+    TopLogprob,
+)
+
+if TYPE_CHECKING:
+    from headrace.service.tokenization import Tokenizer
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot hold; OpenAI's own value."""
+
+
+class TokenNames:
+    """Text and bytes of single tokens; without a tokenizer ``token_id:7`` stands for token 7."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+
+    def text(self, token_id: int) -> str:
+        """The token's text; broken UTF-8 shows as replacement characters."""
+        return self._tokenizer.token_text(token_id) if self._tokenizer else f"token_id:{token_id}"
+
+    def exact_text(self, token_id: int) -> str:
+        """The token's text, as OpenAI writes it at completions: broken UTF-8 by its bytes, ``bytes:\\xe6\\x97``, so
+        that no two such tokens look the same."""
+        text = self.text(token_id)
+        if (
+            "\ufffd" not in text or self._tokenizer is None
+            or text.encode() == (raw := self._tokenizer.token_bytes(token_id))
+        ):
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def width(self, token_id: int, text: str) -> tuple[int, bool]:
+        """Characters that begin in the token, and whether its first byte goes on with the character before."""
+        if self._tokenizer is None or not text.startswith("bytes:"):
+            return len(text), False
+        begins = [byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id)]
+        return sum(begins), not begins[0]
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        """The token's exact bytes."""
+        return list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def chat_logprobs(entries: list[TokenLogprobs], names: TokenNames) -> ChatLogprobs:
+    """OpenAI's chat shape."""
+    return ChatLogprobs([
+        ContentLogprob(
+            names.text(e.token_id), _finite(e.logprob), names.bytes(e.token_id),
+            [
+                TopLogprob(names.text(t), _finite(p), names.bytes(t)) for t,
+                p in zip(e.top_ids, e.top_logprobs, strict=True)
+            ],
+        )
+        for e in entries
+    ])
+
+
+class CompletionLogprobsWriter:
+    """OpenAI's completions shape for one choice, in as many pieces as it is streamed in."""
+
+    def __init__(self, names: TokenNames, *, num_top: int, offset: int = 0):
+        self._names = names
+        self._num_top = num_top
+        self._offset = offset
+
+    def write(self, entries: list[TokenLogprobs], *, into: CompletionLogprobs | None = None) -> CompletionLogprobs:
+        """Append the entries to ``into``, or to a new record."""
+        record = into or CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            self._append(record, entry.token_id, entry)
+        return record
+
+    def write_prompt(self, token_ids: list[int], entries: list[TokenLogprobs | None]) -> CompletionLogprobs:
+        """The echoed prompt; its first token has no logprob."""
+        record = CompletionLogprobs([], [], [], [])
+        padded = [None] * (len(token_ids) - len(entries)) + list(entries)
+        for token_id, entry in zip(token_ids, padded, strict=True):
+            self._append(record, token_id, entry)
+        return record
+
+    def _append(self, record: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
+        text = self._names.exact_text(token_id)
+        width, goes_on = self._names.width(token_id, text)
+        record.tokens.append(text)
+        record.text_offset.append(max(0, self._offset - goes_on))
+        self._offset += width
+        record.token_logprobs.append(None if entry is None else _finite(entry.logprob))
+        record.top_logprobs.append(None if entry is None or not self._num_top else self._top(entry, text))
+
+    def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
+            # two ids may share a text: the likelier wins
+            top.setdefault(self._names.exact_text(token_id), _finite(logprob))
+        top.setdefault(text, _finite(entry.logprob))
+        return top
+
+
+def prompt_logprobs_json(entries: list[TokenLogprobs | None], names: TokenNames) -> list[PromptLogprobsJson | None]:
+    """vLLM's shape: for each prompt position its token and the best, by id."""
+    return [None if e is None else _candidates(e, names) for e in entries]
+
+
+def _candidates(entry: TokenLogprobs, names: TokenNames) -> PromptLogprobsJson:
+    best = enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1)
+    found = {str(t): PromptLogprob(_finite(p), rank, names.text(t)) for rank, (t, p) in best}
+    found.setdefault(str(entry.token_id), PromptLogprob(_finite(entry.logprob), entry.rank, names.text(entry.token_id)))
+    return found
+
+
+def native_triples(entries: list[TokenLogprobs], names: TokenNames | None) -> list[LogprobTriple]:
+    """SGLang's ``[logprob, id, text]``; the text is null without ``names``."""
+    return [(_finite(e.logprob), e.token_id, names.text(e.token_id) if names else None) for e in entries]
+
+
+def native_top(entry: TokenLogprobs, names: TokenNames | None) -> list[LogprobTriple]:
+    """The best tokens of one position as triples."""
+    return [
+        (_finite(p), t, names.text(t) if names else None) for t,
+        p in zip(entry.top_ids, entry.top_logprobs, strict=True)
+    ]

@@ -1,0 +1,265 @@
+"""``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``: requests and responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from headrace.serving.http.protocol.fields import Choices, Count, NumTop, StopFields, TokenId
+from headrace.serving.http.protocol.tools import MAX_CALLS, AnsweredCall, CallId, CallPiece, CallRecord, ToolFields
+
+
+class PromptTokensDetails(Struct):
+    """How many prompt tokens came from the prefix cache."""
+
+    cached_tokens: int = 0
+
+
+class Usage(Struct):
+    """Token counts of a request, its ``n`` choices and prompts added up; every prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+        """The record from its three counts."""
+        details = PromptTokensDetails(cached_tokens)
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+class PromptLogprob(Struct):
+    """One candidate at a prompt position; ``rank`` is 1 for the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobsJson = dict[str, PromptLogprob]
+"""Candidates of one prompt position by token id."""
+
+
+class ModelCard(Struct):
+    """A served model. ``task``: it generates text, makes embeddings, or tells classes apart."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    task: Literal["generate", "embed", "classify"] = "generate"
+    object: Literal["model"] = "model"
+    owned_by: str = "headrace"
+
+
+class ModelList(Struct):
+    """All served models."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TextPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A piece of a message's content; only text is served so far. ``cache_control`` is taken and not needed: every
+    prompt's beginning is cached."""
+
+    text: str
+    cache_control: dict[str, Any] | None = None
+
+
+class RefusalPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    """A model's refusal, as other servers send it; here it is text."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self.refusal
+
+
+class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. ``reasoning`` is another name of ``reasoning_content``. The fields after ``tool_call_id`` may only be
+    null or empty: clients send back the assistant messages they got. With them come what libraries note about an answer
+    and what other services sign of its reasoning (``provider_specific_fields`` and on), which no template shows."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart | RefusalPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Annotated[list[CallRecord], Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+    function_call: dict[str, Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    thinking_blocks: list[Any] | None = None
+    reasoning_details: list[Any] | None = None
+
+
+class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
+    """A conversation to continue. ``max_completion_tokens`` and ``max_tokens`` are the same limit; without one, output
+    may fill the context. The last message is continued, not answered, with ``continue_final_message``. There is one
+    ``verbosity``."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TopLogprob(Struct):
+    """A token that could have stood here. ``bytes`` are its exact bytes; ``token`` may show replacement characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(Struct):
+    """The token that was drawn, and the most likely ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """One entry for every output token."""
+
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(Struct):
+    """The answer: its text (null beside calls when there is none), its reasoning under both names, its calls."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    """One of the ``n`` answers. ``stop_reason`` is the stop string or stop id that matched, if any."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct):
+    """The whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: list[PromptLogprobsJson | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    """News of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallPiece] | UnsetType = UNSET
+
+    @property
+    def is_content_alone(self) -> bool:
+        """Whether there is text of the answer and nothing else."""
+        return bool(self.content) and self.role is UNSET and self.reasoning is UNSET and self.tool_calls is UNSET
+
+
+class ChatChunkChoice(Struct):
+    """News of one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """One server-sent event of a streamed answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+DEFAULT_MAX_TOKENS = 16
+PromptItem = str | TokenId | list[TokenId]
+Prompt = str | Annotated[list[PromptItem], Meta(min_length=1)]
+
+
+class CompletionRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
+    """Text or token ids to continue; ``prompt`` is a string, token ids, or a list of either. ``echo`` puts the prompt
+    before the output; with ``max_tokens`` 0 nothing comes after it. ``best_of`` must equal ``n``; ``suffix`` must be
+    empty."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: NumTop | None = None
+    best_of: Choices | None = None
+    suffix: Annotated[str, Meta(max_length=0)] | None = None
+
+
+class CompletionLogprobs(Struct):
+    """Parallel lists, one entry a token; ``text_offset`` counts characters from the start of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    """One answer, or with streaming its news. Choice ``i * n + j`` is the j-th of prompt i."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[PromptLogprobsJson | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct):
+    """The whole answer, or one server-sent event of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    usage: Usage | UnsetType | None = UNSET

@@ -1,0 +1,193 @@
+"""`Metrics`: everything ``/metrics`` tells, in a registry of its own. Names and meanings are in ``docs/metrics.md``.
+
+What the engine counts is read from its statistics; what a client feels (latencies, statuses) is observed here.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from headrace.base.messages import EngineStats
+from headrace.service.client.outputs import ChoiceDelta
+
+LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+
+GAUGES = {
+    "num_running": ("num_requests_running", "Requests being computed."),
+    "num_queued": ("num_requests_waiting", "Requests waiting for their first step."),
+    "num_pages": ("kv_pages", "KV pages of all cache groups."),
+    "num_used_pages": ("kv_used_pages", "KV pages that running requests hold, prefixes they share included."),
+    "num_evictable_pages": (
+        "kv_evictable_pages", "KV pages that only the prefix cache holds; given up when others need them."
+    ),
+}
+
+COUNTERS = {
+    "prompt_tokens_total": (
+        "prompt_tokens", "Prompt tokens of admitted requests; also what the prefix cache was asked for."
+    ),
+    "cached_tokens_total": ("prefix_cache_hit_tokens", "Prompt tokens that came from the prefix cache."),
+    "computed_tokens_total": ("computed_tokens", "Tokens run through the model: prompts and outputs."),
+    "generation_tokens_total": ("generation_tokens", "Output tokens."),
+    "requests_total": ("engine_requests", "Requests taken by the engine; n choices count n times."),
+    "aborted_total": ("aborted_requests", "Requests ended before they finished."),
+    "retracted_total": ("retracted_requests", "Times a running request gave its pages back and waited again."),
+    "failed_steps_total": ("failed_steps", "Steps that raised an error."),
+    "steps_total": ("engine_steps", "Steps computed."),
+    "evicted_pages_total": ("evicted_pages", "Cached pages given to other requests."),
+}
+
+
+class EngineCollector(Collector):
+    """Engine statistics as metrics: the latest snapshot, read at scrape time."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (metric, doc) in GAUGES.items():
+            yield GaugeMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
+        num_pages = self.stats.num_pages or 1
+        used, evictable = self.stats.num_used_pages / num_pages, self.stats.num_evictable_pages / num_pages
+        yield GaugeMetricFamily(
+            "headrace_kv_cache_usage_ratio", "Share of the KV pages that running requests hold.", value=used
+        )
+        yield GaugeMetricFamily(
+            "headrace_kv_cache_evictable_ratio", "Share of the KV pages that only the prefix cache holds.",
+            value=evictable
+        )
+        for name, (metric, doc) in COUNTERS.items():
+            yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
+
+
+class LoopHistogram(Collector):
+    """A histogram of what is observed in one event loop alone, some of it with every token: no lock, no labels."""
+
+    def __init__(self, name: str, doc: str, buckets: tuple[float, ...]):
+        self._name, self._doc, self._buckets = name, doc, buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        bounds = [*map(floatToGoString, self._buckets), "+Inf"]
+        yield HistogramMetricFamily(
+            self._name, self._doc, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
+        )
+
+
+class Metrics:
+    """All metrics of one application."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = EngineCollector()
+        self.registry.register(self.engine)
+        self.finished = self._counter("requests_finished", "Choices that ended, by finish reason.", ("finish_reason",))
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first output.", LATENCY_S
+        )
+        self.queue_time = self._histogram(
+            "queue_time_seconds", "From a choice's arrival at the engine to its first step.", LATENCY_S
+        )
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two outputs of a choice, per token.", LATENCY_S
+        )
+        self.end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to the end of its last choice.", LATENCY_S
+        )
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length of a request.", TOKENS)
+        self.generation_tokens = self._histogram("request_generation_tokens", "Output length of a choice.", TOKENS)
+        self.http_requests = self._counter("http_requests", "HTTP requests answered.", ("method", "route", "status"))
+        self.http_active = Gauge(
+            "headrace_http_requests_active", "HTTP requests being answered, streams included.", registry=self.registry
+        )
+        self.ready = Gauge("headrace_ready", "1 when the server takes requests.", registry=self.registry)
+
+    def _counter(self, name: str, doc: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(f"headrace_{name}", doc, labels, registry=self.registry)
+
+    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> LoopHistogram:
+        made = LoopHistogram(f"headrace_{name}", doc, buckets)
+        self.registry.register(made)
+        return made
+
+    def render(self, stats: EngineStats, *, is_ready: bool) -> bytes:
+        """The Prometheus text of this moment."""
+        self.engine.stats = stats
+        self.ready.set(is_ready)
+        return generate_latest(self.registry)
+
+    def names(self) -> Iterator[str]:
+        """Every metric name, as documented."""
+        for family in self.registry.collect():
+            yield family.name + ("_total" if family.type == "counter" else "")
+
+
+class RequestTimer:
+    """Observes one engine request from its deltas. ``first_token_s`` and ``end_s``: seconds from its coming to its
+    first token and to its end, 0 until then; ``queued_s`` those that its first choice waited for a step. ``arrival_ns``
+    is by the wall clock."""
+
+    def __init__(self, metrics: Metrics, prompt_len: int, num_choices: int):
+        self._metrics = metrics
+        self._arrival = time.perf_counter()
+        self._latest: dict[int, float] = {}
+        self._num_tokens: dict[int, int] = {}
+        self._num_running = num_choices
+        self.prompt_len = prompt_len
+        self.finish_reasons: list[str] = []
+        self._queued: set[int] = set()
+        self.arrival_ns = time.time_ns()
+        self.first_token_s = self.end_s = 0.0
+        self.queued_s: float | None = None
+        metrics.prompt_tokens.observe(prompt_len)
+
+    @property
+    def output_len(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(self._num_tokens.values())
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the request came."""
+        return time.perf_counter() - self._arrival
+
+    def observe(self, delta: ChoiceDelta) -> None:
+        """Count one delta."""
+        now, index, num_tokens = time.perf_counter(), delta.index, len(delta.token_ids)
+        if delta.queued_s is not None and index not in self._queued:
+            self._queued.add(index)
+            self.queued_s = delta.queued_s if self.queued_s is None else min(self.queued_s, delta.queued_s)
+            self._metrics.queue_time.observe(delta.queued_s)
+        if num_tokens:
+            latest = self._latest.get(index)
+            if latest is not None:
+                self._metrics.inter_token.observe((now - latest) / num_tokens)
+            elif not self._latest:
+                self.first_token_s = now - self._arrival
+                self._metrics.first_token.observe(self.first_token_s)
+            self._latest[index] = now
+            self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
+        if delta.finish_reason is not None:
+            self.finish_reasons.append(delta.finish_reason)
+            self._metrics.finished.labels(delta.finish_reason).inc()
+            if delta.pooled is None:
+                self._metrics.generation_tokens.observe(self._num_tokens.get(index, 0))
+            self._num_running -= 1
+            if not self._num_running:
+                self.end_s = now - self._arrival
+                self._metrics.end_to_end.observe(self.end_s)

@@ -1,0 +1,158 @@
+"""`Tracing`: OpenTelemetry spans, one a request, within it the wait, the prefill and the decoding of each of its
+prompts.
+
+OpenTelemetry is imported when there is something to trace, and not before. Refuses: texts; spans carry names, counts,
+times.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.base import VERSION
+from headrace.base.config import OperationsConfig
+from headrace.base.errors import ConfigError
+from headrace.serving.http.transport.errors import method_of, path_of, route_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span
+
+    from headrace.serving.http.transport.metrics import RequestTimer
+
+TRACES_PATH = "/v1/traces"
+EXPORT_TIMEOUT_S = 3
+
+MAX_PROMPTS = 16
+"""Prompts of one request that get spans of their own."""
+UNTRACED = frozenset({"/health", "/ready", "/metrics"})
+NS = 1_000_000_000
+
+
+class Tracing:
+    """Hands finished spans to ``processor``. A request whose ``traceparent`` header says whether it is sampled is or is
+    not; of the others ``share`` is."""
+
+    def __init__(self, processor: SpanProcessor, share: float):
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create({SERVICE_NAME: "headrace", SERVICE_VERSION: VERSION})
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(share)), resource=resource, shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("headrace", VERSION)
+        self._extract = TraceContextTextMapPropagator().extract
+
+    def begin(self, headers: Headers, method: str, route: str) -> Span:
+        """The span of one HTTP request; its caller's span, if the headers name one, is its parent."""
+        from opentelemetry.trace import SpanKind
+
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        attributes = {"http.request.method": method, "http.route": route}
+        return self._tracer.start_span(
+            f"{method} {route}", context=self._extract(carrier), kind=SpanKind.SERVER, attributes=attributes
+        )
+
+    def end(self, span: Span, status: int) -> None:
+        """The request has been answered."""
+        from opentelemetry.trace import StatusCode
+
+        span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            span.set_status(StatusCode.ERROR)
+        span.end()
+
+    def add_generation(self, span: Span, request_id: str, model: str, timers: list[RequestTimer]) -> None:
+        """What the engine did for a request: names and counts on its span, and a span for each stage of each prompt."""
+        if not span.is_recording():
+            return
+        span.set_attributes({
+            "gen_ai.request.id": request_id, "gen_ai.response.model": model,
+            "gen_ai.usage.input_tokens": sum(t.prompt_len for t in timers),
+            "gen_ai.usage.output_tokens": sum(t.output_len for t in timers),
+            "gen_ai.response.finish_reasons": sorted({reason for t in timers for reason in t.finish_reasons}),
+            "gen_ai.latency.time_in_queue": max((t.queued_s or 0.0 for t in timers), default=0.0),
+            "gen_ai.latency.time_to_first_token": min(
+                (t.first_token_s for t in timers if t.first_token_s), default=0.0
+            ),
+            "gen_ai.latency.e2e": max((t.end_s or t.elapsed_s for t in timers), default=0.0),
+        })
+        for index, timer in enumerate(timers[:MAX_PROMPTS]):
+            self._add_stages(span, index, timer)
+
+    def close(self) -> None:
+        """Send what is left; gives up after a few seconds."""
+        self._provider.force_flush(EXPORT_TIMEOUT_S * 1000)
+        self._provider.shutdown()
+
+    def _add_stages(self, parent: Span, index: int, timer: RequestTimer) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        end = timer.end_s or timer.elapsed_s
+        queued = end if timer.queued_s is None else min(timer.queued_s, end)
+        first = timer.first_token_s or end
+        context = set_span_in_context(parent)
+        for name, begin, until in (("queue", 0.0, queued), ("prefill", queued, first), ("decode", first, end)):
+            if until > begin:
+                span = self._tracer.start_span(
+                    name, context=context, start_time=timer.arrival_ns + int(begin * NS),
+                    attributes={"headrace.prompt_index": index},
+                )
+                span.end(timer.arrival_ns + int(until * NS))
+
+
+class TracedRequests:
+    """Gives each request its span, as ``state.span``, and ends it with the answer."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing, routes: frozenset[str]):
+        self._app, self._tracing, self._routes = app, tracing, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or path_of(scope) in UNTRACED:
+            await self._app(scope, receive, send)
+            return
+        status = 500
+        span = self._tracing.begin(Headers(scope=scope), method_of(scope), route_of(path_of(scope), self._routes))
+        scope.setdefault("state", {})["span"] = span
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_status)
+        finally:
+            self._tracing.end(span, status)
+
+
+def open_tracing(operations: OperationsConfig) -> Tracing | None:
+    """Tracing to the configured collector, None when there is none; raises `ConfigError` for one that cannot be."""
+    endpoint = operations.otlp_endpoint
+    if endpoint is None:
+        return None
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"otlp_endpoint must be an address such as http://127.0.0.1:4318, got {endpoint!r}", param="otlp_endpoint"
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(
+            f"otlp_endpoint needs OpenTelemetry ({error}): pip install 'headrace[otel]'", param="otlp_endpoint"
+        ) from error
+    url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
+    return Tracing(
+        BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)), operations.trace_sampling
+    )

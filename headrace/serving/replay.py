@@ -1,0 +1,297 @@
+"""What ``headrace replay`` takes.
+
+A folder of recorded requests: JSON lines in files that are begun anew as they grow; the oldest go when all have
+grown.
+
+Refuses: keys; no header is written. Texts of users are: the folder and its files are for their owner's eyes alone.
+
+
+What an answer says, whatever route it came from and however it was cut into events; and how two runs compare.
+
+Sends recorded requests again: as they came, faster, or as fast as the server takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.config import option
+from headrace.base.config.option import check_section
+from headrace.base.errors import ConfigError
+from headrace.serving.http_client import Answer, HttpClient
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Where the requests go, and when."""
+
+    base_url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1", metavar="URL")
+    api_key: str | None = option(None, "sent as Authorization: Bearer KEY", metavar="KEY")
+    model: str | None = option(None, "model name sent instead of the recorded one", metavar="NAME")
+    speed: float = option(
+        1.0, "1 keeps the recorded times between requests, 2 halves them; 0 sends as fast as the server takes them",
+        low=0.0
+    )
+    concurrency: int | None = option(
+        None, "requests under way at most; default 16 at speed 0, else unlimited", low=1, high=65536
+    )
+    timeout_s: float = option(600.0, "seconds after which a request counts as unanswered", low=0.1)
+    output_file: str | None = option(None, "write the new answers here, in the form of a recording", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+logger = logging.getLogger(__name__)
+NAME = "requests-*.jsonl"
+MAX_LINE = 64 * 2**20
+NO_BODY = msgspec.Raw(b"null")
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request. ``at`` is by the wall clock; ``seconds`` passed to the end of the answer, ``first_byte_s`` to its
+    beginning. ``answer`` is its text, events and all. Without a ``body`` the request was too large to keep, or no
+    JSON."""
+
+    at: float
+    path: str
+    body: msgspec.Raw = NO_BODY
+    status: int = 0
+    answer: str = ""
+    seconds: float = 0.0
+    first_byte_s: float = 0.0
+    request_id: str = "-"
+    is_answer_cut: bool = False
+    is_complete: bool = True
+
+    @property
+    def has_body(self) -> bool:
+        """Whether it can be sent again."""
+        return bytes(self.body) != bytes(NO_BODY)
+
+
+def read_records(folder: str) -> list[Record]:
+    """All records of a folder, or of one file, in the order in which the requests came. Lines that cannot be read, such
+    as the last one of a server that was killed, are left out with a warning. Raises `ConfigError` when there are
+    none."""
+    path = Path(folder)
+    files = sorted(path.glob(NAME)) if path.is_dir() else [path]
+    try:
+        records = [record for file in files for record in _read_file(file)]
+    except OSError as error:
+        raise ConfigError(f"cannot read {folder}: {error.strerror}") from error
+    if not records:
+        raise ConfigError(f"{folder} holds no recorded requests; a server writes them with --dump-requests")
+    return sorted(records, key=lambda record: record.at)
+
+
+def _read_file(path: Path) -> Iterator[Record]:
+    decode = msgspec.json.Decoder(Record).decode
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE):
+            number += 1
+            try:
+                yield decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                logger.warning("%s line %d is left out: %s", path.name, number, error)
+
+
+TEXTS = frozenset(
+    {"text", "content", "reasoning_content", "thinking", "response", "arguments", "partial_json", "delta", "name"}
+)
+"""Fields whose text is what a model said. Pieces of a stream are joined, field by field."""
+NUMBERS = frozenset({"score", "relevance_score", "embedding", "probs", "data"})
+
+DIGITS = 3
+"""Of numbers that are compared: half precision and other batches move the rest."""
+TOKENS = ("completion_tokens", "output_tokens", "eval_count")
+
+Said = dict[tuple[str, str], str]
+"""By the index of the choice or item, and the field."""
+
+
+def said_in(answer: str) -> Said | None:
+    """What an answer says; None when it cannot be told."""
+    said: defaultdict[tuple[str, str], str] = defaultdict(str)
+    for document in _documents(answer):
+        is_whole = isinstance(document, dict) and "meta_info" in document  # such a frame has all text so far
+        _gather(document, said, index="0", replaces=is_whole)
+    return dict(said) or None
+
+
+def count_tokens(answer: str) -> int:
+    """Output tokens, as the answer tells them; 0 when it does not."""
+    return max((n for document in _documents(answer) for n in _find_tokens(document)), default=0)
+
+
+def _documents(answer: str) -> Iterator[Any]:
+    """The JSON of an answer: all of it, or each event or line of a stream."""
+    whole = _parse(answer)
+    if whole is not None:
+        yield whole
+        return
+    for line in answer.splitlines():
+        document = _parse(line.removeprefix("data:").strip())
+        if document is not None:
+            yield document
+
+
+def _parse(text: str) -> Any:
+    try:
+        parsed = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict | list) else None
+
+
+def _gather(
+    value: Any, said: dict[tuple[str, str], str], *, index: str, replaces: bool = False, name: str = ""
+) -> None:
+    if isinstance(value, dict):
+        own = value.get("index", value.get("output_index"))
+        index = f"{index}/{own}" if isinstance(own, int) else index
+        for key, item in value.items():
+            _gather(item, said, index=index, replaces=replaces, name=key)
+    elif isinstance(value, list):
+        if name in NUMBERS and all(isinstance(x, int | float) for x in value):
+            said[index, name] += str([round(x, DIGITS) for x in value])
+        else:
+            for item in value:
+                _gather(item, said, index=index, replaces=replaces, name=name)
+    elif isinstance(value, str) and name in TEXTS:
+        said[index, name] = value if replaces else said[index, name] + value
+    elif isinstance(value, float) and name in NUMBERS:
+        said[index, name] += str(round(value, DIGITS))
+
+
+def _find_tokens(value: Any) -> Iterator[int]:
+    if isinstance(value, dict):
+        yield from (n for name in TOKENS if isinstance(n := value.get(name), int))
+        for item in value.values():
+            yield from _find_tokens(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _find_tokens(item)
+
+
+def is_random(record: Record) -> bool:
+    """Whether a request drew at random and named no seed: its answer may differ each time."""
+    body = msgspec.json.decode(record.body)
+    if not isinstance(body, dict):
+        return False
+    params = body.get("sampling_params") if isinstance(body.get("sampling_params"), dict) else body.get("options")
+    fields = {**body, **(params if isinstance(params, dict) else {})}
+    return fields.get("temperature") != 0 and fields.get("seed") is None and fields.get("sampling_seed") is None
+
+
+@dataclass
+class Comparison:
+    """Counts of a replay against its recording. ``differing`` has the ids of answers that say something else, without
+    those that were drawn at random."""
+
+    num_sent: int = 0
+    num_unreachable: int = 0
+    same_status: int = 0
+    same_answer: int = 0
+    different_answer: int = 0
+    different_random: int = 0
+    not_comparable: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    differing: list[str] = field(default_factory=list)
+
+
+def compare(pairs: Sequence[tuple[Record, Record]]) -> Comparison:
+    """Of ``(recorded, replayed)`` requests. A replayed status of 0 means that no answer came."""
+    result = Comparison(num_sent=len(pairs))
+    for before, after in pairs:
+        if not after.status:
+            result.num_unreachable += 1
+            continue
+        if before.status != after.status:
+            result.statuses[f"{before.status} -> {after.status}"] += 1
+            continue
+        result.same_status += 1
+        _compare_answers(before, after, result)
+    return result
+
+
+def _compare_answers(before: Record, after: Record, result: Comparison) -> None:
+    whole = before.is_complete and after.is_complete and not before.is_answer_cut and not after.is_answer_cut
+    first, second = (said_in(record.answer) if whole and record.status == 200 else None for record in (before, after))
+    if first is None or second is None:
+        result.not_comparable += 1
+    elif first == second:
+        result.same_answer += 1
+    elif is_random(before):
+        result.different_random += 1
+    else:
+        result.different_answer += 1
+        result.differing.append(before.request_id)
+
+
+DEFAULT_CONCURRENCY = 16
+
+
+def readdress(record: Record, model: str | None) -> bytes:
+    """The body to send, calling the model by another name if one is given."""
+    body = msgspec.json.decode(record.body)
+    if model is None or not isinstance(body, dict) or "model" not in body:
+        return bytes(record.body)
+    return msgspec.json.encode({**body, "model": model})
+
+
+async def replay(
+    records: Sequence[Record], options: ReplayOptions, on_answer: Callable[[], None] = lambda: None
+) -> list[Record]:
+    """The answers that the server gives now, in the order of ``records``; status 0 where none came. Raises
+    `ConfigError` when there is no server."""
+    http = HttpClient(options.base_url, api_key=options.api_key, timeout_s=options.timeout_s)
+    most = options.concurrency or (DEFAULT_CONCURRENCY if not options.speed else 65536)
+    room = asyncio.Semaphore(most)
+    await _reach(http)
+    begin, first = time.perf_counter(), records[0].at
+
+    async def send(record: Record) -> Record:
+        if options.speed:
+            await asyncio.sleep(max(0.0, (record.at - first) / options.speed - (time.perf_counter() - begin)))
+        async with room:
+            answered = await _send(http, record, options.model)
+        on_answer()
+        return answered
+
+    try:
+        return list(await asyncio.gather(*(send(record) for record in records)))
+    finally:
+        http.close()
+
+
+async def _reach(http: HttpClient) -> None:
+    try:
+        await http.send("GET", "/health")
+    except OSError as error:
+        raise ConfigError(
+            f"no server answers at {http.root}: {str(error) or type(error).__name__}", param="base_url"
+        ) from error
+
+
+async def _send(http: HttpClient, record: Record, model: str | None) -> Record:
+    at, begin, answer = time.time(), time.perf_counter(), Answer()
+    with contextlib.suppress(OSError, ValueError):  # what came until then is the answer
+        await http.send("POST", record.path, readdress(record, model), answer=answer)
+    is_answered = answer.is_complete or answer.pieces
+    return Record(
+        at=at, path=record.path, status=answer.status if is_answered else 0,
+        answer=answer.body.decode(errors="replace"), seconds=time.perf_counter() - begin,
+        first_byte_s=answer.pieces[0][0] - begin if answer.pieces else 0.0, request_id=record.request_id,
+        is_complete=answer.is_complete,
+    )

@@ -1,1 +1,0 @@
-"""Requests written down while a server runs, and sent again to it or another one."""
