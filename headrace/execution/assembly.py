@@ -91,7 +91,7 @@ class Assembly:
 
 def limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
     """Without graphs where the model or a backend says that it cannot be captured."""
-    is_capturable = all(getattr(part, "is_capturable", True) for part in (loaded.model, *chosen.backends))
+    is_capturable = loaded.model.is_capturable and all(backend.is_capturable for backend in chosen.backends)
     return device if is_capturable else replace(device, graphs="off")
 
 
@@ -104,15 +104,9 @@ def graph_sizes(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackend
     """Buckets to capture."""
     assert config.scheduler.max_running_requests and config.scheduler.max_step_tokens
     decodes = bucket_sizes(config.scheduler.max_running_requests)
-    if not all(getattr(backend, "takes_open_steps", False) for backend in chosen.backends):
+    if not all(backend.supports_dynamic_lengths for backend in chosen.backends):
         return GraphSizes(decodes, [])
-    most = min(
-        [
-            config.scheduler.max_step_tokens,
-            *(part.most_captured_tokens for part in loaded.model.modules() if hasattr(part, "most_captured_tokens"))
-        ]
-    )
-    return GraphSizes(decodes, step_sizes(most, loaded.num_parameters))
+    return GraphSizes(decodes, step_sizes(config.scheduler.max_step_tokens, loaded.num_parameters))
 
 
 def graph_reserve(

@@ -34,7 +34,7 @@ class _Choice:
 
     group: CacheGroup
     geometry: AttentionGeometry | None
-    cls: Any
+    cls: type[AttentionBackend] | type[CacheReader]
 
     def make(self, page_size: int, device: torch.device) -> AttentionBackend | CacheReader:
         return (
@@ -51,8 +51,8 @@ def choose_backends(
     page_size = cache.page_size or DEFAULT_PAGE_SIZE
     try:
         choices = _choose(model, groups, build, page_size, wanted)
-        preferred = getattr(choices[0].cls, "preferred_page_size", page_size) if choices else page_size
-        if cache.page_size is None and preferred != page_size:
+        preferred = choices[0].cls.preferred_page_size if choices else None
+        if cache.page_size is None and preferred not in (None, page_size):
             page_size = preferred
             choices = _choose(model, groups, build, page_size, wanted)
     except PluginError as error:

@@ -11,7 +11,7 @@ from headrace.execution.captures import Buckets, Records
 from headrace.execution.graphs import DecodeGraph, DecodeState
 from headrace.execution.inputs import InputBuilder, StepShape
 from headrace.execution.step_graphs import StepGraph, takes_graph
-from headrace.models.family import ServedModel
+from headrace.layers.model import ServedModel
 
 
 @dataclass(frozen=True)

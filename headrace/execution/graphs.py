@@ -19,8 +19,8 @@ from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sample import KEEP_BEST
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
-from headrace.models.family import ServedModel
 
 DENSE_BUCKETS = (1, 2, 4)
 """Below 8 requests a padded row costs as much as a real one; from 8 on the step is 8 (later 16, 32) requests: padding

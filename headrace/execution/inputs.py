@@ -151,7 +151,7 @@ class InputBuilder:
                 max_kv_len=longest,
                 query_start=static.query_start, kv_lens=static.kv_lens, page_table=static.page_tables[group],
                 slots=static.slots[group, :size],
-                is_open=True,
+                has_dynamic_lengths=True,
             )
             backend.prepare(inputs)
             groups.append(GroupStep(inputs, backend))

@@ -17,8 +17,9 @@ from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, RequestError
 from headrace.base.registry import load_target
 from headrace.execution.device import is_out_of_memory, resolve_dtype
-from headrace.execution.read_out import attach_read_out
+from headrace.execution.pooling_head import attach_pooling_head
 from headrace.layers.build import Build
+from headrace.layers.model import ServedModel
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
 from headrace.layers.storing import can_store_blocks, count_bytes, count_elements, store_fastest
 from headrace.memory.pools import POOLS
@@ -45,7 +46,7 @@ class LoadedModel:
     source: ModelSource
     family: Family
     spec: Any
-    model: Any
+    model: ServedModel
     dtype: torch.dtype
     groups: list[CacheGroup]
     num_layers: int
@@ -88,7 +89,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         if device.type == "cpu":
             store_fastest(model)
         if pooling is not None:
-            attach_read_out(model, pooling, build)
+            attach_pooling_head(model, pooling, build)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

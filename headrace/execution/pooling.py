@@ -16,8 +16,8 @@ import torch
 from headrace.execution.inputs import StepShape
 from headrace.execution.rows import IS_POOLED, Rows
 from headrace.execution.upload import Upload, to_host
-from headrace.layers.pooling import ReadOut
-from headrace.models.family import ServedModel
+from headrace.layers.model import ServedModel
+from headrace.layers.pooling import PoolingHead
 
 NOT_FINITE = "the model's result is not finite (NaN or infinity)"
 
@@ -65,7 +65,7 @@ class Pooler:
 
     def __init__(self, rows: Rows, model: ServedModel):
         self._rows, self._model = rows, model
-        self._read_out: ReadOut | None = getattr(model, "read_out", None)
+        self._pooling_head: PoolingHead | None = model.pooling_head
         self._states: torch.Tensor | None = None  # [max_rows, D] float32, of texts of which only a part is computed
 
     def pack(self, shape: StepShape, upload: Upload) -> PoolBatch | None:
@@ -123,8 +123,8 @@ class Pooler:
     def _reduce(self, batch: PoolBatch, hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         """[P, D] float32: each span's states and those of its text's earlier spans, made one; kept for unfinished
         texts."""
-        assert self._read_out is not None, "a model that generates has no result of its own for a text"
-        reduction = self._read_out.reduction
+        assert self._pooling_head is not None, "a model that generates has no result of its own for a text"
+        reduction = self._pooling_head.reduction
         states = _reduce_spans(reduction, hidden, sent)
         if len(batch.resumed) and reduction != "last":
             kept = self._kept(states).index_select(0, sent["pool_resumed_rows"])
@@ -138,11 +138,11 @@ class Pooler:
         return states
 
     def _read(self, states: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        assert self._read_out is not None
+        assert self._pooling_head is not None
         states = states.index_select(0, sent["pool_finished"])
-        if self._read_out.reduction == "mean":
+        if self._pooling_head.reduction == "mean":
             states = states / sent["pool_totals"][:, None]
-        return self._read_out(states)
+        return self._pooling_head(states)
 
     def _kept(self, like: torch.Tensor) -> torch.Tensor:
         if self._states is None:

@@ -25,11 +25,11 @@ from headrace.execution.sampling import Drawn, SampleBatch, Sampler
 from headrace.execution.structured.rows import Filling, GrammarRows
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import Upload
-from headrace.kernels.decoder_layers.decode_step import DecodeStep
+from headrace.kernels.decoder_layers.fused_decode import FusedDecode
 from headrace.layers.attention.contract import AttentionBackend, KvPages
+from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
 from headrace.memory.pools import Pool, build_pool
-from headrace.models.family import ServedModel
 
 
 class Runner:
@@ -46,10 +46,8 @@ class Runner:
         self._model, self._device, self._check_finite = model, device, check_finite
         self._num_layers = num_layers
         self.layout, self._backends = layout, backends
-        self._narrows = getattr(model, "narrows", False)
-        self._joins = (
-            hasattr(model, "join_decodes") and all(getattr(backend, "joins_layers", False) for backend in backends)
-        )
+        self._narrows = model.prunes_last_layer
+        self._joins = all(backend.fuses_layers for backend in backends)
         self._captured: CapturedSteps | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
@@ -75,7 +73,7 @@ class Runner:
             graph = self._captured.find_decodes(len(plan.rows)) if self._captured else None
             if graph is not None:
                 return self._replay(plan, upload, graph)
-            joined = self._model.join_decodes() if self._joins else None
+            joined = self._model.fuse_decode() if self._joins else None
             if joined is not None:
                 return self._join(plan, upload, joined)
         return self._compute(plan, upload)
@@ -152,7 +150,7 @@ class Runner:
             PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling
         )
 
-    def _join(self, plan: StepPlan, upload: Upload, step: DecodeStep) -> PendingSample:
+    def _join(self, plan: StepPlan, upload: Upload, step: FusedDecode) -> PendingSample:
         """The same for decodes alone where one call computes all of them, the likeliest tokens too."""
         decodes = self._read_decodes(plan, upload)
         batch = decodes.batch

@@ -11,7 +11,7 @@ import torch
 
 from headrace.execution.captures import Capture, Records
 from headrace.execution.inputs import InputBuilder, StepShape
-from headrace.models.family import ServedModel
+from headrace.layers.model import ServedModel
 
 SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 MOST_FLOPS = 1e13

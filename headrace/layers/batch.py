@@ -32,8 +32,8 @@ class ForwardBatch:
     """T tokens of R requests. ``token_ids`` [T] int64, ``positions`` [T] int64, both on the device. ``groups[g]`` is
     cache group g, as numbered by the layout. ``lengths`` [R] are the requests' tokens in this step, on the host;
     ``text_kinds`` [T] int64 says which text of a pair each token belongs to (None: all to the first). Only models
-    without cache groups read these two. ``wanted`` is for models that say they ``narrow``: these return hidden states
-    [S, D]. In the last layer, ``queries`` are the places of the tokens that still attend."""
+    without cache groups read these two. ``wanted`` is for models with ``prunes_last_layer``: these return hidden
+    states [S, D]. In the last layer, ``queries`` are the places of the tokens that still attend."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor

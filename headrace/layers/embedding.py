@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
-from headrace.layers.storing import plain_weight
+from headrace.layers.storing import StorableLayer, plain_weight
 
 
-class Embedding(nn.Module):
+class Embedding(StorableLayer):
     """``token_ids [T] -> [T, D]``, multiplied by ``scale`` rounded to the model's dtype (as checkpoints were
     trained)."""
 
-    looks_up_rows = is_vocabulary = is_storable = True
+    looks_up_rows = is_vocabulary = True
 
     def __init__(self, build: Build, vocab_size: int, width: int, scale: float = 1.0):
         super().__init__()
         self.weight = build.parameter(vocab_size, width)
-        self.stored: StoredWeight | None = None
         self.dtype = build.dtype
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 

@@ -6,18 +6,17 @@ import torch
 from torch import nn
 
 from headrace.kernels.linear import LINEAR_FLOAT
-from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
-from headrace.layers.storing import plain_weight
+from headrace.layers.storing import StorableLayer, plain_weight
 
 
-class Head(nn.Module):
+class Head(StorableLayer):
     """``hidden [S, D] -> logits [S, V]`` float32: divided by ``divisor``, then ``softcap * tanh(logits / softcap)``.
 
     ``weight`` [V, D] is the embedding's own parameter when the two are tied, else None to make one.
     """
 
-    looks_up_rows, is_vocabulary, is_storable = False, True, True
+    is_vocabulary = True
 
     def __init__(
         self, build: Build, vocab_size: int, width: int, *, weight: nn.Parameter | None = None, divisor: float = 1.0,
@@ -25,7 +24,6 @@ class Head(nn.Module):
     ):
         super().__init__()
         self.weight = build.parameter(vocab_size, width) if weight is None else weight
-        self.stored: StoredWeight | None = None
         self.divisor, self.softcap = divisor, softcap
         self._linear = LINEAR_FLOAT.choose(build.query(in_width=width, out_width=vocab_size))
 

@@ -12,10 +12,9 @@ from torch import nn
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS
 from headrace.kernels.norm_linear import NORM_LINEAR, Norm, fits
 from headrace.kernels.operation import KernelQuery, Operation
-from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
-from headrace.layers.storing import plain_weight
+from headrace.layers.storing import StorableLayer, plain_weight
 
 
 def choose_joined(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
@@ -25,18 +24,15 @@ def choose_joined(operation: Operation, query: KernelQuery) -> Callable[..., Any
     return None if chosen is operation.load("reference") else chosen
 
 
-class Linear(nn.Module):
+class Linear(StorableLayer):
     """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their widths in order; O is their sum. A layer
     whose weight is read by others, or must stay as precise as it is, ``is_storable=False``, keeps it plain."""
-
-    looks_up_rows = is_vocabulary = False
 
     def __init__(
         self, build: Build, in_width: int, parts: dict[str, int] | int, *, bias: bool = False, is_storable: bool = True
     ):
         super().__init__()
         self.is_storable = is_storable
-        self.stored: StoredWeight | None = None
         widths = {"": parts} if isinstance(parts, int) else parts
         ends = list(accumulate(widths.values()))
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}

@@ -37,7 +37,7 @@ class EmbeddingHead(nn.Module):
         return F.normalize(states, dim=-1) if self._normalise else states
 
 
-class ReadOut(nn.Module):
+class PoolingHead(nn.Module):
     """What a model that reads does with its hidden states: ``reduction`` of a text's states to one, in float32, then
     ``head``, ``[S, D]`` of type ``takes`` to ``[S, W]`` float32."""
 

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -28,13 +28,43 @@ logger = logging.getLogger(__name__)
 CPU_TYPES = (torch.float32, torch.bfloat16)
 
 
+class StorableLayer(nn.Module):
+    """A layer whose parameter ``weight`` [O, I] may be replaced by a `StoredWeight`. ``is_storable``: False for a weight
+    that is read by others or must stay as precise as it is. ``looks_up_rows``: an embedding. ``is_vocabulary``: an
+    embedding or a head."""
+
+    is_storable: bool = True
+    looks_up_rows: ClassVar[bool] = False
+    is_vocabulary: ClassVar[bool] = False
+    weight: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: StoredWeight | None = None
+
+
+class StorableModel(nn.Module):
+    """A model whose weights may be repacked while it serves."""
+
+    def notice_stored(self) -> None:
+        """Weights were repacked since the latest step. May be called from another thread."""
+
+
+class EncodedWeight(nn.Module):
+    """A layer that keeps integer codes instead of parameters."""
+
+    def randomise(self, std: float, generator: torch.Generator) -> None:
+        """Overwrite the codes so that the weights are random numbers of about this standard deviation."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class StorableWeight:
     """A weight and the layers that share it. ``has_rows``: one of them is an embedding; ``is_vocabulary``: an embedding
     or a head. It does not keep the weight alive once that is stored."""
 
     name: str
-    layers: tuple[Any, ...]
+    layers: tuple[StorableLayer, ...]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -68,9 +98,9 @@ def plain_weight(layer: nn.Module) -> nn.Parameter | None:
 
 def find_storable(model: nn.Module) -> list[StorableWeight]:
     """Every weight of a model that is still plain and may be stored in another form, in the model's order."""
-    sharing: dict[int, list[tuple[str, Any]]] = {}
+    sharing: dict[int, list[tuple[str, StorableLayer]]] = {}
     for name, layer in model.named_modules():
-        if getattr(layer, "is_storable", False) and layer.stored is None:
+        if isinstance(layer, StorableLayer) and layer.is_storable and layer.stored is None:
             sharing.setdefault(id(layer.weight), []).append((name, layer))
     return [StorableWeight(layers[0][0], tuple(layer for _, layer in layers)) for layers in sharing.values()]
 
@@ -88,7 +118,7 @@ def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = 
 def store_fastest(model: nn.Module) -> None:
     """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Where
     the native library is still being compiled, plain weights serve until it is there, and are then stored one by one
-    between products; a model that has ``notice_stored`` is told when all are."""
+    between products; `StorableModel.notice_stored` is called when all are."""
     native.NATIVE.find()
     if native.state().status == "compiling":
         threading.Thread(target=_store_later, args=(weakref.ref(model),), name="weight-storing", daemon=True).start()
@@ -102,9 +132,8 @@ def _store_later(model: weakref.ref[nn.Module]) -> None:
     served = model()
     if served is not None:
         _store_plain(served, FormChoice(budget_s=0.0))  # requests run: nothing measured now would be true
-        notice = getattr(served, "notice_stored", None)
-        if notice is not None:
-            notice()
+        if isinstance(served, StorableModel):
+            served.notice_stored()
         logger.info("weights laid out as the kernels want them, %.1f s after the start", time.monotonic() - began)
 
 
@@ -131,11 +160,8 @@ def _choose_form(weight: StorableWeight, choice: FormChoice) -> str | None:
 
 def find_stored(model: nn.Module) -> list[StoredWeight]:
     """Every stored weight, tied ones once."""
-    return list(
-        {
-            id(stored): stored for layer in model.modules() if (stored := getattr(layer, "stored", None)) is not None
-        }.values()
-    )
+    stored = (layer.stored for layer in model.modules() if isinstance(layer, StorableLayer))
+    return list({id(weight): weight for weight in stored if weight is not None}.values())
 
 
 def count_elements(model: nn.Module) -> int:

@@ -6,7 +6,8 @@ import torch
 
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.execution.runner import Runner
-from headrace.layers.attention.contract import AttentionInputs
+from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
+from headrace.layers.model import ServedModel
 
 VOCAB_SIZE = 97
 FULL = CacheSpec("full", 1, 2, 2, "float32")
@@ -22,17 +23,21 @@ def toy_logits(tokens: list[int], window: int) -> torch.Tensor:
     return 3.0 * torch.sin(state * torch.arange(1, VOCAB_SIZE + 1, dtype=torch.float64) * 0.01).float()
 
 
-class KeepInputs:
+class KeepInputs(AttentionBackend):
     """Stands for an attention backend; the toy model reads the inputs itself."""
 
     def prepare(self, inputs: AttentionInputs) -> None:
         self.inputs = inputs
 
+    def attend(self, q, pages, params):
+        raise NotImplementedError
 
-class ToyModel:
+
+class ToyModel(ServedModel):
     """Layer 0 keeps all tokens, layer 1 a window. Keys hold the token, values its position."""
 
     def __init__(self, window: int = WINDOW.window):
+        super().__init__()
         self.window = window
         self.poison: int | None = None
 

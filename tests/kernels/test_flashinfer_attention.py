@@ -105,7 +105,7 @@ def test_open_steps_and_decodes_are_not_planned(library):
     problem = make_problem(Case(((20, 75),), **SHAPE), "cpu", torch.float16)
     backend = make_backend(problem)
     for inputs, is_planned in (
-        (problem.inputs, True), (replace(problem.inputs, is_open=True), False),
+        (problem.inputs, True), (replace(problem.inputs, has_dynamic_lengths=True), False),
         (replace(problem.inputs, num_decodes=1), False)
     ):
         backend.prepare(inputs)

@@ -80,7 +80,7 @@ def test_experts_in_four_bits_are_their_matrices_dequantised(
     kept, plain = PackedExpertWeights(7, spec, 32, build), ExpertWeights(7, spec, 32, build)
     for name in ("gate_up", "down"):
         stacked = getattr(kept, name)
-        stacked.draw(0.3, draw)
+        stacked.randomise(0.3, draw)
         stacked.scales.sub_(torch.randint(0, 3, stacked.scales.shape, generator=draw, dtype=torch.uint8))
         getattr(plain, name).weight.copy_(dequantise_mxfp4(stacked.codes, stacked.scales, torch.float32))
     assert 0.1 < float(plain.down.weight.std()) < 0.5

@@ -32,7 +32,7 @@ def decode(harness: Harness) -> torch.Tensor:
     logits = harness.step((first, prompt(0, 5)), (second, prompt(1, 9)))
     logits += harness.step((first, [3]), (second, [4]))
     return torch.cat(
-        logits + harness.step((first, [5]), (second, prompt(2, 6)), wanted=[0] if harness.model.narrows else None)
+        logits + harness.step((first, [5]), (second, prompt(2, 6)), wanted=[0] if harness.model.prunes_last_layer else None)
     )
 
 

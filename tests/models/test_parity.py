@@ -266,7 +266,7 @@ def test_last_layer_computes_no_more_than_what_is_wanted(pair):
     """Last tokens of some spans of a mixed step, and of none; what a later step reads is complete all the same."""
     model, build = pair
     harness = build(4)
-    if not harness.model.narrows:
+    if not harness.model.prunes_last_layer:
         pytest.skip("this kind of attention computes every token")
     prompts = [prompt(seed, length) for seed, length in ((7, 11), (8, 6), (9, 13))]
     whole = [oracle_logits(model, tokens) for tokens in prompts]

@@ -151,10 +151,10 @@ def test_masks_of_a_failed_step_are_not_taken_for_those_of_a_state(
 
             return step
 
-        join = model.join_decodes  # decodes in one call, once there are kernels for it
+        fuse = model.fuse_decode  # decodes in one call, once there are kernels for it
         monkeypatch.setattr(model, "forward", fail_once(model.forward))
         monkeypatch.setattr(
-            model, "join_decodes", lambda: (step := join()) and SimpleNamespace(run=fail_once(step.run))
+            model, "fuse_decode", lambda: (step := fuse()) and SimpleNamespace(run=fail_once(step.run))
         )
         broken = llm.generate(["x", "y"], params, errors="return")
         assert {choice.error.kind for output in broken for choice in output.outputs if choice.error} == {"step_failed"}

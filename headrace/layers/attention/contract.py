@@ -6,12 +6,12 @@ writing K and V into the pages is not its job (the ``rope_write`` operation does
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
-from headrace.base.cache import CacheSpec
 from headrace.base.registry import Registry
 
 
@@ -55,9 +55,9 @@ class AttentionInputs:
     token's K and V are written). ``query_lens_cpu`` and ``kv_lens_cpu`` are the same facts on the host; under a
     captured graph they are the capture's and only ``max_kv_len`` bounds the real lengths.
 
-    ``is_open``: the step is captured with room for T tokens and R requests, and what fills it is known on the device
-    alone. A request of one token is a decode wherever it stands, one of none is padding; ``num_decodes`` and the host's
-    lists say nothing. Only backends that say ``takes_open_steps`` are given such.
+    ``has_dynamic_lengths``: the step is captured with room for T tokens and R requests, and the real lengths are known
+    on the device alone. A request of one token is a decode wherever it stands, one of none is padding; ``num_decodes``
+    and the host's lists say nothing. Only backends with ``supports_dynamic_lengths`` are given such steps.
 
     ``last_run``: the first page of the last request, if the host knows that its others follow.
     """
@@ -72,7 +72,7 @@ class AttentionInputs:
     kv_lens: torch.Tensor
     page_table: torch.Tensor
     slots: torch.Tensor
-    is_open: bool = False
+    has_dynamic_lengths: bool = False
     last_run: int | None = None
 
     @property
@@ -92,33 +92,33 @@ class AttentionParams:
     sinks: torch.Tensor | None = None
 
 
-class AttentionBackend(Protocol):
-    """Causal paged attention for mixed batches of prefill chunks and decodes.
+class CacheReader(ABC):
+    """What reads one cache group: an `AttentionBackend`, or a class of a family's own for a kind of cache that its
+    layers read themselves, which works out once a step what the layers of the group share.
 
-    ``prepare`` is called once a step, outside any graph, with host work allowed but no device synchronisation.
-    ``attend`` takes ``q`` [T, H, E] and returns [T, H, E_value] in q's dtype; query i of a request with kv length L and
-    query length Q sits at position L - Q + i and sees positions up to its own (bottom-right causal mask).
-    A backend that reads host facts or waits in either says ``is_capturable = False``: no graph is captured over it.
+    A class says what it can do by its attributes. ``preferred_page_size`` (None: any) is taken unless the user sets
+    another; a size that it cannot serve raises `ConfigError`. ``is_capturable``: False if it reads host lengths or
+    waits for the device, so that no graph may be captured over it. ``supports_dynamic_lengths``: takes
+    `AttentionInputs` with ``has_dynamic_lengths``. ``fuses_layers``: a kernel for whole layers may replace it.
     """
 
-    def __init__(self, geometry: AttentionGeometry, device: torch.device): ...
+    preferred_page_size: ClassVar[int | None] = None
+    is_capturable: ClassVar[bool] = True
+    supports_dynamic_lengths: ClassVar[bool] = False
+    fuses_layers: ClassVar[bool] = False
 
-    def prepare(self, inputs: AttentionInputs) -> None: ...
+    @abstractmethod
+    def prepare(self, inputs: AttentionInputs) -> None:
+        """Called once a step, outside any graph; may do host work but must not synchronise with the device."""
 
-    def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor: ...
 
+class AttentionBackend(CacheReader):
+    """Causal paged attention for mixed batches of prefill chunks and decodes; built as ``Class(geometry, device)``."""
 
-class CacheReader(Protocol):
-    """Stands where a backend does for a kind of cache that layers read on their own: works out once a step, for all
-    layers of a group, what they share. Its layers know it by its class. ``preferred_page_size`` is taken unless the
-    user wants another; a size it cannot have raises `ConfigError`."""
-
-    preferred_page_size: int
-    is_capturable: bool
-
-    def __init__(self, spec: CacheSpec, page_size: int, device: torch.device): ...
-
-    def prepare(self, inputs: AttentionInputs) -> None: ...
+    @abstractmethod
+    def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
+        """``q`` [T, H, E] to [T, H, E_value] in q's dtype. Query i of a request with kv length L and query length Q is
+        at position L - Q + i and sees positions up to its own (bottom-right causal mask)."""
 
 
 ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")

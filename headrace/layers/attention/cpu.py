@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 
 from headrace.kernels.attention.cpu import paged_attention
-from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.contract import (
+    AttentionBackend,
+    AttentionGeometry,
+    AttentionInputs,
+    AttentionParams,
+    KvPages,
+)
 from headrace.layers.attention.reference import ReferenceAttention
 
 
-class CpuAttention:
-    """See `AttentionBackend`. Kernels that become ready between `prepare` and `attend` are used at once.
-    ``joins_layers``: a kernel for whole layers may take its place."""
+class CpuAttention(AttentionBackend):
+    """See `AttentionBackend`. Kernels that become ready between `prepare` and `attend` are used at once."""
 
     is_capturable = False
-    joins_layers = True
+    fuses_layers = True
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         self._reference = ReferenceAttention(geometry, device)

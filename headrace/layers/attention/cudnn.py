@@ -14,7 +14,13 @@ import torch
 from headrace.base.cache import NULL_PAGE
 from headrace.kernels.attention import cudnn as sdpa
 from headrace.kernels.launch import ceil_div, next_power_of_2
-from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.contract import (
+    AttentionBackend,
+    AttentionGeometry,
+    AttentionInputs,
+    AttentionParams,
+    KvPages,
+)
 from headrace.layers.attention.triton import DependentLaunchTritonAttention
 
 LEAST_KEYS = 1024
@@ -54,11 +60,11 @@ class _Exact:
     pages: torch.Tensor | slice
 
 
-class CudnnAttention:
+class CudnnAttention(AttentionBackend):
     """See `AttentionBackend`."""
 
     preferred_page_size = 64
-    takes_open_steps = True
+    supports_dynamic_lengths = True
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         self._geometry, self._device = geometry, device
@@ -82,7 +88,7 @@ class CudnnAttention:
     def prepare(self, inputs: AttentionInputs) -> None:
         """Pad the chunks' lengths and tables to the bounds of a graph that may be there already."""
         is_long = (
-            not inputs.is_open and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
+            not inputs.has_dynamic_lengths and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
             and not self._geometry.window
         )
         self._inputs, self._chunks = inputs, self._pad_chunks(inputs) if is_long else None

@@ -16,7 +16,13 @@ import torch
 
 from headrace.base.errors import ConfigError
 from headrace.kernels.launch import ceil_div
-from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.contract import (
+    AttentionBackend,
+    AttentionGeometry,
+    AttentionInputs,
+    AttentionParams,
+    KvPages,
+)
 from headrace.layers.attention.triton import DependentLaunchTritonAttention, TritonAttention
 
 logger = logging.getLogger(__name__)
@@ -50,11 +56,11 @@ class Planners:
         return planner
 
 
-class FlashinferAttention:
+class FlashinferAttention(AttentionBackend):
     """See `AttentionBackend`. Raises `ConfigError` when flashinfer's kernels for this geometry cannot be built."""
 
     preferred_page_size = 64
-    takes_open_steps = True
+    supports_dynamic_lengths = True
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         is_hopper = geometry.capability[:1] == HOPPER[:1]
@@ -69,7 +75,7 @@ class FlashinferAttention:
     def prepare(self, inputs: AttentionInputs) -> None:
         """Plan a step that has a longer chunk; its lengths are sent from pinned memory, its pages are there already."""
         has_chunks = (
-            not inputs.is_open and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
+            not inputs.has_dynamic_lengths and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
         )
         is_planned = has_chunks and self._planners is not None
         self._inputs, self._planned = inputs, self._plan(inputs) if is_planned else None

@@ -22,10 +22,11 @@ from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
 
 class AttentionLayer(Branch):
     """What all kinds of attention layers have: heads, the constants their backend is told, and pages once bound.
-    ``values_in_keys``: value pages are views into the key pages. ``narrows``: obeys ``ForwardBatch.queries``."""
+    ``values_in_keys``: value pages are views into the key pages. ``prunes_queries``:
+    obeys ``ForwardBatch.queries``."""
 
     values_in_keys: ClassVar[bool] = False
-    narrows: ClassVar[bool] = False
+    prunes_queries: ClassVar[bool] = False
 
     def __init__(self, num_heads: int, params: AttentionParams):
         super().__init__()
@@ -42,7 +43,7 @@ class Attention(AttentionLayer):
     """``x [T, D] -> [T, D]``, or [S, D] for the queries of the batch; reads and writes this layer's pages, which
     ``bind`` gives it before the first step."""
 
-    narrows = True
+    prunes_queries = True
 
     def __init__(
         self, spec: AttentionSpec, layer: LayerSpec, *, width: int, norm: NormSpec, rotary: RotaryTable | None,

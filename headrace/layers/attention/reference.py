@@ -14,7 +14,13 @@ import torch.nn.functional as F
 
 from headrace.kernels.attention.reference import attend_densely
 from headrace.kernels.codes import read_codes
-from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.contract import (
+    AttentionBackend,
+    AttentionGeometry,
+    AttentionInputs,
+    AttentionParams,
+    KvPages,
+)
 
 TILE_QUERIES = 256
 
@@ -51,7 +57,7 @@ class _Span:
     tiles: list[_Tile]
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     """See `AttentionBackend`."""
 
     is_capturable = False

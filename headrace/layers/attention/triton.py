@@ -15,14 +15,20 @@ from headrace.kernels.attention.triton import (
     plan_prefill,
     prefill,
 )
-from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.contract import (
+    AttentionBackend,
+    AttentionGeometry,
+    AttentionInputs,
+    AttentionParams,
+    KvPages,
+)
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """See `AttentionBackend`. ``pdl`` launches with programmatic dependent launch."""
 
     preferred_page_size = 64
-    takes_open_steps = True
+    supports_dynamic_lengths = True
     pdl = False
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
@@ -39,7 +45,7 @@ class TritonAttention:
         tile = dict(
             group=self._group, width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype)
         )
-        if inputs.is_open:
+        if inputs.has_dynamic_lengths:
             self._plan = plan_open_prefill(inputs.query_start, inputs.num_tokens, **tile)
         elif inputs.num_decodes < inputs.num_requests:
             self._plan = plan_prefill(inputs.query_start, inputs.query_lens_cpu, first=inputs.num_decodes, **tile)
@@ -58,11 +64,11 @@ class TritonAttention:
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
         """Write the decodes' rows of ``out``; needs no `prepare`."""
-        count = inputs.num_requests if inputs.is_open else inputs.num_decodes
+        count = inputs.num_requests if inputs.has_dynamic_lengths else inputs.num_decodes
         if count:
             step = DecodeStep(
                 inputs.kv_lens, inputs.page_table, count, inputs.max_kv_len,
-                inputs.query_start if inputs.is_open else None
+                inputs.query_start if inputs.has_dynamic_lengths else None
             )
             decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, pdl=self.pdl)
 

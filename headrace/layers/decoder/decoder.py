@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from headrace.kernels.decoder_layers.decode_step import DecodeStep
+from headrace.kernels.decoder_layers.fused_decode import FusedDecode
 from headrace.kernels.decoder_layers.table import LayerTable
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
@@ -23,6 +23,7 @@ from headrace.layers.decoder.names import SCORE_NAMES, SPLIT_NAMES, add_prefix
 from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.model import ServedModel
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec, RopeSpec
@@ -31,7 +32,7 @@ HARMLESS = ("rotary_emb.inv_freq",)
 """Name endings of tensors that old checkpoints carry and nobody needs."""
 
 
-class Decoder(nn.Module):
+class Decoder(ServedModel):
     """Parameters are created empty; then ``load_weights``, then ``bind_cache``, then ``forward`` any number of times.
 
     ``names`` is the table of checkpoint names (`headrace.layers.loading`); a family's class replaces it.
@@ -50,7 +51,7 @@ class Decoder(nn.Module):
         self.embedding = Embedding(build, vocabulary.size, spec.hidden_size, vocabulary.embedding_scale)
         self.layers = nn.ModuleList(DecoderBlock(spec, layer, tables.get(layer.rope), build) for layer in spec.layers)
         self.norm = RmsNorm(build, spec.hidden_size, spec.norm.eps, spec.norm.offset)
-        self.head = self.scores = None
+        self.head: Head | None = None
         if spec.num_classes is None:
             self.head = Head(
                 build, vocabulary.size, spec.hidden_size, weight=self.embedding.weight if vocabulary.tied else None,
@@ -59,7 +60,7 @@ class Decoder(nn.Module):
         elif spec.num_classes > 0:
             self.scores = Head(build, spec.num_classes, spec.hidden_size)
         self._table: LayerTable | None = None
-        self._decodes: DecodeStep | None = None
+        self._decodes: FusedDecode | None = None
         self._is_table_due = True
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -90,7 +91,7 @@ class Decoder(nn.Module):
         self._table, self._decodes, self._is_table_due = None, None, True  # it keeps the pages alive
 
     def notice_stored(self) -> None:
-        """Weights are in another form than at the latest step; another thread may tell so."""
+        """See `StorableModel`."""
         self._is_table_due = True
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -104,9 +105,8 @@ class Decoder(nn.Module):
         table = self._find_table()
         return None if table is None else run_layers(table, x, batch)
 
-    def join_decodes(self) -> DecodeStep | None:
-        """What computes a step of decodes alone in one call, as of now; None where there is nothing that can. Attention
-        backends have to agree."""
+    def fuse_decode(self) -> FusedDecode | None:
+        """See `ServedModel`. Every attention backend must say ``fuses_layers`` for the step to be run by it."""
         self._find_table()
         return self._decodes
 
@@ -125,9 +125,9 @@ class Decoder(nn.Module):
         return last(x, residual, batch.for_last_layer(last.attention.group))
 
     @property
-    def narrows(self) -> bool:
-        """Whether the last layer computes no more than the tokens wanted of it."""
-        return self.layers[-1].attention.narrows
+    def prunes_last_layer(self) -> bool:
+        """See `ServedModel`."""
+        return self.layers[-1].attention.prunes_queries
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] float32."""

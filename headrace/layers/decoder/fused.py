@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headrace.kernels.decoder_layers import MOST_TOKENS
-from headrace.kernels.decoder_layers.decode_step import DecodeStep
+from headrace.kernels.decoder_layers.fused_decode import FusedDecode
 from headrace.kernels.decoder_layers.parts import (
     EndParts,
     Heads,
@@ -64,7 +64,7 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple
     first = batch.groups[0].inputs if batch.groups else None
     if first is None or not 0 < first.num_tokens <= MOST_TOKENS:
         return None
-    if not all(getattr(group.backend, "joins_layers", False) for group in batch.groups):
+    if not all(group.backend.fuses_layers for group in batch.groups):
         return None
     groups = [(group.inputs.slots, group.inputs.page_table) for group in batch.groups]
     wanted = ()
@@ -74,13 +74,13 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple
     return table.run(x, batch.positions, groups, (first.query_start, first.kv_lens), wanted)
 
 
-def fuse_step(table: LayerTable, model: Any) -> DecodeStep | None:
+def fuse_step(table: LayerTable, model: Any) -> FusedDecode | None:
     """Whole steps of decodes alone of a decoder whose layers are these; None where its embedding, norm or head are of
     another kind, or while there are no kernels."""
     if NATIVE.find() is None:
         return None
     try:
-        return DecodeStep(table, _describe_ends(model))
+        return FusedDecode(table, _describe_ends(model))
     except NotFusable as reason:
         logger.debug("embedding and head are called apart from the layers: %s", reason)
         return None

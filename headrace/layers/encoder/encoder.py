@@ -21,6 +21,7 @@ from headrace.layers.encoder.spans import TextSpans
 from headrace.layers.encoder.spec import EncoderSpec
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.model import ServedModel
 from headrace.layers.norm import LayerNorm
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -81,7 +82,7 @@ class ClassScores(nn.Module):
         return self.output(torch.tanh(self.dense(hidden))).float()
 
 
-class Encoder(nn.Module):
+class Encoder(ServedModel):
     """Parameters are created empty; then ``load_weights``, then ``forward`` any number of times.
 
     ``names`` is the table of checkpoint names (`headrace.layers.loading`), ``score_names`` that of the classifier;

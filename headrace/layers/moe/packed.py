@@ -17,6 +17,7 @@ from headrace.layers.build import Build
 from headrace.layers.mlp import choose_activation
 from headrace.layers.moe.contract import GroupedTokens
 from headrace.layers.spec import MlpSpec
+from headrace.layers.storing import EncodedWeight
 
 CHUNK_ELEMENTS = 2**28
 """Of dequantised weights that are held at a time."""
@@ -29,7 +30,7 @@ CODE_RMS = 2.926
 """Of the 16 values of a code, all equally likely."""
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(EncodedWeight):
     """``codes`` [X, O, I / 2] and ``scales`` [X, O, I / 32], uint8; zero until a checkpoint fills them. ``parts`` names
     the stacked outputs and their widths in order."""
 
@@ -56,8 +57,8 @@ class PackedLinear(nn.Module):
         """How many matrices may be dequantised at a time."""
         return max(1, CHUNK_ELEMENTS // (2 * self.codes[0].numel()))
 
-    def draw(self, std: float, generator: torch.Generator) -> None:
-        """Random weights in place, about ``std`` wide."""
+    def randomise(self, std: float, generator: torch.Generator) -> None:
+        """See `EncodedWeight`."""
         self.codes.view(torch.int64).random_(-(2**63), None, generator=generator)
         self.scales.fill_(127 + round(math.log2(std / CODE_RMS)))
 
@@ -68,9 +69,6 @@ class PackedLinear(nn.Module):
 
 class PackedExpertWeights(nn.Module):
     """``gate_up`` with the gate's rows first, and ``down``; as `ExpertWeights`, without biases."""
-
-    most_captured_tokens = 0
-    """Steps with prefill are not captured over it: it waits for the row counts, see `PackedExperts`."""
 
     def __init__(self, num_experts: int, spec: MlpSpec, width: int, build: Build):
         super().__init__()

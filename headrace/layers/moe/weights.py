@@ -10,20 +10,21 @@ from torch import nn
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.layers.build import Build
 from headrace.layers.spec import MlpSpec
+from headrace.layers.storing import StorableLayer
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(StorableLayer):
     """``weight`` [X, O, I] and, if wanted, ``bias`` [X, O]; only storage, kernels do the rest. ``parts`` names the
     stacked outputs and their widths in order. The weight may be ``stored``, as one matrix [X * O, I], where the experts
     that read it say so."""
 
-    looks_up_rows = is_vocabulary = is_storable = False
+    is_storable = False
+    stored: PanelWeight | None
 
     def __init__(self, build: Build, num_stacked: int, in_width: int, parts: dict[str, int], *, bias: bool):
         super().__init__()
         ends = list(accumulate(parts.values()))
         self.num_stacked = num_stacked
-        self.stored: PanelWeight | None = None
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(parts.items(), ends, strict=True)}
         self.weight = build.parameter(num_stacked, ends[-1], in_width)
         self.bias = build.parameter(num_stacked, ends[-1]) if bias else None

@@ -15,6 +15,7 @@ from headrace.layers.build import Build
 from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.model import ServedModel
 from headrace.layers.moe.checkpoint import GATE_FIRST, unstack_experts
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
@@ -47,7 +48,7 @@ class V4Block(nn.Module):
         return write_back(streams, self.mlp(self.mlp_norm(x), batch.token_ids), post, mix)
 
 
-class DeepseekV4Model(nn.Module):
+class DeepseekV4Model(ServedModel):
     """See `ServedModel`. Its pages are by place, not by layer: see `spec.places`."""
 
     is_capturable = False

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headrace.base.cache import CacheSpec
-from headrace.layers.attention.contract import AttentionInputs
+from headrace.layers.attention.contract import AttentionInputs, CacheReader
 from headrace.models.deepseek_v4.layout import BLOCK, PAGE_SIZE, ring_rows, slots_per_page
 
 
@@ -43,7 +43,7 @@ class Spans:
         return requests, np.arange(len(requests)) + (firsts - (counts.cumsum() - counts))[requests]
 
 
-class _Reader:
+class _Reader(CacheReader):
     """What the readers have in common."""
 
     preferred_page_size = PAGE_SIZE

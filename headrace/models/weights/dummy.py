@@ -7,6 +7,8 @@ import importlib
 import torch
 from torch import nn
 
+from headrace.layers.storing import EncodedWeight
+
 DEFAULT_STD = 0.02
 
 
@@ -15,7 +17,7 @@ def draw_dummy_weights(model: nn.Module, seed: int, *, std: float = DEFAULT_STD)
 
     ``std`` is the config's ``initializer_range``. One generator per device walks the parameters in the model's order,
     so the values depend on the seed, the device type, the model and its dtype alone. Integer parameters are set to
-    zero. Modules that keep weights in a form of their own draw them themselves: ``draw(std, generator)``.
+    zero. Modules that keep weights in a form of their own do it themselves: `EncodedWeight.randomise`.
     """
     # generators need it; an engine's quick import of torch leaves it out
     importlib.import_module("torch._prims.rng_prims")
@@ -30,8 +32,8 @@ def draw_dummy_weights(model: nn.Module, seed: int, *, std: float = DEFAULT_STD)
         for name, parameter in model.named_parameters():
             _draw(parameter.data, 1.0 if _is_norm(name, parameter) else 0.0, std, on(parameter.device))
         for module in model.modules():
-            if hasattr(module, "draw"):
-                module.draw(std, on(next(module.buffers()).device))
+            if isinstance(module, EncodedWeight):
+                module.randomise(std, on(next(module.buffers()).device))
 
 
 def _is_norm(name: str, parameter: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`DecodeStep`: a step of decodes alone in one call, from the tokens drawn last to the likeliest ones now.
+"""`FusedDecode`: a step of decodes alone in one call, from the tokens drawn last to the likeliest ones now.
 
 The order of what is told to the C++ kernel is that of `Ends` in csrc/cpu/bind_decodes.h.
 """
@@ -12,7 +12,7 @@ from headrace.kernels.decoder_layers.table import TYPES, LayerTable
 from headrace.kernels.native import NATIVE
 
 
-class DecodeStep:
+class FusedDecode:
     """Layers, and what is before and after them; as for these, tensors that move afterwards are read where they
     were."""
 

@@ -12,7 +12,7 @@ from test_layers_together import LENGTHS, build
 from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels import native
-from headrace.kernels.decoder_layers.decode_step import DecodeStep
+from headrace.kernels.decoder_layers.fused_decode import FusedDecode
 from headrace.kernels.mxfp4.reference import quantise_mxfp4
 from headrace.kernels.packed_linear.blocks import WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
@@ -42,8 +42,8 @@ def run(
     harness: Harness, sequences: list[Sequence], tokens: list[int], *, is_greedy: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Logits, drawn, and the rows' last tokens afterwards, of the next step of the sequences."""
-    step = harness.model.join_decodes()
-    assert isinstance(step, DecodeStep)
+    step = harness.model.fuse_decode()
+    assert isinstance(step, FusedDecode)
     rows = torch.tensor(ROWS[: len(sequences)])
     tables = torch.full((len(harness.geometries), 16, len(sequences[0].page_tables[0])), 10**6, dtype=torch.int32)
     for row, sequence in zip(rows, sequences, strict=True):
@@ -172,10 +172,10 @@ def test_what_is_of_another_kind_is_not_joined():
     harness = build("llama")
     harness.model.head.softcap = 3.0
     harness.model.notice_stored()
-    assert harness.model.join_decodes() is None
+    assert harness.model.fuse_decode() is None
     name, overrides = CASES["llama"]
     oracle = make_oracle(name, overrides)
-    assert build_harness(config_json(oracle), oracle.state_dict()).model.join_decodes() is None
+    assert build_harness(config_json(oracle), oracle.state_dict()).model.fuse_decode() is None
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,4 +1,4 @@
-"""`attach_read_out`: gives a loaded model that reads what turns its hidden states into results."""
+"""`attach_pooling_head`: gives a loaded model that reads what turns its hidden states into results."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from headrace.base.errors import ModelError
 from headrace.layers.build import Build
 from headrace.layers.loading import fill_targets, find_targets
-from headrace.layers.pooling import EmbeddingHead, ReadOut
+from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.models.finding import find_safetensors
 from headrace.models.pooling import PoolingPlan
 from headrace.models.weights.safetensors_file import read_safetensors
 
 
 @torch.no_grad()
-def attach_read_out(model: Any, plan: PoolingPlan, build: Build) -> None:
-    """Set ``model.read_out``. Dense layers of an embedding are read from their own folders; raises `WeightError`."""
+def attach_pooling_head(model: Any, plan: PoolingPlan, build: Build) -> None:
+    """Set ``model.pooling_head``. Dense layers of an embedding are in folders of their own; raises `WeightError`."""
     if plan.kind == "classify":
-        model.read_out = ReadOut(plan.reduction, model.scores, takes=build.dtype)
+        model.pooling_head = PoolingHead(plan.reduction, model.scores, takes=build.dtype)
     else:
-        model.read_out = ReadOut(plan.reduction, _embedding_head(plan, build))
+        model.pooling_head = PoolingHead(plan.reduction, _embedding_head(plan, build))
     model.is_capturable = False  # texts are read in steps of their own length
 
 
