@@ -25,8 +25,8 @@ from benchmarks.cuda import model_folder
 from headrace.base.config import ModelConfig, engine_config
 from headrace.execution.device import resolve_device, set_threads
 from headrace.execution.loading import load_model
+from headrace.models.checkpoint import open_weights
 from headrace.models.source import resolve_source
-from headrace.models.weights import open_weights
 
 NUM_FILES = 5
 RANDOM_BYTES = 64 << 20

@@ -25,12 +25,12 @@ from headrace.layers.storing import can_store_blocks, count_bytes, count_element
 from headrace.memory.pools import POOLS
 from headrace.memory.pools.keys_values import CODES
 from headrace.models.catalog import find_family
+from headrace.models.checkpoint import open_weights
 from headrace.models.family import Family
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.reading import Fields, naming
 from headrace.models.source import ModelSource, resolve_source
-from headrace.models.weights import draw_dummy_weights, open_weights
-from headrace.models.weights.dummy import DEFAULT_STD
+from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
 
 Progress = Callable[[str, float], None]
 
@@ -182,8 +182,8 @@ def _keeps_blocks(model: ModelConfig, device: torch.device, dtype: torch.dtype) 
 @torch.no_grad()
 def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, progress: Progress) -> None:
     if config.model.load_format == "dummy":
-        progress("drawing random weights", 0.1)
-        draw_dummy_weights(model, config.model.seed, std=_initializer_range(source.config))
+        progress("filling in random weights", 0.1)
+        fill_dummy_weights(model, config.model.seed, std=_initializer_range(source.config))
         return
     tensors = open_weights(
         source, load_format=config.model.load_format, device=build.device, dtype=build.dtype,

@@ -11,8 +11,8 @@ from live import require_package
 
 from headrace import LLM, SamplingParams
 from headrace.base.config import ModelConfig
+from headrace.models.checkpoint import open_weights
 from headrace.models.source import resolve_source
-from headrace.models.weights import open_weights
 from headrace.service.client.outputs import GenerationOutput
 
 PROMPTS = [

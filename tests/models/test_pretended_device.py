@@ -14,7 +14,7 @@ from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels.moe.reference import grouped_linear
 from headrace.models.deepseek_v4.model import DeepseekV4Model
-from headrace.models.weights import draw_dummy_weights
+from headrace.models.weights.dummy import fill_dummy_weights
 
 MAY_WAIT = {
     "tolist kernels/moe/reference.py grouped_linear", "where layers/attention/reference.py _make_bucket",
@@ -68,7 +68,7 @@ def test_deepseek_v4(kv_dtype: str, expert_dtype: str | None, monkeypatch: pytes
     options: dict[str, Any] = {
         "head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64, "expert_dtype": expert_dtype
     }
-    monkeypatch.setattr(DeepseekV4Model, "load_weights", lambda self, tensors: draw_dummy_weights(self, 0))
+    monkeypatch.setattr(DeepseekV4Model, "load_weights", lambda self, tensors: fill_dummy_weights(self, 0))
     with PretendedDevice() as device:
         harness = deepseek_v4_tiny.build_harness(
             deepseek_v4_tiny.published_config(**options), {}, page_size=256, max_len=512, num_sequences=2,

@@ -30,8 +30,8 @@ def test_products_are_the_same():
 
 def test_random_weights_can_be_drawn():
     code = (
-        "from headrace.models.weights.dummy import draw_dummy_weights; m = torch.nn.Linear(3, 2); "
-        "draw_dummy_weights(m, 1); print(m.weight.sum().item())"
+        "from headrace.models.weights.dummy import fill_dummy_weights; m = torch.nn.Linear(3, 2); "
+        "fill_dummy_weights(m, 1); print(m.weight.sum().item())"
     )
     assert run(QUICK + code) == run("import torch; " + code)
 

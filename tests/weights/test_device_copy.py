@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.models.weights import draw_dummy_weights
+from headrace.models.weights.dummy import fill_dummy_weights
 
 pytestmark = pytest.mark.cuda
 
@@ -64,6 +64,6 @@ def test_dummy_weights_are_drawn_on_the_device_alike_for_a_seed(copy_ahead):
     drawn = []
     for _ in range(2):
         layer = torch.nn.Linear(300, 200, device="cuda", dtype=torch.bfloat16)
-        draw_dummy_weights(layer, 5)
+        fill_dummy_weights(layer, 5)
         drawn.append(layer.weight.detach().clone())
     assert torch.equal(*drawn) and abs(drawn[0].float().std().item() - 0.02) < 0.001

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.models.weights import draw_dummy_weights
+from headrace.models.weights.dummy import fill_dummy_weights
 
 
 class Toy(nn.Module):
@@ -22,7 +22,7 @@ class Toy(nn.Module):
 
 def values(seed, **options):
     model = Toy(options.pop("dtype", torch.float32))
-    draw_dummy_weights(model, seed, **options)
+    fill_dummy_weights(model, seed, **options)
     return {name: parameter.detach().clone().float() for name, parameter in model.named_parameters()}
 
 
@@ -50,6 +50,6 @@ def test_equal_seeds_give_equal_weights_whatever_the_threads():
 
 def test_half_precision_and_the_global_generator_is_left_alone():
     model, state = Toy(torch.bfloat16), torch.get_rng_state()
-    draw_dummy_weights(model, 0)
+    fill_dummy_weights(model, 0)
     assert torch.equal(torch.get_rng_state(), state)
     assert abs(model.embedding.weight.float().std().item() - 0.02) < 0.001

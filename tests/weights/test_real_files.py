@@ -11,8 +11,8 @@ import torch
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from headrace.base.config import ModelConfig
+from headrace.models.checkpoint import open_weights
 from headrace.models.source import resolve_source
-from headrace.models.weights import open_weights
 from headrace.models.weights.gguf_file import GgufTensor, read_gguf_header
 
 pytestmark = pytest.mark.real_weights

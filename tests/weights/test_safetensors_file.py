@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from headrace.base.errors import ConfigError, WeightError
+from headrace.models.checkpoint import open_weights
 from headrace.models.source import ModelSource
-from headrace.models.weights import open_weights
 from headrace.models.weights.gguf_file import read_gguf_header
 from headrace.models.weights.safetensors_file import read_header, read_safetensors
 from headrace.service.tokenization import load_tokenizer

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from headrace.base.config import ModelConfig
 from headrace.base.errors import ConfigError, ModelError, UnknownArchitecture
 from headrace.models import packages
+from headrace.models.checkpoint import open_weights
 from headrace.models.source import ModelSource, merge_config, resolve_source
-from headrace.models.weights import open_weights
 from headrace.service.tokenization import load_tokenizer
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "rope_scaling": {"factor": 2, "type": "linear"}}

@@ -1,5 +1,5 @@
-"""Copies tensors to a CUDA device ahead of their consumer: threads fill pinned buffers from mapped files while earlier
-buffers travel on a stream of their own. A large tensor is the work of several threads."""
+"""Copies tensors to a CUDA device ahead of the consumer: threads fill pinned buffers from mapped files while earlier
+buffers are copied to the device on a side stream. Large tensors are split over several threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AHEAD_BYTES = 512 << 20
 
 @dataclass
 class _Buffer:
-    """Pinned memory, free again when ``sent`` has happened."""
+    """Pinned memory; it may be written again once ``sent`` has completed."""
 
     data: torch.Tensor
     sent: torch.cuda.Event
@@ -25,8 +25,8 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Part:
-    """As much of a tensor as fits a buffer, in bytes. ``whole`` is set on a tensor's last part: its name and its place
-    on the device."""
+    """A piece of a tensor that fits a buffer: uint8 views on host and device. ``whole`` is set on a tensor's last part:
+    its name and the tensor on the device."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -38,7 +38,7 @@ def copy_ahead(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each ``(name, tensor)`` with the tensor on ``device``, in order, ready for the current stream.
 
-    At most ``AHEAD_BYTES`` are on their way before they are asked for.
+    At most ``AHEAD_BYTES`` are copied before they are requested.
     """
     copier = _Copier(device, num_buffers=threads + 2)
     sent = map_ahead(
@@ -55,17 +55,17 @@ def copy_ahead(
             for event in arrivals:
                 stream.wait_event(event)
             arrivals.clear()
-            tensor.record_stream(stream)
+            tensor.record_stream(stream)  # or the allocator reuses its memory before the consumer's kernels ran
             del part
             yield name, tensor
-            del tensor  # so that its memory is free for the next ones once the consumer's work is done
+            del tensor  # frees its device memory for the next ones
     finally:
         sent.close()
         copier.drain()
 
 
 class _Copier:
-    """Pinned buffers shared by the threads, and the stream their copies run on."""
+    """Pinned buffers shared by the threads, and the side stream of their copies."""
 
     def __init__(self, device: torch.device, num_buffers: int):
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -75,11 +75,10 @@ class _Copier:
             self._free.put(_Buffer(data, torch.cuda.Event()))
 
     def split(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[_Part]:
-        """The parts of each tensor, in order; one that is empty has a part too."""
+        """The parts of each tensor, in order; an empty tensor has one empty part."""
         for name, tensor in tensors:
             source = tensor.contiguous().view(-1).view(torch.uint8)
-            # Allocated for the copying stream, which alone writes it; the consumer's stream is recorded when it is
-            # handed on.
+            # allocated on the side stream, which writes it; `copy_ahead` records the consumer's stream
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             flat, end = target.view(-1).view(torch.uint8), source.numel()
@@ -89,12 +88,12 @@ class _Copier:
             del target, flat
 
     def send(self, part: _Part) -> tuple[_Part, torch.cuda.Event]:
-        """Send one part; runs on a worker thread. The event marks its arrival."""
+        """Start the copy of one part (worker thread). The event completes when the part is on the device."""
         buffer = self._free.get()
         try:
             buffer.sent.synchronize()
             pinned = buffer.data[: part.source.numel()]
-            pinned.numpy()[:] = part.source.numpy()  # numpy's copy leaves the interpreter to other threads
+            pinned.numpy()[:] = part.source.numpy()  # numpy releases the GIL while it copies
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 part.target.copy_(pinned, non_blocking=True)
                 buffer.sent.record(self._stream)
@@ -105,6 +104,6 @@ class _Copier:
         return part, arrived
 
     def drain(self) -> None:
-        """Wait for the copies under way, only then may pinned memory be freed; return this stream's memory to all."""
+        """Wait for running copies, before pinned memory is freed; release the side stream's cached device memory."""
         self._stream.synchronize()
         torch.cuda.empty_cache()

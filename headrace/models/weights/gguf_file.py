@@ -1,8 +1,7 @@
-"""Reads the header of a GGUF file: metadata and where each tensor lies. Torch-free, and fast on large vocabularies.
+"""Reads the header of a GGUF file: metadata, and the offset of each tensor. Fast on large vocabularies.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and offset is checked against the file
-size before use. Refuses big-endian files and GGUF version 1; dequantising is done elsewhere. Without numpy, which the
-HTTP process needs for nothing else.
+size before use. Refuses big-endian files and GGUF version 1. The HTTP process imports it: no torch, no numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import WeightError
-from headrace.models.weights.pointers import require_content
+from headrace.models.weights.files import require_content
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -34,13 +33,13 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _BOOL = "?"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: _BOOL, 10: "Q", 11: "q", 12: "d"}
-"""Value types by `struct`'s letters, which are `array`'s, too, but for truth values."""
+"""Value type to the format letter of `struct`, which is also that of `array` (except bool)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. ``shape`` is row-major (the file's dimensions reversed), ``type_id`` a ggml type number,
-    ``offset`` bytes from the start of ``path``."""
+    """One tensor's header entry. ``shape`` is row-major (the file's dimensions reversed), ``type_id`` a ggml type
+    number, ``offset`` in bytes from the start of ``path``."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +60,7 @@ class GgufHeader:
 
 
 def read_gguf_metadata(path: Path | str) -> dict[str, Any]:
-    """The key-value pairs of a GGUF file; raises `WeightError` when it is not a sound GGUF file."""
+    """The key-value pairs of a GGUF file; raises `WeightError` when it is not a valid one."""
     return read_gguf_header(path).metadata
 
 
@@ -81,7 +80,7 @@ def read_gguf_header(path: Path | str) -> GgufHeader:
 
 
 def read_floats(tensor: GgufTensor) -> list[float]:
-    """The values of a small unquantised tensor, in the order they lie; raises `WeightError` for any other type."""
+    """The values of a small float32 or float16 tensor, in file order; raises `WeightError` for any other type."""
     letter = {0: "f", 1: "e"}.get(tensor.type_id)
     count = math.prod(tensor.shape)
     if letter is None or count > MAX_CONSTANT_SIZE:
@@ -202,7 +201,7 @@ class _Reader:
         return [bool(value) for value in values] if letter == _BOOL else values
 
     def _read_strings(self, key: str, count: int) -> list[str]:
-        # The hot loop: vocabularies hold 10^5 strings. One bounds check per string, on local names.
+        # the hot loop: vocabularies have 10^5 strings; one bounds check per string, on local names
         data, at, size, unpack = self._data, self._at, self._size, _U64.unpack_from
         raw: list[bytes] = []
         append = raw.append
@@ -235,7 +234,7 @@ class _Reader:
         return -(-self._at // alignment) * alignment
 
     def _check_tensors(self, tensors: tuple[GgufTensor, ...]) -> None:
-        """Only that each tensor starts inside the file: its length is known to whoever knows the ggml types."""
+        """Only that each tensor starts inside the file: its length takes the ggml types, see `gguf_tensors`."""
         seen: set[str] = set()
         for tensor in tensors:
             if tensor.name in seen:

@@ -1,7 +1,7 @@
-"""How a GGUF file's tensors become a checkpoint's: names, row order, offsets. Torch-free.
+"""Maps GGUF tensors to Hugging Face checkpoint tensors: names, row order, offsets. Torch-free.
 
-`GgufNaming` holds what differs between families; a family names a function that returns one in ``gguf_weights``.
-Names follow gguf's tensor table; what the converter does to values is said at each field.
+`GgufNaming` holds what differs between families; `Family.gguf_weights` names a function that returns one. GGUF names
+follow gguf's tensor table; what the converter does to values is undone, see each field.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class GgufNaming:
     """What is special to a family's GGUF files.
 
     ``parts`` replaces entries of `BLOCK_PARTS`. ``is_rotary_interleaved``: the converter reordered the rows of each q
-    and k head from two halves to pairs (``permute`` in its llama class); they are put back. ``norm_offset``: the
-    converter added this to every norm weight; it is taken off."""
+    and k head from halves to pairs (``permute`` in its llama class); the order is restored. ``norm_offset``: the
+    converter added this to every norm weight; it is subtracted."""
 
     parts: Mapping[str, str] = field(default_factory=dict)
     is_rotary_interleaved: bool = False
@@ -56,7 +56,7 @@ class GgufNaming:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A GGUF tensor under its checkpoint name. ``row_order`` [rows], if any, picks the stored row for each row;
+    """A GGUF tensor under its checkpoint name. ``row_order`` [rows]: the stored row of each row (None: as stored);
     ``offset`` is subtracted from every value."""
 
     name: str
@@ -76,10 +76,10 @@ def unit_norm_offset_naming(spec: Any) -> GgufNaming:
 
 
 def name_tensors(tensors: Iterable[GgufTensor], metadata: Mapping[str, Any], naming: GgufNaming) -> list[NamedTensor]:
-    """Rename every weight to its checkpoint name; a name without counterpart is kept, for the model to
-    refuse. Constants are left out.
+    """Rename every weight to its checkpoint name; a name without counterpart is kept, for the model to refuse.
+    Constants are left out.
 
-    Raises `WeightError` when q or k rows cannot be put back for lack of a sound head count.
+    Raises `WeightError` when the row order of q or k cannot be restored because the head count is invalid.
     """
     stored = [tensor for tensor in tensors if tensor.name not in CONSTANT_TENSORS]
     present = {tensor.name for tensor in stored}
@@ -102,8 +102,8 @@ def _name_tensor(tensor: GgufTensor, present: set[str], metadata: Mapping[str, A
 
 
 def _structural_part(prefix: str, part: str, present: set[str]) -> str | None:
-    """Names that depend on what else the block holds: a norm before the MLP is called after attention unless another
-    norm has that place; an up projection without gate holds both."""
+    """Names that depend on the block's other tensors: ``ffn_norm`` is ``post_attention_layernorm`` in checkpoints
+    unless the block has a real post-attention norm; an up projection without a gate holds both."""
     if part == "ffn_norm" and f"{prefix}post_attention_norm.weight" in present:
         return "pre_feedforward_layernorm"
     if part == "ffn_up" and f"{prefix}ffn_gate.weight" not in present:
@@ -128,7 +128,7 @@ def _head_count(metadata: Mapping[str, Any], part: str, block: int) -> int:
 
 
 def _deinterleaved_rows(tensor: GgufTensor, num_heads: int) -> np.ndarray:
-    """Stored row of each row [rows]: a stored head is (e, 2), its checkpoint order (2, e)."""
+    """Stored row of each row, [rows]: a stored head is [e, 2], the checkpoint's is [2, e]."""
     rows = tensor.shape[0]
     if rows % (2 * num_heads):
         raise WeightError(f"GGUF tensor {tensor.name} has {rows} rows, which {num_heads} heads cannot share in pairs")

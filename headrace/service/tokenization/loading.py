@@ -20,8 +20,8 @@ from headrace.base.errors import ConfigError, HeadraceError, ModelError, PluginE
 from headrace.base.registry import load_target
 from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
+from headrace.models.weights.files import require_content
 from headrace.models.weights.gguf_file import read_gguf_metadata
-from headrace.models.weights.pointers import require_content
 from headrace.service.tokenization.gguf_vocabulary import adds_bos, build_gguf
 from headrace.service.tokenization.sentencepiece_model import read_sentencepiece
 from headrace.service.tokenization.sentencepiece_vocabulary import build_sentencepiece

@@ -1,0 +1,47 @@
+"""`open_weights`: a model's tensors under their checkpoint names, whichever format its files are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from headrace.base.errors import ConfigError
+from headrace.base.registry import load_target
+from headrace.models.catalog import find_gguf_family
+from headrace.models.source import ModelSource
+from headrace.models.weights.device_copy import copy_ahead
+from headrace.models.weights.gguf_naming import GgufNaming, name_tensors
+from headrace.models.weights.gguf_tensors import read_tensors
+from headrace.models.weights.safetensors_file import read_safetensors
+
+MAX_THREADS = 16
+
+
+def open_weights(
+    source: ModelSource, *, load_format: str = "auto", device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None, keeps_blocks: bool = False,
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield every ``(checkpoint name, tensor)`` of a model; each tensor is valid until the next one is requested.
+
+    On a CPU, tensors are views of memory-mapped files in their stored dtype. Quantised GGUF tensors are dequantised to
+    ``dtype`` (None: float32) or, with ``keeps_blocks``, yielded as `BlockTensor`. On a CUDA device, tensors arrive
+    there, copied through pinned memory ahead of the consumer. Raises `WeightError` for a truncated or corrupt file,
+    `ConfigError` when ``load_format`` is not the format of the files.
+    """
+    if load_format not in ("auto", "safetensors" if source.kind == "folder" else "gguf"):
+        raise ConfigError(
+            f"load_format is {load_format}, but {source.path} is a {source.kind}; leave it at auto", param="load_format"
+        )
+    device, threads = torch.device(device), max(1, min(MAX_THREADS, torch.get_num_threads()))
+    if source.kind == "gguf":
+        named = name_tensors(source.gguf_tensors, source.gguf_metadata, _find_naming(source))
+        tensors = read_tensors(named, dtype=dtype, threads=threads, keeps_blocks=keeps_blocks)
+    else:
+        tensors = read_safetensors(source.weight_files)
+    return copy_ahead(tensors, device, threads=threads) if device.type == "cuda" else tensors
+
+
+def _find_naming(source: ModelSource) -> GgufNaming:
+    family = find_gguf_family(source.gguf_metadata["general.architecture"])
+    return load_target(family.gguf_weights)(family.read_config(source.config)) if family.gguf_weights else GgufNaming()
