@@ -28,6 +28,18 @@ class WantedTokens:
 
 
 @dataclass(slots=True)
+class StepContext:
+    """What a model's layers may know of the step that is being computed. A model has one, made with its `Build`, and
+    sets it when its ``forward`` begins; any layer may keep a reference and read it during a forward.
+
+    One forward at a time may run over a model, by one runner or by several in turn. A captured graph reads the batch
+    of its capture, whose tensors are refilled in place; replays run no Python and need nothing here.
+    """
+
+    batch: ForwardBatch = field(init=False)
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """T tokens of R requests. ``token_ids`` [T] int64, ``positions`` [T] int64, both on the device. ``groups[g]`` is
     cache group g, as numbered by the layout. ``lengths`` [R] are the requests' tokens in this step, on the host;

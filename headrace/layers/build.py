@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from headrace.kernels.operation import KernelQuery
+from headrace.layers.batch import StepContext
 from headrace.layers.quantization import SchemeChain, default_chain
 
 
@@ -16,7 +17,8 @@ class Build:
     longest context to be served, in tokens (0: what the checkpoint claims); position tables are that long.
     ``moe_experts`` names the implementation of mixtures of experts (``auto``: the best that can serve the model here).
     ``schemes``: what weights go through on their way from the checkpoint, and what layers make of them.
-    ``keeps_blocks``: weights that a checkpoint has in blocks stay so where layers can keep them."""
+    ``keeps_blocks``: weights that a checkpoint has in blocks stay so where layers can keep them. ``step``: see
+    `StepContext`; each model has its own."""
 
     device: torch.device
     dtype: torch.dtype
@@ -24,6 +26,7 @@ class Build:
     moe_experts: str = "auto"
     schemes: SchemeChain = field(default_factory=default_chain)
     keeps_blocks: bool = False
+    step: StepContext = field(default_factory=StepContext)
 
     @property
     def capability(self) -> tuple[int, int]:

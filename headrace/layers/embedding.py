@@ -15,9 +15,9 @@ class Embedding(StorableLayer):
 
     looks_up_rows = is_vocabulary = True
 
-    def __init__(self, build: Build, vocab_size: int, width: int, scale: float = 1.0):
+    def __init__(self, build: Build, vocab_size: int, hidden_size: int, scale: float = 1.0):
         super().__init__()
-        self.weight = build.parameter(vocab_size, width)
+        self.weight = build.parameter(vocab_size, hidden_size)
         self.dtype = build.dtype
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 

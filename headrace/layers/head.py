@@ -19,17 +19,20 @@ class Head(StorableLayer):
     is_vocabulary = True
 
     def __init__(
-        self, build: Build, vocab_size: int, width: int, *, weight: nn.Parameter | None = None, divisor: float = 1.0,
-        softcap: float = 0.0
+        self, build: Build, vocab_size: int, hidden_size: int, *, weight: nn.Parameter | None = None,
+        divisor: float = 1.0, softcap: float = 0.0, bias: bool = False
     ):
         super().__init__()
-        self.weight = build.parameter(vocab_size, width) if weight is None else weight
+        self.weight = build.parameter(vocab_size, hidden_size) if weight is None else weight
+        self.bias = build.parameter(vocab_size) if bias else None
         self.divisor, self.softcap = divisor, softcap
-        self._linear = LINEAR_FLOAT.choose(build.query(in_width=width, out_width=vocab_size))
+        self._linear = LINEAR_FLOAT.choose(build.query(in_width=hidden_size, out_width=vocab_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = plain_weight(self)
         logits = self.stored.multiply(hidden, None, torch.float32) if weight is None else self._linear(hidden, weight)
+        if self.bias is not None:
+            logits.add_(self.bias)
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         if self.softcap:

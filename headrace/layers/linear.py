@@ -7,13 +7,14 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS
-from headrace.kernels.norm_linear import NORM_LINEAR, Norm, fits
+from headrace.kernels.norm_linear import NORM_LINEAR, fits
+from headrace.kernels.norm_linear import Norm as NormWeights
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
+from headrace.layers.residual import Norm, Residual
 from headrace.layers.storing import StorableLayer, plain_weight
 
 
@@ -38,30 +39,28 @@ class Linear(StorableLayer):
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}
         self.weight = build.parameter(ends[-1], in_width)
         self.bias = build.parameter(ends[-1]) if bias else None
-        self._query = build.query(in_width=in_width, out_width=ends[-1])
-        self._linear = LINEAR.choose(self._query)
-        self._linear_sums: Callable[..., torch.Tensor | None] | None = None
-        self._norm_linear = choose_joined(NORM_LINEAR, self._query)
-        self._gated_linear = choose_joined(GATED_LINEAR, self._query)
+        query = build.query(in_width=in_width, out_width=ends[-1])
+        self._linear = LINEAR.choose(query)
+        self._linear_sums = LINEAR_SUMS.choose(query)
+        self._norm_linear = choose_joined(NORM_LINEAR, query)
+        self._gated_linear = choose_joined(GATED_LINEAR, query)
 
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The view of ``weight`` or ``bias`` that holds the named part."""
         return parameter[self.rows[name]]
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The product; of a layer that leaves sums see `leave_sums`, all others know no residual."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = plain_weight(self)
-        if weight is None:
-            return self.stored.multiply(x, self.bias)
-        return (
-            self._linear(x, weight, self.bias) if self._linear_sums is None
-            else self._linear_sums(x, weight, self.bias, residual)
-        )
+        return self.stored.multiply(x, self.bias) if weight is None else self._linear(x, weight, self.bias)
 
-    def leave_sums(self) -> None:
-        """From now on outputs may be sums [S, T, O] in float32, or None: they were added to ``residual`` in place.
-        `RmsNorm.add` takes them so: that is where they must go."""
-        self._linear_sums = LINEAR_SUMS.choose(self._query)
+    def add_to(self, residual: Residual, x: torch.Tensor) -> None:
+        """The product of ``x`` [T, I], left pending in ``residual``: as partial sums, or accumulated into the stream,
+        where that is faster. Nothing else may be pending."""
+        weight = plain_weight(self)
+        residual.pending = (
+            self.stored.multiply(x, self.bias) if weight is None
+            else self._linear_sums(x, weight, self.bias, residual.stream)
+        )
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         """The product followed by the gated activation, in one kernel; None where two take no longer."""
@@ -70,19 +69,17 @@ class Linear(StorableLayer):
             return self.stored.gate(x, self.bias, activation)
         return None if self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
 
-    def can_join(self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None) -> bool:
-        """Whether `join` takes these: few rows, an RMS norm, and a residual to add."""
-        return (
-            self._norm_linear is not None and x is not None and residual is not None and isinstance(norm, RmsNorm)
-            and x.dim() == 2 and fits(x.shape[0])
+    def read(self, norm: Norm, residual: Residual, activation: str = "") -> torch.Tensor | None:
+        """``product(norm(residual))``, then the gated ``activation`` if one is named, all in one kernel; None where
+        that is no faster: it takes few rows, an RMS norm, and a pending output that is no partial sums."""
+        x = residual.pending
+        if (
+            self._norm_linear is None or x is None or x.dim() != 2 or not fits(x.shape[0])
+            or not isinstance(norm, RmsNorm)
+        ):
+            return None
+        out, residual.stream = self._norm_linear(
+            x, residual.stream, NormWeights(norm.weight, norm.eps, norm.offset), self.weight, self.bias, activation
         )
-
-    def join(
-        self, norm: RmsNorm, x: torch.Tensor, residual: torch.Tensor, activation: str = ""
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(product(norm(x + residual)), x + residual)`` in one kernel, the product followed by the gated
-        activation."""
-        assert self._norm_linear is not None, "see can_join"
-        return self._norm_linear(
-            x, residual, Norm(norm.weight, norm.eps, norm.offset), self.weight, self.bias, activation
-        )
+        residual.pending = None
+        return out

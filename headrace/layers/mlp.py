@@ -1,4 +1,4 @@
-"""`GatedMlp`: gate and up as one matrix product, activation, down."""
+"""`GatedMlp` and `Mlp`: two products with an activation between them. T tokens, D hidden size, F intermediate size."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from dataclasses import asdict
 from functools import partial
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 
 from headrace.kernels.activation import CLAMPED_SWIGLU, GELU_TANH_MUL, SILU_MUL
-from headrace.layers.branch import Branch
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
+from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.spec import MlpSpec
 
 GATED_ACTIVATIONS = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu, "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square_(),
+}
+"""Of MLPs without a gate."""
 
 
 def choose_activation(spec: MlpSpec, build: Build) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The gated activation ``[T, 2 * width] -> [T, width]``, gate first."""
+    """The gated activation ``[T, 2 * F] -> [T, F]``, gate first."""
     query = build.query(width=spec.intermediate_size)
     if spec.clamp is not None:
         return partial(CLAMPED_SWIGLU.choose(query), **asdict(spec.clamp))
@@ -27,30 +32,47 @@ def choose_activation(spec: MlpSpec, build: Build) -> Callable[[torch.Tensor], t
 
 
 class GatedMlp(Branch):
-    """``x [T, D] -> [T, D]`` through ``spec.intermediate_size`` hidden units. ``activation`` names a plain one, else it is
-    empty."""
+    """``down(activation(gate(x)) * up(x))``. ``activation`` names a plain one, which products can be fused with; it is
+    empty for a clamped one."""
 
-    def __init__(self, spec: MlpSpec, width: int, build: Build):
+    def __init__(self, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()
-        self.gate_up = Linear(build, width, {"gate": spec.intermediate_size, "up": spec.intermediate_size}, bias=spec.bias)
-        self.down = Linear(build, spec.intermediate_size, width, bias=spec.bias)
+        size = spec.intermediate_size
+        self.gate_up = Linear(build, hidden_size, {"gate": size, "up": size}, bias=spec.bias)
+        self.down = Linear(build, size, hidden_size, bias=spec.bias)
         self._activate = choose_activation(spec, build)
         self.activation = "" if spec.clamp is not None else spec.activation
 
-    def leave_sums(self) -> None:
-        self.down.leave_sums()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self._gate(x))
+
+    def read(self, norm: Norm, residual: Residual) -> torch.Tensor:
+        return self.down(self._gate_after(norm, residual))
+
+    def add(self, norm: Norm, residual: Residual) -> None:
+        self.down.add_to(residual, self._gate_after(norm, residual))
+
+    def _gate_after(self, norm: Norm, residual: Residual) -> torch.Tensor:
+        """``activation(gate) * up`` of the normalised stream, [T, F]."""
+        gated = self.gate_up.read(norm, residual, self.activation) if self.activation else None
+        return self._gate(norm.add(residual)) if gated is None else gated
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        gated = self.gate_up.gate(x, self.activation) if self.activation else None
+        return self._activate(self.gate_up(x)) if gated is None else gated
+
+
+class Mlp(Branch):
+    """``down(activation(up(x)))``."""
+
+    def __init__(self, spec: MlpSpec, hidden_size: int, build: Build):
+        super().__init__()
+        self.up = Linear(build, hidden_size, spec.intermediate_size, bias=spec.bias)
+        self.down = Linear(build, spec.intermediate_size, hidden_size, bias=spec.bias)
+        self._activate = ACTIVATIONS[spec.activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.onto(None, x)
+        return self.down(self._activate(self.up(x)))
 
-    def onto(self, residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-        gated = self.gate_up.gate(x, self.activation) if self.activation else None
-        return self.down(self._activate(self.gate_up(x)) if gated is None else gated, residual)
-
-    def after_norm(
-        self, norm: nn.Module, x: torch.Tensor | None, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        if not self.activation or not self.gate_up.can_join(norm, x, residual):
-            return super().after_norm(norm, x, residual)
-        x, residual = self.gate_up.join(norm, x, residual, self.activation)
-        return self.down(x), residual
+    def add(self, norm: Norm, residual: Residual) -> None:
+        self.down.add_to(residual, self._activate(self.up(norm.add(residual))))

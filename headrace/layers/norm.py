@@ -1,57 +1,60 @@
-"""`RmsNorm` and `NoNorm`: normalise, or add to the running residual and normalise. `LayerNorm` for encoders."""
+"""`RmsNorm`, `LayerNorm`, `NoNorm`: normalise, or add to the residual and normalise. T tokens, D hidden size."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from headrace.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
 from headrace.layers.build import Build
+from headrace.layers.residual import Norm, Residual
+from headrace.layers.spec import NormSpec
 
 
-class RmsNorm(nn.Module):
-    """``x / rms(x) * (weight + offset)`` over the last dim, [T, D]."""
+class RmsNorm(Norm):
+    """``x / rms(x) * (weight + offset)`` over the last dim, [T, D]; the addition before it is fused."""
 
-    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0):
+    def __init__(self, build: Build, size: int, eps: float, offset: float = 0.0):
         super().__init__()
-        self.weight = build.parameter(width)
+        self.weight = build.parameter(size)
         self.eps, self.offset = eps, offset
-        query = build.query(width=width)
+        query = build.query(width=size)
         self._norm = RMS_NORM.choose(query)
         self._add_norm = ADD_RMS_NORM.choose(query)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x, self.weight, self.eps, self.offset)
 
-    def add(self, x: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``; the first layer has no residual yet. ``residual`` is consumed. ``x``
-        may be what a product left that `leaves sums <Linear.leave_sums>`: None if it is in the residual already."""
-        if x is None or residual is None:
-            total = residual if x is None else x
-            return self._norm(total, self.weight, self.eps, self.offset), total
-        return self._add_norm(x, residual, self.weight, self.eps, self.offset)
+    def add(self, residual: Residual) -> torch.Tensor:
+        if residual.pending is None:
+            return self._norm(residual.stream, self.weight, self.eps, self.offset)
+        x, residual.stream = self._add_norm(residual.pending, residual.stream, self.weight, self.eps, self.offset)
+        residual.pending = None
+        return x
 
 
-class LayerNorm(nn.Module):
-    """Mean 0 and variance 1 over the last dim, [T, D], times ``weight`` plus ``bias``; torch's own kernel
-    everywhere."""
+class LayerNorm(Norm):
+    """Mean 0 and variance 1 over the last dim, [T, D], times ``weight + offset``, plus a bias; torch's own kernel."""
 
-    def __init__(self, build: Build, width: int, eps: float):
+    def __init__(self, build: Build, size: int, eps: float, offset: float = 0.0, *, bias: bool = True):
         super().__init__()
-        self.weight, self.bias, self.eps = build.parameter(width), build.parameter(width), eps
+        self.weight, self.eps, self.offset = build.parameter(size), eps, offset
+        self.bias = build.parameter(size) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        weight = self.weight + self.offset if self.offset else self.weight
+        return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
 
 
-class NoNorm(nn.Module):
+class NoNorm(Norm):
     """Stands where an architecture has no norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(x + residual, x + residual)``, the same tensor twice; ``residual`` is consumed."""
-        total = x if residual is None else residual.add_(x)
-        return total, total
+
+def make_norm(spec: NormSpec, size: int, build: Build) -> Norm:
+    """The norm of that kind over ``size`` dims."""
+    if spec.kind == "layer":
+        return LayerNorm(build, size, spec.eps, spec.offset, bias=spec.bias)
+    return RmsNorm(build, size, spec.eps, spec.offset)

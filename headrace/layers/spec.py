@@ -1,17 +1,20 @@
 """`DecoderSpec`: all that tells one decoder-only transformer from another, as plain numbers. Torch-free.
 
-Refuses: names of families and of checkpoint tensors (``models/``), and tensors (``decoder.py``).
+A spec type of attention or MLP names the class that computes it (``branch``), imported when a model is built. A family
+or a package adds a type of its own by such a dataclass, beside its class; nothing here needs to know it.
+Refuses: names of families and of checkpoint tensors (``models/``), and tensors (``decoder/``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -47,11 +50,30 @@ class RopeSpec:
     scaling: RopeScaling | None = None
 
 
+class AttentionKind(Protocol):
+    """A spec type for attention, or for what stands in its place. ``branch`` is ``"module:Class"`` of a
+    `headrace.layers.attention.layer.AttentionLayer`."""
+
+    @property
+    def branch(self) -> str: ...
+
+    def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec | None:
+        """What a layer keeps between steps; None: nothing."""
+
+
+class MlpKind(Protocol):
+    """A spec type for an MLP. ``branch`` is ``"module:Class"`` of a `headrace.layers.residual.Branch`, built as
+    ``Class(spec, hidden_size, build)``."""
+
+    @property
+    def branch(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Heads of every layer. ``scale`` multiplies q.k. ``qk_norm`` normalises queries and keys per head, or over the
-    concatenation of all heads (``full``), before rotation. ``sinks``: each head has a learned logit that takes part in its
-    softmax and brings no value."""
+    """Grouped-query attention. ``scale`` multiplies q.k. ``qk_norm`` normalises queries and keys before rotation, per
+    head or over all heads together (``full``). ``sinks``: each head has a learned logit that takes part in its softmax
+    and has no value."""
 
     num_heads: int
     num_kv_heads: int
@@ -63,13 +85,22 @@ class AttentionSpec:
     qk_norm: Literal["none", "head", "full"] = "none"
     sinks: bool = False
 
+    branch: ClassVar[str] = "headrace.layers.attention.layer:Attention"
+
+    def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec:
+        """``sliding_window`` where the layer has a window, else ``full``."""
+        return CacheSpec(
+            kind="sliding_window" if layer.window else "full", num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            value_dim=self.head_dim, dtype=kv_dtype, window=layer.window,
+        )
+
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
     """Multi-head latent attention. Keys and values of all heads are projected up from one cached latent of
-    ``kv_lora_rank`` dims per token; ``qk_rope_head_dim`` more rotated key dims are shared by all heads. A query head has
-    ``qk_nope_head_dim`` dims without rotation and ``qk_rope_head_dim`` with it, a value head ``v_head_dim``. Queries are
-    projected up from ``q_lora_rank`` dims (0: straight from the hidden state). DeepSeek-V2, arXiv:2405.04434."""
+    ``kv_lora_rank`` dims per token; all heads share ``qk_rope_head_dim`` more key dims, which are rotated. A query head
+    has ``qk_nope_head_dim`` dims without rotation and ``qk_rope_head_dim`` with it, a value head ``v_head_dim``.
+    Queries are projected up from ``q_lora_rank`` dims (0: from the hidden state). DeepSeek-V2, arXiv:2405.04434."""
 
     num_heads: int
     qk_nope_head_dim: int
@@ -79,6 +110,12 @@ class LatentAttentionSpec:
     q_lora_rank: int
     scale: float
     norm_eps: float = 1e-6
+
+    branch: ClassVar[str] = "headrace.layers.attention.latent:LatentAttention"
+
+    def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec:
+        """One row a token: the latent, then the rotated dims; values are the latent."""
+        return CacheSpec("mla", 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank, kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -93,12 +130,18 @@ class SwigluClamp:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """Gated MLP: ``down(activation(gate(x)) * up(x))``. ``clamp`` replaces the activation."""
+    """``down(activation(gate(x)) * up(x))`` where ``gated``, else ``down(activation(up(x)))``. ``clamp`` replaces the
+    activation. A gated MLP takes ``silu`` and ``gelu_tanh``; ``relu2`` is the square of ReLU."""
 
     intermediate_size: int
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     bias: bool = False
     clamp: SwigluClamp | None = None
+    gated: bool = True
+
+    @property
+    def branch(self) -> str:
+        return "headrace.layers.mlp:GatedMlp" if self.gated else "headrace.layers.mlp:Mlp"
 
 
 @dataclass(frozen=True)
@@ -132,56 +175,66 @@ class MoeSpec:
     expert: MlpSpec
     shared: MlpSpec | None = None
 
+    branch: ClassVar[str] = "headrace.layers.moe.layer:MoeMlp"
+
 
 @dataclass(frozen=True)
 class LayerSpec:
     """What may differ from layer to layer: the attention window in tokens (0: all), the rotary embedding (None: no
-    rotation), and the MLP (None: the decoder's)."""
+    rotation), the MLP and the attention (None: the decoder's)."""
 
     window: int
     rope: RopeSpec | None
-    mlp: MlpSpec | MoeSpec | None = None
+    mlp: MlpKind | None = None
+    attention: AttentionKind | None = None
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """RMS norms: multiply by ``weight + offset``; placed before each branch, after it (before the residual is added),
-    or both."""
+    """RMS norms or layer norms (these with a ``bias`` or without): multiply by ``weight + offset``; placed before each
+    branch, after it (before its output is added to the residual), or both."""
 
     eps: float
     offset: float = 0.0
     before: bool = True
     after: bool = False
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False
 
 
 @dataclass(frozen=True)
 class VocabularySpec:
     """Token embedding and head. ``tied``: both are one matrix. Embeddings are multiplied by ``embedding_scale``, logits
-    divided by ``logits_divisor`` and then soft-capped (0: not)."""
+    divided by ``logits_divisor`` and then soft-capped (0: not). ``head_bias``: the head has one."""
 
     size: int
     tied: bool
     embedding_scale: float = 1.0
     logits_divisor: float = 1.0
     softcap: float = 0.0
+    head_bias: bool = False
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer. ``max_model_len`` is the longest context the checkpoint claims, in tokens. ``mlp`` is
-    that of every layer which names no other. ``residual_scale`` multiplies each branch before it is added to the
-    residual. ``num_classes``: what the head tells apart, instead of the vocabulary's words (None: those; 0: there is no
-    head)."""
+    """A decoder-only transformer. ``max_model_len`` is the longest context the checkpoint claims, in tokens.
+    ``attention`` and ``mlp`` are those of every layer that names no other. ``residual_scale`` multiplies each branch
+    before it is added to the residual. ``num_classes``: outputs of a classifier in place of the vocabulary's head
+    (None: the vocabulary's; 0: no head).
+
+    ``block``: "sequential" is attention, then MLP; in "parallel" ones both read the same residual and both are added to
+    it, each through a norm of its own, or through one (``parallel_one_norm``)."""
 
     hidden_size: int
     max_model_len: int
     vocabulary: VocabularySpec
-    attention: AttentionSpec | LatentAttentionSpec
-    mlp: MlpSpec | MoeSpec
+    attention: AttentionKind
+    mlp: MlpKind
     norm: NormSpec
     layers: tuple[LayerSpec, ...]
     residual_scale: float = 1.0
     num_classes: int | None = None
+    block: Literal["sequential", "parallel", "parallel_one_norm"] = "sequential"
 
     @property
     def num_layers(self) -> int:
@@ -193,19 +246,9 @@ class DecoderSpec:
 
 
 def decoder_cache_specs(spec: DecoderSpec, kv_dtype: str) -> list[CacheSpec | None]:
-    """One `CacheSpec` per layer: ``sliding_window`` where the layer has a window, else ``full``; ``mla`` for
-    latents."""
+    """One `CacheSpec` per layer, as its attention declares it. Raises `ConfigError` for a type no pool holds."""
     if kv_dtype not in KV_DTYPES:
         raise ConfigError(
             f"kv_dtype {kv_dtype}: this model keeps keys and values in {', '.join(KV_DTYPES)}", param="kv_dtype"
         )
-    heads = spec.attention
-    if isinstance(heads, LatentAttentionSpec):
-        return [CacheSpec("mla", 1, heads.kv_lora_rank + heads.qk_rope_head_dim, heads.kv_lora_rank, kv_dtype)] * spec.num_layers
-    return [
-        CacheSpec(
-            kind="sliding_window" if layer.window else "full", num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
-            value_dim=heads.head_dim, dtype=kv_dtype, window=layer.window,
-        )
-        for layer in spec.layers
-    ]
+    return [(layer.attention or spec.attention).cache_spec(layer, kv_dtype) for layer in spec.layers]

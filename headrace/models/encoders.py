@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.base.errors import ConfigError
 from headrace.layers.encoder.spec import EncoderSpec, EncoderTables
+from headrace.layers.spec import MlpSpec
 from headrace.models.reading import Fields, read_num_classes, read_num_layers
 
 ACTIVATIONS = {
@@ -29,9 +30,12 @@ def read_encoder(fields: Fields, *, first_position: int, norm_eps: float) -> Enc
         fields.integer("type_vocab_size", 2),
     )
     return EncoderSpec(
-        hidden_size=hidden_size, num_heads=num_heads, intermediate_size=fields.integer("intermediate_size"),
-        num_layers=read_num_layers(fields),
-        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"), norm_eps=fields.number("layer_norm_eps", norm_eps),
+        hidden_size=hidden_size, num_heads=num_heads, num_layers=read_num_layers(fields),
+        mlp=MlpSpec(
+            fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu"), bias=True,
+            gated=False,
+        ),
+        norm_eps=fields.number("layer_norm_eps", norm_eps),
         tables=tables,
         num_classes=read_num_classes(fields.config),
     )

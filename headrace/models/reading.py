@@ -166,8 +166,8 @@ def read_moe(
     fields: Fields, num_experts: str, *, intermediate_size: str, bias: bool = False, clamp: SwigluClamp | None = None,
     shared: MlpSpec | None = None, **routing: Any
 ) -> MoeSpec:
-    """A `MoeSpec`; ``num_experts`` and ``intermediate_size`` name the config fields that hold these. ``bias`` is that of
-    the router and the experts, ``routing`` sets other fields of the `RoutingSpec`."""
+    """A `MoeSpec`; ``num_experts`` and ``intermediate_size`` name the config fields that hold these. ``bias``: router
+    and experts have one. ``routing`` sets other fields of the `RoutingSpec`."""
     count, top_k = fields.integer(num_experts), fields.integer("num_experts_per_tok")
     if top_k > count:
         raise ConfigError(

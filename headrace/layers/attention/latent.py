@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from headrace.kernels.latent_write import LATENT_WRITE
 from headrace.layers.attention.contract import AttentionInputs, AttentionParams
 from headrace.layers.attention.layer import AttentionLayer
-from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.layers.batch import GroupStep
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
-from headrace.layers.spec import LatentAttentionSpec, LayerSpec
+from headrace.layers.spec import LatentAttentionSpec, LayerSpec, NormSpec
 
 
 class LatentAttention(AttentionLayer):
@@ -29,25 +29,29 @@ class LatentAttention(AttentionLayer):
 
     values_in_keys = True
 
-    def __init__(self, spec: LatentAttentionSpec, layer: LayerSpec, *, width: int, rotary: RotaryTable, build: Build):
-        super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window))
-        assert layer.rope is not None, "latent attention rotates a part of each head"
+    def __init__(
+        self, spec: LatentAttentionSpec, layer: LayerSpec, *, hidden_size: int, norm: NormSpec,
+        rotary: RotaryTable | None, build: Build
+    ):
+        super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window), build)
+        assert layer.rope is not None and rotary is not None, "latent attention rotates a part of each head"
         self.spec, self.rotary = spec, rotary
         heads_width = spec.num_heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim)
         self.widths = (spec.q_lora_rank or heads_width, spec.kv_lora_rank, spec.qk_rope_head_dim)
-        self.down = Linear(build, width, {"q": self.widths[0], "kv": spec.kv_lora_rank + spec.qk_rope_head_dim})
+        self.down = Linear(build, hidden_size, {"q": self.widths[0], "kv": spec.kv_lora_rank + spec.qk_rope_head_dim})
         self.q_norm = RmsNorm(build, spec.q_lora_rank, spec.norm_eps) if spec.q_lora_rank else None
         self.q_up = Linear(build, spec.q_lora_rank, heads_width) if spec.q_lora_rank else None
         self.kv_norm = RmsNorm(build, spec.kv_lora_rank, spec.norm_eps)
         self.kv_up = Linear(
             build, spec.kv_lora_rank, spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), is_storable=False
         )
-        self.output = Linear(build, spec.num_heads * spec.v_head_dim, width)
+        self.output = Linear(build, spec.num_heads * spec.v_head_dim, hidden_size)
         shape = dict(num_heads=spec.num_heads, latent_dim=spec.kv_lora_rank, rotary_dim=spec.qk_rope_head_dim)
         self._write = partial(LATENT_WRITE.choose(build.query(**shape)), interleaved=layer.rope.interleaved)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        spec, pages, step = self.spec, self.pages, batch.groups[self.group]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, spec, pages = self.step.batch, self.spec, self.pages
+        step = batch.groups[self.group]
         q, latent, k_rope = self.down(x).split(self.widths, dim=-1)
         if self.q_norm is not None:
             q = self.q_up(self.q_norm(q))

@@ -1,61 +1,93 @@
-"""`DecoderBlock`: one layer, attention and MLP, each with its norms before or after and the residual around it."""
+"""`DecoderBlock` and `ParallelBlock`: one layer, attention and MLP around a residual. T tokens, D hidden size."""
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from headrace.layers.attention.latent import LatentAttention
-from headrace.layers.attention.layer import Attention
-from headrace.layers.batch import ForwardBatch
+from headrace.base.registry import load_target
+from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.build import Build
-from headrace.layers.mlp import GatedMlp
-from headrace.layers.moe.layer import MoeMlp
-from headrace.layers.norm import NoNorm, RmsNorm
+from headrace.layers.norm import NoNorm, make_norm
+from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.rotary import RotaryTable
-from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from headrace.layers.spec import DecoderSpec, LayerSpec
 
 
 class DecoderBlock(nn.Module):
-    """The residual is carried beside the branch output and added inside the next norm: one kernel instead of two."""
+    """Attention, then MLP, each with norms before or after it; the norm before a branch also adds the latest output."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build):
         super().__init__()
 
-        def norm(is_there: bool) -> nn.Module:
-            return RmsNorm(build, spec.hidden_size, spec.norm.eps, spec.norm.offset) if is_there else NoNorm()
+        def norm(is_there: bool) -> Norm:
+            return make_norm(spec.norm, spec.hidden_size, build) if is_there else NoNorm()
 
+        self.step = build.step
         self.attention_norm = norm(spec.norm.before)
-        if isinstance(spec.attention, LatentAttentionSpec):
-            self.attention = LatentAttention(spec.attention, layer, width=spec.hidden_size, rotary=rotary, build=build)
-        else:
-            self.attention = Attention(
-                spec.attention, layer, width=spec.hidden_size, norm=spec.norm, rotary=rotary, build=build
-            )
+        self.attention = _make_attention(spec, layer, rotary, build)
         self.attention_post_norm = norm(spec.norm.after)
         self.mlp_norm = norm(spec.norm.before)
-        mlp = layer.mlp or spec.mlp
-        self.mlp = MoeMlp(mlp, spec.hidden_size, build) if isinstance(mlp, MoeSpec) else GatedMlp(mlp, spec.hidden_size, build)
+        self.mlp = _make_mlp(spec, layer, build)
         self.mlp_post_norm = norm(spec.norm.after)
         self.residual_scale = spec.residual_scale
-        # the next norm takes what a branch leaves
-        if spec.norm.before and not spec.norm.after and spec.residual_scale == 1.0:
-            for branch in (self.attention, self.mlp):
-                branch.leave_sums()
+        # the output reaches the next norm as it is, so it may be left in any form that norm can add
+        self._adds = spec.norm.before and not spec.norm.after and spec.residual_scale == 1.0
 
-    def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """``x`` [T, D] (or sums of it, or None, see `RmsNorm.add`) is the previous block's last branch, still to be
-        added to ``residual``; returns the same pair, of [S, D] when the batch has S ``queries``."""
-        x, residual = self.attention.after_norm(self.attention_norm, x, residual, batch)
-        if batch.queries is not None:
-            residual = residual.index_select(0, batch.queries)
-            if not len(residual):
-                return x, residual  # keys and values are in their pages, and nothing else was wanted
-        x = self._scale(self.attention_post_norm(x))
-        x, residual = self.mlp.after_norm(self.mlp_norm, x, residual)
-        return self._scale(self.mlp_post_norm(x)), residual
+    def forward(self, residual: Residual) -> None:
+        """Takes the residual through the layer; the MLP's output is left pending. Where the batch has queries, their
+        rows alone are left, [S, D]."""
+        if self._adds:
+            self.attention.add(self.attention_norm, residual)
+        else:
+            self._add_scaled(self.attention, self.attention_norm, self.attention_post_norm, residual)
+        if self.step.batch.queries is not None and not len(residual.stream):
+            return  # keys and values are in their pages, and no hidden state is wanted
+        if self._adds:
+            self.mlp.add(self.mlp_norm, residual)
+        else:
+            self._add_scaled(self.mlp, self.mlp_norm, self.mlp_post_norm, residual)
 
-    def _scale(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
+    def _add_scaled(self, branch: Branch, norm: Norm, post_norm: Norm, residual: Residual) -> None:
+        x = post_norm(branch.read(norm, residual))
+        residual.pending = x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
+
+
+class ParallelBlock(nn.Module):
+    """Attention and MLP read the same residual, through a norm each or through one; their sum is left pending."""
+
+    def __init__(self, spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build):
+        super().__init__()
+        assert not spec.norm.after and spec.norm.before, "parallel branches have norms before them and none after"
+        self.step, self.residual_scale = build.step, spec.residual_scale
+        self.attention_norm = make_norm(spec.norm, spec.hidden_size, build)
+        self.attention = _make_attention(spec, layer, rotary, build)
+        self.mlp_norm = None if spec.block == "parallel_one_norm" else make_norm(spec.norm, spec.hidden_size, build)
+        self.mlp = _make_mlp(spec, layer, build)
+
+    def forward(self, residual: Residual) -> None:
+        """As `DecoderBlock.forward`."""
+        x = self.attention_norm.add(residual)
+        out = self.attention(x)
+        if (queries := self.step.batch.queries) is not None:
+            residual.keep_rows(queries)
+            x = x.index_select(0, queries)
+        if len(x):
+            out = out.add_(self.mlp(x if self.mlp_norm is None else self.mlp_norm(residual.stream)))
+        residual.pending = out if self.residual_scale == 1.0 else out.mul_(self.residual_scale)
+
+
+def make_block(spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build) -> nn.Module:
+    """The block that ``spec.block`` asks for."""
+    return (DecoderBlock if spec.block == "sequential" else ParallelBlock)(spec, layer, rotary, build)
+
+
+def _make_attention(spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build) -> AttentionLayer:
+    attention = layer.attention or spec.attention
+    return load_target(attention.branch)(
+        attention, layer, hidden_size=spec.hidden_size, norm=spec.norm, rotary=rotary, build=build
+    )
+
+
+def _make_mlp(spec: DecoderSpec, layer: LayerSpec, build: Build) -> Branch:
+    mlp = layer.mlp or spec.mlp
+    return load_target(mlp.branch)(mlp, spec.hidden_size, build)

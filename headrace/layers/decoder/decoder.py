@@ -17,14 +17,15 @@ from headrace.kernels.decoder_layers.table import LayerTable
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.decoder.block import DecoderBlock
+from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
 from headrace.layers.decoder.names import SCORE_NAMES, SPLIT_NAMES, add_prefix
 from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
-from headrace.layers.norm import RmsNorm
+from headrace.layers.norm import make_norm
+from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec, RopeSpec
 
@@ -42,20 +43,20 @@ class Decoder(ServedModel):
 
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
-        self.spec, self._schemes, self._keeps_blocks = spec, build.schemes, build.keeps_blocks
+        self.spec, self.step, self._schemes, self._keeps_blocks = spec, build.step, build.schemes, build.keeps_blocks
         vocabulary = spec.vocabulary
         tables: dict[RopeSpec, RotaryTable] = {
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)
             for rope in dict.fromkeys(layer.rope for layer in spec.layers) if rope is not None
         }
         self.embedding = Embedding(build, vocabulary.size, spec.hidden_size, vocabulary.embedding_scale)
-        self.layers = nn.ModuleList(DecoderBlock(spec, layer, tables.get(layer.rope), build) for layer in spec.layers)
-        self.norm = RmsNorm(build, spec.hidden_size, spec.norm.eps, spec.norm.offset)
+        self.layers = nn.ModuleList(make_block(spec, layer, tables.get(layer.rope), build) for layer in spec.layers)
+        self.norm = make_norm(spec.norm, spec.hidden_size, build)
         self.head: Head | None = None
         if spec.num_classes is None:
             self.head = Head(
                 build, vocabulary.size, spec.hidden_size, weight=self.embedding.weight if vocabulary.tied else None,
-                divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap,
+                divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap, bias=vocabulary.head_bias,
             )
         elif spec.num_classes > 0:
             self.scores = Head(build, spec.num_classes, spec.hidden_size)
@@ -96,11 +97,11 @@ class Decoder(ServedModel):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the final norm; of the batch's wanted tokens alone, if it says so."""
+        self.step.batch = batch
         x = self.embedding(batch.token_ids)
-        x, residual = self._run_together(x, batch) or self._run_layers(x, batch)
-        return self.norm.add(x, residual)[0]
+        return self.norm.add(self._run_together(x, batch) or self._run_layers(x, batch))
 
-    def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
         """All layers by one kernel, where there is one that can, for the step and for the layers."""
         table = self._find_table()
         return None if table is None else run_layers(table, x, batch)
@@ -117,12 +118,14 @@ class Decoder(ServedModel):
             self._decodes = None if self._table is None else fuse_step(self._table, self)
         return self._table
 
-    def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        residual = None
+    def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> Residual:
+        residual = Residual(x)
         for layer in self.layers[:-1]:
-            x, residual = layer(x, residual, batch)
+            layer(residual)
         last = self.layers[-1]
-        return last(x, residual, batch.for_last_layer(last.attention.group))
+        self.step.batch = batch.for_last_layer(last.attention.group)
+        last(residual)
+        return residual
 
     @property
     def prunes_last_layer(self) -> bool:

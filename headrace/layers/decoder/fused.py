@@ -40,6 +40,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.norm import NoNorm, RmsNorm
+from headrace.layers.residual import Residual
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,9 @@ def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
         return None
 
 
-def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What the layers make of the embedded tokens ``x`` [T, D], as ``(branch, residual)``, each [S, D] where S tokens
-    are wanted; None when this step is not theirs: it is large, or another attention backend was asked for."""
+def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
+    """The residual after all layers, from the embedded tokens ``x`` [T, D]; [S, D] where S tokens are wanted. None when
+    the kernel does not take this step: it is large, or another attention backend was asked for."""
     first = batch.groups[0].inputs if batch.groups else None
     if first is None or not 0 < first.num_tokens <= MOST_TOKENS:
         return None
@@ -71,7 +72,8 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> tuple
     if batch.wanted is not None:
         alone = batch.wanted.inputs[table.last_group]
         wanted = (batch.wanted.places, alone.query_start, alone.kv_lens, alone.page_table)
-    return table.run(x, batch.positions, groups, (first.query_start, first.kv_lens), wanted)
+    out = table.run(x, batch.positions, groups, (first.query_start, first.kv_lens), wanted)
+    return None if out is None else Residual(stream=out[1], pending=out[0])
 
 
 def fuse_step(table: LayerTable, model: Any) -> FusedDecode | None:
@@ -93,7 +95,8 @@ def _describe_ends(model: Any) -> EndParts:
     )
     _require(type(norm) is RmsNorm, "no RMS norm after the layers")
     _require(
-        type(head) is Head and isinstance(head.stored, PanelWeight) and head.divisor == 1.0 and head.softcap == 0.0,
+        type(head) is Head and isinstance(head.stored, PanelWeight)
+        and head.bias is None and head.divisor == 1.0 and head.softcap == 0.0,
         "a head of another kind"
     )
     return EndParts(

@@ -5,8 +5,7 @@ Refuses: knowing any family; a family brings its spec and its table of checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
@@ -21,12 +20,9 @@ from headrace.layers.encoder.spans import TextSpans
 from headrace.layers.encoder.spec import EncoderSpec
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.mlp import Mlp
 from headrace.layers.model import ServedModel
 from headrace.layers.norm import LayerNorm
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu, "silu": F.silu,
-}
 
 
 class EncoderEmbedding(nn.Module):
@@ -57,17 +53,16 @@ class EncoderBlock(nn.Module):
     def __init__(self, spec: EncoderSpec, build: Build):
         super().__init__()
         self.num_heads = spec.num_heads
-        self.qkv = Linear(build, spec.hidden_size, {"q": spec.hidden_size, "k": spec.hidden_size, "v": spec.hidden_size}, bias=True)
-        self.output = Linear(build, spec.hidden_size, spec.hidden_size, bias=True)
-        self.attention_norm = LayerNorm(build, spec.hidden_size, spec.norm_eps)
-        self.up = Linear(build, spec.hidden_size, spec.intermediate_size, bias=True)
-        self.down = Linear(build, spec.intermediate_size, spec.hidden_size, bias=True)
-        self.mlp_norm = LayerNorm(build, spec.hidden_size, spec.norm_eps)
-        self._activate = ACTIVATIONS[spec.activation]
+        size = spec.hidden_size
+        self.qkv = Linear(build, size, {"q": size, "k": size, "v": size}, bias=True)
+        self.output = Linear(build, size, size, bias=True)
+        self.attention_norm = LayerNorm(build, size, spec.norm_eps)
+        self.mlp = Mlp(spec.mlp, size, build)
+        self.mlp_norm = LayerNorm(build, size, spec.norm_eps)
 
     def forward(self, x: torch.Tensor, spans: TextSpans) -> torch.Tensor:
         x = self.attention_norm(self.output(spans.attend(self.qkv(x), self.num_heads)).add_(x))
-        return self.mlp_norm(self.down(self._activate(self.up(x))).add_(x))
+        return self.mlp_norm(self.mlp(x).add_(x))
 
 
 class ClassScores(nn.Module):

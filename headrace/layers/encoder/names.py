@@ -16,8 +16,8 @@ PLAIN_NAMES = {
     "encoder.layer.{i}.attention.self.value": "layers.{i}.qkv#v",
     "encoder.layer.{i}.attention.output.dense": "layers.{i}.output",
     "encoder.layer.{i}.attention.output.LayerNorm": "layers.{i}.attention_norm",
-    "encoder.layer.{i}.intermediate.dense": "layers.{i}.up",
-    "encoder.layer.{i}.output.dense": "layers.{i}.down",
+    "encoder.layer.{i}.intermediate.dense": "layers.{i}.mlp.up",
+    "encoder.layer.{i}.output.dense": "layers.{i}.mlp.down",
     "encoder.layer.{i}.output.LayerNorm": "layers.{i}.mlp_norm",
 }
 

@@ -6,11 +6,9 @@ Refuses: names of families and of checkpoint tensors (``models/``), and tensors 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from headrace.base.cache import CacheSpec
-
-EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+from headrace.layers.spec import MlpSpec
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,13 @@ class EncoderTables:
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """A transformer whose tokens see each other both ways, with a norm after each branch. ``num_classes`` is 0 without
-    a classifier. ``norm_eps`` is that of the layer norms."""
+    """A transformer whose tokens see each other both ways, with a norm after each branch. ``mlp`` has no gate.
+    ``num_classes`` is 0 without a classifier. ``norm_eps`` is that of the layer norms."""
 
     hidden_size: int
     num_heads: int
-    intermediate_size: int
     num_layers: int
-    activation: EncoderActivation
+    mlp: MlpSpec
     norm_eps: float
     tables: EncoderTables
     num_classes: int = 0

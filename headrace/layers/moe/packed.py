@@ -73,8 +73,9 @@ class PackedExpertWeights(nn.Module):
     def __init__(self, num_experts: int, spec: MlpSpec, width: int, build: Build):
         super().__init__()
         self.num_experts = num_experts
-        self.gate_up = PackedLinear(build, num_experts, width, {"gate": spec.intermediate_size, "up": spec.intermediate_size})
-        self.down = PackedLinear(build, num_experts, spec.intermediate_size, {"down": width})
+        size = spec.intermediate_size
+        self.gate_up = PackedLinear(build, num_experts, width, {"gate": size, "up": size})
+        self.down = PackedLinear(build, num_experts, size, {"down": width})
 
     def places(self, prefix: str, matrices: dict[str, str]) -> dict[str, torch.Tensor]:
         """Checkpoint names of codes and scales to the places that they fill. ``matrices`` has the checkpoint's names of

@@ -44,5 +44,6 @@ class ExpertWeights(nn.Module):
 
     def __init__(self, num_experts: int, spec: MlpSpec, width: int, build: Build):
         super().__init__()
-        self.gate_up = StackedLinear(build, num_experts, width, {"gate": spec.intermediate_size, "up": spec.intermediate_size}, bias=spec.bias)
-        self.down = StackedLinear(build, num_experts, spec.intermediate_size, {"down": width}, bias=spec.bias)
+        size = spec.intermediate_size
+        self.gate_up = StackedLinear(build, num_experts, width, {"gate": size, "up": size}, bias=spec.bias)
+        self.down = StackedLinear(build, num_experts, size, {"down": width}, bias=spec.bias)

@@ -69,8 +69,8 @@ def _read_layers(fields: Fields, routing: dict[str, Any], *, interleaved: bool) 
     shared = MlpSpec(inner * num_shared, fields.choice("hidden_act", ACTIVATIONS, "silu")) if num_shared else None
     scale = fields.number("routed_scaling_factor", 1.0)
     moe = read_moe(
-        fields, "n_routed_experts", intermediate_size="moe_intermediate_size", shared=shared, scale=scale, in_float32=True,
-        **routing
+        fields, "n_routed_experts", intermediate_size="moe_intermediate_size", shared=shared, scale=scale,
+        in_float32=True, **routing
     )
     first = int(fields.config.get("first_k_dense_replace") or 0)
     layers = read_layers(fields, read_rope(fields, interleaved=interleaved))

@@ -1,6 +1,6 @@
 """Hyper-connections: instead of one residual, parallel streams that each sublayer reads from and writes to by learned,
-token-dependent weights; streams are mixed by doubly stochastic matrices. T tokens, S streams, D hidden size. All in float32.
-Xie et al., manifold-constrained hyper-connections, as used in DeepSeek-V4.
+token-dependent weights; streams are mixed by doubly stochastic matrices. Xie et al.,
+manifold-constrained hyper-connections, as used in DeepSeek-V4. T tokens, S streams, D hidden size. All in float32.
 """
 
 from __future__ import annotations

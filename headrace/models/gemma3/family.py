@@ -54,7 +54,8 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
         ),
         norm=NormSpec(eps, offset=1.0, before=True, after=True),
         vocabulary=VocabularySpec(
-            fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", True), embedding_scale=hidden_size**0.5,
+            fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", True),
+            embedding_scale=hidden_size**0.5,
             softcap=fields.number("final_logit_softcapping", 0.0),
         ),
     )

@@ -36,7 +36,9 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     clamp = SwigluClamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702), up_offset=1.0)
     return read_decoder(
         fields, _read_layers(fields), attention=read_attention(fields, sinks=True),
-        mlp=read_moe(fields, "num_local_experts", intermediate_size="intermediate_size", renormalise=True, bias=True, clamp=clamp),
+        mlp=read_moe(
+            fields, "num_local_experts", intermediate_size="intermediate_size", renormalise=True, bias=True, clamp=clamp
+        ),
     )
 
 

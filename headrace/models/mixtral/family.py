@@ -16,7 +16,8 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     fields = Fields({**DEFAULTS, **config})
     layers = read_layers(fields, read_rope(fields, theta=1e6), window=read_window(fields))
     return read_decoder(
-        fields, layers, mlp=read_moe(fields, "num_local_experts", intermediate_size="intermediate_size", renormalise=True)
+        fields, layers,
+        mlp=read_moe(fields, "num_local_experts", intermediate_size="intermediate_size", renormalise=True),
     )
 
 

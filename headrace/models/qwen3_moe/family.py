@@ -24,7 +24,8 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 def _read_layers(fields: Fields, window: int) -> tuple[LayerSpec, ...]:
     """Every ``decoder_sparse_step``-th layer has experts, but not those of ``mlp_only_layers``."""
     moe = read_moe(
-        fields, "num_experts", intermediate_size="moe_intermediate_size", renormalise=fields.flag("norm_topk_prob", False)
+        fields, "num_experts", intermediate_size="moe_intermediate_size",
+        renormalise=fields.flag("norm_topk_prob", False),
     )
     step, dense = fields.integer("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or ()
     layers = read_layers(fields, read_rope(fields), window=window)

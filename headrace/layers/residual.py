@@ -1,0 +1,66 @@
+"""The residual stream of a decoder, the norms that read it and the branches (attention, MLP) that add to it.
+
+A branch's output is added to the stream inside the norm after it: one kernel reads and writes the stream instead of
+two. Until then the output is *pending*. T tokens, D hidden size, S partial sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Residual:
+    """The stream [T, D] and the latest branch's output, which the next norm adds to it. One object a step.
+
+    ``pending`` is one of:
+    - None: nothing to add. Also after a product that was accumulated into ``stream`` itself (many rows).
+    - [T, D] in the stream's dtype: the output.
+    - [S, T, D] float32: partial sums of the output, as a product split over its inputs leaves them, one from each
+      program. They are added up in this order and rounded to the stream's dtype before the addition.
+
+    Hazard: norms and products overwrite ``stream`` in place. Whoever needs an older value must copy it, and a branch
+    must have read its input before it adds its output: `NoNorm` returns the stream itself.
+    """
+
+    __slots__ = ("pending", "stream")
+
+    def __init__(self, stream: torch.Tensor, pending: torch.Tensor | None = None):
+        self.stream, self.pending = stream, pending
+
+    def settle(self) -> torch.Tensor:
+        """The stream after the pending output has been added, by a kernel of its own; for norms without a fused one."""
+        x, self.pending = self.pending, None
+        if x is not None:
+            self.stream.add_(x if x.dim() == 2 else x.sum(0).to(self.stream.dtype))
+        return self.stream
+
+    def keep_rows(self, rows: torch.Tensor | None) -> None:
+        """Keep these rows alone, [n] int64 (None: all); nothing may be pending."""
+        if rows is not None:
+            self.stream = self.stream.index_select(0, rows)
+
+
+class Norm(nn.Module):
+    """``x [T, D] -> [T, D]``, normalised."""
+
+    def add(self, residual: Residual) -> torch.Tensor:
+        """Add what is pending to the stream and return the normalised stream, which a branch reads."""
+        return self(residual.settle())
+
+
+class Branch(nn.Module):
+    """Attention or an MLP: ``x [T, D] -> [T, D]`` of a normalised x.
+
+    A branch whose first product is fused with the norm before it replaces `read`; one whose last product may leave
+    partial sums replaces `add` too. An attention branch that prunes rows (``ForwardBatch.queries``) returns [S, D], and
+    `read` and `add` prune the residual as well.
+    """
+
+    def read(self, norm: Norm, residual: Residual) -> torch.Tensor:
+        """``branch(norm(residual))`` [T, D]; what was pending has been added to the stream."""
+        return self(norm.add(residual))
+
+    def add(self, norm: Norm, residual: Residual) -> None:
+        """The same, left pending in ``residual`` in the form that is fastest to make."""
+        residual.pending = self.read(norm, residual)
