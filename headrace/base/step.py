@@ -45,17 +45,8 @@ class PageAppend(msgspec.Struct, frozen=True, array_like=True):
     pages: list[int]
 
 
-class PageCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Copy the content of a page within one group before the step computes."""
-
-    group: int
-    source: int
-    target: int
-
-
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What one step shall do. Applied in this order: releases, starts, growths, appends, copies, then the spans are
-    computed.
+    """What one step shall do. Applied in this order: releases, starts, growths, appends, then the spans are computed.
 
     Spans are parallel lists of length R; a row occurs at most once. Span i computes positions ``[begins[i], begins[i] +
     lengths[i])`` of row ``rows[i]``; all earlier positions are in the cache. The first ``num_decodes`` spans have
@@ -74,7 +65,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     releases: list[int] = []
     starts: list[RowStart] = []
     appends: list[PageAppend] = []
-    copies: list[PageCopy] = []
     growths: list[RowGrowth] = []
 
 

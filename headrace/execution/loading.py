@@ -134,7 +134,7 @@ def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
         raise ConfigError(
             f"kv_dtype {CODES} is for CPUs, and this is {device}: serve with kv_dtype auto", param="kv_dtype"
         )
-    others = sorted({spec.kind for spec in coded if not getattr(POOLS.load(spec.kind), "holds_codes", False)})
+    others = sorted({spec.kind for spec in coded if not POOLS.load(spec.kind).supports_int8})
     if others:
         raise ConfigError(
             f"kv_dtype {CODES} is for plain keys and values, and this model caches {', '.join(others)}: serve with "

@@ -67,7 +67,7 @@ class Runner:
         upload = Upload()
         self._apply_rows(plan, upload)
         if not plan.rows:
-            self._apply_pages(plan, upload.send(self._device))
+            self._apply_pages(upload.send(self._device))
             return PendingSample(plan.step_id)
         if plan.num_decodes == len(plan.rows):
             graph = self._captured.find_decodes(len(plan.rows)) if self._captured else None
@@ -119,7 +119,7 @@ class Runner:
             upload.add("sample_requests", samples)
         sent = upload.send(self._device)
         filling = self._grammars.begin(batch) if self._grammars is not None else None
-        self._apply_pages(plan, sent)
+        self._apply_pages(sent)
         if graph is not None:
             hidden = graph.run(shape, sent)
         else:
@@ -139,7 +139,7 @@ class Runner:
         batch = decodes.batch
         upload.add("decodes", graph.pack(decodes.rows, decodes.ends))
         sent = upload.send(self._device)
-        self._apply_pages(plan, sent)
+        self._apply_pages(sent)
         logits, likeliest = graph.run(sent["decodes"])  # first: masks are needed only once it is done
         filling = self._grammars.begin(batch, is_launched=True) if self._grammars is not None else None
         if batch.is_greedy:
@@ -156,7 +156,7 @@ class Runner:
         batch = decodes.batch
         sent = upload.send(self._device)
         filling = self._grammars.begin(batch) if self._grammars is not None else None
-        self._apply_pages(plan, sent)
+        self._apply_pages(sent)
         logits, likeliest = step.run(
             torch.from_numpy(decodes.requests), self._rows.last_token, self._tables.tensor, is_greedy=batch.is_greedy
         )
@@ -228,17 +228,12 @@ class Runner:
             index, pages = self._tables.flatten(plan.appends)
             upload.add("append_index", index)
             upload.add("append_pages", pages)
-        for group in {copy.group for copy in plan.copies}:
-            upload.add(f"sources_{group}", [c.source for c in plan.copies if c.group == group])
-            upload.add(f"targets_{group}", [c.target for c in plan.copies if c.group == group])
 
-    def _apply_pages(self, plan: StepPlan, sent: dict[str, torch.Tensor]) -> None:
+    def _apply_pages(self, sent: dict[str, torch.Tensor]) -> None:
         if "cleared" in sent:
             self._tables.clear(sent["cleared"])
         if "append_index" in sent:
             self._tables.write(sent["append_index"], sent["append_pages"])
-        for group in {copy.group for copy in plan.copies}:
-            self.pools[group].copy_pages(sent[f"sources_{group}"], sent[f"targets_{group}"])
 
     def _find_prompt_spans(self, shape: StepShape, upload: Upload) -> list[PromptSpan]:
         spans, targets = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from headrace.base.sampling import SamplingSpec
-from headrace.base.step import PageAppend, PageCopy, RowStart, StepPlan, StepResult
+from headrace.base.step import PageAppend, RowStart, StepPlan, StepResult
 from headrace.execution.executor import LocalExecutor
 from headrace.execution.runner import Runner
 
@@ -46,7 +46,7 @@ class Driver:
                 self.appends.append(PageAppend(group, row, len(held), pages))
                 held.extend(pages)
 
-    def plan(self, chunks: dict[int, int], copies: tuple[PageCopy, ...] = ()) -> StepPlan:
+    def plan(self, chunks: dict[int, int]) -> StepPlan:
         """Compute ``chunks[row]`` tokens of prefilling rows, and a decode of every row that has its prompt computed."""
         decodes = [row for row in self.computed if self.computed[row] >= self.known[row]]
         spans = [(row, self.computed[row], 1, 1) for row in decodes]
@@ -60,8 +60,7 @@ class Driver:
         self.step_id += 1
         columns = [list(column) for column in zip(*spans, strict=True)] or [[], [], [], []]
         plan = StepPlan(
-            self.step_id, len(decodes), *columns, releases=self.releases, starts=self.starts, appends=self.appends,
-            copies=list(copies)
+            self.step_id, len(decodes), *columns, releases=self.releases, starts=self.starts, appends=self.appends
         )
         self.starts, self.releases, self.appends = [], [], []
         return plan

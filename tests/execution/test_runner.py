@@ -11,7 +11,7 @@ from toy import VOCAB_SIZE, WINDOW, toy_logits, toy_runner
 
 from headrace.base.errors import HeadraceError
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec
-from headrace.base.step import PageAppend, PageCopy, StepPlan
+from headrace.base.step import StepPlan
 
 
 def expected_greedy(prompt: list[int], count: int) -> list[int]:
@@ -83,27 +83,6 @@ def test_reentry_continues_seeded_output():
         again.step({3: 3})
     assert len(again.output[3]) > 6
     assert again.output[3] == straight.output[1][: len(again.output[3])]
-
-
-def test_copied_page_serves_a_fork():
-    driver = Driver(toy_runner())
-    prompt = prompt_of(8, 6)
-    driver.start(0, prompt, GREEDY)
-    driver.step({0: 6})
-    driver.start(1, prompt, GREEDY)
-    copies = []
-    for group in range(2):
-        first, second = driver.held[0][group]
-        copy = driver.free[group].pop()
-        driver.held[1][group] = [first, copy]
-        driver.appends.append(PageAppend(group, 1, 0, [first, copy]))
-        copies.append(PageCopy(group, second, copy))
-    driver.computed[1] = 5  # the last prompt token is computed again, into the copy
-    plan = driver.plan({1: 1}, tuple(copies))
-    result = driver.runner.execute(plan).result()
-    tokens = dict(zip(plan.rows, result.token_ids, strict=True))
-    assert tokens[1] == expected_greedy(prompt, 1)[0]
-    assert tokens[0] == expected_greedy(prompt, 2)[1]
 
 
 def test_overrun_of_a_stopped_row_harms_nobody():

@@ -41,17 +41,6 @@ def test_untouched_pages_take_no_resident_memory():
     assert process.memory_info().rss - before < 2**25
 
 
-def test_copied_pages():
-    pool = build_pool(CacheGroup(CacheSpec("full", 1, 2, 2, "float32"), [0, 1], 6), 2, CPU)
-    for layer in (0, 1):
-        for t in pool.layer(layer):
-            t.copy_(torch.arange(6.0).view(6, 1, 1, 1) + 10 * layer)
-    pool.copy_pages(torch.tensor([1, 3]), torch.tensor([5, 2]))
-    for layer in (0, 1):
-        for t in pool.layer(layer):
-            assert (t[:, 0, 0, 0] - 10 * layer).tolist() == [0, 1, 3, 3, 4, 1]
-
-
 def test_latent_pages_hold_keys_and_values_in_one():
     group = CacheGroup(CacheSpec("mla", 1, 6, 4, "bfloat16"), [1], 5)
     pool = build_pool(group, 4, CPU)
@@ -60,8 +49,6 @@ def test_latent_pages_hold_keys_and_values_in_one():
     assert pool.num_bytes == k.nbytes == pool.page_bytes(group.spec, 4) * 5
     k.copy_(torch.arange(120.0).view(5, 4, 1, 6))
     assert torch.equal(v, k[..., :4]) and v.data_ptr() == k.data_ptr()
-    pool.copy_pages(torch.tensor([1]), torch.tensor([3]))
-    assert torch.equal(k[3], k[1])
 
 
 def test_unknown_kind_is_told():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 
@@ -11,23 +12,25 @@ from headrace.base.cache_kinds import CACHE_POOLS
 from headrace.base.registry import Registry
 
 
-class Pool(Protocol):
-    """Pages of one cache group on one device. Every page reads as finite numbers before it is first written."""
+class Pool(ABC):
+    """Pages of one cache group on one device. Every page reads as finite numbers before it is first written.
+    Built as ``Class(group, page_size, device)``. ``supports_int8``: may keep int8 codes with their scales."""
 
+    supports_int8: ClassVar[bool] = False
     num_bytes: int
 
+    @abstractmethod
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device): ...
 
     @staticmethod
+    @abstractmethod
     def page_bytes(spec: CacheSpec, page_size: int) -> int:
         """Bytes of one page of one layer."""
 
+    @abstractmethod
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The page tensors of a model layer of this group; plain keys and values give ``(k, v)``, codes
         their scales, too."""
-
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages in all layers; int64 on the device, targets distinct and disjoint from sources."""
 
 
 POOLS: Registry[type[Pool]] = CACHE_POOLS

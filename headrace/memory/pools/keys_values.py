@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.memory.pools.contract import Pool
 
 ALIGNMENT = 64
 """Bytes; a cache line, and the widest CPU vector."""
@@ -16,12 +17,12 @@ CODES = "int8"
 """The dtype of a spec whose keys and values are kept in 8 bits."""
 
 
-class KeyValuePool:
+class KeyValuePool(Pool):
     """Per layer k [P, page_size, K, E] and v [P, page_size, K, E_value], contiguous, zero until written. Of a spec of
     int8 these are codes, with scales [P, 2, K, page_size] float32, one for each token and kv head, of keys and of
     values."""
 
-    holds_codes = True
+    supports_int8 = True
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec, dtype = group.spec, torch_dtype(group.spec)
@@ -44,12 +45,6 @@ class KeyValuePool:
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """``(k, v)`` of a model layer, or ``(k, v, scales)``."""
         return self._layers[layer]
-
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
-        for tensors in self._layers.values():
-            for pages in tensors:
-                pages.index_copy_(0, targets, pages.index_select(0, sources))
 
 
 def torch_dtype(spec: CacheSpec) -> torch.dtype:

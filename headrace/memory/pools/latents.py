@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.memory.pools.contract import Pool
 from headrace.memory.pools.keys_values import allocate_zeros, torch_dtype
 
 
-class LatentPool:
+class LatentPool(Pool):
     """Per layer [P, page_size, 1, L + E], contiguous, zero until written. Keys are whole rows (``head_dim`` wide),
     values their first ``value_dim`` places."""
 
@@ -28,8 +29,3 @@ class LatentPool:
         """``(k, v)`` of a model layer; v is a view of the beginning of each row of k."""
         rows = self._layers[layer]
         return rows, rows[..., : self._value_dim]
-
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
-        for rows in self._layers.values():
-            rows.index_copy_(0, targets, rows.index_select(0, sources))

@@ -11,6 +11,7 @@ import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.kernels.block_fp8.reference import LARGEST, LEAST_AMAX, power_of_two, quantise_groups
+from headrace.memory.pools.contract import Pool
 from headrace.memory.pools.keys_values import allocate_zeros
 from headrace.models.deepseek_v4.layout import (
     GROUP,
@@ -23,7 +24,7 @@ from headrace.models.deepseek_v4.layout import (
 )
 
 
-class _PackedPool:
+class _PackedPool(Pool):
     """Per layer uint8 [P, bytes of a page], and views of it: one of each slot's values, one of its scales."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
@@ -51,11 +52,6 @@ class _PackedPool:
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(values [P, S, bytes], scales [P, S, bytes])`` of a layer, uint8, strided."""
         return self._views[layer]
-
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
-        for pages in self._layers.values():
-            pages.index_copy_(0, targets, pages.index_select(0, sources))
 
 
 class PackedVectorPool(_PackedPool):

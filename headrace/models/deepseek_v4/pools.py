@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.memory.pools.contract import Pool
 from headrace.memory.pools.keys_values import allocate_zeros, torch_dtype
 from headrace.models.deepseek_v4.layout import slot_bytes, slots_per_page
 
 
-class VectorPool:
+class VectorPool(Pool):
     """Per layer [P, S, E], key and value in one: both tensors of a layer are the same."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
@@ -27,13 +28,8 @@ class VectorPool:
         """The vectors of a layer, twice."""
         return self._layers[layer], self._layers[layer]
 
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
-        for pages in self._layers.values():
-            pages.index_copy_(0, targets, pages.index_select(0, sources))
 
-
-class StatePool:
+class StatePool(Pool):
     """Per layer what compressors made of the latest tokens, before pooling: values [P, S, E] and gates [P, S, E],
     float32."""
 
@@ -53,9 +49,3 @@ class StatePool:
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(values, gates)`` of a layer."""
         return self._layers[layer]
-
-    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy pages in all layers; int64 [n] on the device, targets distinct and disjoint from sources."""
-        for both in self._layers.values():
-            for pages in both:
-                pages.index_copy_(0, targets, pages.index_select(0, sources))
