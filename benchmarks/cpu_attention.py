@@ -14,7 +14,7 @@ import torch
 
 from headrace.kernels import native
 from headrace.kernels.attention import cpu
-from headrace.kernels.codes import write_codes
+from headrace.kernels.attention.reference import write_codes
 
 SHAPES = (
     (4096, 0, 9, 3, 64), (1024, 3072, 9, 3, 64), (256, 768, 9, 3, 64), (32, 1024, 9, 3, 64), (512, 1536, 32, 8, 128),

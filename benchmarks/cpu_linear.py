@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from headrace.execution.device import has_fast_bfloat16
 from headrace.kernels import native
-from headrace.kernels.mxfp4 import QUANTISE_MXFP4
+from headrace.kernels.block_scaled import QUANTISE_MXFP4
 from headrace.kernels.packed_linear import PACKED_LINEAR
 from headrace.kernels.packed_linear.blocks import WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import OnednnWeight, TurnedWeight

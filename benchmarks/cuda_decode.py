@@ -19,7 +19,7 @@ import torch
 from benchmarks.cuda_kernels import MODELS, PAGE, Model, Pool, draw, time_calls
 from benchmarks.roofline import BANDWIDTH
 from headrace.kernels.attention.triton import DecodeStep, DecodeWorkspace, Head, decode
-from headrace.kernels.rope_write.triton import rope_write_pdl
+from headrace.kernels.rowwise.triton import rope_write_pdl
 
 POOL_TOKENS = 1_024_000
 LEAST_LAYERS, MOST_LAYERS = 14, 64

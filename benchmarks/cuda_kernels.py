@@ -136,12 +136,7 @@ def each(n: int, make_inputs: Callable[[], tuple], function: Callable[..., objec
 
 
 def elementwise_items() -> Iterator[Item]:
-    from headrace.kernels.activation import reference as activation_reference
-    from headrace.kernels.activation import triton as activation
-    from headrace.kernels.rms_norm import reference as norm_reference
-    from headrace.kernels.rms_norm import triton as norm
-    from headrace.kernels.rope_write import reference as rope_reference
-    from headrace.kernels.rope_write import triton as rope
+    from headrace.kernels.rowwise import reference, triton
 
     for model in MODELS:
         for tokens in (1, 256, 8192):
@@ -153,14 +148,14 @@ def elementwise_items() -> Iterator[Item]:
                 t=tokens: each(n, lambda: (draw(t, m.width), draw(t, m.width), w, 1e-6), f)
                 for name,
                 f in (
-                    ("triton", norm.add_rms_norm), ("pdl", norm.add_rms_norm_pdl),
-                    ("torch", norm_reference.add_rms_norm)
+                    ("triton", triton.add_rms_norm), ("pdl", triton.add_rms_norm_pdl),
+                    ("torch", reference.add_rms_norm)
                 )
             }, 4 * moved)
             moved = 6 * tokens * model.hidden
             yield Item(f"silu_mul {at}", moved / BANDWIDTH, {
                 name: lambda n, f=f, m=model, t=tokens: each(n, lambda: (draw(t, 2 * m.hidden),), f)
-                for name, f in (("triton", activation.silu_mul), ("torch", activation_reference.silu_mul))
+                for name, f in (("triton", triton.silu_mul), ("torch", reference.silu_mul))
             }, moved)
             moved = 4 * tokens * model.qkv
             pages = [draw(1 + tokens // PAGE, PAGE, model.kv_heads, model.dim) for _ in range(2)]
@@ -174,7 +169,7 @@ def elementwise_items() -> Iterator[Item]:
             yield Item(f"rope_write {at}", moved / BANDWIDTH, {
                 name: lambda n, f=f, m=model, t=tokens, p=pages, c=table, s=at_slots, k=shape: each(
                     n, lambda: (draw(t, m.qkv), s, c, s, *p), partial(f, **k))
-                for name, f in (("triton", rope.rope_write), ("torch", rope_reference.rope_write))
+                for name, f in (("triton", triton.rope_write), ("torch", reference.rope_write))
             }, moved)
 
 
@@ -420,21 +415,15 @@ def layer_items(pool: Pool) -> Iterator[Item]:
 def layer_calls(
     model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bool = True, fused: bool = True, joined: bool = False
 ) -> list[Call]:
-    from headrace.kernels.activation import reference as activation_reference
-    from headrace.kernels.activation import triton as activation
     from headrace.kernels.attention import triton as attention
+    from headrace.kernels.linear import Norm, norm_linear
     from headrace.kernels.linear import triton as linear
-    from headrace.kernels.norm_linear import Norm
-    from headrace.kernels.norm_linear import triton as norm_linear
-    from headrace.kernels.rms_norm import reference as norm_reference
-    from headrace.kernels.rms_norm import triton as norm
-    from headrace.kernels.rope_write import reference as rope_reference
-    from headrace.kernels.rope_write import triton as rope
+    from headrace.kernels.rowwise import reference, triton
 
     multiply = partial(linear.linear, pdl=pdl) if gemv else F.linear
-    add_norm = partial(norm.add_rms_norm, pdl=pdl) if fused else norm_reference.add_rms_norm
-    activate = partial(activation.silu_mul, pdl=pdl) if fused else activation_reference.silu_mul
-    write = (rope.rope_write_pdl if pdl else rope.rope_write) if fused else rope_reference.rope_write
+    add_norm = partial(triton.add_rms_norm, pdl=pdl) if fused else reference.add_rms_norm
+    activate = partial(triton.silu_mul, pdl=pdl) if fused else reference.silu_mul
+    write = (triton.rope_write_pdl if pdl else triton.rope_write) if fused else reference.rope_write
     q_norm = draw(model.dim) if model.has_qk_norm else None
     write = partial(
         write, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim,

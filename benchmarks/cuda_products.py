@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cuda_kernels import BF16, MODELS, Model, draw, products, time_calls
-from headrace.kernels.activation.triton import silu_mul_pdl
 from headrace.kernels.linear import gated_product, hopper
 from headrace.kernels.linear.hopper import Tile
 from headrace.kernels.linear.triton import linear_pdl
-from headrace.kernels.rms_norm.triton import add_rms_norm_pdl, rms_norm_pdl
+from headrace.kernels.rowwise.triton import add_rms_norm_pdl, rms_norm_pdl, silu_mul_pdl
 
 EPS = 1e-6
 WEIGHT_BYTES = 2**30

@@ -25,8 +25,7 @@ from headrace.execution.runner import Runner
 from headrace.execution.step_graphs import step_sizes
 from headrace.execution.warmup import measure_largest_steps, measure_peak, run_tiny_steps
 from headrace.layers.build import Build
-from headrace.memory.capacity import free_bytes
-from headrace.memory.plan import CachePlan
+from headrace.memory.plan import CachePlan, free_bytes
 
 DRIVER_BYTES_PER_LAYER = 64 * 2**10
 """Launch parameters and node state of a layer in a captured step: twice what was measured."""

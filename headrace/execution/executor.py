@@ -35,8 +35,7 @@ from headrace.execution.structured.library import CompiledGrammar
 from headrace.execution.structured.store import GrammarStore
 from headrace.kernels.ahead import read_compiler
 from headrace.layers.build import Build
-from headrace.memory.capacity import free_bytes
-from headrace.memory.plan import CacheDemand, kv_budget, memory_lines, plan_cache, soft_budget
+from headrace.memory.plan import CacheDemand, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
 
 logger = logging.getLogger(__name__)
 

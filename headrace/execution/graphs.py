@@ -14,8 +14,8 @@ import torch
 from headrace.base.cache import CacheLayout
 from headrace.execution.captures import Capture, Records
 from headrace.execution.rows import Rows
-from headrace.kernels.decode_inputs import DECODE_INPUTS, DecodeInputs
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.rowwise import DECODE_INPUTS, DecodeInputs
 from headrace.kernels.sample import KEEP_BEST
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep

@@ -22,8 +22,7 @@ from headrace.layers.build import Build
 from headrace.layers.model import ServedModel
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
 from headrace.layers.storing import can_store_blocks, count_bytes, count_elements, store_fastest
-from headrace.memory.pools import POOLS
-from headrace.memory.pools.keys_values import CODES
+from headrace.memory.pools import CODES, POOLS
 from headrace.models.catalog import find_family
 from headrace.models.checkpoint import open_weights
 from headrace.models.family import Family

@@ -25,7 +25,7 @@ from headrace.execution.sampling import Drawn, SampleBatch, Sampler
 from headrace.execution.structured.rows import Filling, GrammarRows
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import Upload
-from headrace.kernels.decoder_layers.fused_decode import FusedDecode
+from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.layers.attention.contract import AttentionBackend, KvPages
 from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS
-from headrace.kernels.norm_linear import NORM_LINEAR, fits
-from headrace.kernels.norm_linear import Norm as NormWeights
+from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS, NORM_LINEAR, fits
+from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from headrace.kernels.decoder_layers.fused_decode import FusedDecode
+from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.pooling import PoolingHead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
+from headrace.kernels.rowwise import ADD_RMS_NORM, RMS_NORM
 from headrace.layers.build import Build
 from headrace.layers.residual import Norm, Residual
 from headrace.layers.spec import NormSpec

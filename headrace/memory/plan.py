@@ -1,15 +1,19 @@
-"""How many pages each cache group gets and how long a context they can hold. Arithmetic only: what is left is measured
-by ``capacity.py``, what the rest takes by the executor."""
+"""How much memory is left, how many pages each cache group gets of it, and how long a context they can hold. What weights
+and activations take is measured by the executor."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+import psutil
+import torch
 
 from headrace.base.cache import CacheGroup
 from headrace.base.config import CacheConfig
+from headrace.base.control_groups import find_groups
 from headrace.base.errors import ConfigError
 from headrace.base.messages import MemoryLine
 from headrace.memory.pools import group_page_bytes
@@ -26,6 +30,13 @@ MIN_WINDOW_SHARE = 0.25
 """Requests are mostly shorter than the longest one: a window group sized for the longest alone would run out first."""
 
 SHORTEST_CONTEXT = 8
+
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+)
+"""Of control groups: the files of limit and use, and the line of ``memory.stat`` that tells of file pages nobody
+needs."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,25 @@ class CachePlan:
 
     groups: list[CacheGroup]
     max_model_len: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that could be allocated now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    left = [_left_by(folder, *names) for folder in find_groups("memory") for names in CGROUP_FILES]
+    return min([psutil.virtual_memory().available, *(count for count in left if count is not None)])
+
+
+def _left_by(folder: Path, limit_file: str, used_file: str, reclaimable: str) -> int | None:
+    """What a control group still allows; None when it sets no limit. Reclaimable file pages are free."""
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        used = int((folder / used_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - used + int(stat.get(reclaimable, 0))) if limit.isdigit() else None
+    except (OSError, ValueError):
+        return None
 
 
 def kv_budget(device_type: str, free: int, fraction: float) -> int:

@@ -24,7 +24,7 @@ from headrace.execution.facts import read_default_sampling
 from headrace.execution.loading import _check_codes, load_model
 from headrace.execution.result import PendingSample
 from headrace.layers.rotary import RotaryTable
-from headrace.memory.pools.keys_values import KeyValuePool
+from headrace.memory.pools import KeyValuePool
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = {

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from headrace.kernels import native
-from headrace.kernels.codes import encode, read_codes, write_codes
-from headrace.kernels.rope_write import cpu, reference
+from headrace.kernels.attention.reference import encode, read_codes, write_codes
+from headrace.kernels.rowwise import cpu, reference
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.attention.cpu import CpuAttention

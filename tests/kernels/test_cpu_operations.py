@@ -8,10 +8,7 @@ import torch.nn.functional as F
 from cpu_isas import isa  # noqa: F401
 from devices import relative_error
 
-from headrace.kernels.activation import cpu as activation
-from headrace.kernels.rms_norm import cpu as rms_norm
-from headrace.kernels.rope_write import cpu as rope
-from headrace.kernels.rope_write import reference as rope_reference
+from headrace.kernels.rowwise import cpu, reference
 
 TYPES = [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)]
 pytestmark = pytest.mark.usefixtures("isa")
@@ -31,11 +28,11 @@ def _norm(x, weight, eps, offset):
 def test_rms_norm(rows, width, offset, weight_dtype, dtype, tolerance):
     wide, weight = _draw(dtype, rows, width + 16), _draw(weight_dtype or dtype, width)
     x = wide[:, :width]  # rows further apart than they are long
-    out = rms_norm.rms_norm(x, weight, 1e-6, offset)
+    out = cpu.rms_norm(x, weight, 1e-6, offset)
     assert out.dtype == dtype and out.is_contiguous() and out.shape == x.shape
     residual = _draw(dtype, rows, width, seed=1)
     total, before = x + residual, wide.clone()
-    normed, new_residual = rms_norm.add_rms_norm(x, residual, weight, 1e-6, offset)
+    normed, new_residual = cpu.add_rms_norm(x, residual, weight, 1e-6, offset)
     assert torch.equal(new_residual, total) and torch.equal(wide, before)
     if rows:
         assert relative_error(out, _norm(x, weight, 1e-6, offset)) < tolerance
@@ -49,7 +46,7 @@ def test_gated_activations(rows, width, dtype, tolerance):
     before = x.clone()
     gate, up = x.double().chunk(2, dim=-1)
     for ours, theirs in (
-        (activation.silu_mul(x), F.silu(gate)), (activation.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh"))
+        (cpu.silu_mul(x), F.silu(gate)), (cpu.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh"))
     ):
         assert ours.shape == (rows, width) and ours.dtype == dtype and torch.equal(x, before)
         if rows:
@@ -60,7 +57,7 @@ def test_activations_of_extreme_values():
     gate = torch.tensor([-1e30, -200.0, -90.0, -88.0, -20.0, -0.0, 0.0, 20.0, 90.0, 1e30, float("nan"), float("inf")])
     x = torch.cat((gate, torch.ones_like(gate)))[None]
     for ours, theirs in (
-        (activation.silu_mul(x), F.silu(gate)), (activation.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh"))
+        (cpu.silu_mul(x), F.silu(gate)), (cpu.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh"))
     ):
         torch.testing.assert_close(ours[0], theirs, atol=1e-6, rtol=1e-6, equal_nan=True)
 
@@ -91,7 +88,7 @@ def test_rope_write(head_dim, rotary_dim, is_interleaved, norm, dtype, tolerance
         weights = {name: w.to(kind) for name, w in norms.items()}
         return function(qkv.to(kind, copy=True), positions, cos_sin, slots, k, v, **weights, **shape), k, v
 
-    for out, expected in zip(run(rope.rope_write, dtype), run(rope_reference.rope_write, torch.float64), strict=True):
+    for out, expected in zip(run(cpu.rope_write, dtype), run(reference.rope_write, torch.float64), strict=True):
         assert relative_error(out, expected) < tolerance
         assert torch.equal(out == 0, expected == 0)  # slots nobody wrote stay as they were
 
@@ -104,8 +101,8 @@ def test_rope_writes_pages_of_a_narrower_type():
     arguments = (torch.tensor([5, 0, 7]), cos_sin, torch.tensor([2, 4, 7]))
     pages = [[torch.zeros(2, 4, 1, 40, dtype=torch.bfloat16) for _ in "kv"] for _ in "ab"]
     ours, theirs = (
-        rope.rope_write(qkv.clone(), *arguments, *pages[0], **shape),
-        rope_reference.rope_write(qkv.clone(), *arguments, *pages[1], **shape)
+        cpu.rope_write(qkv.clone(), *arguments, *pages[0], **shape),
+        reference.rope_write(qkv.clone(), *arguments, *pages[1], **shape)
     )
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(*pages, strict=True):
@@ -114,6 +111,6 @@ def test_rope_writes_pages_of_a_narrower_type():
 
 def test_wrong_shapes_are_refused():
     with pytest.raises(RuntimeError, match=r"weight \[D\]"):
-        rms_norm.rms_norm(torch.zeros(2, 8), torch.ones(7), 1e-6)
+        cpu.rms_norm(torch.zeros(2, 8), torch.ones(7), 1e-6)
     with pytest.raises(RuntimeError, match="float32, bfloat16 or float16"):
-        activation.silu_mul(torch.zeros(2, 8, dtype=torch.float64))
+        cpu.silu_mul(torch.zeros(2, 8, dtype=torch.float64))

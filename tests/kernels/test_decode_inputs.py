@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.decode_inputs import DecodeInputs
-from headrace.kernels.decode_inputs.reference import decode_inputs as reference
+from headrace.kernels.rowwise import DecodeInputs
+from headrace.kernels.rowwise.reference import decode_inputs as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -38,7 +38,7 @@ def test_reference_indexes_the_tables(groups: int, size: int, page_size: int):
 @pytest.mark.parametrize(("groups", "size", "page_size"), [(1, 1, 16), (2, 5, 64), (1, 9, 4)])
 def test_triton_agrees_where_it_must(groups: int, size: int, page_size: int):
     pytest.importorskip("triton")
-    from headrace.kernels.decode_inputs.triton import decode_inputs
+    from headrace.kernels.rowwise.triton import decode_inputs
 
     requests, last_token, tables = case(groups, size, page_size, 1)
     out, expected = (DecodeInputs.allocate(size, tables) for _ in range(2))

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.rms_norm import ADD_RMS_NORM
+from headrace.kernels.rowwise import ADD_RMS_NORM
 
 on_gpu = pytest.mark.parametrize("device,dtype,tolerance", ON_GPU)
 ROWS = (1, 3, 17, 64, 77, 129, 300)

@@ -12,11 +12,11 @@ import torch
 from devices import DEVICES, relative_error
 from hypothesis import given, settings
 
-from headrace.kernels.activation import CLAMPED_SWIGLU
+from headrace.kernels.block_scaled import DEQUANTISE_MXFP4
 from headrace.kernels.moe import GROUPED_LINEAR, HASH_ROUTE, MASK_CHOICES, ROUTE
-from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
 from headrace.kernels.native import build
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.rowwise import CLAMPED_SWIGLU
 
 dequantise = DEQUANTISE_MXFP4.load("reference")
 SHAPE = dict(top_k=2, score="softmax", renormalise=False, scale=1.0, num_groups=1, top_groups=1, group_best=1)
@@ -221,7 +221,7 @@ def test_grouped_linear_at_size(solution: str, dtype: torch.dtype, num_rows: int
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 def test_triton_clamped_swiglu(device: str, dtype: torch.dtype, tolerance: float):
     pytest.importorskip("triton")
-    from headrace.kernels.activation.triton import clamped_swiglu
+    from headrace.kernels.rowwise.triton import clamped_swiglu
 
     x = (3 * torch.randn(3, 2 * 1100, generator=torch.Generator().manual_seed(1))).to(device, dtype)
     expected = CLAMPED_SWIGLU.load("reference")(x.double().float(), limit=2.0, alpha=1.702, up_offset=1.0)

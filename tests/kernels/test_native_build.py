@@ -19,8 +19,7 @@ from headrace.kernels.native.compilation import CompilationFailed, CompilationSt
 from headrace.kernels.native.loading import NativeLibrary
 from headrace.kernels.native.sources import FOLDER, OPERATORS, included, library, list_objects, shipped_path
 from headrace.kernels.native.toolchain import ISAS, Compiler, find_compiler, machine_isas
-from headrace.kernels.rms_norm import cpu as rms_norm
-from headrace.kernels.rms_norm import reference as rms_norm_reference
+from headrace.kernels.rowwise import cpu, reference
 
 COMPILER = find_compiler()
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -106,10 +105,10 @@ def test_without_a_compiler_plain_torch_serves(monkeypatch, caplog):
     monkeypatch.setattr(loading, "find_compiler", lambda: None)
     monkeypatch.delenv("HEADRACE_CPU_ISA", raising=False)
     library = NativeLibrary()
-    monkeypatch.setattr(rms_norm, "NATIVE", library)
+    monkeypatch.setattr(cpu, "NATIVE", library)
     x, weight = torch.randn(3, 20), torch.randn(20)
     for _ in range(3):
-        assert torch.equal(rms_norm.rms_norm(x, weight, 1e-6), rms_norm_reference.rms_norm(x, weight, 1e-6))
+        assert torch.equal(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     assert library.state.status == "unavailable" and "no C++ compiler" in library.state.detail
     assert len(caplog.records) == 1 and "install one" in caplog.text
 

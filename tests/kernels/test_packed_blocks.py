@@ -9,7 +9,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from headrace.kernels import native
-from headrace.kernels.mxfp4.reference import dequantise_mxfp4
+from headrace.kernels.block_scaled.reference import dequantise_mxfp4
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, ROUNDED_SIZES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.layout import Format, unpack
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from headrace.base.errors import WeightError
-from headrace.kernels.activation import CLAMPED_SWIGLU
-from headrace.kernels.block_fp8 import QUANTISE_GROUPS
-from headrace.kernels.block_fp8.reference import dequantise_blocks
-from headrace.kernels.mxfp4.reference import dequantise_mxfp4, quantise_mxfp4
+from headrace.kernels.block_scaled import QUANTISE_GROUPS
+from headrace.kernels.block_scaled.reference import dequantise_blocks, dequantise_mxfp4, quantise_mxfp4
+from headrace.kernels.rowwise import CLAMPED_SWIGLU
 from headrace.layers.quantization import default_chain
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

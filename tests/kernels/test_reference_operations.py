@@ -12,12 +12,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
 
-from headrace.kernels.activation import GELU_TANH_MUL, SILU_MUL
 from headrace.kernels.attention.reference import attend_densely
 from headrace.kernels.linear import LINEAR
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.rms_norm import ADD_RMS_NORM, RMS_NORM
-from headrace.kernels.rope_write import ROPE_WRITE
+from headrace.kernels.rowwise import ADD_RMS_NORM, GELU_TANH_MUL, RMS_NORM, ROPE_WRITE, SILU_MUL
 
 CPU = KernelQuery("cpu", "float32")
 OPERATIONS = (RMS_NORM, ADD_RMS_NORM, SILU_MUL, GELU_TANH_MUL, LINEAR, ROPE_WRITE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.stream_weights import reference
+from headrace.kernels.rowwise import reference
 
 
 def weigh_exactly(
@@ -48,7 +48,7 @@ def test_reference(num_tokens: int, streams: int, iterations: int):
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 70])
 def test_triton(num_tokens: int, streams: int, iterations: int, device: str):
     pytest.importorskip("triton")
-    from headrace.kernels.stream_weights.triton import stream_weights
+    from headrace.kernels.rowwise.triton import stream_weights
 
     raw, scale, base = draw(num_tokens, streams, device)
     outs = stream_weights(raw, scale, base, iterations=iterations, eps=1e-6)

@@ -35,7 +35,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[s
 
 @pytest.mark.parametrize("device", PLACES)
 def test_routing(device: str):
-    from headrace.kernels.moe.routing import route
+    from headrace.kernels.moe.triton import route
 
     @settings(max_examples=15, deadline=None)
     @given(routings())
@@ -57,7 +57,7 @@ def test_routing(device: str):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("device", PLACES)
 def test_what_is_no_number_chooses_no_expert_twice(device: str):
-    from headrace.kernels.moe.routing import route
+    from headrace.kernels.moe.triton import route
 
     logits = torch.tensor(
         [[float("nan")] * 6, [float("-inf")] * 6, [1.0, float("nan"), 2.0, float("-inf"), 3.0, float("inf")]],
@@ -78,7 +78,7 @@ def test_what_is_no_number_chooses_no_expert_twice(device: str):
 def test_grouping(
     num_tokens: int, num_experts: int, at_once: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    from headrace.kernels.moe import grouping
+    from headrace.kernels.moe import triton as grouping
 
     monkeypatch.setattr(grouping, "AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(num_tokens)
@@ -92,7 +92,7 @@ def test_grouping(
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 def test_sums_of_pairs(device: str, dtype: torch.dtype, tolerance: float):
-    from headrace.kernels.moe.grouping import sum_pairs
+    from headrace.kernels.moe.triton import sum_pairs
 
     generator = torch.Generator().manual_seed(0)
     rows, weights = torch.randn(21, 2100, generator=generator).to(dtype), torch.rand(7, 3, generator=generator)

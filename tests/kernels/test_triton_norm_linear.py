@@ -8,8 +8,7 @@ from devices import DEVICES, relative_error
 
 pytest.importorskip("triton")
 
-from headrace.kernels.norm_linear import NORM_LINEAR, Norm, fits, reference
-from headrace.kernels.norm_linear import triton as norm_linear
+from headrace.kernels.linear import NORM_LINEAR, Norm, fits, norm_linear, reference
 from headrace.kernels.operation import KernelQuery
 
 EPS = 1e-5

@@ -9,10 +9,7 @@ from devices import DEVICES, relative_error
 
 pytest.importorskip("triton")
 
-from headrace.kernels.activation import triton as activation
-from headrace.kernels.rms_norm import triton as rms_norm
-from headrace.kernels.rope_write import reference as rope_reference
-from headrace.kernels.rope_write import triton as rope
+from headrace.kernels.rowwise import reference, triton
 
 
 def _draw(device, dtype, *shape, seed=0):
@@ -28,14 +25,14 @@ def _norm(x, weight, eps, offset):
 def test_rms_norm(rows, width, offset, device, dtype, tolerance):
     wide, weight = _draw(device, dtype, rows, width + 16), _draw(device, dtype, width)
     x = wide[:, :width]  # rows further apart than they are long
-    assert relative_error(rms_norm.rms_norm(x, weight, 1e-6, offset), _norm(x, weight, 1e-6, offset)) < tolerance
+    assert relative_error(triton.rms_norm(x, weight, 1e-6, offset), _norm(x, weight, 1e-6, offset)) < tolerance
     residual = _draw(device, dtype, rows, width, seed=1)
     total = x + residual
-    normed, new_residual = rms_norm.add_rms_norm(x, residual.clone(), weight, 1e-6, offset)
+    normed, new_residual = triton.add_rms_norm(x, residual.clone(), weight, 1e-6, offset)
     assert torch.equal(new_residual, total)
     assert relative_error(normed, _norm(total, weight, 1e-6, offset)) < tolerance
     sums = torch.stack([x.float() / 2, x.float() / 4, x.float() / 4])  # of a product whose inputs programs shared
-    from_sums, new_residual = rms_norm.add_rms_norm(sums, residual.clone(), weight, 1e-6, offset)
+    from_sums, new_residual = triton.add_rms_norm(sums, residual.clone(), weight, 1e-6, offset)
     assert torch.equal(new_residual, total) and torch.equal(from_sums, normed)
 
 
@@ -44,8 +41,8 @@ def test_rms_norm(rows, width, offset, device, dtype, tolerance):
 def test_gated_activations(rows, width, device, dtype, tolerance):
     x = 3 * _draw(device, dtype, rows, 2 * width)
     gate, up = x.double().chunk(2, dim=-1)
-    assert relative_error(activation.silu_mul(x), F.silu(gate) * up) < tolerance
-    assert relative_error(activation.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh") * up) < tolerance
+    assert relative_error(triton.silu_mul(x), F.silu(gate) * up) < tolerance
+    assert relative_error(triton.gelu_tanh_mul(x), F.gelu(gate, approximate="tanh") * up) < tolerance
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
@@ -71,6 +68,6 @@ def test_rope_write(rotary_dim, is_interleaved, norm, device, dtype, tolerance):
         weights = {name: w.to(kind) for name, w in norms.items()}
         return function(qkv.to(kind, copy=True), positions, cos_sin, slots, k, v, **weights, **shape), k, v
 
-    for out, expected in zip(run(rope.rope_write, dtype), run(rope_reference.rope_write, torch.float64), strict=True):
+    for out, expected in zip(run(triton.rope_write, dtype), run(reference.rope_write, torch.float64), strict=True):
         assert relative_error(out, expected) < tolerance
         assert torch.equal(out == 0, expected == 0)  # slots nobody wrote stay as they were

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from headrace.base.errors import ConfigError
 from headrace.kernels import native
+from headrace.kernels.block_scaled.reference import dequantise_mxfp4
 from headrace.kernels.moe import MASK_CHOICES
-from headrace.kernels.mxfp4.reference import dequantise_mxfp4
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.forms import keep_in_panels
 from headrace.layers.build import Build

@@ -12,8 +12,8 @@ from headrace.base import control_groups
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.errors import PluginError
 from headrace.base.step import PageAppend
-from headrace.memory.capacity import free_bytes
 from headrace.memory.page_tables import PageTables
+from headrace.memory.plan import free_bytes
 from headrace.memory.pools import build_pool
 
 CPU = torch.device("cpu")

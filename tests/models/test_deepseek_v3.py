@@ -11,7 +11,7 @@ from harness import build_harness
 from test_parity import CASES, config_json, make_oracle, oracle_logits, prompt
 
 from headrace.base.errors import ConfigError, WeightError
-from headrace.kernels.block_fp8.reference import dequantise_blocks
+from headrace.kernels.block_scaled.reference import dequantise_blocks
 from headrace.layers.attention import latent
 from headrace.models.catalog import find_family
 

@@ -10,9 +10,8 @@ import torch
 from deepseek_v4_tiny import TINY, build_harness, make_oracle, oracle_logits, prompt, published_config
 
 from headrace.base.errors import ConfigError, WeightError
-from headrace.kernels.block_fp8.reference import dequantise_blocks
-from headrace.kernels.mxfp4.reference import dequantise_mxfp4
-from headrace.kernels.stream_weights.reference import balance
+from headrace.kernels.block_scaled.reference import dequantise_blocks, dequantise_mxfp4
+from headrace.kernels.rowwise.reference import balance
 from headrace.layers.build import Build
 from headrace.layers.rotary import RotaryTable
 from headrace.models.catalog import find_family

@@ -15,7 +15,7 @@ from headrace.base.cache import CacheGroup, CacheSpec, group_layers
 from headrace.base.cache_kinds import CACHE_POOLS
 from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
-from headrace.kernels.block_fp8.reference import ceil_power_of_two, power_of_two
+from headrace.kernels.block_scaled.reference import ceil_power_of_two, power_of_two
 from headrace.layers.attention.contract import KvPages
 from headrace.memory.pools import build_pool, group_page_bytes
 from headrace.models.catalog import find_family

@@ -10,7 +10,7 @@ import torch
 import transformers
 from harness import Harness, build_harness
 
-from headrace.kernels.norm_linear.reference import norm_linear
+from headrace.kernels.linear.reference import norm_linear
 from headrace.layers.attention.layer import Attention
 from headrace.layers.linear import Linear
 from headrace.layers.norm import NoNorm

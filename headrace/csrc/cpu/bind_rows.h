@@ -1,4 +1,4 @@
-// rms_norm, add_rms_norm and the gated activations: see kernels/rms_norm and kernels/activation for what they compute.
+// rms_norm, add_rms_norm and the gated activations: see kernels/rowwise for what they compute.
 #pragma once
 
 #include "operators.h"

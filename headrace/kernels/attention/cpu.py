@@ -16,6 +16,6 @@ def paged_attention(
     """``q`` [T, H, E] on k [P, page, K, E] and v [P, page, K, V] to [T, H, V], or None while there are no kernels.
     ``step`` is query_start [R + 1], kv_lens [R] and page_table [R, *], all int32; query i of Q at the end of L
     positions sees those up to L - Q + i, and with ``window`` the latest that many. ``sinks`` [H] float32. ``scales``
-    are those of pages of codes (`headrace.kernels.codes`)."""
+    are those of pages of codes (`headrace.kernels.attention.reference`)."""
     ops = NATIVE.find()
     return None if ops is None else ops.paged_attention(q, *pages, *step, scale, softcap, window, sinks, scales)

@@ -1,4 +1,10 @@
-"""The plain matrix product with a stored weight."""
+"""Matrix products with a stored weight, alone and fused with the norm before them or the activation after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
 
 from headrace.kernels.operation import KernelQuery, Operation, requires
 
@@ -75,4 +81,57 @@ LINEAR_FLOAT.add("reference", "headrace.kernels.linear.reference:linear_float", 
 LINEAR_FLOAT.add(
     "cublas", "headrace.kernels.linear.reference:linear_into_float", supports=_in_half, priority=10,
     doc="torch's own GEMM, stored as float32",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)``; ``weight`` [D]."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float = 0.0
+
+
+NORM_LINEAR = Operation("norm_linear kernel")
+"""``norm_linear(x, residual [M, D], norm: Norm, weight [O, D], bias [O] | None, activation="") -> (out, total)``:
+``total = x + residual`` [M, D] in the residual's dtype, in memory of its own; ``out`` [M, O] is the RMS norm of
+``total`` times ``weight``, plus ``bias``. With an ``activation``, "silu" or "gelu_tanh", ``weight`` stacks gate and up
+and ``out`` [M, O / 2] is ``activation(gate) * up``. M satisfies `fits`.
+
+``total`` and the product are rounded to x's dtype as if stored; the normalised row is not."""
+
+MOST_ROWS = 2
+MOST_WIDTH = 8192
+MOST_WEIGHTS = 2**24
+
+
+def fits(rows: int) -> bool:
+    """Whether so many rows are few enough to be worth it."""
+    return 0 < rows <= MOST_ROWS
+
+
+NORM_LINEAR.add(
+    "reference", "headrace.kernels.linear.reference:norm_linear", doc="the separate kernels' references in turn"
+)
+
+
+def _reason_against_norm(query: KernelQuery) -> str | None:
+    width = query.shape.get("in_width", 0)
+    if width % 8 or not 256 <= width <= MOST_WIDTH:
+        return f"takes 256 to {MOST_WIDTH} inputs in steps of 8"
+    if width * query.shape.get("out_width", 0) > MOST_WEIGHTS:
+        return f"takes at most {MOST_WEIGHTS} weights: reading more takes longer than the launches that joining saves"
+    return None
+
+
+NORM_LINEAR.add(
+    "triton", "headrace.kernels.linear.norm_linear:norm_linear",
+    supports=lambda q: _in_half(q) or _reason_against_norm(q), priority=10,
+    doc="a GEMV whose programs normalise the row themselves",
+)
+NORM_LINEAR.add(
+    "triton_pdl", "headrace.kernels.linear.norm_linear:norm_linear_pdl",
+    supports=lambda q: _on_hopper(q) or _reason_against_norm(q), priority=15,
+    doc="with dependent launch",
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.activation import reference as activations
+from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise.reference import gelu_tanh_mul, rms_norm, silu_mul
 
-ACTIVATIONS = {"silu": activations.silu_mul, "gelu_tanh": activations.gelu_tanh_mul}
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -35,3 +36,13 @@ def linear_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def linear_into_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """See `LINEAR_FLOAT`; on CUDA, x and weight in half precision."""
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def norm_linear(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `NORM_LINEAR`."""
+    total = x + residual
+    out = linear(rms_norm(total, norm.weight, norm.eps, norm.offset), weight, bias)
+    return (ACTIVATIONS[activation](out) if activation else out), total

@@ -147,9 +147,9 @@ def _reason_against_route(query: KernelQuery) -> str | None:
 
 
 ROUTE.add("native", "headrace.kernels.moe.cpu:route", supports=requires(device="cpu"), priority=10, doc="own C++")
-ROUTE.add("triton", "headrace.kernels.moe.routing:route", supports=_reason_against_route, priority=10, doc="one kernel")
+ROUTE.add("triton", "headrace.kernels.moe.triton:route", supports=_reason_against_route, priority=10, doc="one kernel")
 ROUTE.add(
-    "triton_pdl", "headrace.kernels.moe.routing:route_pdl",
+    "triton_pdl", "headrace.kernels.moe.triton:route_pdl",
     supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
     priority=15, doc="with dependent launch",
 )
@@ -171,14 +171,14 @@ GROUPED_LINEAR.add(
     doc="own grouped GEMM; row counts stay on the device",
 )
 GROUPED_LINEAR.add(
-    "cutlass", "headrace.kernels.moe.grouped_mm:grouped_linear",
+    "cutlass", "headrace.kernels.moe.reference:grouped_mm",
     supports=lambda q: _on_hopper(q) or _reason_against_widths(q), priority=10,
     doc="torch's grouped GEMM; row counts stay on the device",
 )
 GROUP_PAIRS.add(
-    "triton", "headrace.kernels.moe.grouping:group_pairs", supports=requires(device="cuda"), priority=10,
+    "triton", "headrace.kernels.moe.triton:group_pairs", supports=requires(device="cuda"), priority=10,
     doc="one kernel, a program an expert"
 )
 SUM_PAIRS.add(
-    "triton", "headrace.kernels.moe.grouping:sum_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel"
+    "triton", "headrace.kernels.moe.triton:sum_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel"
 )

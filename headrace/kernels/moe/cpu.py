@@ -7,9 +7,9 @@ from typing import Unpack
 
 import torch
 
-from headrace.kernels.activation.cpu import NUMBERS
 from headrace.kernels.moe import Gate, PackedStack, RouteShape, reference
 from headrace.kernels.native import NATIVE
+from headrace.kernels.rowwise.cpu import GATE_NUMBERS
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 """The kernels' numbers."""
@@ -43,6 +43,6 @@ def packed_experts(
     stacks = [(matrix.words, matrix.scales, matrix.mins, matrix.number, bias) for matrix, bias in (gate_up, down)]
     num_experts = down[0].out_width // x.shape[1]
     return ops.packed_experts(
-        x.contiguous(), ids.contiguous(), weights.contiguous(), num_experts, *stacks[0], *stacks[1], NUMBERS[gate.kind],
+        x.contiguous(), ids.contiguous(), weights.contiguous(), num_experts, *stacks[0], *stacks[1], GATE_NUMBERS[gate.kind],
         gate.limit, gate.alpha, gate.up_offset
     )

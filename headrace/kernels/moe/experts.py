@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.activation.triton import GATES, apply_gate
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import Gate, Stacked
-from headrace.kernels.moe.grouping import find_tile, group_pairs
+from headrace.kernels.moe.triton import find_tile, group_pairs
+from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 FEW_TOKENS = 16
 MANY_ROWS = 64

@@ -7,9 +7,9 @@ from typing import Unpack
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.activation import reference as activations
 from headrace.kernels.moe import Gate, PackedStack, RouteShape, Stacked
 from headrace.kernels.packed_linear.layout import unpack
+from headrace.kernels.rowwise import reference as activations
 
 NOBODY = -1
 """Instead of an expert's number."""
@@ -133,3 +133,11 @@ def packed_experts(
         (unpack(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down)
     )
     return run_experts(x, ids, weights, first, second, gate)
+
+
+def grouped_mm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
+    """See `GROUPED_LINEAR`; by torch's CUTLASS kernel, which reads the row counts on the device."""
+    out = torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return out if bias is None else out.add_(bias.index_select(0, experts))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.activation import cpu
 from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear import reference
 from headrace.kernels.packed_linear.layout import PANEL, PackedMatrix, gather_rows
+from headrace.kernels.rowwise.cpu import GATE_NUMBERS, GATED
 
 
 def packed_linear(
@@ -27,9 +27,9 @@ def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | Non
     """See `PACKED_GATED`. Apart where the halves are no whole panels."""
     ops = NATIVE.find()
     if ops is None or weight.out_width % (2 * PANEL):
-        return cpu.GATED[activation](packed_linear(x, weight, bias))
+        return GATED[activation](packed_linear(x, weight, bias))
     return ops.packed_gated(
-        x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, cpu.NUMBERS[activation]
+        x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, GATE_NUMBERS[activation]
     )
 
 

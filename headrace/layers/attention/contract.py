@@ -39,7 +39,7 @@ class AttentionGeometry:
 class KvPages:
     """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous but for values
     that are in the keys. Where a cache's type is int8, both hold codes in an order of their own, and ``scales`` [P, 2,
-    K, page_size] float32 what they are multiplied with (`headrace.kernels.codes`)."""
+    K, page_size] float32 what they are multiplied with (`headrace.kernels.attention.reference`)."""
 
     k: torch.Tensor
     v: torch.Tensor

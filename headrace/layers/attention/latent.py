@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.latent_write import LATENT_WRITE
+from headrace.kernels.rowwise import LATENT_WRITE
 from headrace.layers.attention.contract import AttentionInputs, AttentionParams
 from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.batch import GroupStep

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from headrace.kernels.rope_write import ROPE_WRITE
+from headrace.kernels.rowwise import ROPE_WRITE
 from headrace.layers.attention.contract import AttentionParams, KvPages
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear

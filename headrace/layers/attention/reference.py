@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.attention.reference import attend_densely
-from headrace.kernels.codes import read_codes
+from headrace.kernels.attention.reference import attend_densely, read_codes
 from headrace.layers.attention.contract import (
     AttentionBackend,
     AttentionGeometry,

@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from headrace.kernels.decoder_layers.fused_decode import FusedDecode
-from headrace.kernels.decoder_layers.table import LayerTable
+from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from headrace.kernels.decoder_layers import MOST_TOKENS
-from headrace.kernels.decoder_layers.fused_decode import FusedDecode
 from headrace.kernels.decoder_layers.parts import (
     EndParts,
     Heads,
@@ -26,7 +25,7 @@ from headrace.kernels.decoder_layers.parts import (
     Product,
     Rotation,
 )
-from headrace.kernels.decoder_layers.table import LayerTable
+from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.kernels.moe import Gate
 from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear.forms import PanelWeight

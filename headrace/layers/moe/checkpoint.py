@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
+from headrace.kernels.block_scaled import DEQUANTISE_MXFP4
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.blocks import WeightBlocks
 from headrace.layers.quantization.blocks import BlockTensor

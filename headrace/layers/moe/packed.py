@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from headrace.kernels.mxfp4 import BLOCK, DEQUANTISE_MXFP4
+from headrace.kernels.block_scaled import DEQUANTISE_MXFP4, MXFP4_BLOCK
 from headrace.layers.build import Build
 from headrace.layers.mlp import choose_activation
 from headrace.layers.moe.contract import GroupedTokens
@@ -36,9 +36,9 @@ class PackedLinear(EncodedWeight):
 
     def __init__(self, build: Build, num_stacked: int, in_width: int, parts: dict[str, int]):
         super().__init__()
-        if in_width % BLOCK:
+        if in_width % MXFP4_BLOCK:
             raise ConfigError(
-                f"experts {in_width} wide cannot be kept in MXFP4, which takes multiples of {BLOCK}",
+                f"experts {in_width} wide cannot be kept in MXFP4, which takes multiples of {MXFP4_BLOCK}",
                 param="moe_experts"
             )
         ends = list(accumulate(parts.values()))
@@ -48,7 +48,7 @@ class PackedLinear(EncodedWeight):
             nn.Buffer(
                 torch.zeros(num_stacked, ends[-1], width, dtype=torch.uint8, device=build.device), persistent=False
             )
-            for width in (in_width // 2, in_width // BLOCK)
+            for width in (in_width // 2, in_width // MXFP4_BLOCK)
         )
         self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_width=in_width, out_width=ends[-1]))
 

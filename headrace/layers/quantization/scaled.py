@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import WeightError
-from headrace.kernels.block_fp8 import BLOCK, DEQUANTISE_BLOCKS
-from headrace.kernels.mxfp4 import BLOCK as MXFP4_BLOCK
-from headrace.kernels.mxfp4 import DEQUANTISE_MXFP4
+from headrace.kernels.block_scaled import DEQUANTISE_BLOCKS, DEQUANTISE_MXFP4, FP8_BLOCK, MXFP4_BLOCK
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.quantization.contract import Named, SchemeQuery
 
@@ -79,7 +77,7 @@ def join_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequan
 def dequantise_block_fp8(module: str, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """[O, I] e4m3 and [O / 128, I / 128] to float32."""
     rows, columns = values.shape
-    _check_shape(module, values, scales, (-(-rows // BLOCK), -(-columns // BLOCK)))
+    _check_shape(module, values, scales, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))
     return DEQUANTISE_BLOCKS.choose(KernelQuery(values.device.type, "float32"))(values, scales, torch.float32)
 
 

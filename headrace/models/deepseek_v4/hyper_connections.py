@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headrace.kernels.stream_weights import STREAM_WEIGHTS
+from headrace.kernels.rowwise import STREAM_WEIGHTS
 from headrace.layers.build import Build
 from headrace.models.deepseek_v4.spec import HyperSpec
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
-from headrace.kernels.block_fp8.reference import LARGEST, LEAST_AMAX, power_of_two, quantise_groups
-from headrace.memory.pools.contract import Pool
-from headrace.memory.pools.keys_values import allocate_zeros
+from headrace.kernels.block_scaled.reference import LARGEST, LEAST_AMAX, power_of_two, quantise_groups
+from headrace.memory.pools import Pool, allocate_zeros
 from headrace.models.deepseek_v4.layout import (
     GROUP,
     INDEX_SCALE_BYTES,

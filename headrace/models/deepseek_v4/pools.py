@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
-from headrace.memory.pools.contract import Pool
-from headrace.memory.pools.keys_values import allocate_zeros, torch_dtype
+from headrace.memory.pools import Pool, allocate_zeros, torch_dtype
 from headrace.models.deepseek_v4.layout import slot_bytes, slots_per_page
 
 

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.activation.triton import GATES, apply_gate
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.norm_linear import Norm
+from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 PROGRAMS_PER_PROCESSOR = 4
 

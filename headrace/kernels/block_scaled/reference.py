@@ -1,0 +1,72 @@
+"""Block-scaled floats in plain torch: the oracle, and fast enough for loading."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from headrace.kernels.block_scaled import FP8_BLOCK, FP8_GROUP, MXFP4_BLOCK
+
+LARGEST = 448.0
+"""Of e4m3."""
+LEAST_AMAX = 1e-4
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between two magnitudes each."""
+
+
+def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `DEQUANTISE_MXFP4`."""
+    values = pairs_of_bytes(dtype, codes.device)[codes.int()].view(dtype).view(*scales.shape, MXFP4_BLOCK)
+    return values.mul_(powers_of_two(dtype, codes.device)[scales.int()].unsqueeze(-1)).flatten(-2)
+
+
+def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `QUANTISE_MXFP4`."""
+    blocks = x.float().unflatten(-1, (-1, MXFP4_BLOCK))
+    scales = ceil_power_of_two(blocks.abs().amax(-1).clamp_(min=LEAST_AMAX) / MAGNITUDES[-1])
+    scaled = blocks / power_of_two(scales).unsqueeze(-1)
+    codes = torch.bucketize(scaled.abs(), torch.tensor(HALFWAY, device=x.device))
+    codes = (codes | ((scaled < 0) & (codes > 0)).to(codes.dtype) << 3).flatten(-2).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scales
+
+
+@cache
+def pairs_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[256]: the two values of each byte side by side, as one integer of twice the width of ``dtype``."""
+    half = torch.tensor((*MAGNITUDES, *(-m for m in MAGNITUDES)), dtype=dtype)
+    byte = torch.arange(256)
+    pairs = torch.stack((half[byte & 15], half[byte >> 4]), dim=-1)
+    return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).squeeze(-1).to(device)
+
+
+@cache
+def powers_of_two(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[256]: the value of each e8m0 byte."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).to(dtype).to(device)
+
+
+def dequantise_blocks(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `DEQUANTISE_BLOCKS`."""
+    rows, columns = values.shape
+    spread = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    return values.float().mul_(spread).to(dtype)
+
+
+def quantise_groups(x: torch.Tensor, group: int = FP8_GROUP) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `QUANTISE_GROUPS`."""
+    groups = x.float().unflatten(-1, (-1, group))
+    exponents = ceil_power_of_two(groups.abs().amax(-1).clamp_(min=LEAST_AMAX) / LARGEST)
+    return (groups / power_of_two(exponents).unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2), exponents
+
+
+def ceil_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The exponent byte (e8m0) of the least power of two that is not below positive float32 ``x``."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """e8m0 bytes to float32; byte 0 is the least, 2 ** -127."""
+    return torch.where(exponents == 0, 2.0**-127, (exponents.int() << 23).view(torch.float32))

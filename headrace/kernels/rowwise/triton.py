@@ -1,0 +1,393 @@
+"""Row-wise operations in Triton, one pass over the input each.
+
+T tokens, D hidden size, F gated width, H heads, K kv heads, E head dim, S streams, B requests, G cache groups.
+"""
+
+import math
+from functools import partial
+from typing import Unpack
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.rowwise import DecodeInputs, HeadShape
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, eps, offset, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < D
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+    tl.store(out_ptr + row * D + cols, (x * rstd * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, split_stride, residual_stride, eps, offset,
+    D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < D
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if SPLITS > 1:
+        for split in tl.static_range(1, SPLITS):
+            x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
+        x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would have stored it
+    residual_at = residual_ptr + row * residual_stride + cols
+    residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    total = (x + residual).to(residual_ptr.dtype.element_ty)  # rounded first: the norm sees what the next layer will
+    tl.store(residual_at, total, mask=inside)
+    total = total.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(total * total, axis=0) / D + eps)
+    tl.store(out_ptr + row * D + cols, (total * rstd * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, *, pdl: bool = False
+) -> torch.Tensor:
+    """See `RMS_NORM`."""
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    block = next_power_of_2(width)
+    if rows:
+        _rms_norm_kernel[(rows,)](
+            x, weight, out, x.stride(0), eps, offset, D=width, BLOCK=block, PDL=pdl, num_warps=_warps(block),
+            launch_pdl=pdl
+        )
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ADD_RMS_NORM`; writes the new residual in place."""
+    rows, width = residual.shape
+    out = torch.empty((rows, width), dtype=x.dtype if x.dim() == 2 else residual.dtype, device=x.device)
+    block = next_power_of_2(width)
+    if rows:
+        _add_rms_norm_kernel[(rows,)](
+            x, residual, weight, out, x.stride(-2), x.stride(0), residual.stride(0), eps, offset,
+            D=width, BLOCK=block, SPLITS=1 if x.dim() == 2 else len(x), PDL=pdl, num_warps=_warps(block),
+            launch_pdl=pdl,
+        )
+    return out, residual
+
+
+rms_norm_pdl = partial(rms_norm, pdl=True)
+add_rms_norm_pdl = partial(add_rms_norm, pdl=True)
+
+
+GATE_BLOCK = 1024
+GATES = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
+
+
+@triton.jit
+def apply_gate(gate, up, limit, alpha, up_offset, GATE: tl.constexpr):
+    """The activation of ``gate`` times ``up``, float32 both; the numbers are those of `CLAMPED_SWIGLU` and read by that
+    alone."""
+    if GATE == 2:
+        # tanh(u) = 1 - 2 / (exp(2u) + 1), with u the tanh approximation's argument
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0)) * up
+    elif GATE == 1:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate = tl.minimum(gate, limit)
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + up_offset)
+
+
+@triton.jit
+def _gated_kernel(
+    x_ptr, out_ptr, x_stride, limit, alpha, up_offset, F: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < F
+    wait_for_previous(PDL)
+    gate = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + F + cols, mask=inside, other=0.0).to(tl.float32)
+    out = apply_gate(gate, up, limit, alpha, up_offset, GATE)
+    tl.store(out_ptr + row * F + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _gated(x: torch.Tensor, kind: str, *clamp: float, pdl: bool) -> torch.Tensor:
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        _gated_kernel[(rows, ceil_div(width, GATE_BLOCK))](
+            x, out, x.stride(0), *(clamp or (0.0, 0.0, 0.0)), F=width, GATE=GATES[kind], BLOCK=GATE_BLOCK, PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
+        )
+    return out
+
+
+def silu_mul(x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """See `SILU_MUL`."""
+    return _gated(x, "silu", pdl=pdl)
+
+
+def gelu_tanh_mul(x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """See `GELU_TANH_MUL`."""
+    return _gated(x, "gelu_tanh", pdl=pdl)
+
+
+def clamped_swiglu(x: torch.Tensor, *, limit: float, alpha: float, up_offset: float, pdl: bool = False) -> torch.Tensor:
+    """See `CLAMPED_SWIGLU`."""
+    return _gated(x, "clamped", float(limit), float(alpha), float(up_offset), pdl=pdl)
+
+
+silu_mul_pdl = partial(silu_mul, pdl=True)
+gelu_tanh_mul_pdl = partial(gelu_tanh_mul, pdl=True)
+clamped_swiglu_pdl = partial(clamped_swiglu, pdl=True)
+
+
+HEADS_AT_ONCE = 8
+
+
+@triton.jit
+def _load_tile(source, dim, inside):
+    return tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm_weight(q_norm_ptr, k_norm_ptr, dim, count, is_q, offset):
+    """[HEADS, dims]: the q heads' weight or the k heads'."""
+    q_weight = tl.load(q_norm_ptr + dim, mask=dim < count, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_norm_ptr + dim, mask=dim < count, other=0.0).to(tl.float32)
+    return tl.where(is_q, q_weight[None, :], k_weight[None, :]) + offset
+
+
+@triton.jit
+def _full_norm_weight(q_norm_ptr, k_norm_ptr, head, dim, inside, is_q, is_k, offset, H: tl.constexpr, E: tl.constexpr):
+    """[HEADS, dims]: each head's own part of the weight."""
+    q_weight = tl.load(q_norm_ptr + head * E + dim[None, :], mask=inside & is_q, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_norm_ptr + (head - H) * E + dim[None, :], mask=inside & is_k, other=0.0).to(tl.float32)
+    return tl.where(is_q, q_weight, k_weight) + offset
+
+
+@triton.jit
+def _mean_square(source, COUNT: tl.constexpr):
+    at = tl.arange(0, triton.next_power_of_2(COUNT))
+    x = tl.load(source + at, mask=at < COUNT, other=0.0).to(tl.float32)
+    return tl.sum(x * x, axis=0) / COUNT
+
+
+@triton.jit
+def _store_tile(x, dim, inside, q_row, k_row, v_row, is_q, is_k, is_v):
+    tl.store(q_row + dim[None, :], x.to(q_row.dtype.element_ty), mask=inside & is_q)
+    tl.store(k_row + dim[None, :], x.to(k_row.dtype.element_ty), mask=inside & is_k)
+    tl.store(v_row + dim[None, :], x.to(v_row.dtype.element_ty), mask=inside & is_v)
+
+
+@triton.jit
+def _rope_write_kernel(
+    qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr,
+    qkv_stride, page_stride_k, page_stride_v, norm_eps, norm_offset,
+    PAGE: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, FULL: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = ROTARY // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), (head >= H + K) & (head < H + 2 * K)
+    pair = tl.arange(0, BLOCK_HALF)
+    first, second = (2 * pair, 2 * pair + 1) if INTERLEAVED else (pair, pair + HALF)
+    rest = ROTARY + tl.arange(0, BLOCK_REST)
+    in_half = (head < H + 2 * K) & (pair < HALF)[None, :]
+    in_rest = (head < H + 2 * K) & (rest < E)[None, :]
+    if FULL:
+        first_weight = _full_norm_weight(q_norm_ptr, k_norm_ptr, head, first, in_half, is_q, is_k, norm_offset, H, E)
+        second_weight = _full_norm_weight(q_norm_ptr, k_norm_ptr, head, second, in_half, is_q, is_k, norm_offset, H, E)
+        rest_weight = _full_norm_weight(q_norm_ptr, k_norm_ptr, head, rest, in_rest, is_q, is_k, norm_offset, H, E)
+    elif NORM:
+        first_weight = _norm_weight(q_norm_ptr, k_norm_ptr, first, E, is_q, norm_offset)
+        second_weight = _norm_weight(q_norm_ptr, k_norm_ptr, second, E, is_q, norm_offset)
+        rest_weight = _norm_weight(q_norm_ptr, k_norm_ptr, rest, E, is_q, norm_offset)
+    wait_for_previous(PDL)
+
+    source = qkv_ptr + token * qkv_stride + head * E
+    slot = tl.load(slots_ptr + token)
+    page, at = slot // PAGE, slot % PAGE
+    q_row = q_ptr + token * (H * E) + head * E
+    k_row = k_ptr + page * page_stride_k + at * (K * E) + (head - H) * E
+    v_row = v_ptr + page * page_stride_v + at * (K * E) + (head - H - K) * E
+    square = tl.zeros([HEADS], tl.float32)
+    if ROTARY > 0:
+        x1, x2 = _load_tile(source, first, in_half), _load_tile(source, second, in_half)
+        square += tl.sum(x1 * x1 + x2 * x2, axis=1)
+    if ROTARY < E:
+        x3 = _load_tile(source, rest, in_rest)
+        square += tl.sum(x3 * x3, axis=1)
+    if FULL:  # every program goes through all heads: what others have of them is in the cache
+        row = qkv_ptr + token * qkv_stride
+        rstd = tl.rsqrt(tl.where(is_q, _mean_square(row, H * E), _mean_square(row + H * E, K * E)) + norm_eps)
+    elif NORM:
+        rstd = tl.rsqrt(square / E + norm_eps)[:, None]
+    if ROTARY > 0:
+        table = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY + pair
+        cos = tl.load(table, mask=pair < HALF, other=1.0)[None, :]
+        sin = tl.load(table + HALF, mask=pair < HALF, other=0.0)[None, :]
+        n1, n2 = x1, x2
+        if NORM:
+            n1, n2 = x1 * rstd * first_weight, x2 * rstd * second_weight
+        _store_tile(tl.where(is_v, x1, n1 * cos - n2 * sin), first, in_half, q_row, k_row, v_row, is_q, is_k, is_v)
+        _store_tile(tl.where(is_v, x2, n2 * cos + n1 * sin), second, in_half, q_row, k_row, v_row, is_q, is_k, is_v)
+    if ROTARY < E:
+        n3 = x3
+        if NORM:
+            n3 = tl.where(is_v, x3, x3 * rstd * rest_weight)
+        _store_tile(n3, rest, in_rest, q_row, k_row, v_row, is_q, is_k, is_v)
+
+
+def _launch(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
+    pages: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor | None, torch.Tensor | None], shape: HeadShape, *, pdl: bool,
+) -> torch.Tensor:
+    (qkv, positions, cos_sin, slots), (k_pages, v_pages), (q_norm, k_norm) = inputs, pages, norms
+    num_heads, num_kv_heads, head_dim = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
+    q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    rotary_dim = 0 if cos_sin is None else shape["rotary_dim"]
+    has_norm = q_norm is not None and k_norm is not None
+    if qkv.shape[0]:
+        _rope_write_kernel[(qkv.shape[0], ceil_div(num_heads + 2 * num_kv_heads, HEADS_AT_ONCE))](
+            qkv, positions, qkv if cos_sin is None else cos_sin, slots, q, k_pages, v_pages,
+            q_norm if has_norm else qkv, k_norm if has_norm else qkv,
+            qkv.stride(0), k_pages.stride(0), v_pages.stride(0), shape["norm_eps"], shape["norm_offset"],
+            PAGE=k_pages.shape[1], H=num_heads, K=num_kv_heads, E=head_dim, ROTARY=rotary_dim,
+            INTERLEAVED=shape["interleaved"],
+            NORM=has_norm, FULL=has_norm and q_norm.shape[0] > head_dim, HEADS=HEADS_AT_ONCE,
+            BLOCK_HALF=next_power_of_2(max(1, rotary_dim // 2)),
+            BLOCK_REST=next_power_of_2(max(1, head_dim - rotary_dim)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )
+    return q
+
+
+def rope_write(
+    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor,
+    k_pages: torch.Tensor, v_pages: torch.Tensor,
+    *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, **shape: Unpack[HeadShape],
+) -> torch.Tensor:
+    """See `ROPE_WRITE`."""
+    return _launch((qkv, positions, cos_sin, slots), (k_pages, v_pages), (q_norm, k_norm), shape, pdl=False)
+
+
+def rope_write_pdl(
+    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None, slots: torch.Tensor,
+    k_pages: torch.Tensor, v_pages: torch.Tensor,
+    *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, **shape: Unpack[HeadShape],
+) -> torch.Tensor:
+    """See `ROPE_WRITE`; with programmatic dependent launch."""
+    return _launch((qkv, positions, cos_sin, slots), (k_pages, v_pages), (q_norm, k_norm), shape, pdl=True)
+
+
+STREAM_TOKENS = 32
+"""Of a program."""
+
+
+@triton.jit
+def _weights_kernel(
+    raw_ptr, scale_ptr, base_ptr, pre_ptr, post_ptr, mix_ptr, num_tokens, eps, S: tl.constexpr,
+    ITERATIONS: tl.constexpr, TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    stream = tl.arange(0, S)
+    start = token.to(tl.int64) * ((2 + S) * S)
+    at = start[:, None] + stream[None, :]
+    out = token.to(tl.int64)[:, None] * S + stream[None, :]
+    pre = (
+        tl.load(raw_ptr + at, mask=is_token[:, None], other=0.0) * tl.load(scale_ptr)
+        + tl.load(base_ptr + stream)[None, :]
+    )
+    tl.store(pre_ptr + out, 1.0 / (1.0 + tl.exp(-pre)) + eps, mask=is_token[:, None])
+    post = (
+        tl.load(raw_ptr + at + S, mask=is_token[:, None], other=0.0) * tl.load(scale_ptr + 1)
+        + tl.load(base_ptr + S + stream)[None, :]
+    )
+    tl.store(post_ptr + out, 2.0 / (1.0 + tl.exp(-post)), mask=is_token[:, None])
+    cell = stream[:, None] * S + stream[None, :]
+    mix = tl.load(raw_ptr + start[:, None, None] + 2 * S + cell[None, :, :], mask=is_token[:, None, None], other=0.0)
+    mix = mix * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * S + cell)[None, :, :]
+    mix = tl.exp(mix - tl.max(mix, axis=2)[:, :, None])
+    mix = mix / tl.sum(mix, axis=2)[:, :, None] + eps
+    mix = mix / (tl.sum(mix, axis=1)[:, None, :] + eps)
+    for _ in range(ITERATIONS - 1):
+        mix = mix / (tl.sum(mix, axis=2)[:, :, None] + eps)
+        mix = mix / (tl.sum(mix, axis=1)[:, None, :] + eps)
+    tl.store(
+        mix_ptr + token.to(tl.int64)[:, None, None] * (S * S) + cell[None, :, :], mix, mask=is_token[:, None, None]
+    )
+
+
+def stream_weights(
+    raw: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, *, iterations: int, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `STREAM_WEIGHTS`."""
+    num_tokens, streams = raw.shape[0], math.isqrt(raw.shape[1] + 1) - 1
+    pre, post = (torch.empty((num_tokens, streams), dtype=torch.float32, device=raw.device) for _ in range(2))
+    mix = torch.empty((num_tokens, streams, streams), dtype=torch.float32, device=raw.device)
+    if num_tokens:
+        tokens = min(STREAM_TOKENS, 1 << (num_tokens - 1).bit_length())
+        _weights_kernel[(ceil_div(num_tokens, tokens),)](
+            raw.contiguous(), scale, base, pre, post, mix, num_tokens, eps, S=streams, ITERATIONS=iterations,
+            TOKENS=tokens, num_warps=1,
+        )
+    return pre, post, mix
+
+
+TABLE_BLOCK = 512
+
+
+@triton.jit(do_not_specialize=["num_rows", "entries"])
+def _decode_inputs_kernel(
+    requests_ptr, last_token_ptr, tables_ptr, token_ids_ptr, positions_ptr, kv_lens_ptr, slots_ptr, page_tables_ptr,
+    num_rows, entries,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    request, group, size = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    row = tl.load(requests_ptr + request)
+    length = tl.load(requests_ptr + size + request)
+    position = length - 1
+    table = tables_ptr + (group.to(tl.int64) * num_rows + row) * entries
+    page = tl.load(table + position // PAGE).to(tl.int64)
+    tl.store(slots_ptr + group * size + request, page * PAGE + position % PAGE)
+    if group == 0:
+        tl.store(token_ids_ptr + request, tl.load(last_token_ptr + row))
+        tl.store(positions_ptr + request, position)
+        tl.store(kv_lens_ptr + request, length.to(tl.int32))
+    target = page_tables_ptr + (group.to(tl.int64) * size + request) * entries
+    used = (length + PAGE - 1) // PAGE
+    for at in range(0, used, BLOCK):
+        entry = at + tl.arange(0, BLOCK)
+        tl.store(target + entry, tl.load(table + entry, mask=entry < used, other=0), mask=entry < used)
+
+
+def decode_inputs(
+    requests: torch.Tensor, last_token: torch.Tensor, tables: torch.Tensor, page_size: int, out: DecodeInputs
+) -> None:
+    """See `headrace.kernels.rowwise.DECODE_INPUTS`."""
+    groups, num_rows, entries = tables.shape
+    _decode_inputs_kernel[(requests.shape[1], groups)](
+        requests, last_token, tables, out.token_ids, out.positions, out.kv_lens, out.slots, out.page_tables, num_rows,
+        entries,
+        PAGE=page_size, BLOCK=TABLE_BLOCK,
+    )
