@@ -196,7 +196,7 @@ inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_real
   const layers::DecodeStep outside(about, numbers[0], norm);
   layers::Search found(count, step.num_members());
   float* const all = logits ? writable<float>(*logits) : nullptr;
-  Team::run(step.num_members(), [&](Team& team, int64_t member) {
+  run_team(step.num_members(), [&](Team& team, int64_t member) {
     layers::Crew crew{team, member, count};
     outside.embed(crew, decodes, step);
     step.run(crew);

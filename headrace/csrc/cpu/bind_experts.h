@@ -12,7 +12,6 @@
 #include "bind_packed.h"
 #include "bind_rows.h"
 #include "route.h"
-#include "team.h"
 
 namespace headrace {
 
@@ -242,7 +241,7 @@ inline Tensor packed_experts(Tensor x, Tensor ids, Tensor weights, int64_t num_e
     tokens.hidden = pointer<char>(x) + first * row_bytes, tokens.ids = chosen + first * top_k, tokens.weights = pointer<float>(weights) + first * top_k;
     tokens.count = std::min(step, x.size(0) - first);
     experts::Step part(mixture, tokens, writable<char>(out) + first * row_bytes, torch::stable::get_num_threads());
-    Team::run(part.num_members(), [&](Team& team, int64_t member) { part.run(team, member); });
+    run_team(part.num_members(), [&](Team& team, int64_t member) { part.run(team, member); });
   }
   return out;
 }

@@ -14,7 +14,6 @@
 #include "bind_rope.h"
 #include "bind_rows.h"
 #include "route.h"
-#include "team.h"
 
 namespace headrace {
 
@@ -423,7 +422,7 @@ inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x
     in.wanted_group = {0, reinterpret_cast<int64_t>(pointer<int32_t>(*wanted_table)), wanted_table->stride(0)};
   }
   layers::Step step(pointer<layers::Layer>(table), pointer<layers::Reals>(reals), table.size(0), in, writable<char>(x), writable<char>(branch));
-  Team::run(step.num_members(), [&](Team& team, int64_t member) {
+  run_team(step.num_members(), [&](Team& team, int64_t member) {
     layers::Crew crew{team, member, in.rows};
     step.copy_input(crew);
     step.run(crew);

@@ -7,7 +7,6 @@
 #include "bind_rows.h"
 #include "operators.h"
 #include "packed_linear.h"
-#include "team.h"
 
 namespace headrace {
 
@@ -87,7 +86,7 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
   const auto multiply = [&](int64_t begin, int64_t end) { kernels.multiply(weight, rows, out, 0, count, 2 * begin, 2 * end < panels ? 2 * end : panels); };
   if (count <= kRowBlock && panels * panel_bytes >= kSharedBytes) {
     const int64_t pairs = (panels + 1) / 2, least = kLeastBytes / panel_bytes + 1;
-    return Team::run(torch::stable::get_num_threads(), [&](Team& team, int64_t member) { team.share_parts(pairs, least, pairs, member, multiply); });
+    return run_team(torch::stable::get_num_threads(), [&](Team& team, int64_t member) { team.share_parts(pairs, least, pairs, member, multiply); });
   }
   if (count <= kRowBlock || is_expanded(weight, rows.form)) {
     const int64_t grain = kLeastBytes / (panel_bytes * (1 + count / 16)) / 2 * 2 + 2;

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "dispatch.h"
+#include "team.h"
 #include "types.h"
 
 // Torch's own of these two make a third of all code that is compiled: texts where they are checked, and tuples of arguments.
@@ -109,6 +110,13 @@ void over_rows(int64_t rows, int64_t values_per_row, const F& f) {
   const int64_t grain = values_per_row > 0 ? 1 + (16384 - 1) / values_per_row : rows;
   if (rows <= grain) return f(int64_t{0}, rows);
   torch::stable::parallel_for(0, rows, grain, f);
+}
+
+// f(team, member) on a team of at most `size` of torch's threads. OpenMP's parallel region gives each chunk a thread of its
+// own, and inside another region, or with one thread, there is one chunk: no member can be missing.
+template <class F>
+void run_team(int64_t size, const F& f) {
+  Team::run(size, [](int64_t count, const auto& member) { torch::stable::parallel_for(0, count, 1, member); }, f);
 }
 
 }  // namespace headrace
