@@ -25,8 +25,8 @@ from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.grouped import GroupedExperts
 from headrace.layers.moe.stored import StoredExperts
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.quantization.storage import find_storable
 from headrace.layers.spec import MlpSpec
-from headrace.layers.storing import find_storable
 
 TOKENS = (1, 4, 16, 64, 512)
 ROUNDS = 7

@@ -21,7 +21,7 @@ from headrace.execution.pooling_head import attach_pooling_head
 from headrace.layers.build import Build
 from headrace.layers.model import ServedModel
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
-from headrace.layers.storing import can_store_blocks, count_bytes, count_elements, store_fastest
+from headrace.layers.quantization.storage import can_store_blocks, count_bytes, count_elements, store_fastest
 from headrace.memory.pools import CODES, POOLS
 from headrace.models.catalog import find_family
 from headrace.models.checkpoint import open_weights

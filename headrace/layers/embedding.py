@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.layers.build import Build
-from headrace.layers.storing import StorableLayer, plain_weight
+from headrace.layers.quantization.storage import StorableLayer, plain_weight
 
 
 class Embedding(StorableLayer):

@@ -7,7 +7,7 @@ from torch import nn
 
 from headrace.kernels.linear import LINEAR_FLOAT
 from headrace.layers.build import Build
-from headrace.layers.storing import StorableLayer, plain_weight
+from headrace.layers.quantization.storage import StorableLayer, plain_weight
 
 
 class Head(StorableLayer):

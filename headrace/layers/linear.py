@@ -13,8 +13,8 @@ from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
+from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.residual import Norm, Residual
-from headrace.layers.storing import StorableLayer, plain_weight
 
 
 def choose_joined(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:

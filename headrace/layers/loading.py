@@ -15,7 +15,7 @@ from torch import nn
 
 from headrace.base.errors import WeightError
 from headrace.layers.quantization.blocks import BlockIntake, BlockTensor
-from headrace.layers.storing import find_storable
+from headrace.layers.quantization.storage import find_storable
 
 NUM_NAMED = 6
 

@@ -13,7 +13,7 @@ from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.pooling import PoolingHead
-from headrace.layers.storing import StorableModel
+from headrace.layers.quantization.storage import StorableModel
 
 
 class ServedModel(StorableModel):

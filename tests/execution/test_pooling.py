@@ -18,7 +18,7 @@ from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.pooling import PoolingSpec, unpack_floats
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.kernels.native.loading import NativeLibrary
-from headrace.layers.storing import store_fastest
+from headrace.layers.quantization.storage import store_fastest
 from headrace.service.build import build_engine
 from headrace.service.engine import Engine
 

@@ -22,9 +22,9 @@ from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.moe.packed import PackedExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization.contract import SchemeQuery
-from headrace.layers.quantization.kept import Int8
+from headrace.layers.quantization.integer import Int8
+from headrace.layers.quantization.storage import find_storable, store_fastest
 from headrace.layers.spec import MlpSpec, MoeSpec, RoutingSpec, SwigluClamp
-from headrace.layers.storing import find_storable, store_fastest
 
 CPU = torch.device("cpu")
 QUERY = KernelQuery("cpu", "float32", shape={"ranks": 1})

@@ -17,7 +17,7 @@ from headrace.kernels.packed_linear.choice import FormChoice
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8
 from headrace.layers.attention.cpu import CpuAttention
-from headrace.layers.storing import find_storable, store_fastest
+from headrace.layers.quantization.storage import find_storable, store_fastest
 
 TOGETHER = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "glm4", "mixtral", "gpt-oss")
 """Families that are run together, by the beginning of their case's name."""

@@ -16,8 +16,8 @@ from headrace.kernels.block_scaled import DEQUANTISE_MXFP4, MXFP4_BLOCK
 from headrace.layers.build import Build
 from headrace.layers.mlp import choose_activation
 from headrace.layers.moe.contract import GroupedTokens
+from headrace.layers.quantization.storage import EncodedWeight
 from headrace.layers.spec import MlpSpec
-from headrace.layers.storing import EncodedWeight
 
 CHUNK_ELEMENTS = 2**28
 """Of dequantised weights that are held at a time."""

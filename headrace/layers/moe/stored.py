@@ -10,8 +10,8 @@ from headrace.layers.build import Build
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.joined import describe_gate
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.quantization.storage import plain_weight
 from headrace.layers.spec import MlpSpec
-from headrace.layers.storing import plain_weight
 
 
 class StoredExperts:

@@ -9,8 +9,8 @@ from torch import nn
 
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.layers.build import Build
+from headrace.layers.quantization.storage import StorableLayer
 from headrace.layers.spec import MlpSpec
-from headrace.layers.storing import StorableLayer
 
 
 class StackedLinear(StorableLayer):

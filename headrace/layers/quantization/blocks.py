@@ -1,14 +1,13 @@
-"""Weights that come in blocks of a file's own quantised type, on their way from the file to the layer that keeps them
-so.
+"""Weights in the quantised blocks of a file, on their way from the reader to a layer that keeps them so.
 
-`BlockTensor` goes wherever a plain tensor goes: whatever is done to it is done to the plain numbers, made at that
-moment; only a layer that can keep blocks looks inside.
+`BlockTensor` passes for a plain tensor: any torch operation dequantises it first. A layer that can keep blocks takes
+them out unexpanded. O outputs, I inputs, X experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from headrace.kernels.packed_linear.blocks import WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import PanelWeight
-from headrace.layers.storing import StorableWeight
+from headrace.layers.quantization.storage import StorableWeight
 
 
 class BlockTensor(torch.Tensor):
-    """A matrix [O, I] on a CPU that says it has ``dtype``, or ``num_stacked`` of them, [X, O, I]; ``make_plain`` makes
-    it."""
+    """A matrix [O, I], or ``num_stacked`` of them, [X, O, I], on the CPU and of nominal ``dtype``; ``make_plain``
+    dequantises it."""
 
     blocks: WeightBlocks
     make_plain: Callable[[], torch.Tensor]
@@ -41,32 +40,38 @@ class BlockTensor(torch.Tensor):
         self.blocks, self.make_plain = blocks, make_plain
 
     def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """Those of a stack, each in its own blocks; what is plain is made for all at once."""
+        """The matrices of a stack, each in its own blocks; if one is dequantised, all are, once."""
         if self.dim() != 3 or dim != 0:
             return super().unbind(dim)
         make_all = cache(self.make_plain)
         rows = self.blocks.raw.view(self.shape[0], self.shape[1], -1)
+
+        def make_one(index: int) -> torch.Tensor:
+            return make_all()[index]
+
         return tuple(
-            BlockTensor(WeightBlocks(self.blocks.kind, raw), self.dtype, lambda i=i: make_all()[i]) for i,
-            raw in enumerate(rows.unbind())
+            BlockTensor(WeightBlocks(self.blocks.kind, raw), self.dtype, partial(make_one, index))
+            for index, raw in enumerate(rows.unbind())
         )
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares a static function
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map_only(BlockTensor, lambda tensor: tensor.make_plain(), (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
 class BlockIntake:
-    """Gathers the blocks of the parts of one weight. Once it has them all, the layers keep them; a part that never
-    comes as blocks makes the others plain too."""
+    """Collects the blocks of one weight's parts (q, k and v, say). When all have come, the layers store them packed; if
+    one part comes plain instead, the others are dequantised too."""
 
     def __init__(self, weight: StorableWeight):
         self._weight = weight
         self._parts: dict[int, BlockTensor] = {}
 
     def put(self, first_row: int, tensor: BlockTensor) -> None:
-        """Rows from ``first_row`` on."""
+        """Add the part of rows from ``first_row`` on."""
         self._parts[first_row] = tensor
         if sum(part.shape[0] for part in self._parts.values()) == self._weight.weight.shape[0]:
             packed = pack_blocks([part.blocks for _, part in sorted(self._parts.items())])
@@ -74,7 +79,7 @@ class BlockIntake:
             self._weight.store(PanelWeight(packed))
 
     def finish(self) -> None:
-        """No more blocks will come."""
+        """Dequantise the parts of a weight that is incomplete: no more blocks will come."""
         for first_row, part in self._parts.items():
             self._weight.weight[first_row : first_row + part.shape[0]].copy_(part)
         self._parts.clear()

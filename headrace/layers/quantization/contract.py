@@ -1,7 +1,7 @@
-"""The contract of quantised weights. A `Scheme` is one form of them; those that a model needs are chained, each
-wrapping the ones of lower priority: checkpoint forms are innermost, what the user wants layers to keep is outermost.
+"""The contract of quantised weights. A `Scheme` is one numeric format; the schemes that a model needs are chained, each
+wrapping those of lower priority: checkpoint formats are innermost, what the user wants layers to keep is outermost.
 
-Refuses: what families call their tensors, and kernels.
+Schemes know neither the tensor names of families nor kernels' implementations.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Named = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SchemeQuery:
-    """What schemes are asked about. ``stored``: the checkpoint's ``quant_method`` ("" where it states none: tensors'
-    types tell). ``wanted``: the scheme that the user wants layers to keep ("": none). ``device`` and ``dtype`` as in
-    `KernelQuery`."""
+    """What schemes declare support for. ``stored``: the checkpoint's ``quant_method``; "" where it states none, and
+    tensors are recognised by their types. ``wanted``: the scheme that the user wants layers to keep; "" for none.
+    ``device`` and ``dtype`` as in `KernelQuery`."""
 
     device: str = "cpu"
     dtype: str = "float32"
@@ -31,17 +31,17 @@ class SchemeQuery:
 
 
 class Scheme(Protocol):
-    """One form of quantised weights; built once per model."""
+    """One format of quantised weights; built once per model."""
 
     def __init__(self, query: SchemeQuery): ...
 
     def read(self, tensors: Iterable[Named]) -> Iterable[Named]:
-        """Checkpoint tensors on their way to the parameters, as the scheme inside passed them on; each is the giver's
-        until the next one is asked for. Passes on what is not its form. Raises `WeightError`."""
+        """Checkpoint tensors on their way to the parameters, as the inner scheme yields them; each is valid until the
+        next one is requested. Tensors of other formats pass unchanged. Raises `WeightError`."""
 
     def finish(self, model: nn.Module) -> None:
-        """Called once every parameter is filled: change what layers keep and how they multiply."""
+        """Called once every parameter is filled: may replace what layers keep."""
 
 
 SCHEMES: Registry[type[Scheme]] = Registry("quantization scheme")
-"""Asked with a `SchemeQuery`. Every scheme that supports it takes part, in order of priority, the lowest innermost."""
+"""Queried with a `SchemeQuery`. Every scheme that supports it is part of the chain, by priority, lowest innermost."""

@@ -1,5 +1,5 @@
-"""Checkpoint forms with a scale beside each weight, joined and dequantised as they stream past. They are known by the
-types and shapes of their tensors. Refuses: what families call their modules.
+"""Checkpoint formats with a tensor of scales beside each weight: the two are paired and dequantised while they are
+loaded. Formats are recognised by the tensors' types; modules may have any name. O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -16,43 +16,42 @@ from headrace.layers.quantization.contract import Named, SchemeQuery
 
 WEIGHT = "weight"
 SCALES = ("weight_scale_inv", "scale", "weight_scale")
-"""How the scale of ``<module>.weight`` is called, after the module's name."""
+"""Suffixes of the tensor that scales ``<module>.weight``."""
 
 Dequantise = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BlockFp8:
-    """8-bit floats with a scale per square block, to float32; see `Scheme`."""
+    """8-bit floats with a scale per block of 128 x 128, to float32; see `Scheme`."""
 
     def __init__(self, query: SchemeQuery):
         pass
 
     def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """See `Scheme`."""
-        return join_scales(tensors, (torch.float8_e4m3fn,), dequantise_block_fp8)
+        return pair_scales(tensors, (torch.float8_e4m3fn,), dequantise_block_fp8)
 
     def finish(self, model: nn.Module) -> None:
         """Layers keep plain weights."""
 
 
 class Mxfp4:
-    """4-bit floats two to a byte with a power of two per 32, to bfloat16, which holds them exactly; see `Scheme`."""
+    """4-bit floats, two to a byte, with a power of two per 32, to bfloat16 without loss; see `Scheme`."""
 
     def __init__(self, query: SchemeQuery):
         pass
 
     def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """See `Scheme`."""
-        return join_scales(tensors, (torch.int8, torch.uint8), dequantise_mxfp4)
+        return pair_scales(tensors, (torch.int8, torch.uint8), dequantise_mxfp4)
 
     def finish(self, model: nn.Module) -> None:
         """Layers keep plain weights."""
 
 
-def join_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequantise: Dequantise) -> Iterator[Named]:
-    """Pass tensors on, matrices of these types multiplied by their scales, which go away. A scale that meets a weight
-    of another type passes, and so does one that meets none. Raises `WeightError` for a weight that never meets a
-    scale."""
+def pair_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequantise: Dequantise) -> Iterator[Named]:
+    """Yield tensors in any order; matrices of ``types`` are multiplied by their scales, which are consumed. A scale
+    whose weight has another type, or that has none, passes. Raises `WeightError` for a weight without a scale."""
     weights: dict[str, torch.Tensor] = {}
     scales: dict[str, Named] = {}
     for name, tensor in tensors:
@@ -60,7 +59,7 @@ def join_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequan
         if kind in SCALES and module in weights:
             yield f"{module}.{WEIGHT}", dequantise(module, weights.pop(module), tensor)
         elif kind in SCALES:
-            scales[module] = (name, tensor.clone())  # a tensor is ours until the next one is asked for
+            scales[module] = (name, tensor.clone())  # a tensor is valid only until the next one is requested
         elif kind != WEIGHT or tensor.dtype not in types or tensor.dim() != 2:
             if kind == WEIGHT and module in scales:
                 yield scales.pop(module)

@@ -7,7 +7,7 @@ import importlib
 import torch
 from torch import nn
 
-from headrace.layers.storing import EncodedWeight
+from headrace.layers.quantization.storage import EncodedWeight
 
 DEFAULT_STD = 0.02
 

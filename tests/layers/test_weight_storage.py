@@ -32,15 +32,15 @@ from headrace.layers.moe.stored import StoredExperts
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization import SchemeQuery, chain_schemes
 from headrace.layers.quantization.blocks import BlockTensor
-from headrace.layers.quantization.kept import W8A8, Int4, Int8
-from headrace.layers.spec import MlpSpec
-from headrace.layers.storing import (
+from headrace.layers.quantization.integer import W8A8, Int4, Int8
+from headrace.layers.quantization.storage import (
     count_bytes,
     count_elements,
     find_storable,
     find_stored,
     store_fastest,
 )
+from headrace.layers.spec import MlpSpec
 
 CPU = torch.device("cpu")
 CONFIG = {

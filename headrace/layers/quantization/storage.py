@@ -1,8 +1,8 @@
 """How layers keep their weights once these are filled: a plain parameter, or a `StoredWeight` in its place.
 
-A layer that can do so has a parameter ``weight`` [O, I] and an attribute ``stored``; storing removes the parameter, for
-which a layer must therefore ask first (`plain_weight`). Tied weights are stored once. Refuses: losing anything, which
-quantization schemes may.
+Storing sets ``layer.stored`` and then removes the parameter ``weight``, perhaps while another thread multiplies: a
+layer must look for the parameter first (`plain_weight`), and for ``stored`` only when it is gone. Tied weights are
+stored once. Everything here is lossless; quantization schemes store lossy forms. O outputs, I inputs, X experts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CPU_TYPES = (torch.float32, torch.bfloat16)
 
 
 class StorableLayer(nn.Module):
-    """A layer whose parameter ``weight`` [O, I] may be replaced by a `StoredWeight`. ``is_storable``: False for a weight
-    that is read by others or must stay as precise as it is. ``looks_up_rows``: an embedding. ``is_vocabulary``: an
-    embedding or a head."""
+    """A layer whose parameter ``weight`` [O, I] may be replaced by a `StoredWeight`. ``is_storable``: False for a
+    weight that other layers read or that must keep its precision. ``looks_up_rows``: an embedding. ``is_vocabulary``:
+    an embedding or a head."""
 
     is_storable: bool = True
     looks_up_rows: ClassVar[bool] = False
@@ -61,14 +61,14 @@ class EncodedWeight(nn.Module):
 @dataclass(frozen=True)
 class StorableWeight:
     """A weight and the layers that share it. ``has_rows``: one of them is an embedding; ``is_vocabulary``: an embedding
-    or a head. It does not keep the weight alive once that is stored."""
+    or a head. It holds no reference to the parameter, whose memory is free once it is stored."""
 
     name: str
     layers: tuple[StorableLayer, ...]
 
     @property
     def weight(self) -> torch.Tensor:
-        """The plain parameter, [O, I]; matrices that are stacked in one, [X, O, I], follow one another, [X * O, I]."""
+        """The plain parameter, [O, I]; a stack [X, O, I] as [X * O, I]."""
         weight = self.layers[0].weight
         return weight.flatten(0, -2) if self.is_stack else weight
 
@@ -85,19 +85,19 @@ class StorableWeight:
         return any(layer.is_vocabulary for layer in self.layers)
 
     def store(self, stored: StoredWeight) -> None:
-        """Keep ``stored`` instead of the parameter."""
-        for layer in self.layers:  # in this order: products may run on another thread, and ask for the weight first
+        """Replace the parameter by ``stored``."""
+        for layer in self.layers:  # in this order: a product on another thread looks for the parameter first
             layer.stored = stored
             del layer.weight
 
 
 def plain_weight(layer: nn.Module) -> nn.Parameter | None:
-    """The parameter ``weight``; None when it is stored otherwise. Cheaper than the attribute."""
+    """The parameter ``weight``; None once it is stored. Cheaper than the attribute, which nn.Module looks up last."""
     return layer._parameters.get("weight")
 
 
 def find_storable(model: nn.Module) -> list[StorableWeight]:
-    """Every weight of a model that is still plain and may be stored in another form, in the model's order."""
+    """Every weight that is still plain and may be stored in another form, in the model's order."""
     sharing: dict[int, list[tuple[str, StorableLayer]]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, StorableLayer) and layer.is_storable and layer.stored is None:
@@ -106,8 +106,8 @@ def find_storable(model: nn.Module) -> list[StorableWeight]:
 
 
 def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = False) -> bool:
-    """Whether layers there multiply with a file's own quantised blocks faster than with plain numbers, now, or once the
-    native library has been compiled."""
+    """Whether layers there multiply with a file's quantised blocks faster than with plain numbers; ``waits``: waits
+    for the native library to be compiled."""
     if device.type != "cpu" or dtype not in CPU_TYPES:
         return False
     if waits:
@@ -116,9 +116,9 @@ def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = 
 
 
 def store_fastest(model: nn.Module) -> None:
-    """Keep every plain weight on a CPU as it is, in the form that was measured to multiply fastest for its shape. Where
-    the native library is still being compiled, plain weights serve until it is there, and are then stored one by one
-    between products; `StorableModel.notice_stored` is called when all are."""
+    """Store every plain weight on a CPU, lossless, in the form measured to multiply fastest for its shape. While the
+    native library is still being compiled, plain weights serve; they are stored later on a thread, one by one, and
+    `StorableModel.notice_stored` is called at the end."""
     native.NATIVE.find()
     if native.state().status == "compiling":
         threading.Thread(target=_store_later, args=(weakref.ref(model),), name="weight-storing", daemon=True).start()
@@ -131,15 +131,15 @@ def _store_later(model: weakref.ref[nn.Module]) -> None:
     native.build()
     served = model()
     if served is not None:
-        _store_plain(served, FormChoice(budget_s=0.0))  # requests run: nothing measured now would be true
+        _store_plain(served, FormChoice(budget_s=0.0))  # no measuring while requests run
         if isinstance(served, StorableModel):
             served.notice_stored()
-        logger.info("weights laid out as the kernels want them, %.1f s after the start", time.monotonic() - began)
+        logger.info("weights repacked for the native kernels %.1f s after the start", time.monotonic() - began)
 
 
 @torch.no_grad()
 def _store_plain(model: nn.Module, choice: FormChoice) -> None:
-    """Each weight is let go of before the next is taken."""
+    """One weight at a time, so that at most one exists in both forms."""
     for weight in find_storable(model):
         if (
             weight.weight.device.type == "cpu" and weight.weight.dtype in CPU_TYPES
@@ -150,7 +150,7 @@ def _store_plain(model: nn.Module, choice: FormChoice) -> None:
 
 
 def _choose_form(weight: StorableWeight, choice: FormChoice) -> str | None:
-    """None: better left as it is. Of a stack only panels can be told apart."""
+    """None: fastest as it is. Stacks have one form, panels: kernels address an expert by its first panel."""
     if weight.is_stack:
         return NATIVE_FORM if native.NATIVE.find() is not None else None
     out_width, in_width = weight.weight.shape
@@ -165,7 +165,7 @@ def find_stored(model: nn.Module) -> list[StoredWeight]:
 
 
 def count_elements(model: nn.Module) -> int:
-    """Weights of a model, however they are kept, tied ones once."""
+    """Number of weights of a model in any form, tied ones once."""
     return sum(p.numel() for p in model.parameters()) + sum(
         stored.shape[0] * stored.shape[1] for stored in find_stored(model)
     )

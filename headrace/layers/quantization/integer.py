@@ -1,6 +1,4 @@
-"""Weights made smaller as a model is loaded on a CPU, when the user wants that: 8 or 4 bits. A plain weight is let go
-of before the next one is taken.
-"""
+"""Schemes that quantise plain weights to 8 or 4 bits after they are loaded on a CPU, one weight at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.kernels.packed_linear.layout import PackedMatrix, unpack
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
 from headrace.layers.quantization.contract import Named, SchemeQuery
-from headrace.layers.storing import StorableWeight, find_storable
+from headrace.layers.quantization.storage import StorableWeight, find_storable
 
 logger = logging.getLogger(__name__)
 
 BUILD_WAIT_S = 180.0
 LEAST_OUTPUTS = 64
-"""A weight with fewer is too small to be worth losing anything."""
+"""A weight with fewer outputs keeps its precision: it is too small to gain anything."""
 
 
-class _Kept:
-    """What the schemes here share: tensors pass as they are."""
+class _QuantisedAtLoad:
+    """Base of the schemes here: checkpoint tensors pass unchanged."""
 
     def __init__(self, query: SchemeQuery):
         self._query = query
@@ -36,17 +34,17 @@ class _Kept:
         return tensors
 
 
-class Int8(_Kept):
-    """8-bit weights; a scale per 32 of them, and one per 32 inputs, which are rounded to 8 bits."""
+class Int8(_QuantisedAtLoad):
+    """8-bit weights with a scale per 32; inputs are rounded to 8 bits with a scale per 32, too."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
         quantise_weights(model, lambda weight: quantise_int8_groups(weight.weight))
 
 
-class Int4(_Kept):
-    """4-bit weights; a scale and a min per 32 of them, inputs as in `Int8`. Vocabularies, where each step counts, have
-    8."""
+class Int4(_QuantisedAtLoad):
+    """4-bit weights with a scale and a min per 32, inputs as in `Int8`. Vocabularies have 8 bits: rounding costs most
+    accuracy there."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
@@ -56,9 +54,9 @@ class Int4(_Kept):
         )
 
 
-class W8A8(_Kept):
-    """8-bit weights with a scale per output, inputs rounded to 8 bits with a scale per token: the fastest prompts on
-    AMX, and the least exact, as a token's largest inputs cost the others their precision. Vocabularies are as in
+class W8A8(_QuantisedAtLoad):
+    """8-bit weights with a scale per output, inputs rounded to 8 bits with a scale per token: the fastest prefill on
+    AMX, and the least accurate, as a token's largest input sets the step of all its inputs. Vocabularies as in
     `Int8`."""
 
     def finish(self, model: nn.Module) -> None:
@@ -70,8 +68,8 @@ class W8A8(_Kept):
 
 @torch.no_grad()
 def quantise_weights(model: nn.Module, quantise: Callable[[StorableWeight], PackedMatrix]) -> None:
-    """Quantise every weight that is large enough. Without the native library, whose products these are, the rounded
-    values are put back as plain weights: the same answers, at the plain weights' size and speed."""
+    """Quantise every weight that is large enough. Without the native library, which has the only kernels for them, the
+    rounded values replace the plain ones: the same outputs, at the size and speed of plain weights."""
     began = time.monotonic()
     is_native = native.build(timeout=BUILD_WAIT_S).status == "ready"
     if not is_native:
@@ -92,7 +90,7 @@ def quantise_weights(model: nn.Module, quantise: Callable[[StorableWeight], Pack
     plain = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1) if is_native else 0
     if plain > before:
         logger.warning(
-            "%.0f MB of weights stay plain: packed layout has no place for matrices of their kind", plain / 1e6
+            "%.0f MB of weights stay plain: packed layout does not support their shapes", plain / 1e6
         )
     logger.info(
         "weights quantised in %.1f s: %.0f MB are now %.0f MB", time.monotonic() - began, before / 1e6, after / 1e6

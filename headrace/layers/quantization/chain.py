@@ -1,0 +1,145 @@
+"""`chain_schemes`: the schemes that a model's weights pass through, in order, and the predicates schemes register with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from torch import nn
+
+from headrace.base.errors import ConfigError, PluginError
+from headrace.layers.quantization.contract import SCHEMES, Named, Scheme, SchemeQuery
+
+logger = logging.getLogger(__name__)
+
+Predicate = Callable[[SchemeQuery], str | None]
+"""None for a supported query, else the reason why not; evaluated before a scheme is imported."""
+
+ENTRY_POINT_GROUP = "headrace.schemes"
+INSTALLED_PRIORITY = 50
+"""Of schemes from other packages: outside the checkpoint formats known here, inside what the user wants layers to
+keep."""
+
+CPU_TYPES = ("float32", "bfloat16")
+
+
+def stored_as(*methods: str) -> Predicate:
+    """For a checkpoint format: supported where config.json states one of these methods, or none."""
+
+    def reason_against(query: SchemeQuery) -> str | None:
+        return None if query.stored in ("", *methods) else f"reads {' and '.join(methods)}, not {query.stored}"
+
+    return reason_against
+
+
+def made_for_cpu(name: str) -> Predicate:
+    """For a scheme that quantises plain weights on a CPU, when the user wants it."""
+
+    def reason_against(query: SchemeQuery) -> str | None:
+        if query.wanted != name:
+            return f"serves {name} alone"
+        if query.device != "cpu":
+            return (
+                f"{name} is made at load on a CPU only; take --device cpu, or a checkpoint that is quantised for "
+                f"{query.device} (fp8, mxfp4)"
+            )
+        return (
+            None if query.dtype in CPU_TYPES
+            else f"{name} multiplies {' and '.join(CPU_TYPES)}, not {query.dtype}; take --dtype auto"
+        )
+
+    return reason_against
+
+
+def called(name: str) -> Predicate:
+    """For a scheme of another package: supported where the checkpoint or the user names it."""
+
+    def reason_against(query: SchemeQuery) -> str | None:
+        return None if name in (query.stored, query.wanted) else f"serves {name} alone"
+
+    return reason_against
+
+
+@dataclass(frozen=True)
+class SchemeChain:
+    """The schemes of one model, innermost first, and their ``names``."""
+
+    names: tuple[str, ...]
+    schemes: tuple[Scheme, ...]
+
+    def read(self, tensors: Iterable[Named]) -> Iterable[Named]:
+        """Checkpoint tensors through all schemes, innermost first."""
+        for scheme in self.schemes:
+            tensors = scheme.read(tensors)
+        return tensors
+
+    def finish(self, model: nn.Module) -> None:
+        """Called once all parameters are filled."""
+        for scheme in self.schemes:
+            scheme.finish(model)
+
+
+def add_installed_schemes() -> None:
+    """Register the schemes of installed packages, without importing them."""
+    SCHEMES.add_installed(ENTRY_POINT_GROUP, supports=called, priority=INSTALLED_PRIORITY)
+
+
+def chain_schemes(query: SchemeQuery) -> SchemeChain:
+    """The schemes that support a query.
+
+    Raises `ConfigError` when no scheme reads what is stored or makes what is wanted, and `PluginError` with the
+    original error when a scheme that is needed cannot be loaded; one that the query does not name is left out with a
+    warning.
+    """
+    add_installed_schemes()
+    able = [name for name in reversed(SCHEMES.names()) if SCHEMES.entry(name).supports(query) is None]
+    if query.wanted and (fault := _fault_of_wanted(query)):
+        raise ConfigError(f"quantization {query.wanted!r} cannot be had here: {fault}", param="quantization")
+    if query.stored and not set(able) - {query.wanted}:
+        raise ConfigError(
+            f"config.json: quantization_config.quant_method is {query.stored!r}, which no scheme here reads; known are "
+            f"{', '.join(_find_readable())}",
+            param="quantization_config",
+        )
+    schemes = {name: scheme for name in able if (scheme := _build(name, query)) is not None}
+    return SchemeChain(tuple(schemes), tuple(schemes.values()))
+
+
+def _build(name: str, query: SchemeQuery) -> Scheme | None:
+    try:
+        return SCHEMES.load(name)(query)
+    except PluginError as error:
+        if query.stored or query.wanted == name:
+            raise
+        logger.warning("weights stored in its form cannot be read: %s", error)
+        return None
+
+
+def _fault_of_wanted(query: SchemeQuery) -> str | None:
+    """Why the wanted scheme cannot be made, if so. A checkpoint's own format may be wanted too, if the checkpoint
+    states it."""
+    if query.wanted not in SCHEMES:
+        makable = sorted({entry.name for entry in SCHEMES} - set(_find_readable()))
+        return f"known are {', '.join(makable)}, none and stored"
+    supports = SCHEMES.entry(query.wanted).supports
+    if reason := supports(query):
+        return reason
+    is_made = supports(replace(query, wanted="")) is not None
+    return (
+        None if is_made or query.stored
+        else "it is a form of checkpoints, which is found in their config.json, and this one states none"
+    )
+
+
+def _find_readable() -> list[str]:
+    """Names of the schemes that read a checkpoint format."""
+    return sorted(entry.name for entry in SCHEMES if entry.supports(SchemeQuery(stored=entry.name)) is None)
+
+
+@cache
+def default_chain() -> SchemeChain:
+    """For a checkpoint that states no method: formats are recognised by the tensors' types."""
+    return chain_schemes(SchemeQuery())
