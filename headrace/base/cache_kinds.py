@@ -1,4 +1,4 @@
-"""The kinds of cache: for each, who accounts for its pages, who stores them, and who reads them. Names only; nothing is
+"""The kinds of cache: for each, its accounting policy, its pool and its backend. Names only; nothing is
 imported until a model that has such a cache is served.
 
 Refuses: knowing the kinds. ``scheduling/`` and ``memory/`` add those that many models have, a family adds its own.
@@ -16,12 +16,12 @@ CACHE_POLICIES: Registry[Any] = Registry("cache group policy")
 CACHE_POOLS: Registry[Any] = Registry("KV pool")
 """By `CacheSpec.kind`, a ``memory.pools.Pool``."""
 
-CACHE_READERS: Registry[Any] = Registry("cache reader")
-"""By `CacheSpec.kind`, a ``layers.attention.contract.CacheReader``. A kind without one is read by attention
+CACHE_BACKENDS: Registry[Any] = Registry("cache backend")
+"""By `CacheSpec.kind`, a ``layers.attention.contract.CacheBackend``. A kind without one is read by attention
 backends."""
 
 
-def add_cache_kind(name: str, *, policy: str, pool: str, reader: str, doc: str = "") -> None:
+def add_cache_kind(name: str, *, policy: str, pool: str, backend: str, doc: str = "") -> None:
     """Register a family's own kind; each part is ``"module:attribute"``. Adding the same again changes nothing."""
-    for registry, target in ((CACHE_POLICIES, policy), (CACHE_POOLS, pool), (CACHE_READERS, reader)):
+    for registry, target in ((CACHE_POLICIES, policy), (CACHE_POOLS, pool), (CACHE_BACKENDS, backend)):
         registry.add(name, target, doc=doc)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from headrace.base.cache import CacheGroup
-from headrace.base.cache_kinds import CACHE_READERS
+from headrace.base.cache_kinds import CACHE_BACKENDS
 from headrace.base.config import CacheConfig
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.attention import ATTENTION_BACKENDS
-from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry, CacheReader
+from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry, CacheBackend
 from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.build import Build
 
@@ -22,10 +22,10 @@ DEFAULT_PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class ChosenBackends:
-    """One backend per cache group, all made for ``page_size``; a `CacheReader` for kinds that have one."""
+    """One backend per cache group, all made for ``page_size``; a `CacheBackend` for kinds that have one."""
 
     page_size: int
-    backends: list[AttentionBackend | CacheReader]
+    backends: list[AttentionBackend | CacheBackend]
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class _Choice:
 
     group: CacheGroup
     geometry: AttentionGeometry | None
-    cls: type[AttentionBackend] | type[CacheReader]
+    cls: type[AttentionBackend] | type[CacheBackend]
 
-    def make(self, page_size: int, device: torch.device) -> AttentionBackend | CacheReader:
+    def make(self, page_size: int, device: torch.device) -> AttentionBackend | CacheBackend:
         return (
             self.cls(self.group.spec, page_size, device) if self.geometry is None else self.cls(self.geometry, device)
         )
@@ -61,12 +61,12 @@ def choose_backends(
 
 
 def _choose(model: Any, groups: list[CacheGroup], build: Build, page_size: int, wanted: str | None) -> list[_Choice]:
-    plain = [group for group in groups if group.spec.kind not in CACHE_READERS]
+    plain = [group for group in groups if group.spec.kind not in CACHE_BACKENDS]
     geometries = dict(zip((id(group) for group in plain), _geometries(model, plain, build, page_size), strict=True))
     return [
         _Choice(group, geometries[id(group)], ATTENTION_BACKENDS.choose(geometries[id(group)], wanted))
         if id(group) in geometries
-        else _Choice(group, None, CACHE_READERS.load(group.spec.kind))
+        else _Choice(group, None, CACHE_BACKENDS.load(group.spec.kind))
         for group in groups
     ]
 

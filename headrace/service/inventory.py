@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.cache_kinds import CACHE_POLICIES, CACHE_POOLS, CACHE_READERS
+from headrace.base.cache_kinds import CACHE_BACKENDS, CACHE_POLICIES, CACHE_POOLS
 from headrace.base.errors import ConfigError, PluginError
 from headrace.base.plugins import PLUGINS, start_plugins
 from headrace.base.registry import Registry
@@ -106,7 +106,7 @@ def _caches(machine: Machine) -> Iterator[Finding]:
     import headrace.scheduling.cache.groups  # noqa: F401  registers the kinds that many models have
 
     queries = {device: None for device, _, _ in machine.devices}
-    for registry in (CACHE_POLICIES, CACHE_POOLS, CACHE_READERS):
+    for registry in (CACHE_POLICIES, CACHE_POOLS, CACHE_BACKENDS):
         yield from _entries(registry.noun, registry, queries)
 
 

@@ -146,7 +146,7 @@ def registered_modules() -> list[str]:
     ]
     registries = [
         ATTENTION_BACKENDS, ADAPTERS, DISPATCHERS, EXPERTS, SCHEMES, hooks.HOOKS, COORDINATORS,
-        cache_kinds.CACHE_POLICIES, cache_kinds.CACHE_POOLS, cache_kinds.CACHE_READERS, *operations,
+        cache_kinds.CACHE_POLICIES, cache_kinds.CACHE_POOLS, cache_kinds.CACHE_BACKENDS, *operations,
     ]
     return sorted({entry.target.partition(":")[0] for registry in registries for entry in registry})
 

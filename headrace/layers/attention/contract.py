@@ -92,7 +92,7 @@ class AttentionParams:
     sinks: torch.Tensor | None = None
 
 
-class CacheReader(ABC):
+class CacheBackend(ABC):
     """What reads one cache group: an `AttentionBackend`, or a class of a family's own for a kind of cache that its
     layers read themselves, which works out once a step what the layers of the group share.
 
@@ -112,7 +112,7 @@ class CacheReader(ABC):
         """Called once a step, outside any graph; may do host work but must not synchronise with the device."""
 
 
-class AttentionBackend(CacheReader):
+class AttentionBackend(CacheBackend):
     """Causal paged attention for mixed batches of prefill chunks and decodes; built as ``Class(geometry, device)``."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ for _kind, _policy, _pool, _reader, _doc in (
         "tokens of unfinished windows"
     ),
 ):
-    add_cache_kind(_kind, policy=_policy, pool=f"{_OWN}.{_pool}", reader=f"{_OWN}.{_reader}", doc=_doc)
+    add_cache_kind(_kind, policy=_policy, pool=f"{_OWN}.{_pool}", backend=f"{_OWN}.{_reader}", doc=_doc)
 
 FAMILY = Family(
     name="deepseek_v4",

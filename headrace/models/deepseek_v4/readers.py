@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headrace.base.cache import CacheSpec
-from headrace.layers.attention.contract import AttentionInputs, CacheReader
+from headrace.layers.attention.contract import AttentionInputs, CacheBackend
 from headrace.models.deepseek_v4.layout import BLOCK, PAGE_SIZE, ring_rows, slots_per_page
 
 
@@ -43,7 +43,7 @@ class Spans:
         return requests, np.arange(len(requests)) + (firsts - (counts.cumsum() - counts))[requests]
 
 
-class _Reader(CacheReader):
+class _Reader(CacheBackend):
     """What the readers have in common."""
 
     preferred_page_size = PAGE_SIZE
@@ -71,7 +71,7 @@ class WindowReader(_Reader):
     seen: torch.Tensor
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """See `CacheReader`."""
+        """See `CacheBackend`."""
         spans = Spans.of(inputs)
         window = min(self.spec.window, inputs.max_kv_len)
         positions = self.upload(spans.positions)[:, None] - torch.arange(window, device=self.device)
@@ -92,7 +92,7 @@ class EntriesReader(_Reader):
     prefills: list[tuple[int, int, int, int]]
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """See `CacheReader`."""
+        """See `CacheBackend`."""
         ratio, spans = self.spec.compress_ratio, Spans.of(inputs)
         requests, numbers = spans.finished(ratio)
         self.write_slots = self.find_slots(inputs, self.upload(requests), self.upload(numbers))
@@ -129,7 +129,7 @@ class StateReader(_Reader):
     left_slots: torch.Tensor
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """See `CacheReader`."""
+        """See `CacheBackend`."""
         spans, ratio, reach = Spans.of(inputs), self.spec.compress_ratio, self.spec.window
         requests, numbers = spans.finished(ratio)
         # Rows from before: from the first one that the request's first finished window takes.
