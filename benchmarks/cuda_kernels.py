@@ -315,7 +315,8 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
             from headrace.kernels.attention import triton as attention
 
             backend._plan = attention.plan_prefill(
-                starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, width=model.dim, dtype=BF16, tile=tile)
+                starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, width=model.dim,
+                dtype=BF16, tile=tile)
         q, pages, params = (
             draw(tokens, model.heads, model.dim), KvPages(*pool.pages(PAGE)), AttentionParams(model.dim**-0.5)
         )
@@ -366,7 +367,7 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
 
 
 def sample_items() -> Iterator[Item]:
-    from headrace.kernels.sample import DrawParams, reference
+    from headrace.kernels.sample import SampleParams, reference
     from headrace.kernels.sample import triton as sample
 
     for rows in (1, 8, 64, 256):
@@ -379,23 +380,21 @@ def sample_items() -> Iterator[Item]:
 
         counter = torch.arange(rows, device="cuda")
         copies = lambda n, f, x=logits: [partial(f, x.clone()) for _ in range(n)]  # noqa: E731
-        yield Item(f"find_best R{rows}", moved / BANDWIDTH, {
-            "triton": partial(copies, f=sample.find_best), "torch": partial(copies, f=lambda x: x.max(-1)),
+        yield Item(f"argmax R{rows}", moved / BANDWIDTH, {
+            "triton": partial(copies, f=sample.argmax), "torch": partial(copies, f=lambda x: x.max(-1)),
         }, moved)
         for cut, (top_k, top_p) in {"plain": (0, 1.0), "top-p": (0, 0.9), "top-k-p": (50, 0.9)}.items():
-            params = DrawParams(
+            params = SampleParams(
                 fill(0.8, torch.float64), fill(top_k, torch.int64), fill(top_p, torch.float64),
                 fill(0.0, torch.float64), counter, counter,
                 has_min_p=False, has_top_p=top_p < 1, num_ranked=top_k or (vocab if top_p < 1 else 0),
             )
+            last_token = torch.zeros(rows, dtype=torch.int64, device="cuda")
+            arguments = {"rows": counter, "last_token": last_token, "params": params}
             yield Item(f"sample {cut} R{rows}", moved / BANDWIDTH, {
-                "triton": partial(copies, f=partial(_second, sample.sample, params)),
-                "torch": partial(copies, f=partial(_second, reference.sample, params)),
+                name: partial(copies, f=partial(function, **arguments))
+                for name, function in (("triton", sample.sample), ("torch", reference.sample))
             }, moved)
-
-
-def _second(function: Callable, params: object, logits: torch.Tensor) -> object:
-    return function(logits, params)
 
 
 def layer_items(pool: Pool) -> Iterator[Item]:

@@ -16,7 +16,7 @@ from headrace.execution.captures import Capture, Records
 from headrace.execution.rows import Rows
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.rowwise import DECODE_INPUTS, DecodeInputs
-from headrace.kernels.sample import KEEP_BEST
+from headrace.kernels.sample import SAMPLE_GREEDY
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.model import ServedModel
@@ -54,7 +54,7 @@ class DecodeGraph:
         self.requests = torch.empty((2, size), dtype=torch.int64, device=device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         query = KernelQuery(device.type, "float32", capability)
-        self._decode_inputs, self._keep_best = DECODE_INPUTS.choose(query), KEEP_BEST.choose(query)
+        self._decode_inputs, self._sample_greedy = DECODE_INPUTS.choose(query), SAMPLE_GREEDY.choose(query)
         self._inputs = DecodeInputs.allocate(size, state.tables.tensor)
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._capture = Capture(self._compute, recorder)
@@ -89,7 +89,7 @@ class DecodeGraph:
         logits = self._model.compute_logits(
             self._model.forward(ForwardBatch(inputs.token_ids, inputs.positions, groups))
         )
-        return logits, self._keep_best(logits, self.requests[0], state.rows.last_token)
+        return logits, self._sample_greedy(logits, self.requests[0], state.rows.last_token)
 
     def _group_step(self, group: int) -> GroupStep:
         inputs, longest, backend = self._inputs, self._state.layout.max_model_len, self._state.backends[group]

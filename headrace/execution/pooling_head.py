@@ -26,7 +26,7 @@ def attach_pooling_head(model: Any, plan: PoolingPlan, build: Build) -> None:
 
 
 def _embedding_head(plan: PoolingPlan, build: Build) -> EmbeddingHead:
-    shapes = [(layer.in_width, layer.out_width, layer.has_bias, layer.activation) for layer in plan.dense]
+    shapes = [(layer.in_features, layer.out_features, layer.has_bias, layer.activation) for layer in plan.dense]
     head = EmbeddingHead(build, shapes, normalise=plan.normalise)
     for layer, module in zip(plan.dense, head.dense, strict=True):
         files = find_safetensors(layer.folder)

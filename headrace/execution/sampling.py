@@ -20,7 +20,7 @@ from headrace.execution.rules import RuleState
 from headrace.execution.structured.mask_table import RowMasks
 from headrace.execution.upload import Upload
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.sample import DRAW, FIND_BEST, NOT_FINITE, NOTHING_ALLOWED, DrawParams
+from headrace.kernels.sample import ARGMAX, NOT_FINITE, NOTHING_ALLOWED, SAMPLE, SampleParams
 
 MESSAGES = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
@@ -83,7 +83,7 @@ class _DrawnLast:
 
     key: bytes
     rows: torch.Tensor
-    params: DrawParams | None
+    params: SampleParams | None
 
 
 class Sampler:
@@ -97,7 +97,7 @@ class Sampler:
         self._rules = RuleState(max_rows, vocab_size, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         query = KernelQuery(device.type, "float32", capability, {"vocab_size": vocab_size})
-        self._draw, self._find_best = DRAW.choose(query), FIND_BEST.choose(query)
+        self._draw, self._argmax = SAMPLE.choose(query), ARGMAX.choose(query)
 
     def start(self, row: int, known: RowTokens) -> None:
         """A row was taken."""
@@ -141,7 +141,7 @@ class Sampler:
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
         before = None
         if len(batch.ruled) or len(batch.penalised):
-            before, _ = self._find_best(logits)
+            before, _ = self._argmax(logits)
             self._edit(logits, batch, sent)
         rows, params = self._find_params(batch, sent)
         allowed, mask_of_row = (None, None) if masks is None else masks.send()
@@ -163,7 +163,9 @@ class Sampler:
             edited = self._penalties.apply(logits.index_select(0, sent["penalised"]), sent)
             logits.index_copy_(0, sent["penalised"], edited)
 
-    def _find_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> tuple[torch.Tensor, DrawParams | None]:
+    def _find_params(
+        self, batch: SampleBatch, sent: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, SampleParams | None]:
         """The rows, and how they draw: as sent now, or before."""
         if "sample_rows" in sent:
             params = self._read_params(batch, sent) if len(batch.random) else None
@@ -173,14 +175,14 @@ class Sampler:
         assert last is not None, "what was not sent is on the device"
         return last.rows, None if last.params is None else replace(last.params, position=sent["draw_positions"])
 
-    def _read_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> DrawParams:
+    def _read_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> SampleParams:
         rows = batch.rows[batch.random]
         top_p, min_p = self._rows.draws_np[rows, 1], self._rows.draws_np[rows, 2]
         top_k = self._rows.integers_np[rows, 0]
         ranked = np.where(top_k > 0, top_k, np.where(top_p < 1.0, self.vocab_size, 0))
         temperatures, top_ps, min_ps = sent["draw_reals"].view(3, -1)
         top_ks, seeds = sent["draw_integers"].view(2, -1)
-        return DrawParams(
+        return SampleParams(
             temperatures, top_ks, top_ps, min_ps, seeds, sent["draw_positions"], has_min_p=bool((min_p > 0).any()),
             has_top_p=bool((top_p < 1.0).any()), num_ranked=min(int(ranked.max()), self.vocab_size),
         )

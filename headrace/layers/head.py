@@ -26,7 +26,7 @@ class Head(StorableLayer):
         self.weight = build.parameter(vocab_size, hidden_size) if weight is None else weight
         self.bias = build.parameter(vocab_size) if bias else None
         self.divisor, self.softcap = divisor, softcap
-        self._linear = LINEAR_FLOAT.choose(build.query(in_width=hidden_size, out_width=vocab_size))
+        self._linear = LINEAR_FLOAT.choose(build.query(in_features=hidden_size, out_features=vocab_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = plain_weight(self)

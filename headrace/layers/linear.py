@@ -29,16 +29,17 @@ class Linear(StorableLayer):
     whose weight is read by others, or must stay as precise as it is, ``is_storable=False``, keeps it plain."""
 
     def __init__(
-        self, build: Build, in_width: int, parts: dict[str, int] | int, *, bias: bool = False, is_storable: bool = True
+        self, build: Build, in_features: int, parts: dict[str, int] | int, *, bias: bool = False,
+        is_storable: bool = True
     ):
         super().__init__()
         self.is_storable = is_storable
         widths = {"": parts} if isinstance(parts, int) else parts
         ends = list(accumulate(widths.values()))
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}
-        self.weight = build.parameter(ends[-1], in_width)
+        self.weight = build.parameter(ends[-1], in_features)
         self.bias = build.parameter(ends[-1]) if bias else None
-        query = build.query(in_width=in_width, out_width=ends[-1])
+        query = build.query(in_features=in_features, out_features=ends[-1])
         self._linear = LINEAR.choose(query)
         self._linear_sums = LINEAR_SUMS.choose(query)
         self._norm_linear = choose_joined(NORM_LINEAR, query)

@@ -39,8 +39,8 @@ WITH_VOCABULARY, BARE = "ForCausalLM", "Model"
 class DenseLayer:
     """A dense layer behind the pooling, with weights of its own in ``folder``."""
 
-    in_width: int
-    out_width: int
+    in_features: int
+    out_features: int
     has_bias: bool
     activation: str
     folder: Path
@@ -66,7 +66,7 @@ class PoolingPlan:
         if self.kind == "classify":
             width = len(self.labels)
         elif self.dense:
-            width = self.dense[-1].out_width
+            width = self.dense[-1].out_features
         return PoolingFacts(
             self.kind, width, needs_all_tokens=self.reduction != "last", labels=list(self.labels),
             activation=self.activation, takes_pairs=self.takes_pairs,

@@ -16,7 +16,7 @@ from headrace.base.step import RowStart
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import Drawn, SampleBatch, Sampler
 from headrace.execution.upload import Upload
-from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, DrawParams
+from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, SampleParams
 from headrace.kernels.sample import reference as sample_reference
 
 CPU = torch.device("cpu")
@@ -53,9 +53,9 @@ def random_logits(seed: int, vocab_size: int, scale: float = 3.0) -> torch.Tenso
 def params_of(
     count: int, vocab_size: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     seed: int = 0
-) -> DrawParams:
+) -> SampleParams:
     full = torch.full
-    return DrawParams(
+    return SampleParams(
         full((count,), temperature, dtype=torch.float64), full((count,), top_k),
         full((count,), top_p, dtype=torch.float64),
         full((count,), min_p, dtype=torch.float64), full((count,), seed), torch.arange(count),
@@ -93,7 +93,7 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions():
 def test_draws_follow_the_exact_distribution(cut: dict):
     vocab_size, count = 24, 20000
     logits = random_logits(7, vocab_size, 1.5)
-    ids = sample_reference.sample(logits.repeat(count, 1), params_of(count, vocab_size, seed=11, **cut))
+    ids = sample_reference.sample_rows(logits.repeat(count, 1), params_of(count, vocab_size, seed=11, **cut))
     expected = kept_probabilities(logits.numpy(), SamplingSpec(**{"temperature": 1.0, **cut}))
     observed = np.bincount(ids.numpy(), minlength=vocab_size)
     kept = expected > 0
@@ -105,16 +105,16 @@ def test_draws_follow_the_exact_distribution(cut: dict):
 
 def test_ties_with_the_last_token_kept_are_kept():
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -3.0]]).repeat(4000, 1)
-    assert set(sample_reference.sample(logits.clone(), params_of(4000, 6, top_k=2)).tolist()) == {1, 2, 3, 4}
-    assert set(sample_reference.sample(logits.clone(), params_of(4000, 6, top_k=1)).tolist()) == {1}
-    assert set(sample_reference.sample(logits.clone(), params_of(4000, 6, top_p=1e-6)).tolist()) == {1}
+    assert set(sample_reference.sample_rows(logits.clone(), params_of(4000, 6, top_k=2)).tolist()) == {1, 2, 3, 4}
+    assert set(sample_reference.sample_rows(logits.clone(), params_of(4000, 6, top_k=1)).tolist()) == {1}
+    assert set(sample_reference.sample_rows(logits.clone(), params_of(4000, 6, top_p=1e-6)).tolist()) == {1}
 
 
 def test_slicing_does_not_change_draws(monkeypatch: pytest.MonkeyPatch):
     logits = torch.stack([random_logits(i, 60) for i in range(9)])
-    whole = sample_reference.sample(logits.clone(), params_of(9, 60, top_p=0.9))
+    whole = sample_reference.sample_rows(logits.clone(), params_of(9, 60, top_p=0.9))
     monkeypatch.setattr(sample_reference, "SLICE_NUMEL", 130)
-    assert torch.equal(sample_reference.sample(logits.clone(), params_of(9, 60, top_p=0.9)), whole)
+    assert torch.equal(sample_reference.sample_rows(logits.clone(), params_of(9, 60, top_p=0.9)), whole)
 
 
 def test_large_vocabulary_draws_alone_as_in_a_batch():
@@ -142,9 +142,9 @@ def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPat
     drawn = []
     for head in (64, 1024, 3000):
         monkeypatch.setattr(sample_reference, "HEAD", head)
-        drawn.append([sample_reference.sample(logits.clone(), params).tolist()])
+        drawn.append([sample_reference.sample_rows(logits.clone(), params).tolist()])
         for i in range(40):
-            alone = DrawParams(
+            alone = SampleParams(
                 *(
                     t[i : i + 1]
                     for t in (
@@ -153,7 +153,7 @@ def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPat
                 ),
                 has_min_p=False, has_top_p=True, num_ranked=int(params.top_k[i]) or 3000,
             )
-            assert sample_reference.sample(logits[i : i + 1].clone(), alone).tolist() == [drawn[-1][0][i]]
+            assert sample_reference.sample_rows(logits[i : i + 1].clone(), alone).tolist() == [drawn[-1][0][i]]
     assert drawn[0] == drawn[1] == drawn[2]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.kernels.sample import DrawParams
+from headrace.kernels.sample import SampleParams
 
 CUTS = {
     "none": {},
@@ -19,16 +19,16 @@ CUTS = {
 }
 
 
-def draw_params(
+def sample_params(
     rows: int, device: str = "cpu", *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, vocab: int = 0
-) -> DrawParams:
+) -> SampleParams:
     """The same cuts for all rows, whose seeds and positions differ."""
     def fill(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device)
 
     seed = torch.arange(rows, device=device) * 7919 - 5
     ranked = top_k if top_k else (vocab if top_p < 1 else 0)
-    return DrawParams(
+    return SampleParams(
         fill(0.8, torch.float64), fill(top_k, torch.int64), fill(top_p, torch.float64), fill(min_p, torch.float64),
         seed,
         torch.arange(rows, device=device) % 5, has_min_p=min_p > 0, has_top_p=top_p < 1, num_ranked=ranked,
@@ -40,10 +40,10 @@ def random_logits(rows: int, vocab: int, device: str = "cpu", *, has_ties: bool 
     return (logits.bfloat16().float() if has_ties else logits).to(device)
 
 
-def draw_ids(draw: Callable[..., torch.Tensor], logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """What a solution of `DRAW` draws from a copy of the logits."""
+def sample_ids(sample: Callable[..., torch.Tensor], logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
+    """What a solution of `SAMPLE` draws from a copy of the logits."""
     rows = torch.arange(len(logits), device=logits.device)
     last_token = torch.full((len(logits) + 1,), -1, device=logits.device)
-    drawn = draw(logits.clone(), rows, last_token, params=params)
-    assert torch.equal(last_token[:-1], drawn[0]) and last_token[-1] == -1
-    return drawn[0]
+    sampled = sample(logits.clone(), rows, last_token, params=params)
+    assert torch.equal(last_token[:-1], sampled[0]) and last_token[-1] == -1
+    return sampled[0]

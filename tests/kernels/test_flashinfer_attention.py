@@ -34,7 +34,8 @@ class FakeWrapper:
         self.kind, self.plans = backend, []
         FakeWrapper.made.append(self)
 
-    def plan(self, query_start, page_start, pages, last_lens, heads, kv_heads, dim, page_size, *, causal, q_data_type, kv_data_type, seq_lens,
+    def plan(self, query_start, page_start, pages, last_lens, heads, kv_heads, dim, page_size, *, causal, q_data_type,
+             kv_data_type, seq_lens,
              max_token_per_sequence):
         assert causal and q_data_type == kv_data_type
         assert {t.dtype for t in (query_start, page_start, pages, last_lens, seq_lens)} == {torch.int32}

@@ -75,7 +75,7 @@ def test_chosen_by_shape(gated_product):
 def test_chosen_on_hopper_alone():
     def reason(capability, dtype="bfloat16"):
         return GATED_LINEAR.reason_against(
-            "cuda", KernelQuery("cuda", dtype, capability, {"in_width": 4096, "out_width": 28672})
+            "cuda", KernelQuery("cuda", dtype, capability, {"in_features": 4096, "out_features": 28672})
         )
 
     assert reason((9, 0)) is None and reason((8, 0)) and reason((10, 0)) and reason((9, 0), "float32")

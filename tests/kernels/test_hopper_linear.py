@@ -118,12 +118,12 @@ def test_rows_that_begin_anywhere(hopper, device, dtype, tolerance):
 
 
 def test_chosen_on_hopper_alone():
-    def reasons(capability=(9, 0), in_width=4096, out_width=6144, dtype="bfloat16"):
-        query = KernelQuery("cuda", dtype, capability, {"in_width": in_width, "out_width": out_width})
+    def reasons(capability=(9, 0), in_features=4096, out_features=6144, dtype="bfloat16"):
+        query = KernelQuery("cuda", dtype, capability, {"in_features": in_features, "out_features": out_features})
         return [operation.reason_against("gluon_pdl", query) for operation in (LINEAR, LINEAR_SUMS, GATED_LINEAR)]
 
     assert reasons() == [None] * 3 and all(reasons((8, 0))) and all(reasons((10, 0))) and all(reasons(dtype="float32"))
-    assert all(reasons(in_width=4095)) and all(reasons(out_width=2**17))
+    assert all(reasons(in_features=4095)) and all(reasons(out_features=2**17))
 
 
 COMPILE = """
@@ -137,14 +137,19 @@ kernel = hopper._product_kernel
 for tile, gate in ((hopper.choose_sums_tile(128, 1024, 3072), 0), (hopper.choose_gated_tile(192, 6144 * 1024), 1)):
     describe = lambda *block: f"tensordesc<bf16{list(block)},{hopper._tile_layout(block, torch.bfloat16)!r}>"
     weight = describe(tile.outputs // 8, 2, 8, tile.inputs) if gate else describe(tile.outputs, tile.inputs)
-    types = dict(x_desc=describe(tile.rows, tile.inputs), weight_desc=weight, bias_ptr="*bf16", out_ptr="*bf16", M="i32", N="i32", K="i32", depth="i32")
-    given = dict(BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, STAGES=tile.stages, SPLIT=False, REFILL=True, GATE=gate, HAS_BIAS=True, num_warps=4)
+    types = dict(x_desc=describe(tile.rows, tile.inputs), weight_desc=weight,
+                 bias_ptr="*bf16", out_ptr="*bf16", M="i32", N="i32", K="i32", depth="i32")
+    given = dict(BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, STAGES=tile.stages,
+                 SPLIT=False, REFILL=True, GATE=gate, HAS_BIAS=True, num_warps=4)
     source = GluonASTSource(
-        kernel, {name: types.get(name, "constexpr") for name in kernel.arg_names}, {(kernel.arg_names.index(name),): value for name, value in given.items()}, {},
+        kernel, {name: types.get(name, "constexpr") for name in kernel.arg_names},
+        {(kernel.arg_names.index(name),): value for name, value in given.items()}, {},
     )
-    assembly = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True}).asm["ptx"]
+    options = {"num_warps": 4, "launch_pdl": True}
+    assembly = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     before, after = assembly.split("griddepcontrol.wait")
-    assert "cp.async.bulk.tensor" in before and "cp.async.bulk.tensor" in after and "wgmma" in after and "local" not in after
+    assert "cp.async.bulk.tensor" in before and "cp.async.bulk.tensor" in after
+    assert "wgmma" in after and "local" not in after
     print("compiled")
 """
 

@@ -202,7 +202,7 @@ def test_grouped_linear_at_size(solution: str, dtype: torch.dtype, num_rows: int
     ).tolist()
     query = KernelQuery(
         "cuda", str(dtype).removeprefix("torch."), torch.cuda.get_device_capability(),
-        {"in_width": 512, "out_width": 384}
+        {"in_features": 512, "out_features": 384}
     )
     if GROUPED_LINEAR.reason_against(solution, query):
         pytest.skip("not on this GPU")

@@ -38,8 +38,9 @@ def isa(request: pytest.FixtureRequest):
     native.select_isa()
 
 
-def draw(out_width: int, in_width: int) -> torch.Tensor:
-    return torch.randn(out_width, in_width, generator=torch.Generator().manual_seed(out_width * in_width)) * 0.05
+def draw(out_features: int, in_features: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(out_features * in_features)
+    return torch.randn(out_features, in_features, generator=generator) * 0.05
 
 
 def pack_int8_groups(weight: torch.Tensor) -> PackedMatrix:
@@ -88,11 +89,11 @@ FORMS = {
 
 
 def check(packed: PackedMatrix, x: torch.Tensor, *, name: str, uses_half: bool) -> None:
-    bias = torch.linspace(-1, 1, packed.out_width)
+    bias = torch.linspace(-1, 1, packed.out_features)
     out = PACKED_LINEAR.load(name)(x, packed, bias, torch.float32)
     values = x.double()
     if not packed.format.is_exact:
-        values = fake_quantise(values, packed.in_width if packed.format is Format.INT8 else 32)
+        values = fake_quantise(values, packed.in_features if packed.format is Format.INT8 else 32)
     dense = unpack(packed, torch.float32).double()
     expected = F.linear(values, dense, bias.double())
     size = values.abs() @ dense.abs().t() + 1  # sums of magnitudes, by which rounding grows
@@ -104,10 +105,10 @@ def check(packed: PackedMatrix, x: torch.Tensor, *, name: str, uses_half: bool) 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_products_match_the_oracle(form: str, dtype: torch.dtype, isa: str):
-    for out_width, in_width in SHAPES:
-        packed = FORMS[form](draw(out_width, in_width))
+    for out_features, in_features in SHAPES:
+        packed = FORMS[form](draw(out_features, in_features))
         for rows in ROWS:
-            x = torch.randn(rows, in_width, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows)).to(dtype)
             check(packed, x, name="native", uses_half=isa == "amx" and "group" in form)
 
 
@@ -151,10 +152,10 @@ def test_a_row_of_codes_does_not_depend_on_how_many_there_are(form: str, isa: st
 @pytest.mark.parametrize("rows", [1, 9, 45])
 def test_outputs_of_half_the_size_are_those_of_all_rounded(rows: int, bias_dtype: torch.dtype | None, isa: str):
     multiply = PACKED_LINEAR.load("native")
-    for out_width in (1, 15, 32, 33, 200):
+    for out_features in (1, 15, 32, 33, 200):
         packed, bias = (
-            FORMS["bfloat16"](draw(out_width, 96)),
-            torch.linspace(-1, 1, out_width).to(bias_dtype) if bias_dtype else None
+            FORMS["bfloat16"](draw(out_features, 96)),
+            torch.linspace(-1, 1, out_features).to(bias_dtype) if bias_dtype else None
         )
         x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)).bfloat16()
         assert torch.equal(multiply(x, packed, bias), multiply(x, packed, bias, torch.float32).bfloat16())
@@ -242,13 +243,13 @@ def test_constant_and_zero_weights_have_no_steps():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_gathered_as_the_reference_does(form: str, dtype: torch.dtype, isa: str):
-    for out_width, in_width in SHAPES:
-        packed, rows = FORMS[form](draw(out_width, in_width)), torch.tensor([out_width - 1, 0, 5, 5])
+    for out_features, in_features in SHAPES:
+        packed, rows = FORMS[form](draw(out_features, in_features)), torch.tensor([out_features - 1, 0, 5, 5])
         out, expected = (PACKED_ROWS.load(name)(packed, rows, dtype) for name in ("native", "reference"))
         assert out.dtype == dtype and out.shape == expected.shape
         assert torch.allclose(out, expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
-    assert PACKED_ROWS.load("native")(packed, rows[:0], dtype).shape == (0, in_width)
-    for wrong in (-1, packed.out_width):
+    assert PACKED_ROWS.load("native")(packed, rows[:0], dtype).shape == (0, in_features)
+    for wrong in (-1, packed.out_features):
         with pytest.raises(RuntimeError, match="no such row"):
             PACKED_ROWS.load("native")(packed, torch.tensor([wrong]), dtype)
 

@@ -70,9 +70,9 @@ def test_many_rows_are_added_to_the_residual(device, dtype, tolerance):
 
 
 def test_chosen_by_shape():
-    def reason(in_width, out_width, device="cuda", dtype="bfloat16"):
+    def reason(in_features, out_features, device="cuda", dtype="bfloat16"):
         return LINEAR.reason_against(
-            "triton", KernelQuery(device, dtype, (9, 0), {"in_width": in_width, "out_width": out_width})
+            "triton", KernelQuery(device, dtype, (9, 0), {"in_features": in_features, "out_features": out_features})
         )
 
     assert reason(4096, 6144) is None
@@ -90,7 +90,7 @@ def test_dependent_launch_wherever_there_is_any():
     import headrace.kernels
     from headrace.kernels.operation import Operation
 
-    query = KernelQuery("cuda", "bfloat16", (9, 0), {"in_width": 4096, "out_width": 4096, "width": 4096})
+    query = KernelQuery("cuda", "bfloat16", (9, 0), {"in_features": 4096, "out_features": 4096, "width": 4096})
     checked = 0
     for module in pkgutil.iter_modules(headrace.kernels.__path__):
         for operation in vars(importlib.import_module(f"headrace.kernels.{module.name}")).values():

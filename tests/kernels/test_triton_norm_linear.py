@@ -57,7 +57,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device, dtype, tolerance):
 def test_chosen_by_shape_and_rows():
     def reason(width, outputs=4096, device="cuda", dtype="bfloat16"):
         return NORM_LINEAR.reason_against(
-            "triton", KernelQuery(device, dtype, (9, 0), {"in_width": width, "out_width": outputs})
+            "triton", KernelQuery(device, dtype, (9, 0), {"in_features": width, "out_features": outputs})
         )
 
     assert reason(4096) is None and "launches" in reason(4096, 4104)

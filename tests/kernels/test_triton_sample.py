@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sample_cases import CUTS, draw_ids, draw_params, random_logits
+from sample_cases import CUTS, random_logits, sample_ids, sample_params
 
 pytest.importorskip("triton")
 
-from headrace.kernels.sample import DrawParams, reference
+from headrace.kernels.sample import SampleParams, reference
 from headrace.kernels.sample import triton as sample
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -26,9 +26,9 @@ def _small_blocks(monkeypatch):
 def test_draws_what_the_reference_draws(name, has_ties, device):
     rows, vocab = (200, 151936) if device == "cuda" else (4, 400)
     logits = random_logits(rows, vocab, device, has_ties=has_ties)
-    params = draw_params(rows, device, **CUTS[name], vocab=vocab)
-    drawn, expected = draw_ids(sample.draw, logits, params), reference.sample(logits.clone(), params)
-    differing = int((drawn != expected).sum())
+    params = sample_params(rows, device, **CUTS[name], vocab=vocab)
+    sampled, expected = sample_ids(sample.sample, logits, params), reference.sample_rows(logits.clone(), params)
+    differing = int((sampled != expected).sum())
     assert differing <= rows // 100, "float32 sums may move a border token now and then, no more"
 
 
@@ -42,32 +42,32 @@ def test_wherever_the_cut_falls(spread, device):
     for cut in (
         {"top_p": 0.97}, {"top_k": 300}, {"top_k": 200, "top_p": 0.9}
     ) if device == "cuda" else ({"top_k": 200, "top_p": 0.9},):
-        params = draw_params(rows, device, **cut, vocab=vocab)
+        params = sample_params(rows, device, **cut, vocab=vocab)
         params.top_p[1::3], params.top_k[1::3] = 1.0, 0
-        drawn, expected = draw_ids(sample.draw, logits, params), reference.sample(logits.clone(), params)
-        assert int((drawn != expected).sum()) <= rows // 50, cut
+        sampled, expected = sample_ids(sample.sample, logits, params), reference.sample_rows(logits.clone(), params)
+        assert int((sampled != expected).sum()) <= rows // 50, cut
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_draws_the_same_alone(device):
     logits = random_logits(2, 150, device, has_ties=False)
-    params = draw_params(2, device, top_k=20, top_p=0.9)
-    together = draw_ids(sample.draw, logits, params)
+    params = sample_params(2, device, top_k=20, top_p=0.9)
+    together = sample_ids(sample.sample, logits, params)
     for row in range(2):
         part = slice(row, row + 1)
-        alone = DrawParams(
+        alone = SampleParams(
             params.temperature[part], params.top_k[part], params.top_p[part], params.min_p[part], params.seed[part],
             params.position[part],
             has_min_p=False, has_top_p=True, num_ranked=20,
         )
-        assert torch.equal(draw_ids(sample.draw, logits[part], alone), together[part])
+        assert torch.equal(sample_ids(sample.sample, logits[part], alone), together[part])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_without_a_distribution_give_some_token(device):
     logits = torch.zeros(3, 300, device=device)
     logits[0], logits[1, 7], logits[2] = float("nan"), float("nan"), float("-inf")
-    ids = draw_ids(sample.draw, logits, draw_params(3, device, top_k=5, top_p=0.9))
+    ids = sample_ids(sample.sample, logits, sample_params(3, device, top_k=5, top_p=0.9))
     assert ((ids >= 0) & (ids < 300)).all()
 
 
@@ -75,7 +75,7 @@ def test_rows_without_a_distribution_give_some_token(device):
 def test_find_best(device):
     logits = random_logits(5, 1000, device, has_ties=False)
     logits[2, 7], logits[3] = float("nan"), float("-inf")
-    values, ids = sample.find_best(logits)
+    values, ids = sample.argmax(logits)
     expected = logits.max(-1)
     assert torch.equal(values.nan_to_num(nan=1e30), expected.values.nan_to_num(nan=1e30))
     assert torch.equal(ids[[0, 1, 4]], expected.indices[[0, 1, 4]])
@@ -88,7 +88,8 @@ def test_keep_best_stores_what_a_greedy_step_needs(device):
     logits[2, 7], logits[3], logits[4, 1] = float("nan"), float("-inf"), float("inf")
     rows, last_token = torch.tensor([6, 1, 3, 0, 2], device=device), torch.full((8,), -5, device=device)
     other = last_token.clone()
-    drawn, expected = sample.keep_best(logits, rows, last_token), reference.keep_best(logits, rows, other)
-    assert drawn[1].tolist() == expected[1].tolist() == [0, 0, 1, 1, 1]
-    assert torch.equal(drawn[0, :2], logits[:2].argmax(-1)) and torch.equal(drawn[0, [0, 1, 4]], expected[0, [0, 1, 4]])
-    assert torch.equal(last_token[rows], drawn[0]) and last_token[[4, 5, 7]].tolist() == [-5, -5, -5]
+    sampled, expected = sample.sample_greedy(logits, rows, last_token), reference.sample_greedy(logits, rows, other)
+    assert sampled[1].tolist() == expected[1].tolist() == [0, 0, 1, 1, 1]
+    assert torch.equal(sampled[0, :2], logits[:2].argmax(-1))
+    assert torch.equal(sampled[0, [0, 1, 4]], expected[0, [0, 1, 4]])
+    assert torch.equal(last_token[rows], sampled[0]) and last_token[[4, 5, 7]].tolist() == [-5, -5, -5]

@@ -271,7 +271,7 @@ def test_blocks_of_stacked_experts(plain_part: str | None):
 
 def test_a_choice_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     query, path = (
-        KernelQuery("cpu", "float32", shape={"in_width": 64, "out_width": 96, "has_rows": 0}),
+        KernelQuery("cpu", "float32", shape={"in_features": 64, "out_features": 96, "has_rows": 0}),
         tmp_path / "deep" / "forms.json"
     )
     first = FormChoice(path)

@@ -77,7 +77,7 @@ class LayerTable:
         shape, router = mixture.shape, mixture.router
         groups = [shape["num_groups"], shape["top_groups"], shape["group_best"]]
         numbers = [
-            router.weight.out_width, shape["top_k"], SCORES[shape["score"]], int(shape["renormalise"]),
+            router.weight.out_features, shape["top_k"], SCORES[shape["score"]], int(shape["renormalise"]),
             self._address(mixture.choice_bias), *groups
         ]
         gate = mixture.experts.gate
@@ -88,7 +88,7 @@ class LayerTable:
         weight = product.weight
         addresses = [self._address(weight.words), self._address(weight.scales), self._address(weight.mins)]
         return [
-            *addresses, weight.number, weight.out_width, weight.in_width, self._address(product.bias),
+            *addresses, weight.number, weight.out_features, weight.in_features, self._address(product.bias),
             _type(product.bias)
         ]
 
@@ -119,11 +119,12 @@ def _type(tensor: torch.Tensor | None) -> int:
 
 
 class FusedDecode:
-    """Layers, and what is before and after them; as for these, tensors that move afterwards are read where they
-    were."""
+    """A whole step of decodes in one call on a CPU: embedding, layers, head, argmax. The native kernel keeps addresses:
+    if a tensor moves afterwards, make a new object. The order of numbers is that of `Ends` in csrc/cpu/bind_decodes.h.
+    """
 
     def __init__(self, layers: LayerTable, ends: EndParts):
-        self._layers, self._norm, self._vocab_size = layers, ends.norm, ends.head.out_width
+        self._layers, self._norm, self._vocab_size = layers, ends.norm, ends.head.out_features
         assert ends.norm.is_contiguous()
         products = [number for matrix in (ends.embedding, ends.head) for number in layers.describe(Product(matrix))]
         self._ends = torch.tensor([*products, ends.norm.data_ptr(), TYPES[ends.norm.dtype], TYPES[ends.dtype]])
@@ -132,15 +133,15 @@ class FusedDecode:
     def run(
         self, requests: torch.Tensor, last_token: torch.Tensor, page_tables: torch.Tensor, *, is_greedy: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """``requests`` [2, R] int64 are rows and their lengths after the step, ``last_token`` [rows] int64 what they
-        drew last, ``page_tables`` [groups, rows, entries] int32. Returns logits [R, V] float32 and ``drawn`` [2, R],
-        which are as `headrace.kernels.sample.KEEP_BEST` has them. Where nothing but these is wanted, logits are not
-        written: None; else nothing is drawn."""
+        """``requests`` [2, R] int64 are rows and their lengths after the step, ``last_token`` [rows] int64 their input
+        tokens, ``page_tables`` [groups, rows, entries] int32. Returns ``(logits, sampled)``: if ``is_greedy``, None and
+        ids and states [2, R] as `headrace.kernels.sample.SAMPLE_GREEDY` gives them; else logits [R, V] float32, and
+        ``sampled`` is not written."""
         ops, count = NATIVE.find(), requests.shape[1]
-        assert ops is not None, "there are no layers together without it"
-        drawn = torch.empty((2, count), dtype=torch.int64)
+        assert ops is not None, "fused layers exist only where the native library is loaded"
+        sampled = torch.empty((2, count), dtype=torch.int64)
         logits = None if is_greedy else torch.empty((count, self._vocab_size), dtype=torch.float32)
         ops.decode_step(
-            *self._layers.numbers, self._ends, self._reals, requests, last_token, page_tables, drawn, logits
+            *self._layers.numbers, self._ends, self._reals, requests, last_token, page_tables, sampled, logits
         )
-        return logits, drawn
+        return logits, sampled

@@ -37,7 +37,7 @@ _on_hopper = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=
 
 
 def _reason_against_shape(query: KernelQuery) -> str | None:
-    width, outputs = query.shape.get("in_width", 0), query.shape.get("out_width", 0)
+    width, outputs = query.shape.get("in_features", 0), query.shape.get("out_features", 0)
     if width % 8 or width < 256 or not 256 <= outputs <= MOST_OUTPUTS:
         return f"takes 256 or more inputs in steps of 8 and 256 to {MOST_OUTPUTS} outputs"
     return None
@@ -117,10 +117,10 @@ NORM_LINEAR.add(
 
 
 def _reason_against_norm(query: KernelQuery) -> str | None:
-    width = query.shape.get("in_width", 0)
+    width = query.shape.get("in_features", 0)
     if width % 8 or not 256 <= width <= MOST_WIDTH:
         return f"takes 256 to {MOST_WIDTH} inputs in steps of 8"
-    if width * query.shape.get("out_width", 0) > MOST_WEIGHTS:
+    if width * query.shape.get("out_features", 0) > MOST_WEIGHTS:
         return f"takes at most {MOST_WEIGHTS} weights: reading more takes longer than the launches that joining saves"
     return None
 

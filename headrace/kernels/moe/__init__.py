@@ -66,7 +66,8 @@ GROUPED_LINEAR = Operation("grouped linear kernel")
 
 Rows are sorted by expert: those of expert e are ``ends[e - 1]`` to ``ends[e]``, and ``experts`` says the same row by
 row. Rows behind the last end belong to nobody: what becomes of them is open. Row n becomes ``x[n] @
-weight[experts[n]].T + bias[experts[n]]``. An expert may have no rows. Asked for with ``in_width`` and ``out_width``.
+weight[experts[n]].T + bias[experts[n]]``. An expert may have no rows. The query's shape has
+``in_features`` and ``out_features``.
 """
 
 RUN_EXPERTS = Operation("experts kernel")
@@ -160,7 +161,7 @@ RUN_EXPERTS.add(
 
 
 def _reason_against_widths(query: KernelQuery) -> str | None:
-    if any(query.shape.get(name, 0) % 8 for name in ("in_width", "out_width")):
+    if any(query.shape.get(name, 0) % 8 for name in ("in_features", "out_features")):
         return "takes widths in steps of 8"
     return None
 

@@ -41,8 +41,8 @@ def packed_experts(
     if ops is None:
         return reference.packed_experts(x, ids, weights, gate_up, down, gate)
     stacks = [(matrix.words, matrix.scales, matrix.mins, matrix.number, bias) for matrix, bias in (gate_up, down)]
-    num_experts = down[0].out_width // x.shape[1]
+    num_experts = down[0].out_features // x.shape[1]
     return ops.packed_experts(
-        x.contiguous(), ids.contiguous(), weights.contiguous(), num_experts, *stacks[0], *stacks[1], GATE_NUMBERS[gate.kind],
-        gate.limit, gate.alpha, gate.up_offset
+        x.contiguous(), ids.contiguous(), weights.contiguous(), num_experts, *stacks[0], *stacks[1],
+        GATE_NUMBERS[gate.kind], gate.limit, gate.alpha, gate.up_offset
     )

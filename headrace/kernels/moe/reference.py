@@ -128,7 +128,7 @@ def packed_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: PackedStack, down: PackedStack, gate: Gate
 ) -> torch.Tensor:
     """See `PACKED_EXPERTS`. Inputs are not rounded."""
-    num_experts = down[0].out_width // x.shape[1]
+    num_experts = down[0].out_features // x.shape[1]
     first, second = (
         (unpack(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down)
     )

@@ -48,7 +48,7 @@ PACKED_ROWS.add(
 
 WEIGHT_FORMS = Operation("weight form")
 """``form(weight [O, I]) -> forms.StoredWeight``: ways to keep a weight that lose nothing, chosen among by measuring.
-The query has ``in_width``, ``out_width``, and ``has_rows``: 1 where the weight is an embedding too."""
+The query has ``in_features``, ``out_features``, and ``has_rows``: 1 where the weight is an embedding too."""
 
 
 def _reason_against_onednn(query: KernelQuery) -> str | None:

@@ -63,11 +63,11 @@ class WeightBlocks:
     raw: torch.Tensor
 
     @property
-    def out_width(self) -> int:
+    def out_features(self) -> int:
         return self.raw.shape[0]
 
     @property
-    def in_width(self) -> int:
+    def in_features(self) -> int:
         kind = BLOCK_TYPES[self.kind]
         return self.raw.shape[1] // kind.num_bytes * kind.inputs
 
@@ -83,7 +83,8 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
     kinds = [BLOCK_TYPES[part.kind] for part in parts]
     form = kinds[0].format if len({kind.format for kind in kinds}) == 1 else Format.INT8_GROUP
     packed = allocate(
-        form, sum(part.out_width for part in parts), parts[0].in_width, has_mins=any(kind.has_mins for kind in kinds)
+        form, sum(part.out_features for part in parts), parts[0].in_features,
+        has_mins=any(kind.has_mins for kind in kinds)
     )
     ops = NATIVE.find()
     if ops is not None and all(part.kind in NATIVE_KINDS for part in parts):
@@ -97,11 +98,11 @@ def _pack_natively(ops: NativeOps, parts: list[WeightBlocks], packed: PackedMatr
     at = 0
     for part in parts:
         ops.pack_blocks(part.raw, NATIVE_KINDS.index(part.kind), at, packed.words, packed.scales, packed.mins)
-        at += part.out_width
+        at += part.out_features
 
 
 def _pack_by_torch(parts: list[WeightBlocks], packed: PackedMatrix) -> None:
-    step = pad_up(max(1, CHUNK_WEIGHTS // packed.in_width), PANEL)
+    step = pad_up(max(1, CHUNK_WEIGHTS // packed.in_features), PANEL)
     pieces = [(BLOCK_TYPES[part.kind], rows) for part in parts for rows in part.raw.split(step)]
     waiting: list[Parts] = []
     at = num_waiting = 0
@@ -109,7 +110,7 @@ def _pack_by_torch(parts: list[WeightBlocks], packed: PackedMatrix) -> None:
         for read in pool.map(lambda piece: _read_rows(*piece, packed.format), pieces):
             waiting.append(read)
             num_waiting += len(read[0])
-            if num_waiting % PANEL == 0 or at + num_waiting == packed.out_width:  # panels are written whole
+            if num_waiting % PANEL == 0 or at + num_waiting == packed.out_features:  # panels are written whole
                 _put(packed, at, waiting)
                 at, num_waiting, waiting = at + num_waiting, 0, []
 

@@ -48,7 +48,7 @@ class FormChoice:
         self._has_new = False
 
     def choose(self, query: KernelQuery) -> str:
-        """The name of the best form for ``in_width`` and ``out_width``."""
+        """The name of the best form for ``in_features`` and ``out_features``."""
         names = [name for name in WEIGHT_FORMS.names() if WEIGHT_FORMS.reason_against(name, query) is None]
         if native.NATIVE.find() is None:
             names = [name for name in names if name != NATIVE_FORM]
@@ -90,14 +90,14 @@ def describe_machine() -> str:
 @torch.no_grad()
 def measure(names: list[str], query: KernelQuery) -> dict[str, float]:
     """The cost of each form: its time over the best time, summed over `ROWS`."""
-    in_width, dtype = query.shape["in_width"], getattr(torch, query.dtype)
-    out_width = max(16, min(query.shape["out_width"], MOST_WEIGHTS // in_width))
-    weight = torch.randn(out_width, in_width).bfloat16().to(dtype)
+    in_features, dtype = query.shape["in_features"], getattr(torch, query.dtype)
+    out_features = max(16, min(query.shape["out_features"], MOST_WEIGHTS // in_features))
+    weight = torch.randn(out_features, in_features).bfloat16().to(dtype)
     times: dict[str, list[float]] = {}
     for name in names:
         try:
             stored = WEIGHT_FORMS.load(name)(weight.clone())
-            times[name] = [_time(stored, torch.randn(rows, in_width).to(dtype)) for rows in ROWS]
+            times[name] = [_time(stored, torch.randn(rows, in_features).to(dtype)) for rows in ROWS]
         except (PluginError, RuntimeError, NotImplementedError) as error:  # torch without this form
             logger.debug("weight form %s is left out: %s", name, error)
     best = [min(column) for column in zip(*times.values(), strict=True)]

@@ -18,7 +18,8 @@ def packed_linear(
     if ops is None:
         return reference.packed_linear(x, weight, bias, out_dtype)
     out = ops.packed_linear(
-        x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, out_dtype is torch.float32
+        x, weight.words, weight.scales, weight.mins, weight.number, weight.out_features, bias,
+        out_dtype is torch.float32
     )
     return out if out_dtype is None or out.dtype == out_dtype else out.to(out_dtype)
 
@@ -26,10 +27,10 @@ def packed_linear(
 def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """See `PACKED_GATED`. Apart where the halves are no whole panels."""
     ops = NATIVE.find()
-    if ops is None or weight.out_width % (2 * PANEL):
+    if ops is None or weight.out_features % (2 * PANEL):
         return GATED[activation](packed_linear(x, weight, bias))
     return ops.packed_gated(
-        x, weight.words, weight.scales, weight.mins, weight.number, weight.out_width, bias, GATE_NUMBERS[activation]
+        x, weight.words, weight.scales, weight.mins, weight.number, weight.out_features, bias, GATE_NUMBERS[activation]
     )
 
 
@@ -38,8 +39,8 @@ def packed_rows(weight: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) ->
     ops = NATIVE.find()
     if ops is None:
         return gather_rows(weight, rows, dtype)
-    out_width, in_width = weight.shape
+    out_features, in_features = weight.shape
     return ops.packed_rows(
-        rows.contiguous(), weight.words, weight.scales, weight.mins, weight.number, out_width, in_width,
+        rows.contiguous(), weight.words, weight.scales, weight.mins, weight.number, out_features, in_features,
         dtype is torch.bfloat16
     )

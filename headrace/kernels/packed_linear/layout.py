@@ -69,8 +69,8 @@ class PackedMatrix:
     group formats; ``mins`` like these, or None for zeros. ``number`` is the format's."""
 
     format: Format
-    out_width: int
-    in_width: int
+    out_features: int
+    in_features: int
     words: torch.Tensor
     scales: torch.Tensor | None = None
     mins: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class PackedMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         """(O, I)."""
-        return self.out_width, self.in_width
+        return self.out_features, self.in_features
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -101,18 +101,18 @@ def pad_up(count: int, step: int) -> int:
 
 
 def allocate(
-    form: Format, out_width: int, in_width: int, *, has_mins: bool = True, is_blank: bool = True
+    form: Format, out_features: int, in_features: int, *, has_mins: bool = True, is_blank: bool = True
 ) -> PackedMatrix:
     """A matrix of zeros, or of anything if it need not be blank."""
     make = torch.zeros if is_blank else torch.empty
-    panels, padded = pad_up(out_width, PANEL) // PANEL, pad_up(in_width, PAD)
+    panels, padded = pad_up(out_features, PANEL) // PANEL, pad_up(in_features, PAD)
     words = make(panels, padded // form.per_word, PANEL, dtype=torch.int32)
     if form.is_exact:
-        return PackedMatrix(form, out_width, in_width, words)
+        return PackedMatrix(form, out_features, in_features, words)
     if form is Format.INT8:
-        return PackedMatrix(form, out_width, in_width, words, make(panels * PANEL))
+        return PackedMatrix(form, out_features, in_features, words, make(panels * PANEL))
     scales, mins = (make(panels, padded // GROUP, PANEL, dtype=torch.float16) for _ in range(2))
-    return PackedMatrix(form, out_width, in_width, words, scales, mins if has_mins else None)
+    return PackedMatrix(form, out_features, in_features, words, scales, mins if has_mins else None)
 
 
 def pack_floats(weight: torch.Tensor) -> PackedMatrix:
@@ -145,9 +145,9 @@ def chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield at, weight[at : at + step]
 
 
-def chunk_rows(in_width: int) -> int:
+def chunk_rows(in_features: int) -> int:
     """How many rows make a chunk, a multiple of 16."""
-    return pad_up(max(1, CHUNK_WEIGHTS // max(1, in_width)), PANEL)
+    return pad_up(max(1, CHUNK_WEIGHTS // max(1, in_features)), PANEL)
 
 
 def put_words(packed: PackedMatrix, at: int, words: torch.Tensor) -> None:
@@ -191,15 +191,15 @@ def gather_rows(packed: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) ->
         if packed.mins is not None:
             values += packed.mins[panels, :, places].float().unsqueeze(-1)
         values = values.flatten(1)
-    return values[:, : packed.in_width].to(dtype)
+    return values[:, : packed.in_features].to(dtype)
 
 
 def unpack(packed: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
     """The weight [O, I] as plain numbers; exact for formats that are."""
     dense = torch.empty(packed.shape, dtype=dtype)
-    step = chunk_rows(packed.in_width)
-    for at in range(0, packed.out_width, step):
-        rows = torch.arange(at, min(at + step, packed.out_width))
+    step = chunk_rows(packed.in_features)
+    for at in range(0, packed.out_features, step):
+        rows = torch.arange(at, min(at + step, packed.out_features))
         dense[at : at + len(rows)] = gather_rows(packed, rows, dtype)
     return dense
 

@@ -1,18 +1,18 @@
-"""Sampling by own C++ kernels; in plain torch until they are there. S sampled rows, V vocabulary."""
+"""Sampling by own C++ kernels; by the reference until these are loaded. S sampled rows, V vocabulary."""
 
 from __future__ import annotations
 
 import torch
 
 from headrace.kernels.native import NATIVE
-from headrace.kernels.sample import DrawParams, reference
+from headrace.kernels.sample import SampleParams, reference
 
 
-def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """See `reference.sample`."""
+def sample_rows(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
+    """See `reference.sample_rows`."""
     ops = NATIVE.find()
     if ops is None:
-        return reference.sample(logits, params)
+        return reference.sample_rows(logits, params)
     ids = torch.empty(len(logits), dtype=torch.int64)
     ops.draw_tokens(
         logits, params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position, ids
@@ -20,20 +20,20 @@ def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     return ids
 
 
-def find_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.sample.FIND_BEST`."""
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.sample.ARGMAX`."""
     if NATIVE.find() is None:
-        return reference.find_best(logits)
+        return reference.argmax(logits)
     _, values, ids = _search(logits)
     return values, ids
 
 
-def mask_best(
+def mask_argmax(
     logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.mask_best`."""
+    """See `reference.mask_argmax`."""
     if NATIVE.find() is None:
-        return reference.mask_best(logits, masks, mask_of_row)
+        return reference.mask_argmax(logits, masks, mask_of_row)
     return _search(logits, masks, mask_of_row)
 
 
@@ -48,5 +48,5 @@ def _search(
     return raw, values, ids
 
 
-draw = reference.compose(find_best, mask_best, sample)
-"""See `headrace.kernels.sample.DRAW`."""
+sample = reference.compose(argmax, mask_argmax, sample_rows)
+"""See `headrace.kernels.sample.SAMPLE`."""

@@ -1,7 +1,7 @@
 """Sampling in plain torch: the oracle and the fallback. S sampled rows, V vocabulary.
 
 Everything is row-wise and sequential over the vocabulary (cumulative sums, never a blocked reduction), which makes a
-row's draw independent of the rows beside it to the last bit.
+row's token independent of the other rows of the batch, to the last bit.
 """
 
 from __future__ import annotations
@@ -11,49 +11,48 @@ from typing import Any
 
 import torch
 
-from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, DrawParams
+from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, SampleParams
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_A = 0xBF58476D1CE4E5B9 - 2**64
 MIX_B = 0x94D049BB133111EB - 2**64
 HEAD = 1024
-"""So many of the likeliest tokens mostly hold all that top-p keeps; sorting a whole vocabulary takes ten times
-longer."""
+"""Tokens ranked first: top-p mostly keeps fewer, and sorting a whole vocabulary takes ten times longer."""
 
 SLICE_NUMEL = 2**23
 """Logits worked on at a time; bounds the float64 temporaries to some 200 MB."""
 
 
 def compose(
-    find_best: Callable[..., Any], mask_best: Callable[..., Any], sample: Callable[..., torch.Tensor]
+    argmax: Callable[..., Any], mask_argmax: Callable[..., Any], sample_rows: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    """`DRAW` of its parts: see `find_best`, `mask_best` and `sample`."""
+    """`SAMPLE` composed of its parts: see `argmax`, `mask_argmax` and `sample_rows`."""
 
-    def draw(
-        logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: DrawParams | None = None,
+    def sample(
+        logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: SampleParams | None = None,
         masks: torch.Tensor | None = None,
         mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if masks is None:
-            after, ids = find_best(logits)
+            after, ids = argmax(logits)
             raw = after
         else:
-            raw, after, ids = mask_best(logits, masks, mask_of_row)
+            raw, after, ids = mask_argmax(logits, masks, mask_of_row)
         states = torch.where(after.isfinite(), OK, NOTHING_ALLOWED)
         states = torch.where((raw if before is None else before).isfinite(), states, NOT_FINITE)
         if params is not None:
-            ids = torch.where(params.temperature > 0, sample(logits, params), ids)
+            ids = torch.where(params.temperature > 0, sample_rows(logits, params), ids)
         last_token.index_copy_(0, rows, ids)
         return torch.stack((ids, states))
 
-    return draw
+    return sample
 
 
-def mask_best(
+def mask_argmax(
     logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask the logits in place; the rows' greatest logits before [S] and after [S], and the tokens of the latter [S].
-    Goes by bytes: the bits of a little-endian word come in the order of its bytes."""
+    """Mask the logits in place; returns each row's largest logit before [S] and after [S] masking, and the argmax after
+    it [S]. Works on bytes of the bitmask: in a little-endian word, token order is byte order."""
     raw = logits.amax(dim=1)
     bits = torch.arange(256, device=logits.device).unsqueeze(1).bitwise_right_shift(
         torch.arange(8, device=logits.device)
@@ -63,11 +62,11 @@ def mask_best(
         0, own.view(torch.uint8).flatten().int()
     ).view(len(own), -1)[:, : logits.shape[1]]
     logits.masked_fill_(is_forbidden & (mask_of_row >= 0).unsqueeze(1), -torch.inf)
-    return raw, *find_best(logits)
+    return raw, *argmax(logits)
 
 
-def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
-    """Ids [S] drawn, some for rows without a temperature; logits may be overwritten."""
+def sample_rows(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
+    """Sampled ids [S], arbitrary ones for greedy rows; logits may be overwritten."""
     num_rows, vocab_size = logits.shape
     uniforms = uniform(params.seed, params.position)
     step = max(1, SLICE_NUMEL // vocab_size)
@@ -75,8 +74,8 @@ def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     return torch.cat(ids)
 
 
-def find_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.sample.FIND_BEST`."""
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.sample.ARGMAX`."""
     values, ids = logits.max(-1)
     return values, ids
 
@@ -101,7 +100,7 @@ def _shift(x: torch.Tensor, places: int) -> torch.Tensor:
     return (x >> places) & ((1 << (64 - places)) - 1)
 
 
-def _sample_slice(logits: torch.Tensor, params: DrawParams, uniforms: torch.Tensor, rows: slice) -> torch.Tensor:
+def _sample_slice(logits: torch.Tensor, params: SampleParams, uniforms: torch.Tensor, rows: slice) -> torch.Tensor:
     temperature = params.temperature[rows]
     x = logits[rows].div(torch.where(temperature > 0, temperature, 1.0).float().unsqueeze(1))
     best = x.amax(-1, keepdim=True)
@@ -115,7 +114,7 @@ def _sample_slice(logits: torch.Tensor, params: DrawParams, uniforms: torch.Tens
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
 
-def _lowest_kept(x: torch.Tensor, params: DrawParams, rows: slice) -> torch.Tensor:
+def _lowest_kept(x: torch.Tensor, params: SampleParams, rows: slice) -> torch.Tensor:
     """[S, 1]: the smallest scaled logit that top-k and top-p keep, -inf for rows with neither."""
     num_ranked = min(params.num_ranked, x.shape[1])
     if x.device.type == "cpu" and num_ranked > HEAD:  # where looking at a result costs nothing, try without a full sort
@@ -125,7 +124,7 @@ def _lowest_kept(x: torch.Tensor, params: DrawParams, rows: slice) -> torch.Tens
     return _rank(x, params, rows, num_ranked)[0]
 
 
-def _rank(x: torch.Tensor, params: DrawParams, rows: slice, num_ranked: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rank(x: torch.Tensor, params: SampleParams, rows: slice, num_ranked: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from each row's ``num_ranked`` largest logits, and [S] whether those were enough."""
     top_k, top_p = params.top_k[rows], params.top_p[rows]
     ranked = x.topk(num_ranked, dim=-1).values
@@ -146,12 +145,12 @@ def _rank(x: torch.Tensor, params: DrawParams, rows: slice, num_ranked: int) -> 
     return torch.where(has_cut, lowest, -torch.inf), is_decided
 
 
-def keep_best(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.sample.KEEP_BEST`."""
-    best, ids = find_best(logits)
+def sample_greedy(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.sample.SAMPLE_GREEDY`."""
+    best, ids = argmax(logits)
     last_token.index_copy_(0, rows, ids)
     return torch.stack((ids, (~best.isfinite()).long()))
 
 
-draw = compose(find_best, mask_best, sample)
-"""See `headrace.kernels.sample.DRAW`."""
+sample = compose(argmax, mask_argmax, sample_rows)
+"""See `headrace.kernels.sample.SAMPLE`."""

@@ -1,37 +1,37 @@
-"""Drawing without sorting: cuts are found by searching for the threshold that a row's kept logits exceed.
+"""Sampling without sorting: a cut is found by searching for the threshold that the kept logits exceed.
 
-S sampled rows, V vocabulary. One program a row reads its logits (from the second-level cache) a few times, gathers
-those that a cut can fall on, and searches among these; where they are too many, which takes a flat distribution, in the
-whole row. The draw inverts the cumulative distribution in token order at the reference's own uniform number, so both
-draw alike.
+S sampled rows, V vocabulary. One program per row reads its logits (from L2) a few times, gathers the candidates that a
+cut can fall on into a workspace of BLOCK entries, and searches among these; with too many (flat distribution), it
+searches the whole row. The CDF is inverted in token order at the reference's own uniform number, so that both choose
+the same token.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels import sample
+from headrace.kernels import sample as contract
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.sample import DrawParams
+from headrace.kernels.sample import SampleParams
 
 BLOCK = 8192
 MAX_REGISTERS = 64
-"""Of a thread that draws: a processor then holds two rows. The kernel would take 103, and two fifths more time for 256
-rows."""
-LOWEST = tl.constexpr(-104.0)  # exp of anything lower is 0 in float32: such a token is never drawn
-FORBIDDEN = tl.constexpr(-1.0e30)  # what -inf counts as in a division, which takes three times as long for infinities
+"""Registers of a thread in the sampling kernel, so that an SM holds two rows. Unbounded it takes 103, and 40 % more
+time for 256 rows."""
+LOWEST = tl.constexpr(-104.0)  # exp of anything lower is 0 in float32: such a token is never sampled
+FORBIDDEN = tl.constexpr(-1.0e30)  # replaces -inf: division takes three times as long for infinities
 DEEP, DEEPER = tl.constexpr(9.0), tl.constexpr(4.0)
-"""How far below the best a cut is looked for first, and how much deeper or less deep then. Of two real models (49 k and
-262 k words) at temperature 1, at most 6,800 tokens lie above the first, with 0.91 to 0.99 of the probability."""
+"""Candidates are first gathered down to DEEP below the largest logit, then DEEPER more or less. Measured on two models
+(vocabularies of 49 k and 262 k) at temperature 1: at most 6,800 tokens lie above the first floor, with 0.91 to 0.99 of
+the probability."""
 SEARCH_STEPS = tl.constexpr(16)  # 104 / 4**16 is below the spacing of float32 at the depths that matter
 NEGATIVE = tl.constexpr(-float("inf"))
-NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(sample.NOT_FINITE), tl.constexpr(sample.NOTHING_ALLOWED)
+NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(contract.NOT_FINITE), tl.constexpr(contract.NOTHING_ALLOWED)
 
 
 @triton.jit
 def _scaled(row_ptr, at, V, temperature, best, BLOCK: tl.constexpr):
-    """Logits over temperature, less the row's largest; no number above `LOWEST` beyond the vocabulary or where one is
-    -inf."""
+    """[BLOCK]: logits / temperature - best; far below `LOWEST` beyond the vocabulary and where a logit is -inf."""
     index = at + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + index, mask=index < V, other=FORBIDDEN)
     return tl.math.div_rn(tl.maximum(x, FORBIDDEN), temperature) - best
@@ -39,7 +39,7 @@ def _scaled(row_ptr, at, V, temperature, best, BLOCK: tl.constexpr):
 
 @triton.jit
 def _above(row_ptr, V, temperature, best, low, a, b, c, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """For three thresholds, how many logits lie above each (and above ``low``), or their probability mass."""
+    """Per threshold: how many logits lie above it (and above ``low``), or, with MASS, their probability mass."""
     above_a, above_b, above_c = 0.0, 0.0, 0.0
     for at in range(0, V, BLOCK):
         y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
@@ -52,9 +52,8 @@ def _above(row_ptr, V, temperature, best, low, a, b, c, MASS: tl.constexpr, BLOC
 
 @triton.jit
 def _find_threshold(row_ptr, V, temperature, best, low, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest t such that every logit y > t is kept and none below is. A logit is kept while what lies above it (a
-    count, or MASS) is less than ``limit``; that falls as y grows, so [t, high] is cut in four until nothing is
-    between."""
+    """The largest t such that exactly the logits y > t are kept. A logit is kept while the count (or MASS) above it is
+    less than ``limit``. That falls as y grows, so [t, high] is quartered until no float lies between."""
     lowest_a, _, _ = _above(row_ptr, V, temperature, best, low, low, low, low, MASS, BLOCK)
     t, high = low, tl.full((), 0.0, tl.float32)
     step = tl.where(lowest_a < limit, SEARCH_STEPS, 0)
@@ -62,7 +61,7 @@ def _find_threshold(row_ptr, V, temperature, best, low, limit, MASS: tl.constexp
         quarter = (high - t) * 0.25
         a, b, c = t + quarter, t + 2.0 * quarter, t + 3.0 * quarter
         above_a, above_b, above_c = _above(row_ptr, V, temperature, best, low, a, b, c, MASS, BLOCK)
-        is_done = a == t  # no float left between
+        is_done = a == t  # no float left in between
         t = tl.where(above_c >= limit, c, tl.where(above_b >= limit, b, tl.where(above_a >= limit, a, t)))
         high = tl.where(above_a < limit, a, tl.where(above_b < limit, b, tl.where(above_c < limit, c, high)))
         step = tl.where(is_done, SEARCH_STEPS, step + 1)
@@ -71,8 +70,8 @@ def _find_threshold(row_ptr, V, temperature, best, low, limit, MASS: tl.constexp
 
 @triton.jit
 def _kept_mass(row_ptr, V, temperature, best, low, top_k, BLOCK: tl.constexpr):
-    """Probability mass above ``low``, of ``top_k`` tokens when top_k > 0: of those tied for the last place only so
-    many."""
+    """Probability mass above ``low``; with top_k > 0 of exactly ``top_k`` tokens, counting only as many of those tied
+    for the last place as fit."""
     mass, count, last = 0.0, 0.0, tl.full((), 0.0, tl.float32)
     for at in range(0, V, BLOCK):
         y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
@@ -102,7 +101,7 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _draw(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr):
+def _invert_cdf(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr):
     """The first token whose cumulative weight among those above ``low`` exceeds ``uniform`` of the whole."""
     total = tl.full((), 0.0, tl.float64)
     for at in range(0, V, BLOCK):
@@ -111,7 +110,7 @@ def _draw(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr):
     target = uniform * total
     before = tl.full((), 0.0, tl.float64)
     token = 0
-    is_found = total != total  # a row of NaN draws token 0
+    is_found = total != total  # a row of NaN gets token 0
     for at in range(0, V, BLOCK):
         if not is_found:
             y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
@@ -131,7 +130,7 @@ def _draw(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mask(row_ptr, mask_ptr, V, BLOCK: tl.constexpr):
-    """Forbid what a mask does not allow; the greatest logit before, NaN if there was one."""
+    """Set forbidden logits to -inf in place; returns the largest logit before, NaN if there was one."""
     best, is_broken = tl.full((), NEGATIVE, tl.float32), 0
     for at in range(0, V, BLOCK):
         index = at + tl.arange(0, BLOCK)
@@ -145,8 +144,8 @@ def _mask(row_ptr, mask_ptr, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _look(row_ptr, V, BLOCK: tl.constexpr):
-    """The greatest logit of a row, NaN if it holds one, and the first token that has it."""
+def _row_max(row_ptr, V, BLOCK: tl.constexpr):
+    """``(largest logit of the row, NaN if it holds one; first token that has it)``."""
     best, is_broken, token = tl.full((), NEGATIVE, tl.float32), 0, tl.full((), 0, tl.int32)
     for at in range(0, V, BLOCK):
         index = at + tl.arange(0, BLOCK)
@@ -161,8 +160,8 @@ def _look(row_ptr, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gather(row_ptr, V, temperature, best, low, floor, values_ptr, ids_ptr, BLOCK: tl.constexpr):
-    """Write what lies above ``floor``, which is not below ``low``, and its tokens, in their order, as far as there is
-    room, and nothing likely into what is left of it. How many these are, their mass, and that of all above ``low``."""
+    """Write the logits above ``floor`` (>= ``low``) and their tokens to the workspace, in token order, at most BLOCK;
+    unused entries get FORBIDDEN. Returns their count and mass, and the mass of all above ``low``."""
     count, mass, total = 0, 0.0, 0.0
     tl.store(values_ptr + tl.arange(0, BLOCK), tl.full((BLOCK,), FORBIDDEN, tl.float32))
     tl.debug_barrier()
@@ -184,9 +183,9 @@ def _gather(row_ptr, V, temperature, best, low, floor, values_ptr, ids_ptr, BLOC
 
 
 @triton.jit
-def _narrow(row_ptr, V, temperature, best, low, top_k, top_p, values_ptr, ids_ptr, BLOCK: tl.constexpr):
-    """Gather what the cuts can fall on. Whether that is what was gathered: not so where it is too much, or takes more
-    guesses; and the mass above ``low``."""
+def _gather_candidates(row_ptr, V, temperature, best, low, top_k, top_p, values_ptr, ids_ptr, BLOCK: tl.constexpr):
+    """Gather the candidates for the cuts, with at most two floors. Returns whether the workspace holds all of them (not
+    if there are too many, or two guesses were too shallow), and the mass above ``low``."""
     total, is_found, guess = 0.0, tl.full((), 0, tl.int1), 0
     floor = tl.full((), 0.0, tl.float32) - DEEP
     while guess < 2:
@@ -201,42 +200,42 @@ def _narrow(row_ptr, V, temperature, best, low, top_k, top_p, values_ptr, ids_pt
 
 
 COLUMNS = [
-    "drawn_ptr", "rows_ptr", "last_token_ptr", "ids_ptr", "masks_ptr", "mask_of_row_ptr", "before_ptr",
+    "sampled_ptr", "rows_ptr", "last_token_ptr", "ids_ptr", "masks_ptr", "mask_of_row_ptr", "before_ptr",
     "temperature_ptr", "top_k_ptr",
     "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr",
 ]
-"""They lie wherever a step's upload has them: as constants of the kernel their alignments would be a dozen kernels,
+"""Slices of a step's upload, at any offset: specialised on alignment, they would make a dozen variants of the kernel,
 each compiled while a request waits."""
 
 
 @triton.jit(
     do_not_specialize=["num_words", "has_masks", "has_before", "has_params"], do_not_specialize_on_alignment=COLUMNS
 )
-def _draw_kernel(
-    logits_ptr, drawn_ptr, rows_ptr, last_token_ptr, values_ptr, ids_ptr, masks_ptr, mask_of_row_ptr, before_ptr,
+def _sample_kernel(
+    logits_ptr, sampled_ptr, rows_ptr, last_token_ptr, values_ptr, ids_ptr, masks_ptr, mask_of_row_ptr, before_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, V, num_words, has_masks,
     has_before, has_params,
     BLOCK: tl.constexpr,
 ):
-    """What was not asked for is found out at run time, a branch for each row: one kernel, compiled before the first
-    request."""
+    """One program per row. Masks, parameters and ``before`` are optional at run time, not compile time: one variant,
+    compiled before the first request."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     place = tl.load(mask_of_row_ptr + row, mask=has_masks != 0, other=-1).to(tl.int64)
     before = tl.full((), 0.0, tl.float32)
     if place >= 0:
         before = _mask(row_ptr, masks_ptr + place * num_words, V, BLOCK)
-    greatest_left, token = _look(row_ptr, V, BLOCK)
+    best_left, token = _row_max(row_ptr, V, BLOCK)
     if place < 0:
-        before = greatest_left
+        before = best_left
     if has_before != 0:
         before = tl.load(before_ptr + row)
     is_broken = (before != before) | (tl.abs(before) == float("inf"))
-    is_empty = (greatest_left != greatest_left) | (tl.abs(greatest_left) == float("inf"))
+    is_empty = (best_left != best_left) | (tl.abs(best_left) == float("inf"))
     token = token.to(tl.int64)
     temperature = tl.load(temperature_ptr + row, mask=has_params != 0, other=0.0).to(tl.float32)
-    if (temperature > 0) & (greatest_left > NEGATIVE):
-        best = tl.math.div_rn(greatest_left, temperature)
+    if (temperature > 0) & (best_left > NEGATIVE):
+        best = tl.math.div_rn(best_left, temperature)
         top_k, top_p, min_p = (
             tl.load(top_k_ptr + row), tl.load(top_p_ptr + row).to(tl.float32), tl.load(min_p_ptr + row)
         )
@@ -249,8 +248,10 @@ def _draw_kernel(
         if (top_k > 0) | (top_p < 1.0):
             values_ptr += row.to(tl.int64) * BLOCK
             ids_ptr += row.to(tl.int64) * BLOCK
-            is_gathered, mass = _narrow(row_ptr, V, temperature, best, low, top_k, top_p, values_ptr, ids_ptr, BLOCK)
-            if is_gathered:  # from here on that is the row
+            is_gathered, mass = _gather_candidates(
+                row_ptr, V, temperature, best, low, top_k, top_p, values_ptr, ids_ptr, BLOCK
+            )
+            if is_gathered:  # from here on the workspace stands for the row, already scaled
                 row_ptr, size = values_ptr, tl.full((), BLOCK, tl.int32)
                 divisor, best = tl.full((), 1.0, tl.float32), tl.full((), 0.0, tl.float32)
             if top_k > 0:
@@ -260,86 +261,85 @@ def _draw_kernel(
                     mass = _kept_mass(row_ptr, size, divisor, best, low, top_k, BLOCK)
                 low = _find_threshold(row_ptr, size, divisor, best, low, top_p * mass, True, BLOCK)
         uniform = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
-        token = _draw(row_ptr, size, divisor, best, low, uniform, BLOCK).to(tl.int64)
+        token = _invert_cdf(row_ptr, size, divisor, best, low, uniform, BLOCK).to(tl.int64)
         if is_gathered:
             token = tl.load(ids_ptr + token).to(tl.int64)
-    tl.store(drawn_ptr + row, token)
+    tl.store(sampled_ptr + row, token)
     tl.store(
-        drawn_ptr + tl.num_programs(0) + row,
+        sampled_ptr + tl.num_programs(0) + row,
         tl.where(is_broken, NOT_FINITE, tl.where(is_empty, NOTHING_ALLOWED, 0)).to(tl.int64)
     )
     tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
 
 
-def draw(
-    logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: DrawParams | None = None,
+def sample(
+    logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: SampleParams | None = None,
     masks: torch.Tensor | None = None,
     mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `headrace.kernels.sample.DRAW`. A row is one program; where the likeliest tokens are all that is asked,
-    several."""
+    """See `headrace.kernels.sample.SAMPLE`. One program per row; several where all rows are greedy and unmasked."""
     if params is None and masks is None and before is None:
-        return keep_best(logits, rows, last_token)
+        return sample_greedy(logits, rows, last_token)
     num_rows, vocab_size = logits.shape
-    drawn = torch.empty((2, num_rows), dtype=torch.int64, device=logits.device)
-    reals, words = drawn.view(torch.float64), drawn.view(torch.int32)  # stand for what is not there, in its type
+    sampled = torch.empty((2, num_rows), dtype=torch.int64, device=logits.device)
+    reals, words = sampled.view(torch.float64), sampled.view(torch.int32)  # stand in for absent tensors
     values, ids = logits, words
     if params is not None and (params.num_ranked or params.has_top_p):
         values = torch.empty((num_rows, BLOCK), dtype=torch.float32, device=logits.device)
         ids = torch.empty((num_rows, BLOCK), dtype=torch.int32, device=logits.device)
-    columns = (reals, drawn, reals, reals, drawn, drawn)
+    columns = (reals, sampled, reals, reals, sampled, sampled)
     if params is not None:
         columns = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
-    _draw_kernel[(num_rows,)](
-        logits, drawn, rows, last_token, values, ids, words if masks is None else masks,
+    _sample_kernel[(num_rows,)](
+        logits, sampled, rows, last_token, values, ids, words if masks is None else masks,
         words if mask_of_row is None else mask_of_row,
         logits if before is None else before, *columns, logits.stride(0), vocab_size,
         0 if masks is None else masks.shape[1],
         int(masks is not None), int(before is not None), int(params is not None), BLOCK=BLOCK, num_warps=16,
         maxnreg=MAX_REGISTERS,
     )
-    return drawn
+    return sampled
 
 
 @triton.jit
-def greatest(x):
-    """Of a block, NaN if it holds one."""
+def max_or_nan(x):
+    """The maximum of a block, NaN if it holds one."""
     return tl.where(tl.max((x != x).to(tl.int32), axis=0) > 0, float("nan"), tl.max(x, axis=0))
 
 
 @triton.jit
 def find_first(x, index, last):
-    """The index of the greatest; ``last`` where there is none."""
+    """The first index of the maximum; ``last`` where there is none (NaN)."""
     return tl.min(tl.where(x == tl.max(x, axis=0), index, last), axis=0)
 
 
 @triton.jit
-def join_parts(part_values_ptr, part_ids_ptr, row, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest of a row's parts, NaN if one is, and its token."""
+def combine_parts(part_values_ptr, part_ids_ptr, row, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """``(maximum over a row's parts, NaN if one is; its token)``."""
     part = tl.arange(0, BLOCK)
     x = tl.load(part_values_ptr + row * PARTS + part, mask=part < PARTS, other=NEGATIVE)
     ids = tl.load(part_ids_ptr + row * PARTS + part, mask=part < PARTS, other=0)
     first = find_first(x, part, PARTS - 1)
-    return greatest(x), tl.max(tl.where(part == first, ids, 0), axis=0).to(tl.int64)
+    return max_or_nan(x), tl.max(tl.where(part == first, ids, 0), axis=0).to(tl.int64)
 
 
 @triton.jit
-def _best_of_part(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _part_kernel(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)
     index = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + index, mask=index < V, other=NEGATIVE).to(tl.float32)
-    tl.store(values_ptr + row * PARTS + part, greatest(x))
+    tl.store(values_ptr + row * PARTS + part, max_or_nan(x))
     tl.store(ids_ptr + row * PARTS + part, find_first(x, index, V - 1))
 
 
 @triton.jit
-def _best_of_parts(
+def _combine_kernel(
     part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, rows_ptr, last_token_ptr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, KEEP: tl.constexpr,
 ):
-    """Values and ids; when KEEP, ``ids_ptr`` [2, B] gets ids and states, and the rows' last tokens are set."""
+    """Combine the parts of a row. With KEEP, ``ids_ptr`` [2, B] gets ids and states, and last tokens are set."""
     row = tl.program_id(0)
-    best, token = join_parts(part_values_ptr, part_ids_ptr, row, PARTS, BLOCK)
+    best, token = combine_parts(part_values_ptr, part_ids_ptr, row, PARTS, BLOCK)
     tl.store(ids_ptr + row, token)
     if KEEP:
         is_broken = (best != best) | (tl.abs(best) == float("inf"))
@@ -355,28 +355,28 @@ def _search_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dic
     part_values = torch.empty((num_rows, parts), dtype=torch.float32, device=logits.device)
     part_ids = torch.empty((num_rows, parts), dtype=torch.int32, device=logits.device)
     if num_rows:
-        _best_of_part[(num_rows, parts)](
+        _part_kernel[(num_rows, parts)](
             logits, part_values, part_ids, logits.stride(0), vocab_size, PARTS=parts, BLOCK=BLOCK, num_warps=8
         )
     return part_values, part_ids, {"PARTS": parts, "BLOCK": 1 << (parts - 1).bit_length(), "num_warps": 1}
 
 
-def find_best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `headrace.kernels.sample.FIND_BEST`: parts of a row are searched side by side, then joined."""
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `headrace.kernels.sample.ARGMAX`: parts of a row are searched in parallel, then combined."""
     part_values, part_ids, shape = _search_parts(logits)
     values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
-        _best_of_parts[(logits.shape[0],)](part_values, part_ids, values, ids, ids, ids, KEEP=False, **shape)
+        _combine_kernel[(logits.shape[0],)](part_values, part_ids, values, ids, ids, ids, KEEP=False, **shape)
     return values, ids
 
 
-def keep_best(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
-    """See `headrace.kernels.sample.KEEP_BEST`."""
+def sample_greedy(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.sample.SAMPLE_GREEDY`."""
     part_values, part_ids, shape = _search_parts(logits)
-    drawn = torch.empty((2, logits.shape[0]), dtype=torch.int64, device=logits.device)
+    sampled = torch.empty((2, logits.shape[0]), dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
-        _best_of_parts[(logits.shape[0],)](
-            part_values, part_ids, part_values, drawn, rows, last_token, KEEP=True, **shape
+        _combine_kernel[(logits.shape[0],)](
+            part_values, part_ids, part_values, sampled, rows, last_token, KEEP=True, **shape
         )
-    return drawn
+    return sampled

@@ -152,7 +152,9 @@ def _describe_mixture(mixture: MoeMlp) -> Mixture:
     _require(mixture.shared is None, "an MLP beside the experts")
     for stack in (experts.gate_up, experts.down):
         _require(isinstance(stack.stored, PanelWeight), "experts that are not packed")
-        _require(stack.stored.matrix.out_width % (PANEL * stack.num_stacked) == 0, "experts without whole panels each")
+        _require(
+            stack.stored.matrix.out_features % (PANEL * stack.num_stacked) == 0, "experts without whole panels each"
+        )
     stacks = [Product(stack.stored.matrix, _data(stack.bias)) for stack in (experts.gate_up, experts.down)]
     logits = Product(pack_floats(router.logits.weight.data), _data(router.logits.bias))
     return Mixture(Mlp(*stacks, mixture.gate), logits, _data(router.choice_bias), router.shape)

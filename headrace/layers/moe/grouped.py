@@ -18,8 +18,8 @@ class GroupedExperts:
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down = weights.gate_up, weights.down
         width = weights.down.weight.shape[1]
-        self._first = GROUPED_LINEAR.choose(build.query(in_width=width, out_width=2 * spec.intermediate_size))
-        self._second = GROUPED_LINEAR.choose(build.query(in_width=spec.intermediate_size, out_width=width))
+        self._first = GROUPED_LINEAR.choose(build.query(in_features=width, out_features=2 * spec.intermediate_size))
+        self._second = GROUPED_LINEAR.choose(build.query(in_features=spec.intermediate_size, out_features=width))
         self._activate = choose_activation(spec, build)
 
     def run(self, tokens: GroupedTokens) -> torch.Tensor:

@@ -34,11 +34,11 @@ class PackedLinear(EncodedWeight):
     """``codes`` [X, O, I / 2] and ``scales`` [X, O, I / 32], uint8; zero until a checkpoint fills them. ``parts`` names
     the stacked outputs and their widths in order."""
 
-    def __init__(self, build: Build, num_stacked: int, in_width: int, parts: dict[str, int]):
+    def __init__(self, build: Build, num_stacked: int, in_features: int, parts: dict[str, int]):
         super().__init__()
-        if in_width % MXFP4_BLOCK:
+        if in_features % MXFP4_BLOCK:
             raise ConfigError(
-                f"experts {in_width} wide cannot be kept in MXFP4, which takes multiples of {MXFP4_BLOCK}",
+                f"experts {in_features} wide cannot be kept in MXFP4, which takes multiples of {MXFP4_BLOCK}",
                 param="moe_experts"
             )
         ends = list(accumulate(parts.values()))
@@ -48,9 +48,9 @@ class PackedLinear(EncodedWeight):
             nn.Buffer(
                 torch.zeros(num_stacked, ends[-1], width, dtype=torch.uint8, device=build.device), persistent=False
             )
-            for width in (in_width // 2, in_width // MXFP4_BLOCK)
+            for width in (in_features // 2, in_features // MXFP4_BLOCK)
         )
-        self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_width=in_width, out_width=ends[-1]))
+        self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_features=in_features, out_features=ends[-1]))
 
     @property
     def num_at_once(self) -> int:

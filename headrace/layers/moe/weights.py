@@ -21,12 +21,12 @@ class StackedLinear(StorableLayer):
     is_storable = False
     stored: PanelWeight | None
 
-    def __init__(self, build: Build, num_stacked: int, in_width: int, parts: dict[str, int], *, bias: bool):
+    def __init__(self, build: Build, num_stacked: int, in_features: int, parts: dict[str, int], *, bias: bool):
         super().__init__()
         ends = list(accumulate(parts.values()))
         self.num_stacked = num_stacked
         self.rows = {name: slice(end - width, end) for (name, width), end in zip(parts.items(), ends, strict=True)}
-        self.weight = build.parameter(num_stacked, ends[-1], in_width)
+        self.weight = build.parameter(num_stacked, ends[-1], in_features)
         self.bias = build.parameter(num_stacked, ends[-1]) if bias else None
 
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:

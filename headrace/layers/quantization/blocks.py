@@ -31,7 +31,7 @@ class BlockTensor(torch.Tensor):
     ) -> BlockTensor:
         stacks = (num_stacked,) if num_stacked else ()
         return torch.Tensor._make_wrapper_subclass(
-            cls, (*stacks, blocks.out_width // (num_stacked or 1), blocks.in_width), dtype=dtype
+            cls, (*stacks, blocks.out_features // (num_stacked or 1), blocks.in_features), dtype=dtype
         )
 
     def __init__(

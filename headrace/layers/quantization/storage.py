@@ -153,8 +153,8 @@ def _choose_form(weight: StorableWeight, choice: FormChoice) -> str | None:
     """None: fastest as it is. Stacks have one form, panels: kernels address an expert by its first panel."""
     if weight.is_stack:
         return NATIVE_FORM if native.NATIVE.find() is not None else None
-    out_width, in_width = weight.weight.shape
-    shape = {"in_width": in_width, "out_width": out_width, "has_rows": int(weight.has_rows)}
+    out_features, in_features = weight.weight.shape
+    shape = {"in_features": in_features, "out_features": out_features, "has_rows": int(weight.has_rows)}
     return choice.choose(KernelQuery("cpu", str(weight.weight.dtype).removeprefix("torch."), shape=shape))
 
 

@@ -86,10 +86,10 @@ class V4Attention(nn.Module):
 class GroupedLinear(nn.Module):
     """``[T, H, E] -> [T, G * O]``: each group of heads through its own matrix; ``weight`` [G * O, I]."""
 
-    def __init__(self, num_groups: int, in_width: int, out_width: int, build: Build):
+    def __init__(self, num_groups: int, in_features: int, out_features: int, build: Build):
         super().__init__()
         self.num_groups = num_groups
-        self.weight = build.parameter(num_groups * out_width, in_width)
+        self.weight = build.parameter(num_groups * out_features, in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         grouped = x.flatten(1).unflatten(1, (self.num_groups, -1)).transpose(0, 1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_isas import isa  # noqa: F401
-from sample_cases import draw_params
+from sample_cases import sample_params
 
 from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, cpu, reference
 
@@ -23,7 +23,7 @@ CASES = [
 
 
 def _check(
-    draw: Callable[..., torch.Tensor], case: tuple[int, int, list[int], float], *, is_random: bool, is_edited: bool,
+    sample: Callable[..., torch.Tensor], case: tuple[int, int, list[int], float], *, is_random: bool, is_edited: bool,
     device: str = "cpu"
 ) -> None:
     vocab_size, num_rows, masked, share = case
@@ -53,17 +53,17 @@ def _check(
     if is_edited:
         more["before"] = torch.from_numpy(before).to(device)
     if is_random:
-        params = more["params"] = draw_params(num_rows, device, top_k=7)
+        params = more["params"] = sample_params(num_rows, device, top_k=7)
         params.temperature[::2] = 0.0
-    drawn = draw(logits, rows, last_token, **more).cpu()
-    ids, states = drawn.numpy()
+    sampled = sample(logits, rows, last_token, **more).cpu()
+    ids, states = sampled.numpy()
     np.testing.assert_array_equal(wide[:, :vocab_size].cpu().numpy(), expected)
     assert torch.equal(wide[:, vocab_size:], whole[:, vocab_size:]), "beyond the row nothing is written"
     greatest = expected.max(1)
     state = np.where(np.isfinite(before), np.where(np.isfinite(greatest), OK, NOTHING_ALLOWED), NOT_FINITE)
     assert states.tolist() == state.tolist()
     assert (
-        ((ids >= 0) & (ids < vocab_size)).all() and torch.equal(last_token[rows].cpu(), drawn[0])
+        ((ids >= 0) & (ids < vocab_size)).all() and torch.equal(last_token[rows].cpu(), sampled[0])
         and (last_token.cpu()[[0, 1, -1, -2]] == -5).all()
     )
     for row in np.flatnonzero(np.isfinite(greatest)):
@@ -81,18 +81,18 @@ def _check(
 @pytest.mark.parametrize("case", CASES)
 class TestDraw:
     def test_reference(self, case, is_random, is_edited):
-        _check(reference.draw, case, is_random=is_random, is_edited=is_edited)
+        _check(reference.sample, case, is_random=is_random, is_edited=is_edited)
 
     @pytest.mark.usefixtures("isa")
     def test_own_kernels(self, case, is_random, is_edited):
-        _check(cpu.draw, case, is_random=is_random, is_edited=is_edited)
+        _check(cpu.sample, case, is_random=is_random, is_edited=is_edited)
 
     @pytest.mark.parametrize("device", DEVICES)
     def test_triton(self, case, is_random, is_edited, device):
         pytest.importorskip("triton")
         from headrace.kernels.sample import triton as kernel
 
-        _check(kernel.draw, case, is_random=is_random, is_edited=is_edited, device=device)
+        _check(kernel.sample, case, is_random=is_random, is_edited=is_edited, device=device)
 
 
 @pytest.mark.usefixtures("isa")
@@ -100,6 +100,6 @@ def test_masks_of_rows_that_are_not_there_are_refused():
     logits, masks = torch.zeros(2, 40), torch.zeros((1, 2), dtype=torch.int32)
     for wrong in (masks[:, :1], masks.long()):
         with pytest.raises(RuntimeError, match="masks must be"):
-            cpu.mask_best(logits, wrong, torch.tensor([0, -1], dtype=torch.int32))
+            cpu.mask_argmax(logits, wrong, torch.tensor([0, -1], dtype=torch.int32))
     with pytest.raises(RuntimeError, match="there is not"):
-        cpu.mask_best(logits, masks, torch.tensor([-1, 1], dtype=torch.int32))
+        cpu.mask_argmax(logits, masks, torch.tensor([-1, 1], dtype=torch.int32))
