@@ -14,8 +14,8 @@ from headrace.base.config import CacheConfig
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry, CacheBackend
-from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.build import Build
+from headrace.layers.self_attention import AttentionLayer
 
 DEFAULT_PAGE_SIZE = 16
 

@@ -52,7 +52,7 @@ class RopeSpec:
 
 class AttentionKind(Protocol):
     """A spec type for attention, or for what stands in its place. ``branch`` is ``"module:Class"`` of a
-    `headrace.layers.attention.layer.AttentionLayer`."""
+    `headrace.layers.self_attention.AttentionLayer`."""
 
     @property
     def branch(self) -> str: ...
@@ -85,7 +85,7 @@ class AttentionSpec:
     qk_norm: Literal["none", "head", "full"] = "none"
     sinks: bool = False
 
-    branch: ClassVar[str] = "headrace.layers.attention.layer:Attention"
+    branch: ClassVar[str] = "headrace.layers.self_attention:Attention"
 
     def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec:
         """``sliding_window`` where the layer has a window, else ``full``."""
@@ -111,7 +111,7 @@ class LatentAttentionSpec:
     scale: float
     norm_eps: float = 1e-6
 
-    branch: ClassVar[str] = "headrace.layers.attention.latent:LatentAttention"
+    branch: ClassVar[str] = "headrace.layers.latent_attention:LatentAttention"
 
     def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec:
         """One row a token: the latent, then the rotated dims; values are the latent."""

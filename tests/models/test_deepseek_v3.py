@@ -12,7 +12,7 @@ from test_parity import CASES, config_json, make_oracle, oracle_logits, prompt
 
 from headrace.base.errors import ConfigError, WeightError
 from headrace.kernels.block_scaled.reference import dequantise_blocks
-from headrace.layers.attention import latent
+from headrace.layers import latent_attention
 from headrace.models.catalog import find_family
 
 SCALED = ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "down_proj")
@@ -28,7 +28,7 @@ def test_both_ways_to_attend_say_the_same(oracle: Any, monkeypatch: pytest.Monke
     for is_whole in (True, False):
         harness = build_harness(config_json(oracle), oracle.state_dict())
         if not is_whole:
-            monkeypatch.setattr(latent, "has_whole_prompts", lambda inputs: False)
+            monkeypatch.setattr(latent_attention, "has_whole_prompts", lambda inputs: False)
         logits = torch.cat(harness.step(*((harness.start(), t) for t in tokens)))
         if expected is None:
             expected = logits

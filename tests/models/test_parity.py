@@ -11,9 +11,9 @@ import transformers
 from harness import Harness, build_harness
 
 from headrace.kernels.linear.reference import norm_linear
-from headrace.layers.attention.layer import Attention
 from headrace.layers.linear import Linear
 from headrace.layers.norm import NoNorm
+from headrace.layers.self_attention import Attention
 
 VOCAB = 97
 PROMPT_LEN, NEW_TOKENS = 23, 12

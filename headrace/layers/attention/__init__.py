@@ -1,4 +1,5 @@
-"""Attention: the contract, the layer that calls it, and the backends, registered here by the geometries they serve."""
+"""Attention backends and their contract, registered here with the geometries they support. Imports kernels alone: the
+layers stand above."""
 
 from headrace.layers.attention import support
 from headrace.layers.attention.contract import ATTENTION_BACKENDS

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from headrace.base.registry import load_target
-from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.build import Build
 from headrace.layers.norm import NoNorm, make_norm
 from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.rotary import RotaryTable
+from headrace.layers.self_attention import AttentionLayer
 from headrace.layers.spec import DecoderSpec, LayerSpec
 
 

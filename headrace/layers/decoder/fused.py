@@ -30,7 +30,6 @@ from headrace.kernels.moe import Gate
 from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.kernels.packed_linear.layout import PANEL, pack_floats
-from headrace.layers.attention.layer import Attention
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.decoder.block import DecoderBlock
 from headrace.layers.embedding import Embedding
@@ -40,6 +39,7 @@ from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.norm import NoNorm, RmsNorm
 from headrace.layers.residual import Residual
+from headrace.layers.self_attention import Attention
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 from headrace.kernels.rowwise import LATENT_WRITE
 from headrace.layers.attention.contract import AttentionInputs, AttentionParams
-from headrace.layers.attention.layer import AttentionLayer
 from headrace.layers.batch import GroupStep
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
+from headrace.layers.self_attention import AttentionLayer
 from headrace.layers.spec import LatentAttentionSpec, LayerSpec, NormSpec
 
 
