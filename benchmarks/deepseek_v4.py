@@ -38,10 +38,10 @@ def bytes_of(config: dict[str, Any], num_layers: int) -> int:
 
     from headrace.layers.build import Build
     from headrace.models.catalog import find_family
-    from headrace.models.deepseek_v4.model import DeepseekV4Model
 
-    spec = find_family(config["architectures"][0]).read_config({**config, "num_hidden_layers": num_layers})
-    model = DeepseekV4Model(spec, Build(torch.device("meta"), torch.bfloat16, 512))
+    family = find_family(config["architectures"][0])
+    spec = family.read_config({**config, "num_hidden_layers": num_layers})
+    model = family.build_model(spec, Build(torch.device("meta"), torch.bfloat16, 512))
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 

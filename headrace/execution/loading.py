@@ -15,7 +15,6 @@ import torch
 from headrace.base.cache import CacheGroup, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, RequestError
-from headrace.base.registry import load_target
 from headrace.execution.device import is_out_of_memory, resolve_dtype
 from headrace.execution.pooling_head import attach_pooling_head
 from headrace.layers.build import Build
@@ -25,9 +24,9 @@ from headrace.layers.quantization.storage import can_store_blocks, count_bytes, 
 from headrace.memory.pools import CODES, POOLS
 from headrace.models.catalog import find_family
 from headrace.models.checkpoint import open_weights
+from headrace.models.config_fields import Fields, explain_errors
 from headrace.models.family import Family
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
-from headrace.models.reading import Fields, naming
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
 
@@ -82,7 +81,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
             schemes=schemes,
             keeps_blocks=_keeps_blocks(config.model, device, dtype),
         )
-        model = load_target(family.model)(spec, build)
+        model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
         schemes.finish(model)
         if device.type == "cpu":
@@ -107,7 +106,7 @@ def _read(model: ModelConfig) -> tuple[ModelSource, Family, Any, PoolingPlan | N
     source = resolve_source(model)
     family = find_family(source.architecture)
     task = read_task(source, family, model.task)
-    with naming(f"the configuration of {source.path}"):
+    with explain_errors(f"the configuration of {source.path}"):
         return source, family, family.read_config(config_for(source, task)), plan_pooling(source, family, task)
 
 

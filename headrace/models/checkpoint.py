@@ -7,11 +7,10 @@ from collections.abc import Iterable
 import torch
 
 from headrace.base.errors import ConfigError
-from headrace.base.registry import load_target
 from headrace.models.catalog import find_gguf_family
 from headrace.models.source import ModelSource
 from headrace.models.weights.device_copy import copy_ahead
-from headrace.models.weights.gguf_naming import GgufNaming, name_tensors
+from headrace.models.weights.gguf_naming import name_tensors
 from headrace.models.weights.gguf_tensors import read_tensors
 from headrace.models.weights.safetensors_file import read_safetensors
 
@@ -35,13 +34,9 @@ def open_weights(
         )
     device, threads = torch.device(device), max(1, min(MAX_THREADS, torch.get_num_threads()))
     if source.kind == "gguf":
-        named = name_tensors(source.gguf_tensors, source.gguf_metadata, _find_naming(source))
+        family = find_gguf_family(source.gguf_metadata["general.architecture"])
+        named = name_tensors(source.gguf_tensors, source.gguf_metadata, family.gguf_naming)
         tensors = read_tensors(named, dtype=dtype, threads=threads, keeps_blocks=keeps_blocks)
     else:
         tensors = read_safetensors(source.weight_files)
     return copy_ahead(tensors, device, threads=threads) if device.type == "cuda" else tensors
-
-
-def _find_naming(source: ModelSource) -> GgufNaming:
-    family = find_gguf_family(source.gguf_metadata["general.architecture"])
-    return load_target(family.gguf_weights)(family.read_config(source.config)) if family.gguf_weights else GgufNaming()

@@ -6,25 +6,31 @@ Out-of-tree families are entry points of group ``headrace.families`` naming a `F
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from headrace.base.cache import CacheSpec
-from headrace.base.registry import PLUGIN_API
+from headrace.base.registry import PLUGIN_API, load_target
+from headrace.layers.names import CheckpointNames, GgufNaming
+from headrace.layers.spec import decoder_cache_specs
+
+if TYPE_CHECKING:
+    from headrace.layers.build import Build
+    from headrace.layers.model import ServedModel
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. ``read_config`` turns a Hugging Face ``config.json`` dict into the family's own spec (a frozen
-    dataclass; raises `ConfigError` on a value it cannot serve). ``cache_specs(spec, kv_dtype)`` gives one `CacheSpec`
-    or None per layer. ``model`` is ``"module:Class"`` of a `headrace.layers.model.ServedModel`, imported only when the
-    family is served.
+    """A model family; ``name``, ``architectures`` and ``read_config`` are enough for a decoder with the usual names.
 
-    ``generates`` is False for a family whose models read texts, and have no logits of tokens.
+    ``read_config`` turns a Hugging Face ``config.json`` dict into the family's own spec, a frozen dataclass; it raises
+    `ConfigError` on a value it cannot serve. ``cache_specs(spec, kv_dtype)`` gives one `CacheSpec` or None per layer.
+    ``names`` are those of checkpoint tensors. ``model`` is ``"module:Class"`` of a
+    `headrace.layers.model.ServedModel`, imported only when the family is served. ``generates`` is False for a family of
+    pooling models without logits of tokens.
 
     ``gguf_architectures`` are values of ``general.architecture`` it serves; ``gguf_config(metadata)`` makes the
-    config.json dict from GGUF metadata; ``gguf_weights`` is ``"module:function"`` ``(spec) -> GgufNaming``, or None for
-    the naming shared by decoders.
+    config.json dict from GGUF metadata; ``gguf_naming`` is what is special to its GGUF tensors.
 
     ``chat_encoder`` is ``"module:Class"`` for a family whose chat format is code: built with the model's folder, it
     renders as ``service.tokenization.chat_template.ChatTemplates`` does. Torch-free; used when the model brings no
@@ -34,13 +40,18 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     read_config: Callable[[dict[str, Any]], Any]
-    cache_specs: Callable[[Any, str], list[CacheSpec | None]]
-    model: str
+    cache_specs: Callable[[Any, str], list[CacheSpec | None]] = decoder_cache_specs
+    names: CheckpointNames = field(default_factory=CheckpointNames)
+    model: str = "headrace.layers.decoder.decoder:Decoder"
     gguf_architectures: tuple[str, ...] = ()
     gguf_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    gguf_weights: str | None = None
+    gguf_naming: GgufNaming = field(default_factory=GgufNaming)
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     generates: bool = True
     chat_encoder: str | None = None
     plugin_api: int = PLUGIN_API
+
+    def build_model(self, spec: Any, build: Build) -> ServedModel:
+        """Import the model's class and build it with empty parameters."""
+        return load_target(self.model)(spec, self.names, build)

@@ -32,7 +32,9 @@ EXPERT_KEYS = {
 SPECIAL_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 
-def read_shared(metadata: dict[str, Any], architecture: str, *, keys: dict[str, str] | None = None) -> dict[str, Any]:
+def read_gguf_config(
+    metadata: dict[str, Any], architecture: str, *, keys: dict[str, str] | None = None
+) -> dict[str, Any]:
     """The shared fields under ``architecture`` (a Hugging Face name); ``keys`` adds a family's own.
 
     GGUF does not say whether the head is tied: ``tie_word_embeddings`` is left for the reader of the file, who knows

@@ -14,8 +14,8 @@ import msgspec
 
 from headrace.base.errors import ConfigError, ModelError
 from headrace.base.pooling import Activation, PoolingFacts, PoolingKind
+from headrace.models.config_fields import CLASSIFIERS, read_num_classes
 from headrace.models.family import Family
-from headrace.models.reading import CLASSIFIERS, read_num_classes
 from headrace.models.source import ModelSource, read_json
 
 Reduction = Literal["first", "last", "mean", "max"]

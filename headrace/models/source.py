@@ -13,8 +13,8 @@ from typing import Any
 from headrace.base.config import ModelConfig
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.catalog import find_gguf_family
+from headrace.models.config_fields import explain_errors
 from headrace.models.finding import Found, find_model
-from headrace.models.reading import naming
 from headrace.models.weights.gguf_file import CONSTANT_TENSORS, GgufTensor, read_floats, read_gguf_header
 
 MAX_JSON_BYTES = 64 << 20
@@ -131,7 +131,7 @@ def _read_gguf(found: Found) -> ModelSource:
     family = find_gguf_family(architecture)
     if family.gguf_config is None:
         raise ModelError(f"model family {family.name} does not read GGUF files; {found.path} needs a family that does")
-    with naming(f"the metadata of {found.path}"):
+    with explain_errors(f"the metadata of {found.path}"):
         config = family.gguf_config(metadata)
     if "tie_word_embeddings" not in config:
         config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in tensors)

@@ -143,21 +143,19 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 
 FAMILY = '''
 from headrace.models.family import Family
-from headrace.layers.spec import decoder_cache_specs
-from headrace.models.reading import Fields, read_decoder, read_layers, read_rope
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import read_decoder
 
 
 def read_config(config):
-    fields = Fields(config)
-    return read_decoder(fields, read_layers(fields, read_rope(fields)))
+    return read_decoder(Fields(config))
 
 
 FAMILY = Family(
-    name="acme", architectures=("AcmeForCausalLM",), read_config=read_config, cache_specs=decoder_cache_specs, model="acme_models.model:AcmeModel",
+    name="acme", architectures=("AcmeForCausalLM",), read_config=read_config, model="acme_models.model:AcmeModel",
 )
 OLD = Family(
-    name="acme_old", architectures=("AcmeOldForCausalLM",), read_config=read_config, cache_specs=decoder_cache_specs,
-    model="acme_models.model:AcmeModel", plugin_api=0,
+    name="acme_old", architectures=("AcmeOldForCausalLM",), read_config=read_config, plugin_api=0,
 )
 '''
 MODEL = '''

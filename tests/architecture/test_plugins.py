@@ -39,7 +39,7 @@ import headrace.models.{family}.family as declared
 assert declared.FAMILY.name == {family!r}
 assert 'torch' not in sys.modules
 others = {{n.split('.')[2] for n in sys.modules if n.startswith('headrace.models.') and n.count('.') >= 3}}
-import headrace.models.{family}.model
+__import__(declared.FAMILY.model.partition(':')[0])
 others |= {{n.split('.')[2] for n in sys.modules if n.startswith('headrace.models.') and n.count('.') >= 3}}
 print(json.dumps(sorted(others & set({FAMILIES!r}))))
 """

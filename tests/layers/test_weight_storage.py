@@ -27,7 +27,7 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
-from headrace.layers.moe.checkpoint import MATRICES_APART, unstack_experts
+from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.layers.moe.stored import StoredExperts
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization import SchemeQuery, chain_schemes
@@ -258,7 +258,7 @@ def test_blocks_of_stacked_experts(plain_part: str | None):
         f"mlp.experts.{{x}}.{theirs}_proj": f"experts.{ours}" for theirs,
         ours in {"gate": "gate_up#{x}/gate", "up": "gate_up#{x}/up", "down": "down#{x}/down"}.items()
     }
-    fill_targets(find_targets(model, names, 0), unstack_experts(tensors, MATRICES_APART))
+    fill_targets(find_targets(model, names, 0), unstack_experts(tensors, "gate_first"))
     gate_up, down = model.experts.gate_up, model.experts.down
     assert down.stored.matrix.format is Format.INT8_GROUP
     assert torch.equal(down.stored.unpack(torch.float32), whole["down"].flatten(0, 1))

@@ -18,7 +18,6 @@ from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.build import Build
 from headrace.memory.pools import build_pool
 from headrace.models.catalog import find_family
-from headrace.models.deepseek_v4.model import DeepseekV4Model
 
 VOCAB = 256
 YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1}
@@ -106,7 +105,7 @@ def build_harness(
     family = find_family("DeepseekV4ForCausalLM")
     spec = family.read_config(config)
     build = Build(device, dtype, max_len, moe_experts)
-    model = DeepseekV4Model(spec, build)
+    model = family.build_model(spec, build)
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)
     model.load_weights(pairs)

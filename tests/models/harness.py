@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,8 +136,7 @@ def build_harness(
     so that reading what was never written shows."""
     family = find_family(config["architectures"][0])
     spec = family.read_config(config)
-    module, _, name = family.model.partition(":")
-    model = getattr(importlib.import_module(module), name)(spec, Build(device, dtype, max_model_len, moe_experts))
+    model = family.build_model(spec, Build(device, dtype, max_model_len, moe_experts))
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)
     model.load_weights(pairs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from typing import Any
 
@@ -50,10 +49,7 @@ def build_pair(name: str) -> tuple[Any, Any]:
 
 def build_ours(config: dict[str, Any]) -> Any:
     family = find_family(config["architectures"][0])
-    module, _, name = family.model.partition(":")
-    return getattr(importlib.import_module(module), name)(
-        family.read_config(config), Build(torch.device("cpu"), torch.float32)
-    )
+    return family.build_model(family.read_config(config), Build(torch.device("cpu"), torch.float32))
 
 
 @pytest.mark.parametrize("name", CASES)

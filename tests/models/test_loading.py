@@ -10,12 +10,11 @@ import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.base.errors import WeightError
-from headrace.base.registry import load_target
 from headrace.layers.build import Build
+from headrace.layers.decoder.decoder import Decoder
 from headrace.layers.loading import find_targets
 from headrace.models.catalog import find_family
-from headrace.models.llama.family import read_config
-from headrace.models.llama.model import LlamaModel
+from headrace.models.llama.family import FAMILY as LLAMA
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24,
@@ -24,12 +23,12 @@ CONFIG = {
 }
 
 
-def build(dtype: torch.dtype = torch.float32, **options: Any) -> LlamaModel:
-    return LlamaModel(read_config({**CONFIG, **options}), Build(torch.device("cpu"), dtype))
+def build(dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    return LLAMA.build_model(LLAMA.read_config({**CONFIG, **options}), Build(torch.device("cpu"), dtype))
 
 
-def checkpoint(model: LlamaModel) -> dict[str, torch.Tensor]:
-    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names, 2).items()}
+def checkpoint(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names.modules, 2).items()}
 
 
 def test_parts_land_in_their_rows():
@@ -111,14 +110,14 @@ MOE_CONFIG = {
 
 def build_moe(architecture: str) -> Any:
     family = find_family(architecture)
-    return load_target(family.model)(
+    return family.build_model(
         family.read_config({**MOE_CONFIG, "architectures": [architecture]}), Build(torch.device("cpu"), torch.float32)
     )
 
 
 def moe_checkpoint(model: Any) -> dict[str, torch.Tensor]:
     """A tensor per expert and matrix."""
-    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names, 2).items()}
+    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names.modules, 2).items()}
 
 
 def stack(tensors: dict[str, torch.Tensor], prefix: str, matrix: str, kind: str = "weight") -> torch.Tensor:
@@ -192,7 +191,7 @@ def test_experts_in_mxfp4(scales_first: bool, keeps_blocks: bool):
         **MOE_CONFIG, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "architectures": ["GptOssForCausalLM"]
     }
     family = find_family("GptOssForCausalLM")
-    model = load_target(family.model)(
+    model = family.build_model(
         family.read_config(config), Build(torch.device("cpu"), torch.float32, keeps_blocks=keeps_blocks)
     )
     oracle = transformers.GptOssForCausalLM(

@@ -10,14 +10,11 @@ import pytest
 import transformers
 
 from headrace.base.errors import WeightError
-from headrace.base.registry import load_target
+from headrace.layers.names import GgufNaming
 from headrace.models.catalog import find_gguf_family
 from headrace.models.weights.gguf_file import GgufTensor
 from headrace.models.weights.gguf_naming import (
-    GgufNaming,
-    interleaved_rotary_naming,
     name_tensors,
-    unit_norm_offset_naming,
 )
 
 ARCHITECTURES = {
@@ -52,9 +49,8 @@ def test_names_invert_the_converters_table(gguf_architecture):
     names = parameter_names(ARCHITECTURES[gguf_architecture])
     tensors = [stored(table.get_name(name, try_suffixes=(".weight", ".bias"))) for name in names]
     family = find_gguf_family(gguf_architecture)
-    naming = load_target(family.gguf_weights)(None) if family.gguf_weights else GgufNaming()
     metadata = {"general.architecture": gguf_architecture, f"{gguf_architecture}.attention.head_count": 4}
-    assert [named.name for named in name_tensors(tensors, metadata, naming)] == names
+    assert [named.name for named in name_tensors(tensors, metadata, family.gguf_naming)] == names
 
 
 def test_constants_are_left_out_and_unknown_names_kept():
@@ -80,7 +76,7 @@ def test_interleaved_rows_are_put_back(num_heads, num_kv_heads):
         stored("blk.3.attn_q.weight", 6 * num_heads), stored("blk.3.attn_k.weight", 6 * num_kv_heads),
         stored("blk.3.attn_v.weight", 6 * num_kv_heads)
     ]
-    query, key, value = name_tensors(tensors, metadata, interleaved_rotary_naming(None))
+    query, key, value = name_tensors(tensors, metadata, GgufNaming(is_rotary_interleaved=True))
     for named, heads in ((query, num_heads), (key, num_kv_heads)):
         weight = np.random.default_rng(0).normal(size=(6 * heads, 5))
         np.testing.assert_array_equal(interleave(weight, heads)[named.row_order], weight)
@@ -92,7 +88,8 @@ def test_head_counts_per_layer_and_unsound_ones():
     orders = [
         named.row_order
         for named in name_tensors(
-            [stored("blk.0.attn_q.weight"), stored("blk.1.attn_q.weight")], metadata, interleaved_rotary_naming(None)
+            [stored("blk.0.attn_q.weight"), stored("blk.1.attn_q.weight")], metadata,
+            GgufNaming(is_rotary_interleaved=True)
         )
     ]
     assert orders[0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7] and orders[1].tolist() == list(range(8))
@@ -100,7 +97,7 @@ def test_head_counts_per_layer_and_unsound_ones():
         with pytest.raises(WeightError, match="head"):
             name_tensors(
                 [stored("blk.1.attn_q.weight")], {"general.architecture": "a", "a.attention.head_count": count},
-                interleaved_rotary_naming(None)
+                GgufNaming(is_rotary_interleaved=True)
             )
 
 
@@ -109,5 +106,5 @@ def test_the_offset_is_for_norm_weights_alone():
         "output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_q_norm.weight", "blk.0.post_ffw_norm.weight",
         "blk.0.ffn_up.weight", "token_embd.weight"
     ]
-    offsets = [named.offset for named in name_tensors(map(stored, names), {}, unit_norm_offset_naming(None))]
+    offsets = [named.offset for named in name_tensors(map(stored, names), {}, GgufNaming(norm_offset=1.0))]
     assert offsets == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]

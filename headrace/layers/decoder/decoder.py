@@ -1,13 +1,11 @@
 """`Decoder`: a decoder-only transformer from a `DecoderSpec`, fulfilling the contract of a served model.
 
-Refuses: knowing any family; a family brings its spec and its table of checkpoint names. T tokens, D width, V
-vocabulary.
+Refuses: knowing any family; a family brings its spec and its checkpoint names. T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -18,11 +16,12 @@ from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
-from headrace.layers.decoder.names import SCORE_NAMES, SPLIT_NAMES, add_prefix
 from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
+from headrace.layers.moe.checkpoint import unstack_experts
+from headrace.layers.names import SCORE_NAMES, CheckpointNames, add_prefix
 from headrace.layers.norm import make_norm
 from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
@@ -33,16 +32,14 @@ HARMLESS = ("rotary_emb.inv_freq",)
 
 
 class Decoder(ServedModel):
-    """Parameters are created empty; then ``load_weights``, then ``bind_cache``, then ``forward`` any number of times.
+    """The model of every family that needs none of its own; see `ServedModel` for the order of calls."""
 
-    ``names`` is the table of checkpoint names (`headrace.layers.loading`); a family's class replaces it.
-    """
+    layers: nn.ModuleList
 
-    names: ClassVar[Mapping[str, str]] = SPLIT_NAMES
-
-    def __init__(self, spec: DecoderSpec, build: Build):
+    def __init__(self, spec: DecoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
-        self.spec, self.step, self._schemes, self._keeps_blocks = spec, build.step, build.schemes, build.keeps_blocks
+        self.spec, self.names, self.step = spec, names, build.step
+        self._schemes, self._keeps_blocks = build.schemes, build.keeps_blocks
         vocabulary = spec.vocabulary
         tables: dict[RopeSpec, RotaryTable] = {
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)
@@ -65,24 +62,17 @@ class Decoder(ServedModel):
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
-        names, harmless = {**self.names, **SCORE_NAMES}, HARMLESS
+        names, modules, harmless = self.names, {**self.names.modules, **SCORE_NAMES}, HARMLESS
         if self.spec.num_classes == 0:
             tensors = add_prefix(tensors)
         if self.spec.vocabulary.tied or self.head is None:
-            names = {theirs: ours for theirs, ours in names.items() if ours != "head"}
-            harmless += tuple(f"{theirs}.weight" for theirs, ours in self.names.items() if ours == "head")
-        read = self._schemes.read((name, tensor) for name, tensor in tensors if not self.ignores(name))
-        fill_targets(find_targets(self, names, self.spec.num_layers), self.translate(read), harmless=harmless)
+            harmless = (*harmless, *(f"{theirs}.weight" for theirs, ours in modules.items() if ours == "head"))
+            modules = {theirs: ours for theirs, ours in modules.items() if ours != "head"}
+        # schemes speak of the checkpoint's own names, so they come before anything is renamed
+        plain = names.rename(self._schemes.read(names.leave_out(tensors, self.spec.num_layers)))
+        apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
+        fill_targets(find_targets(self, modules, self.spec.num_layers), apart, harmless=harmless)
         self._is_table_due = True
-
-    def ignores(self, name: str) -> bool:
-        """Whether this model has no use for a checkpoint tensor; a family whose checkpoints have such replaces this."""
-        return False
-
-    def translate(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Checkpoint tensors in the form that ``names`` speaks of; a family whose checkpoints have others replaces
-        this."""
-        return tensors
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach each layer's pages and cache group."""

@@ -1,12 +1,11 @@
 """`Encoder`: a transformer of the BERT line from an `EncoderSpec`; Devlin et al., arXiv:1810.04805. T tokens, D width.
 
-Refuses: knowing any family; a family brings its spec and its table of checkpoint names.
+Refuses: knowing any family; a family brings its spec and its checkpoint names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +14,17 @@ from torch import nn
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.encoder.names import HARMLESS, PLAIN_NAMES, SCORE_NAMES, strip_prefixes
 from headrace.layers.encoder.spans import TextSpans
 from headrace.layers.encoder.spec import EncoderSpec
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.mlp import Mlp
 from headrace.layers.model import ServedModel
+from headrace.layers.names import CheckpointNames, drop_training_heads
 from headrace.layers.norm import LayerNorm
+
+HARMLESS = ("embeddings.position_ids",)
+"""Name endings of tensors that old checkpoints carry and nobody needs."""
 
 
 class EncoderEmbedding(nn.Module):
@@ -78,28 +80,19 @@ class ClassScores(nn.Module):
 
 
 class Encoder(ServedModel):
-    """Parameters are created empty; then ``load_weights``, then ``forward`` any number of times.
+    """The model of encoder families; see `ServedModel` for the order of calls. It keeps nothing between steps."""
 
-    ``names`` is the table of checkpoint names (`headrace.layers.loading`), ``score_names`` that of the classifier;
-    ``prefixes`` are what a checkpoint may put before the names of the encoder itself.
-    """
-
-    names: ClassVar[Mapping[str, str]] = PLAIN_NAMES
-    score_names: ClassVar[Mapping[str, str]] = SCORE_NAMES
-    prefixes: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, spec: EncoderSpec, build: Build):
+    def __init__(self, spec: EncoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
-        self.spec = spec
+        self.spec, self.names = spec, names
         self.embedding = EncoderEmbedding(spec, build)
         self.layers = nn.ModuleList(EncoderBlock(spec, build) for _ in range(spec.num_layers))
         self.scores = ClassScores(spec, build) if spec.num_classes else None
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
-        names = {**self.names, **self.score_names} if self.scores is not None else self.names
-        targets = find_targets(self, names, self.spec.num_layers)
-        fill_targets(targets, strip_prefixes(tensors, self.prefixes, wanted=targets.keys()), harmless=HARMLESS)
+        targets = find_targets(self, self.names.modules, self.spec.num_layers)
+        fill_targets(targets, drop_training_heads(self.names.rename(tensors), wanted=targets.keys()), harmless=HARMLESS)
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """No layer has a cache."""

@@ -6,7 +6,7 @@ Works on a stream of ``(name, tensor)`` in any order, and makes views where it c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -52,47 +52,46 @@ def _split_turns(tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
     return {f"gate_proj.{kind}": gate, f"up_proj.{kind}": up}
 
 
-GATE_FIRST: dict[str, Split] = {"gate_up_proj": _split_halves, "down_proj": lambda tensor: {"down_proj.weight": tensor}}
-"""``gate_up_proj`` [X, 2F, D] with the gate's rows first; ``down_proj`` [X, D, F]."""
-
-GATE_EVERY_OTHER: dict[str, Split] = {
-    "gate_up_proj": lambda tensor: _split_turns(tensor.transpose(1, 2), "weight"),
-    "gate_up_proj_bias": lambda tensor: _split_turns(tensor, "bias"),
-    "down_proj": lambda tensor: {"down_proj.weight": tensor.transpose(1, 2)},
-    "down_proj_bias": lambda tensor: {"down_proj.bias": tensor},
-}
-"""``gate_up_proj`` [X, D, 2F] with gate and up columns by turns; ``down_proj`` [X, F, D]; biases likewise."""
-
-MATRICES_APART: dict[str, Split] = {
-    own: lambda tensor,
-    own=own: {own: tensor}
+_MATRICES: dict[str, Split] = {
+    own: lambda tensor, own=own: {own: tensor}
     for own in (f"{matrix}_proj.{kind}" for matrix in ("gate", "up", "down") for kind in ("weight", "bias"))
 }
 """``gate_proj.weight`` [X, F, D] and so on, as in GGUF files."""
 
+STACKED_EXPERTS: dict[str, dict[str, Split]] = {
+    # gate_up_proj [X, 2F, D], the gate's rows first; down_proj [X, D, F]
+    "gate_first": {
+        **_MATRICES, "gate_up_proj": _split_halves, "down_proj": lambda tensor: {"down_proj.weight": tensor},
+    },
+    # gate_up_proj [X, D, 2F], columns of gate and up by turns; down_proj [X, F, D]; biases likewise
+    "alternating": {
+        **_MATRICES,
+        "gate_up_proj": lambda tensor: _split_turns(tensor.transpose(1, 2), "weight"),
+        "gate_up_proj_bias": lambda tensor: _split_turns(tensor, "bias"),
+        "down_proj": lambda tensor: {"down_proj.weight": tensor.transpose(1, 2)},
+        "down_proj_bias": lambda tensor: {"down_proj.bias": tensor},
+    },
+}
+"""By `CheckpointNames.stacked_experts`: what stands after ``.experts.`` in the name of a stacked tensor, and how it is
+split. A split does not depend on the experts' number."""
 
-def unstack_experts(tensors: Iterable[Named], splits: Mapping[str, Split]) -> Iterator[Named]:
-    """Take stacked expert tensors apart by ``splits``, which has their names after ``.experts.``; others pass."""
+
+def unstack_experts(tensors: Iterable[Named], stacked_experts: str, *, keeps_blocks: bool = False) -> Iterator[Named]:
+    """Take stacked expert tensors apart, see `STACKED_EXPERTS`; others pass.
+
+    A stacked tensor may come as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O, I / 32] of MXFP4,
+    standing for [X, I, O]. They are dequantised to bfloat16, which holds them exactly, an expert at a time, or with
+    ``keeps_blocks`` when a layer asks for plain numbers."""
+    splits, waiting = STACKED_EXPERTS[stacked_experts], dict[str, dict[str, torch.Tensor]]()
     for name, tensor in tensors:
         prefix, _, last = name.rpartition(".experts.")
         if last in splits:
             yield from _number(prefix, splits[last](tensor), first=0)
-        else:
-            yield name, tensor
-
-
-def unstack_mxfp4_experts(
-    tensors: Iterable[Named], splits: Mapping[str, Split], *, keeps_blocks: bool = False
-) -> Iterator[Named]:
-    """The same where a stacked tensor may come as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O, I /
-    32] of MXFP4, standing for [X, I, O]. They are dequantised to bfloat16, which holds them exactly, an expert at a
-    time, or with ``keeps_blocks`` when a layer asks for plain numbers."""
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors:
+            continue
         stem, _, kind = name.rpartition("_")
         prefix, _, last = stem.rpartition(".experts.")
         if kind not in ("blocks", "scales") or last not in splits:
-            yield from unstack_experts([(name, tensor)], splits)
+            yield name, tensor
             continue
         halves = waiting.setdefault(stem, {})
         if not halves:

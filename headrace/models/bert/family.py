@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.layers.encoder.spec import EncoderSpec, encoder_cache_specs
-from headrace.models.encoders import read_encoder
+from headrace.layers.names import ENCODER_NAMES, CheckpointNames
+from headrace.models.config_fields import Fields
+from headrace.models.encoder_config import read_encoder
 from headrace.models.family import Family
-from headrace.models.reading import Fields
 
 
 def read_config(config: dict[str, Any]) -> EncoderSpec:
@@ -20,6 +21,7 @@ FAMILY = Family(
     architectures=("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
     read_config=read_config,
     cache_specs=encoder_cache_specs,
-    model="headrace.models.bert.model:BertModel",
+    names=CheckpointNames(ENCODER_NAMES, renames={"bert.": ""}),
+    model="headrace.layers.encoder.encoder:Encoder",
     generates=False,
 )

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, decoder_cache_specs
-from headrace.models.family import Family
-from headrace.models.reading import (
-    ACTIVATIONS,
-    Fields,
+from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
+from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import (
+    GATED_ACTIVATIONS,
     read_decoder,
     read_layers,
     read_moe,
@@ -19,6 +19,7 @@ from headrace.models.reading import (
     read_rope_parameters,
     yarn_sharpening,
 )
+from headrace.models.family import Family
 
 SHARED_DEFAULTS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
 V2_DEFAULTS = {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
@@ -27,6 +28,23 @@ V3_DEFAULTS = {
     "first_k_dense_replace": 3,
     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
     "max_position_embeddings": 4096,
+}
+
+NAMES = {
+    **{theirs: ours for theirs, ours in SPLIT_NAMES.items() if "self_attn" not in theirs},
+    **EXPERT_NAMES,
+    "model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.down#q",
+    "model.layers.{i}.self_attn.q_a_layernorm": "layers.{i}.attention.q_norm",
+    "model.layers.{i}.self_attn.q_b_proj": "layers.{i}.attention.q_up",
+    "model.layers.{i}.self_attn.kv_a_proj_with_mqa": "layers.{i}.attention.down#kv",
+    "model.layers.{i}.self_attn.kv_a_layernorm": "layers.{i}.attention.kv_norm",
+    "model.layers.{i}.self_attn.kv_b_proj": "layers.{i}.attention.kv_up",
+    "model.layers.{i}.self_attn.o_proj": "layers.{i}.attention.output",
+    "model.layers.{i}.mlp.gate": ROUTER,
+    "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.choice_bias",
+    "model.layers.{i}.mlp.shared_experts.gate_proj": "layers.{i}.mlp.shared.gate_up#gate",
+    "model.layers.{i}.mlp.shared_experts.up_proj": "layers.{i}.mlp.shared.gate_up#up",
+    "model.layers.{i}.mlp.shared_experts.down_proj": "layers.{i}.mlp.shared.down",
 }
 
 
@@ -66,7 +84,7 @@ def _v2_routing(fields: Fields) -> dict[str, Any]:
 def _read_layers(fields: Fields, routing: dict[str, Any], *, interleaved: bool) -> tuple[LayerSpec, ...]:
     """All layers have experts but the first few."""
     num_shared, inner = int(fields.config.get("n_shared_experts") or 0), fields.integer("moe_intermediate_size")
-    shared = MlpSpec(inner * num_shared, fields.choice("hidden_act", ACTIVATIONS, "silu")) if num_shared else None
+    shared = MlpSpec(inner * num_shared, fields.choice("hidden_act", GATED_ACTIVATIONS, "silu")) if num_shared else None
     scale = fields.number("routed_scaling_factor", 1.0)
     moe = read_moe(
         fields, "n_routed_experts", intermediate_size="moe_intermediate_size", shared=shared, scale=scale,
@@ -98,6 +116,7 @@ FAMILY = Family(
     name="deepseek_v3",
     architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.deepseek_v3.model:DeepseekModel",
+    names=CheckpointNames(
+        NAMES, renames={".self_attn.q_a_proj.": ".self_attn.q_proj."}, has_draft_layers=True,
+    ),
 )

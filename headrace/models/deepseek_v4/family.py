@@ -7,7 +7,9 @@ All that is special is in this folder; its kinds of cache are registered when it
 from __future__ import annotations
 
 from headrace.base.cache_kinds import add_cache_kind
+from headrace.layers.names import CheckpointNames
 from headrace.models.deepseek_v4 import layout
+from headrace.models.deepseek_v4.naming import NAMES
 from headrace.models.deepseek_v4.spec import cache_specs, read_config
 from headrace.models.family import Family
 
@@ -34,6 +36,7 @@ FAMILY = Family(
     architectures=("DeepseekV4ForCausalLM",),
     read_config=read_config,
     cache_specs=cache_specs,
+    names=CheckpointNames(NAMES),
     model="headrace.models.deepseek_v4.model:DeepseekV4Model",
     tool_parser="deepseek_v4",
     reasoning_parser="deepseek_v4",

@@ -16,13 +16,14 @@ from headrace.layers.embedding import Embedding
 from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
-from headrace.layers.moe.checkpoint import GATE_FIRST, unstack_experts
+from headrace.layers.moe.checkpoint import unstack_experts
+from headrace.layers.names import CheckpointNames
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, write_back
-from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, NAMES, rename
+from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, rename
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,9 @@ class DeepseekV4Model(ServedModel):
 
     is_capturable = False
 
-    def __init__(self, spec: DeepseekV4Spec, build: Build):
+    def __init__(self, spec: DeepseekV4Spec, names: CheckpointNames, build: Build):
         super().__init__()
-        self.spec, self._schemes = spec, build.schemes
+        self.spec, self.names, self._schemes = spec, names, build.schemes
         length = build.max_model_len or spec.max_model_len
         plain, compressed = (
             RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope)
@@ -72,7 +73,7 @@ class DeepseekV4Model(ServedModel):
         """Fill every parameter, and what is kept as it is stored."""
         stored, found = self._stored(), set[str]()
         plain = self._schemes.read(self._take_stored(self._rename(tensors), stored, found))
-        fill_targets(find_targets(self, NAMES, self.spec.num_layers), plain)
+        fill_targets(find_targets(self, self.names.modules, self.spec.num_layers), plain)
         missing = [name for name in stored if name not in found]
         if missing:
             raise WeightError(
@@ -86,10 +87,8 @@ class DeepseekV4Model(ServedModel):
             name = rename(name)
             if name.startswith(DRAFT):
                 num_drafts += 1
-            elif ".experts." in name and name.rpartition(".")[2] in GATE_FIRST:
-                yield from ((rename(own), part) for own, part in unstack_experts([(name, tensor)], GATE_FIRST))
             else:
-                yield name, tensor
+                yield from ((rename(own), part) for own, part in unstack_experts([(name, tensor)], "gate_first"))
         if num_drafts:
             logger.info("left out %d tensors of the layers that draft tokens", num_drafts)
 

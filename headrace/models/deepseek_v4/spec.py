@@ -11,8 +11,9 @@ from headrace.base.cache import CacheSpec
 from headrace.base.cache_kinds import CACHE_POOLS
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.spec import MlpSpec, MoeSpec, RopeSpec, SwigluClamp
+from headrace.models.config_fields import Fields, read_num_layers
+from headrace.models.decoder_config import make_rope, read_moe
 from headrace.models.deepseek_v4 import layout
-from headrace.models.reading import Fields, make_rope, read_moe, read_num_layers
 
 logger = logging.getLogger(__name__)
 

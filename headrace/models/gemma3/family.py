@@ -6,20 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.layers.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, VocabularySpec, decoder_cache_specs
-from headrace.models.family import Family
-from headrace.models.gguf_config import read_shared
-from headrace.models.reading import (
-    ACTIVATIONS,
-    Fields,
-    check_layer_types,
+from headrace.layers.names import SPLIT_NAMES, CheckpointNames, GgufNaming
+from headrace.layers.spec import DecoderSpec, LayerSpec, NormSpec
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import (
     make_rope,
     read_attention,
     read_decoder,
-    read_num_layers,
+    read_mlp,
     read_rope_parameters,
+    read_sliding,
+    read_vocabulary,
     read_window,
 )
+from headrace.models.family import Family
+from headrace.models.gguf_config import read_gguf_config
 
 DEFAULTS = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -45,17 +46,13 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
             "config.json: use_bidirectional_attention must be false; this family serves causal models",
             param="use_bidirectional_attention"
         )
-    hidden_size, eps = fields.integer("hidden_size"), fields.number("rms_norm_eps", 1e-6)
     return read_decoder(
         fields, _read_layers(fields),
         attention=read_attention(fields, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, qk_norm="head"),
-        mlp=MlpSpec(
-            fields.integer("intermediate_size"), fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
-        ),
-        norm=NormSpec(eps, offset=1.0, before=True, after=True),
-        vocabulary=VocabularySpec(
-            fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", True),
-            embedding_scale=hidden_size**0.5,
+        mlp=read_mlp(fields, activation="hidden_activation", default="gelu_pytorch_tanh"),
+        norm=NormSpec(fields.number("rms_norm_eps", 1e-6), offset=1.0, after=True),
+        vocabulary=read_vocabulary(
+            fields, tied=True, embedding_scale=fields.integer("hidden_size") ** 0.5,
             softcap=fields.number("final_logit_softcapping", 0.0),
         ),
     )
@@ -72,29 +69,23 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    num_layers, pattern = read_num_layers(fields), fields.integer("sliding_window_pattern", 6)
-    types = (
-        fields.config.get("layer_types")
-        or ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
-    )
-    check_layer_types(types, num_layers)
+    pattern = fields.integer("sliding_window_pattern", 6)
     # ``rope_scaling`` is for the full layers alone.
     full = {"rope_theta": fields.config.get("rope_theta"), **read_rope_parameters(fields, "full_attention")}
     local = {
         "rope_theta": fields.config.get("rope_local_base_freq"),
         **Fields(fields.section("rope_parameters")).section("sliding_attention")
     }
-    kinds = {
-        "full_attention": LayerSpec(0, make_rope(fields, full, theta=1e6)),
-        "sliding_attention": LayerSpec(read_window(fields), make_rope(fields, local, theta=1e4)),
-    }
-    return tuple(kinds[kind] for kind in types)
+    full_layer = LayerSpec(0, make_rope(fields, full, theta=1e6))
+    sliding_layer = LayerSpec(read_window(fields), make_rope(fields, local, theta=1e4))
+    are_sliding = read_sliding(fields, lambda i: (i + 1) % pattern != 0)
+    return tuple(sliding_layer if is_sliding else full_layer for is_sliding in are_sliding)
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """The head is always tied. The scalar whose root divides the logits is ``head_dim``, but in the 27B model
     ``hidden_size`` divided by the number of heads."""
-    config = read_shared(metadata, "Gemma3ForCausalLM", keys=GGUF_KEYS)
+    config = read_gguf_config(metadata, "Gemma3ForCausalLM", keys=GGUF_KEYS)
     config["tie_word_embeddings"] = True
     is_27b = config["num_hidden_layers"] == 62
     config["query_pre_attn_scalar"] = (
@@ -112,10 +103,19 @@ FAMILY = Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", MULTIMODAL),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.gemma3.model:Gemma3Model",
+    names=CheckpointNames(
+        {
+            **SPLIT_NAMES,
+            "model.layers.{i}.post_attention_layernorm": "layers.{i}.attention_post_norm",
+            "model.layers.{i}.pre_feedforward_layernorm": "layers.{i}.mlp_norm",
+            "model.layers.{i}.post_feedforward_layernorm": "layers.{i}.mlp_post_norm",
+        },
+        # multimodal files, newer and older
+        renames={"model.language_model.": "model.", "language_model.": ""},
+        ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ),
     gguf_architectures=("gemma3",),
     gguf_config=gguf_config,
-    gguf_weights="headrace.models.weights.gguf_naming:unit_norm_offset_naming",
+    gguf_naming=GgufNaming(norm_offset=1.0),
     tool_parser="gemma",
 )

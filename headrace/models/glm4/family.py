@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from headrace.layers.spec import DecoderSpec, NormSpec, decoder_cache_specs
+from headrace.layers.names import SPLIT_NAMES, CheckpointNames, GgufNaming, with_stacked_mlp
+from headrace.layers.spec import DecoderSpec, NormSpec
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import read_attention, read_decoder, read_layers, read_rope
 from headrace.models.family import Family
-from headrace.models.gguf_config import read_shared
-from headrace.models.reading import Fields, read_attention, read_decoder, read_layers, read_rope
+from headrace.models.gguf_config import read_gguf_config
 
 DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": True}
 
@@ -22,17 +25,20 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     )
 
 
-def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    return read_shared(metadata, "Glm4ForCausalLM")
-
-
 FAMILY = Family(
     name="glm4",
     architectures=("Glm4ForCausalLM", "GlmForCausalLM"),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.glm4.model:Glm4Model",
+    names=CheckpointNames({
+        **with_stacked_mlp(SPLIT_NAMES),
+        "model.layers.{i}.post_self_attn_layernorm": "layers.{i}.attention_post_norm",
+        "model.layers.{i}.post_mlp_layernorm": "layers.{i}.mlp_post_norm",
+    }),
     gguf_architectures=("glm4",),
-    gguf_config=gguf_config,
-    gguf_weights="headrace.models.glm4.gguf_naming:name_norms",
+    gguf_config=partial(read_gguf_config, architecture="Glm4ForCausalLM"),
+    # the norm before the MLP is called after attention, and the two post-norms by what they follow
+    gguf_naming=GgufNaming({
+        "post_attention_norm": "post_self_attn_layernorm", "ffn_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    }),
 )

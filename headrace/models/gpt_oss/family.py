@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.layers.spec import DecoderSpec, LayerSpec, SwigluClamp, decoder_cache_specs
-from headrace.models.family import Family
-from headrace.models.gguf_config import EXPERT_KEYS, read_shared
-from headrace.models.reading import (
-    Fields,
-    check_layer_types,
+from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames, GgufNaming
+from headrace.layers.spec import DecoderSpec, LayerSpec, SwigluClamp
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import (
     read_attention,
     read_decoder,
     read_moe,
-    read_num_layers,
     read_rope,
+    read_sliding,
     read_window,
 )
+from headrace.models.family import Family
+from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -43,18 +43,15 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 
 def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    num_layers, rope = read_num_layers(fields), read_rope(fields, theta=150000.0)
-    types = (
-        fields.config.get("layer_types")
-        or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    rope, window = read_rope(fields, theta=150000.0), read_window(fields)
+    return tuple(
+        LayerSpec(window if is_sliding else 0, rope) for is_sliding in read_sliding(fields, lambda i: i % 2 == 0)
     )
-    check_layer_types(types, num_layers)
-    return tuple(LayerSpec(read_window(fields) if kind == "sliding_attention" else 0, rope) for kind in types)
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """Which layers have the window, and the clamp, are not in the file: they are as in the published models."""
-    config = read_shared(
+    config = read_gguf_config(
         metadata, "GptOssForCausalLM", keys={**EXPERT_KEYS, "expert_feed_forward_length": "intermediate_size"}
     )
     if config.get("rope_scaling"):
@@ -66,11 +63,19 @@ FAMILY = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.gpt_oss.model:GptOssModel",
+    names=CheckpointNames(
+        {
+            **SPLIT_NAMES,
+            **EXPERT_NAMES,
+            "model.layers.{i}.mlp.router": ROUTER,
+            "model.layers.{i}.self_attn.sinks": "layers.{i}.attention.sinks",
+        },
+        renames={".self_attn.sinks.weight": ".self_attn.sinks"},  # as GGUF files have it
+        stacked_experts="alternating",
+    ),
     gguf_architectures=("gpt-oss",),
     gguf_config=gguf_config,
-    gguf_weights="headrace.models.gpt_oss.gguf_naming:name_router",
+    gguf_naming=GgufNaming(parts={"ffn_gate_inp": "mlp.router"}),
     tool_parser="gpt_oss",
     reasoning_parser="gpt_oss",
 )

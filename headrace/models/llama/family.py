@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.layers.spec import DecoderSpec, decoder_cache_specs
+from headrace.layers.names import GgufNaming
+from headrace.layers.spec import DecoderSpec
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import read_decoder, read_layers, read_rope, read_window
 from headrace.models.family import Family
-from headrace.models.gguf_config import EXPERT_KEYS, read_shared
-from headrace.models.reading import Fields, read_decoder, read_layers, read_rope, read_window
+from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """Every layer alike; Mistral has a window, 4096 tokens unless its config says otherwise."""
+    """Mistral has a window, 4096 tokens unless its config says otherwise."""
     fields = Fields(config)
     window = read_window(fields, 4096) if config["architectures"][0].startswith("Mistral") else 0
     return read_decoder(fields, read_layers(fields, read_rope(fields), window=window))
@@ -20,8 +22,8 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """Mistral files call themselves llama too, and have no window by then; so do Mixtral's, which have experts."""
     if metadata.get("llama.expert_count"):
-        return read_shared(metadata, "MixtralForCausalLM", keys=EXPERT_KEYS)
-    return read_shared(metadata, "LlamaForCausalLM")
+        return read_gguf_config(metadata, "MixtralForCausalLM", keys=EXPERT_KEYS)
+    return read_gguf_config(metadata, "LlamaForCausalLM")
 
 
 FAMILY = Family(
@@ -30,9 +32,7 @@ FAMILY = Family(
         kind + use for kind in ("Llama", "Mistral") for use in ("ForCausalLM", "Model", "ForSequenceClassification")
     ),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.llama.model:LlamaModel",
     gguf_architectures=("llama",),
     gguf_config=gguf_config,
-    gguf_weights="headrace.models.weights.gguf_naming:interleaved_rotary_naming",
+    gguf_naming=GgufNaming(is_rotary_interleaved=True),
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.layers.spec import DecoderSpec, decoder_cache_specs
+from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
+from headrace.layers.spec import DecoderSpec
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import read_decoder, read_layers, read_moe, read_rope, read_window
 from headrace.models.family import Family
-from headrace.models.reading import Fields, read_decoder, read_layers, read_moe, read_rope, read_window
 
 DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 
@@ -25,7 +27,10 @@ FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.mixtral.model:MixtralModel",
+    names=CheckpointNames(
+        {**SPLIT_NAMES, **EXPERT_NAMES, "model.layers.{i}.mlp.gate": ROUTER},
+        # the first files have other words for the experts
+        renames={".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."},
+    ),
     tool_parser="mistral",
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.layers.spec import DecoderSpec, decoder_cache_specs
+from headrace.layers.names import SPLIT_NAMES, CheckpointNames, with_stacked_mlp, with_stacked_qkv
+from headrace.layers.spec import DecoderSpec
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import read_attention, read_decoder, read_layers, read_rope, read_window
 from headrace.models.family import Family
-from headrace.models.gguf_config import read_shared
-from headrace.models.reading import Fields, read_attention, read_decoder, read_layers, read_rope, read_window
+from headrace.models.gguf_config import read_gguf_config
 
 DEFAULTS = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
@@ -30,7 +32,7 @@ def _name_longrope(config: dict[str, Any]) -> dict[str, Any]:
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """The factors of LongRoPE are tensors in the file, found in the metadata under their names."""
-    config = read_shared(metadata, "Phi3ForCausalLM")
+    config = read_gguf_config(metadata, "Phi3ForCausalLM")
     if "rope_factors_long.weight" in metadata:
         config["original_max_position_embeddings"] = metadata["phi3.rope.scaling.original_context_length"]
         config["rope_scaling"] = {
@@ -47,8 +49,7 @@ FAMILY = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.phi3.model:Phi3Model",
+    names=CheckpointNames(with_stacked_qkv(with_stacked_mlp(SPLIT_NAMES))),
     gguf_architectures=("phi3",),
     gguf_config=gguf_config,
 )

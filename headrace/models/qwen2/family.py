@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from headrace.layers.spec import DecoderSpec, decoder_cache_specs
+from headrace.layers.spec import DecoderSpec
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import read_attention, read_decoder, read_rope, read_windowed_layers
 from headrace.models.family import Family
-from headrace.models.gguf_config import read_shared
-from headrace.models.reading import Fields, read_attention, read_decoder, read_rope, read_windowed_layers
+from headrace.models.gguf_config import read_gguf_config
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
@@ -17,17 +19,11 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     return read_decoder(fields, read_windowed_layers(fields, read_rope(fields)), attention=attention)
 
 
-def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    return read_shared(metadata, "Qwen2ForCausalLM")
-
-
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.qwen2.model:Qwen2Model",
     gguf_architectures=("qwen2",),
-    gguf_config=gguf_config,
+    gguf_config=partial(read_gguf_config, architecture="Qwen2ForCausalLM"),
     tool_parser="hermes",
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.layers.spec import DecoderSpec, LayerSpec, decoder_cache_specs
+from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
+from headrace.layers.spec import DecoderSpec, LayerSpec
+from headrace.models.config_fields import Fields
+from headrace.models.decoder_config import read_attention, read_decoder, read_layers, read_moe, read_rope, read_window
 from headrace.models.family import Family
-from headrace.models.gguf_config import EXPERT_KEYS, read_shared
-from headrace.models.reading import Fields, read_attention, read_decoder, read_layers, read_moe, read_rope, read_window
+from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 DEFAULTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
 
@@ -34,7 +36,7 @@ def _read_layers(fields: Fields, window: int) -> tuple[LayerSpec, ...]:
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """All layers have experts and weights are renormalised: the files do not say so, every such model is."""
-    config = read_shared(metadata, "Qwen3MoeForCausalLM", keys={**EXPERT_KEYS, "expert_count": "num_experts"})
+    config = read_gguf_config(metadata, "Qwen3MoeForCausalLM", keys={**EXPERT_KEYS, "expert_count": "num_experts"})
     return {"norm_topk_prob": True, "intermediate_size": config.get("moe_intermediate_size"), **config}
 
 
@@ -42,8 +44,7 @@ FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     read_config=read_config,
-    cache_specs=decoder_cache_specs,
-    model="headrace.models.qwen3_moe.model:Qwen3MoeModel",
+    names=CheckpointNames({**SPLIT_NAMES, **EXPERT_NAMES, "model.layers.{i}.mlp.gate": ROUTER}),
     gguf_architectures=("qwen3moe",),
     gguf_config=gguf_config,
     tool_parser="hermes",

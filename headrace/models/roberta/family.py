@@ -6,12 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.layers.encoder.spec import EncoderSpec, encoder_cache_specs
-from headrace.models.encoders import read_encoder
+from headrace.layers.names import ENCODER_NAMES, CheckpointNames
+from headrace.models.config_fields import Fields
+from headrace.models.encoder_config import read_encoder
 from headrace.models.family import Family
-from headrace.models.reading import Fields
 
-KINDS = ("Roberta", "XLMRoberta")
 USES = ("Model", "ForMaskedLM", "ForSequenceClassification")
+NAMES = {
+    **{theirs: ours for theirs, ours in ENCODER_NAMES.items() if not ours.startswith("scores.")},
+    "classifier.dense": "scores.dense",
+    "classifier.out_proj": "scores.output",
+}
 
 
 def read_config(config: dict[str, Any]) -> EncoderSpec:
@@ -24,9 +29,10 @@ def read_config(config: dict[str, Any]) -> EncoderSpec:
 
 FAMILY = Family(
     name="roberta",
-    architectures=tuple(kind + use for kind in KINDS for use in USES),
+    architectures=tuple(kind + use for kind in ("Roberta", "XLMRoberta") for use in USES),
     read_config=read_config,
     cache_specs=encoder_cache_specs,
-    model="headrace.models.roberta.model:RobertaModel",
+    names=CheckpointNames(NAMES, renames={"roberta.": ""}),
+    model="headrace.layers.encoder.encoder:Encoder",
     generates=False,
 )

@@ -1,19 +1,20 @@
 """Maps GGUF tensors to Hugging Face checkpoint tensors: names, row order, offsets. Torch-free.
 
-`GgufNaming` holds what differs between families; `Family.gguf_weights` names a function that returns one. GGUF names
-follow gguf's tensor table; what the converter does to values is undone, see each field.
+`Family.gguf_naming` holds what differs between families. GGUF names follow gguf's tensor table; what the converter does
+to values is undone, see `GgufNaming`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from headrace.base.errors import WeightError
+from headrace.layers.names import GgufNaming
 from headrace.models.weights.gguf_file import CONSTANT_TENSORS, GgufTensor
 
 GLOBAL_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -42,19 +43,6 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
 
 
 @dataclass(frozen=True)
-class GgufNaming:
-    """What is special to a family's GGUF files.
-
-    ``parts`` replaces entries of `BLOCK_PARTS`. ``is_rotary_interleaved``: the converter reordered the rows of each q
-    and k head from halves to pairs (``permute`` in its llama class); the order is restored. ``norm_offset``: the
-    converter added this to every norm weight; it is subtracted."""
-
-    parts: Mapping[str, str] = field(default_factory=dict)
-    is_rotary_interleaved: bool = False
-    norm_offset: float = 0.0
-
-
-@dataclass(frozen=True)
 class NamedTensor:
     """A GGUF tensor under its checkpoint name. ``row_order`` [rows]: the stored row of each row (None: as stored);
     ``offset`` is subtracted from every value."""
@@ -63,16 +51,6 @@ class NamedTensor:
     stored: GgufTensor
     row_order: np.ndarray | None = None
     offset: float = 0.0
-
-
-def interleaved_rotary_naming(spec: Any) -> GgufNaming:
-    """For families whose q and k rows the converter interleaves."""
-    return GgufNaming(is_rotary_interleaved=True)
-
-
-def unit_norm_offset_naming(spec: Any) -> GgufNaming:
-    """For families that multiply by ``1 + weight`` in their norms: the file holds ``1 + weight``."""
-    return GgufNaming(norm_offset=1.0)
 
 
 def name_tensors(tensors: Iterable[GgufTensor], metadata: Mapping[str, Any], naming: GgufNaming) -> list[NamedTensor]:

@@ -1,108 +1,49 @@
-"""What families share in reading: checked access to a config.json dict, and a `DecoderSpec` from its usual fields.
+"""A `DecoderSpec` from the usual fields of config.json, in pieces that families combine. Torch-free.
 
-Refuses: what is special to one family. Torch-free.
+Refuses: what is special to one family.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
-from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.errors import ConfigError
 from headrace.layers.spec import (
+    Activation,
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
     MlpSpec,
     MoeSpec,
     NormSpec,
+    RopeKind,
     RopeScaling,
     RopeSpec,
     RoutingSpec,
     SwigluClamp,
     VocabularySpec,
 )
+from headrace.models.config_fields import (
+    BARE,
+    CLASSIFIERS,
+    Fields,
+    architecture_of,
+    read_num_classes,
+    read_num_layers,
+)
 
-ACTIVATIONS = {
+GATED_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_tanh": "gelu_tanh"
 }
-ROPE_KINDS = {
+ACTIVATIONS: dict[str, Activation] = {
+    **GATED_ACTIVATIONS, "gelu": "gelu", "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2"
+}
+ROPE_KINDS: dict[str, RopeKind] = {
     "default": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn",
     "longrope": "longrope", "su": "longrope"
 }
-
-LARGEST, MOST_LAYERS = 2**31 - 1, 4096
-"""Of what a file may say, before anything is made of it."""
-
-CLASSIFIERS, BARE = ("ForSequenceClassification",), "Model"
-"""Endings of architectures with a classifier instead of the vocabulary's head, and of those with neither."""
-
-
-@contextlib.contextmanager
-def naming(place: str) -> Iterator[None]:
-    """What a value of a wrong kind raises somewhere inside becomes a `ConfigError` that names the file."""
-    try:
-        yield
-    except HeadraceError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{place} holds a value that its model family cannot read: {type(error).__name__}: {error}"
-        ) from error
-
-
-class Fields:
-    """A config.json dict whose values are checked as they are read; null counts as absent."""
-
-    def __init__(self, config: dict[str, Any]):
-        self.config = config
-
-    def __contains__(self, name: str) -> bool:
-        return self.config.get(name) is not None
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0 (or the default, unchecked)."""
-        return self._read(name, default, (int,), "a whole number above 0", lambda value: 0 < value <= LARGEST)
-
-    def count(self, name: str, default: int) -> int:
-        """A whole number, 0 or more."""
-        return self._read(name, default, (int,), "a whole number, 0 or more", lambda value: 0 <= value <= LARGEST)
-
-    def positive(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0 (or the default, unchecked)."""
-        return float(self._read(name, default, (int, float), "a number above 0", lambda value: 0 < value < math.inf))
-
-    def section(self, name: str) -> dict[str, Any]:
-        """An object; empty when there is none."""
-        return self._read(name, {}, (dict,), "an object", lambda value: True)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number (or the default, unchecked)."""
-        return float(self._read(name, default, (int, float), "a number", math.isfinite))
-
-    def flag(self, name: str, default: bool) -> bool:
-        return self._read(name, default, (bool,), "true or false", lambda value: True)
-
-    def choice(self, name: str, choices: dict[str, str], default: str) -> str:
-        """The value that stands for the named one in ``choices``."""
-        value = self.config.get(name) or default
-        if value not in choices:
-            raise ConfigError(
-                f"config.json: {name} is {value!r}; this model family serves {', '.join(choices)}", param=name
-            )
-        return choices[value]
-
-    def _read(self, name: str, default: Any, types: tuple[type, ...], wanted: str, is_right: Any) -> Any:
-        value = self.config.get(name)
-        if value is None:
-            if default is None:
-                raise ConfigError(f"config.json has no {name}; it must be {wanted}", param=name)
-            return default
-        if not isinstance(value, types) or (bool not in types and isinstance(value, bool)) or not is_right(value):
-            raise ConfigError(f"config.json: {name} must be {wanted}, got {value!r}", param=name)
-        return value
 
 
 def read_head_dim(fields: Fields) -> int:
@@ -128,38 +69,38 @@ def read_attention(fields: Fields, **special: Any) -> AttentionSpec:
     return AttentionSpec(**{**usual, **special})
 
 
-def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...], **special: Any) -> DecoderSpec:
-    """The usual decoder: pre-norms, gated SiLU MLP, untied head unless said otherwise; ``special`` replaces
-    sections."""
-    usual = {
-        "attention": read_attention(fields) if "attention" not in special else None,
-        "vocabulary": VocabularySpec(fields.integer("vocab_size"), tied=fields.flag("tie_word_embeddings", False)),
-        "mlp": MlpSpec(
-            fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"),
-            fields.flag("mlp_bias", False)
-        ),
-        "norm": NormSpec(fields.number("rms_norm_eps", 1e-6)),
+def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...] = (), **special: Any) -> DecoderSpec:
+    """The usual decoder: all layers alike, RMS norms before the branches, a gated SiLU MLP, an untied head unless the
+    config says otherwise. ``layers`` and ``special`` replace fields of the result."""
+    layers = layers or read_layers(fields, read_rope(fields))
+    usual: dict[str, Callable[[], Any]] = {
+        "attention": lambda: read_attention(fields),
+        "vocabulary": lambda: read_vocabulary(fields),
+        "mlp": lambda: read_mlp(fields, bias=fields.flag("mlp_bias", False)),
+        "norm": lambda: NormSpec(fields.number("rms_norm_eps", 1e-6)),
     }
+    sections = {name: read() for name, read in usual.items() if name not in special}
     return DecoderSpec(
         hidden_size=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers,
-        num_classes=_read_head(fields.config), **{**usual, **special},
+        num_classes=_read_head(fields.config), **sections, **special,
     )
 
 
-def read_num_classes(config: dict[str, Any]) -> int:
-    """Classes of a classifier: those that have names, ``num_labels``, or 2; 0 for another architecture."""
-    if not _architecture(config).endswith(CLASSIFIERS):
-        return 0
-    return len(config.get("id2label") or ()) or Fields(config).integer("num_labels", 2)
+def read_vocabulary(fields: Fields, *, tied: bool = False, **special: Any) -> VocabularySpec:
+    """``tied`` where the config does not say; ``special`` sets other fields of the result."""
+    return VocabularySpec(fields.integer("vocab_size"), fields.flag("tie_word_embeddings", tied), **special)
+
+
+def read_mlp(fields: Fields, *, activation: str = "hidden_act", default: str = "silu", **special: Any) -> MlpSpec:
+    """Gated unless ``special``, which sets other fields of the result, says otherwise. ``activation`` names the config
+    field, ``default`` what it is where left out."""
+    known = GATED_ACTIVATIONS if special.get("gated", True) else ACTIVATIONS
+    return MlpSpec(fields.integer("intermediate_size"), fields.choice(activation, known, default), **special)
 
 
 def _read_head(config: dict[str, Any]) -> int | None:
-    architecture = _architecture(config)
+    architecture = architecture_of(config)
     return read_num_classes(config) if architecture.endswith((*CLASSIFIERS, BARE)) else None
-
-
-def _architecture(config: dict[str, Any]) -> str:
-    return (config.get("architectures") or [""])[0]
 
 
 def read_moe(
@@ -181,7 +122,8 @@ def read_moe(
             f"groups of {count} experts",
             param="n_group"
         )
-    expert = MlpSpec(fields.integer(intermediate_size), fields.choice("hidden_act", ACTIVATIONS, "silu"), bias, clamp)
+    activation = fields.choice("hidden_act", GATED_ACTIVATIONS, "silu")
+    expert = MlpSpec(fields.integer(intermediate_size), activation, bias, clamp)
     return MoeSpec(RoutingSpec(count, top_k, bias=bias, **routing), expert, shared)
 
 
@@ -198,40 +140,21 @@ def read_layers(fields: Fields, rope: RopeSpec | None, *, window: int = 0) -> tu
     return (LayerSpec(window, rope),) * read_num_layers(fields)
 
 
-def read_num_layers(fields: Fields) -> int:
-    """``num_hidden_layers``."""
-    count = fields.integer("num_hidden_layers")
-    if count > MOST_LAYERS:
-        raise ConfigError(
-            f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {count}", param="num_hidden_layers"
-        )
-    return count
-
-
 def read_windowed_layers(fields: Fields, rope: RopeSpec | None) -> tuple[LayerSpec, ...]:
-    """If ``use_sliding_window``, ``layer_types`` says which layers have ``sliding_window``; before that field existed,
-    those from ``max_window_layers`` on."""
-    num_layers = read_num_layers(fields)
+    """Only with ``use_sliding_window`` have layers a window: before ``layer_types`` existed, those from
+    ``max_window_layers`` on."""
     if not fields.flag("use_sliding_window", False):
         return read_layers(fields, rope)
     first, window = fields.count("max_window_layers", 28), read_window(fields, 4096)
-    types = (
-        fields.config.get("layer_types")
-        or ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    )
-    check_layer_types(types, num_layers)
-    return tuple(LayerSpec(window if kind == "sliding_attention" else 0, rope) for kind in types)
+    are_sliding = read_sliding(fields, lambda i: i >= first)
+    return tuple(LayerSpec(window if is_sliding else 0, rope) for is_sliding in are_sliding)
 
 
-def read_window(fields: Fields, default: int = 0) -> int:
-    """``sliding_window`` in tokens (null: none; left out: ``default``); 0 when it is as long as the longest context
-    too."""
-    window = fields.count("sliding_window", 0 if "sliding_window" in fields.config else default)
-    return 0 if window >= fields.integer("max_position_embeddings", 2048) else window
-
-
-def check_layer_types(types: list[str], num_layers: int) -> None:
-    """One known kind per layer."""
+def read_sliding(fields: Fields, default: Callable[[int], bool]) -> list[bool]:
+    """Whether each layer has the sliding window: as ``layer_types`` says, or by its number."""
+    num_layers, types = read_num_layers(fields), fields.config.get("layer_types")
+    if not types:
+        return [default(i) for i in range(num_layers)]
     if (
         not isinstance(types, list) or len(types) != num_layers
         or not set(types) <= {"full_attention", "sliding_attention"}
@@ -241,6 +164,14 @@ def check_layer_types(types: list[str], num_layers: int) -> None:
             f"{types!r:.200}",
             param="layer_types",
         )
+    return [kind == "sliding_attention" for kind in types]
+
+
+def read_window(fields: Fields, default: int = 0) -> int:
+    """``sliding_window`` in tokens (null: none; left out: ``default``); 0 when it is as long as the longest context
+    too."""
+    window = fields.count("sliding_window", 0 if "sliding_window" in fields.config else default)
+    return 0 if window >= fields.integer("max_position_embeddings", 2048) else window
 
 
 def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float = 1.0, interleaved: bool = False) -> RopeSpec:

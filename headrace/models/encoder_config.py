@@ -1,22 +1,16 @@
-"""What encoder families share in reading: an `EncoderSpec` from the usual fields of config.json. Torch-free."""
+"""An `EncoderSpec` from the usual fields of config.json. Torch-free."""
 
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
 from headrace.layers.encoder.spec import EncoderSpec, EncoderTables
-from headrace.layers.spec import MlpSpec
-from headrace.models.reading import Fields, read_num_classes, read_num_layers
-
-ACTIVATIONS = {
-    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
-    "silu": "silu", "swish": "silu"
-}
-POSITIONS = {"absolute": "absolute"}
+from headrace.models.config_fields import Fields, read_num_classes, read_num_layers
+from headrace.models.decoder_config import read_mlp
 
 
 def read_encoder(fields: Fields, *, first_position: int, norm_eps: float) -> EncoderSpec:
     """The encoder a config describes; raises `ConfigError` for relative positions and for one made into a decoder."""
-    fields.choice("position_embedding_type", POSITIONS, "absolute")
+    fields.choice("position_embedding_type", {"absolute": "absolute"}, "absolute")
     if fields.flag("is_decoder", False):
         raise ConfigError("config.json: is_decoder must be false; this family serves encoders", param="is_decoder")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -31,10 +25,7 @@ def read_encoder(fields: Fields, *, first_position: int, norm_eps: float) -> Enc
     )
     return EncoderSpec(
         hidden_size=hidden_size, num_heads=num_heads, num_layers=read_num_layers(fields),
-        mlp=MlpSpec(
-            fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "gelu"), bias=True,
-            gated=False,
-        ),
+        mlp=read_mlp(fields, default="gelu", bias=True, gated=False),
         norm_eps=fields.number("layer_norm_eps", norm_eps),
         tables=tables,
         num_classes=read_num_classes(fields.config),

@@ -1,0 +1,139 @@
+"""How checkpoints name a model's tensors: `CheckpointNames`, and the tables that families share. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
+
+SPLIT_NAMES = {
+    "model.embed_tokens": "embedding",
+    "model.norm": "norm",
+    "lm_head": "head",
+    "model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q",
+    "model.layers.{i}.self_attn.k_proj": "layers.{i}.attention.qkv#k",
+    "model.layers.{i}.self_attn.v_proj": "layers.{i}.attention.qkv#v",
+    "model.layers.{i}.self_attn.o_proj": "layers.{i}.attention.output",
+    "model.layers.{i}.self_attn.q_norm": "layers.{i}.attention.q_norm",
+    "model.layers.{i}.self_attn.k_norm": "layers.{i}.attention.k_norm",
+    "model.layers.{i}.mlp.gate_proj": "layers.{i}.mlp.gate_up#gate",
+    "model.layers.{i}.mlp.up_proj": "layers.{i}.mlp.gate_up#up",
+    "model.layers.{i}.mlp.down_proj": "layers.{i}.mlp.down",
+    "model.layers.{i}.input_layernorm": "layers.{i}.attention_norm",
+    "model.layers.{i}.post_attention_layernorm": "layers.{i}.mlp_norm",
+}
+"""Most decoders: q, k, v and gate, up are separate tensors; norms stand before the branches."""
+
+SCORE_NAMES = {"score": "scores"}
+"""The head of a decoder that classifies."""
+
+EXPERT_NAMES = {
+    "model.layers.{i}.mlp.experts.{x}.gate_proj": "layers.{i}.mlp.experts.gate_up#{x}/gate",
+    "model.layers.{i}.mlp.experts.{x}.up_proj": "layers.{i}.mlp.experts.gate_up#{x}/up",
+    "model.layers.{i}.mlp.experts.{x}.down_proj": "layers.{i}.mlp.experts.down#{x}/down",
+}
+"""To be added to a table: a tensor per expert and matrix. Stacked experts are taken apart before the table is used."""
+
+ROUTER = "layers.{i}.mlp.router.logits"
+"""Our name of the router; checkpoints have several."""
+
+ENCODER_NAMES = {
+    "embeddings.word_embeddings.weight": "embedding.words",
+    "embeddings.position_embeddings.weight": "embedding.positions",
+    "embeddings.token_type_embeddings.weight": "embedding.kinds",
+    "embeddings.LayerNorm": "embedding.norm",
+    "encoder.layer.{i}.attention.self.query": "layers.{i}.qkv#q",
+    "encoder.layer.{i}.attention.self.key": "layers.{i}.qkv#k",
+    "encoder.layer.{i}.attention.self.value": "layers.{i}.qkv#v",
+    "encoder.layer.{i}.attention.output.dense": "layers.{i}.output",
+    "encoder.layer.{i}.attention.output.LayerNorm": "layers.{i}.attention_norm",
+    "encoder.layer.{i}.intermediate.dense": "layers.{i}.mlp.up",
+    "encoder.layer.{i}.output.dense": "layers.{i}.mlp.down",
+    "encoder.layer.{i}.output.LayerNorm": "layers.{i}.mlp_norm",
+    "pooler.dense": "scores.dense",
+    "classifier": "scores.output",
+}
+"""The BERT line; a classifier's dense layer belongs to the encoder (``pooler``), as in BERT."""
+
+BARE_PREFIXES = ("model.", "lm_head.")
+TRAINING_HEADS = ("cls.", "lm_head.", "pooler.")
+"""Prefixes of an encoder checkpoint's heads for training."""
+
+OLD_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """``modules`` maps checkpoint module names to own ones, see `headrace.layers.loading`. Before that, each text in
+    ``renames`` is replaced in tensor names, in order; tensors whose names begin with one of ``ignored`` are left out.
+
+    ``stacked_experts``: how one tensor of all experts holds gate and up: ``gate_first`` is [X, 2F, D] with the gate's
+    rows before those of up, ``alternating`` is [X, D, 2F] with their columns by turns. ``has_draft_layers``: layers
+    numbered after the last one draft tokens, and are left out.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=lambda: SPLIT_NAMES)
+    renames: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    stacked_experts: Literal["gate_first", "alternating"] = "gate_first"
+    has_draft_layers: bool = False
+
+    def leave_out(self, tensors: Iterable[tuple[str, T]], num_layers: int) -> Iterator[tuple[str, T]]:
+        """The tensors that the model has a use for, under their own names."""
+        for name, tensor in tensors:
+            layer = _LAYER.match(name) if self.has_draft_layers else None
+            if not name.startswith(self.ignored or ("\0",)) and (layer is None or int(layer[1]) < num_layers):
+                yield name, tensor
+
+    def rename(self, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """The tensors under the names that ``modules`` has."""
+        for name, tensor in tensors:
+            for theirs, ours in self.renames.items():
+                name = name.replace(theirs, ours)
+            yield name, tensor
+
+
+@dataclass(frozen=True)
+class GgufNaming:
+    """What is special to a family's GGUF files.
+
+    ``parts`` replaces entries of the table that decoders share (`headrace.models.weights.gguf_naming`).
+    ``is_rotary_interleaved``: the converter reordered the rows of each q and k head from halves to pairs (``permute``
+    in its llama class); the order is restored. ``norm_offset``: the converter added this to every norm weight; it is
+    subtracted."""
+
+    parts: Mapping[str, str] = field(default_factory=dict)
+    is_rotary_interleaved: bool = False
+    norm_offset: float = 0.0
+
+
+def add_prefix(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """The tensors of a checkpoint that holds the bare decoder, under the names they have beside a head."""
+    for name, tensor in tensors:
+        yield name if name.startswith(BARE_PREFIXES) else f"model.{name}", tensor
+
+
+def drop_training_heads(tensors: Iterable[tuple[str, T]], *, wanted: Container[str]) -> Iterator[tuple[str, T]]:
+    """An encoder's tensors without heads that are not ``wanted``; names of norms in old files are made new."""
+    for name, tensor in tensors:
+        for old, new in OLD_ENDINGS.items():
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
+        if name in wanted or not name.startswith(TRAINING_HEADS):
+            yield name, tensor
+
+
+def with_stacked_mlp(names: Mapping[str, str]) -> dict[str, str]:
+    """The table for a checkpoint that stores gate and up as one tensor, gate first."""
+    kept = {theirs: ours for theirs, ours in names.items() if "gate_up" not in ours}
+    return {**kept, "model.layers.{i}.mlp.gate_up_proj": "layers.{i}.mlp.gate_up"}
+
+
+def with_stacked_qkv(names: Mapping[str, str]) -> dict[str, str]:
+    """The table for a checkpoint that stores q, k and v as one tensor, in that order."""
+    kept = {theirs: ours for theirs, ours in names.items() if "attention.qkv" not in ours}
+    return {**kept, "model.layers.{i}.self_attn.qkv_proj": "layers.{i}.attention.qkv"}

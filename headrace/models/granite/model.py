@@ -1,7 +1,0 @@
-"""Granite's checkpoint names are the ones that most decoders share."""
-
-from headrace.layers.decoder.decoder import Decoder
-
-
-class GraniteModel(Decoder):
-    """The plain decoder with multipliers, which the spec asks for."""
