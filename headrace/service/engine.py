@@ -6,6 +6,8 @@ Refuses: sockets, processes, text. Overlap is only how many plans may be in flig
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,26 @@ MAX_EMPTY_STEPS = 1000
 
 
 ASLEEP_RETRY_AFTER_S = 5.0
+
+
+class StepTimes:
+    """Bounds the seconds that one step may take, by those seen. What a step costs grows at most in proportion to its
+    tokens, so each one seen bounds the largest one; contexts that grow show in the longest one seen."""
+
+    def __init__(self, max_step_tokens: int):
+        self._max_tokens = max_step_tokens
+        self._longest_s = 0.0
+        self._full_s = math.inf
+
+    @property
+    def bound_s(self) -> float:
+        """Infinite before the first step."""
+        return max(self._longest_s, self._full_s)
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        """A step of so many tokens took so long, from its launch to its result."""
+        self._longest_s = max(self._longest_s, seconds)
+        self._full_s = min(self._full_s, seconds * max(1.0, self._max_tokens / max(1, num_tokens)))
 
 
 class _FailedLaunch:
@@ -54,7 +76,9 @@ class Engine:
         self._hooks = Hooks() if hooks is None else hooks
         self._waiting_room = WaitingRoom(scheduler, create_coordinators(executor, self._hooks))
         self._depth = executor.config.scheduler.overlap_depth or 1
-        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
+        """Plans, their results to come, and when they were launched (`time.monotonic`)."""
+        self._times = StepTimes(executor.config.scheduler.max_step_tokens or 1)
         self._outputs: list[RequestOutput] = []
         self._num_empty = 0
         self._is_paused = False
@@ -64,6 +88,11 @@ class Engine:
     def is_held(self) -> bool:
         """Whether it is paused and nothing is in flight any more: `step` only ends requests then."""
         return self._is_paused and not self._in_flight and not self._outputs
+
+    @property
+    def step_bound_s(self) -> float:
+        """Seconds that a step may take, by what steps took; see `StepTimes`."""
+        return self._times.bound_s
 
     @property
     def has_work(self) -> bool:
@@ -149,20 +178,22 @@ class Engine:
     def _execute(self, plan: StepPlan) -> bool:
         """Launch a plan. One that fails to launch is in flight too, so that it fails in its turn."""
         self._hooks.dispatch("step_planned", plan)
+        began = time.monotonic()
         try:
             pending, is_launched = self.executor.execute(plan), True
         except Exception as error:  # whatever the device or a kernel raises stays inside its step
             pending, is_launched = _FailedLaunch(error), False
-        self._in_flight.append((plan, pending))
+        self._in_flight.append((plan, pending, began))
         return is_launched
 
     def _commit(self, outputs: list[RequestOutput]) -> None:
-        plan, pending = self._in_flight.popleft()
+        plan, pending, began = self._in_flight.popleft()
         try:
             result = pending.result()
         except Exception as error:  # as above; asynchronous failures surface here
-            self._fail([plan, *(p for p, _ in self._in_flight)], error, outputs)
+            self._fail([plan, *(p for p, _, _ in self._in_flight)], error, outputs)
         else:
+            self._times.note(time.monotonic() - began, sum(plan.lengths))
             outputs += self._scheduler.commit(plan, result)
 
     def _fail(self, plans: list[StepPlan], error: Exception, outputs: list[RequestOutput]) -> None:

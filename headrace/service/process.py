@@ -56,6 +56,8 @@ IDLE_PAUSE_MS = 5
 PAUSED_WAIT_MS = 20
 STATS_PERIOD_S = 0.25
 PARENT_POLL_S = 1.0
+START_UP_TOKENS = 16
+"""Prompt of the first request, the engine's own. A step of one token says too little about a large one."""
 
 Builder = Callable[[EngineConfig, Progress], Engine]
 
@@ -136,10 +138,12 @@ class EngineLoop:
 
 
 def produce_token(engine: Engine) -> None:
-    """Let the engine generate one token of its own (a model that reads: one result), the proof that it works; raises
-    what went wrong."""
-    pooling = PoolingSpec() if engine.executor.facts.pooling is not None else None
-    engine.submit(EngineRequest("start-up", [0], SamplingSpec(), StopSpec(max_tokens=1), pooling=pooling))
+    """Let the engine generate one token of its own (a pooling model: one result), the proof that it works and the first
+    measurement of a step; raises what went wrong."""
+    facts = engine.executor.facts
+    prompt = [0] * max(1, min(START_UP_TOKENS, facts.max_model_len - 1))
+    pooling = PoolingSpec() if facts.pooling is not None else None
+    engine.submit(EngineRequest("start-up", prompt, SamplingSpec(), StopSpec(max_tokens=1), pooling=pooling))
     finish = None
     while engine.has_work:
         for output in engine.step():

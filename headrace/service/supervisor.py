@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Protocol
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
+from headrace.base.upkeep import UPKEEP_CALLS
 from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER, SpawnedEngine, spawn_engine
 from headrace.service.transport import ClientChannel
 
@@ -33,7 +35,61 @@ LAST_WORDS_S = 1.0
 
 STALL_TIMEOUT_S = 300.0
 STALL_TICKS = 4
-"""The engine is asked for a sign of life this often within the time it may be silent."""
+"""The engine is asked for a sign of life this often within the shortest time that it may be silent."""
+STALL_FACTOR = 10.0
+"""An engine may be silent this many times as long as a step may take by its own measurements: contexts grow, and other
+programs take the cores."""
+LEAST_STALL_S = 20.0
+LEAST_COMPILING_STALL_S = 60.0
+"""But never less than this; the second where kernels may be compiled within a step, that is not on a CPU."""
+
+
+class SilenceWatch:
+    """Decides when a loaded engine has been silent for too long: `STALL_FACTOR` times its longest possible step, within
+    bounds; at most ``most_s``, as long as it has not measured any step, and while it works on an admin call. Has no
+    clock but the ticks of its owner, so that a pause of this process is not taken for one of the engine."""
+
+    def __init__(self, most_s: float):
+        self._most_s = most_s
+        self._least_s = LEAST_COMPILING_STALL_S
+        self._step_s = math.inf
+        self._calls: set[int] = set()
+        self._is_loaded = self._is_heard = False
+        self._silent_s = 0.0
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the engine has said that it is ready; loading may take any time."""
+        return self._is_loaded
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that the engine may be silent now."""
+        limit = math.inf if self._calls else max(self._least_s, STALL_FACTOR * self._step_s)
+        return min(self._most_s, limit)
+
+    def note_sent(self, message: ToEngine) -> None:
+        """A message to the engine. Admin calls move memory or read weights, which no step bounds."""
+        if isinstance(message, Call) and message.method in UPKEEP_CALLS:
+            self._calls.add(message.call_id)
+
+    def note_heard(self, message: FromEngine) -> None:
+        """A message of the engine, whatever it says a sign of life."""
+        self._is_heard, self._silent_s = True, 0.0
+        if isinstance(message, Ready):
+            self._is_loaded = True
+            self._least_s = LEAST_STALL_S if message.facts.device == "cpu" else LEAST_COMPILING_STALL_S
+        elif isinstance(message, Reply):
+            self._calls.discard(message.call_id)
+            if message.call_id == PING.call_id and isinstance(message.result, float):
+                self._step_s = message.result
+
+    def tick(self, seconds: float) -> bool:
+        """So much time has passed; whether the engine has been silent for too long."""
+        if self._is_loaded and not self._is_heard:
+            self._silent_s += seconds
+        self._is_heard = False
+        return self._silent_s >= self.limit_s
 
 
 class Listener(Protocol):
@@ -93,8 +149,9 @@ class EngineProcess:
 class Supervisor:
     """Starts an engine process and restarts it when it dies: at once the first time, then with growing pauses, at most
     ``max_restarts`` times in ten minutes. One that dies before it was ever ready is not restarted: its configuration
-    is wrong, and would be wrong again. One that is ready and then gives no sign of life for ``stall_timeout_s`` seconds
-    (0: it may be silent for ever) is killed. ``engine`` serves as the first, when one was spawned ahead."""
+    is wrong, and would be wrong again. One that is ready and then gives no sign of life for as long as `SilenceWatch`
+    allows (``stall_timeout_s`` at most; 0: for ever) is killed. ``engine`` serves as the first one, when it was spawned
+    ahead."""
 
     def __init__(
         self, config: EngineConfig, listener: Listener, *, max_restarts: int, stall_timeout_s: float = STALL_TIMEOUT_S,
@@ -111,8 +168,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._restarts: deque[float] = deque()
         self._was_ready = False
-        self._is_loaded = False
-        self._num_heard = 0
+        self._silence = SilenceWatch(stall_timeout_s)
         self._last_words: HeadraceError | None = None
 
     @property
@@ -135,6 +191,7 @@ class Supervisor:
         """Pass a message on; raises `EngineUnavailable` when there is no engine to take it."""
         if self._process is None:
             raise EngineUnavailable("the engine is not running", retry_after=1.0)
+        self._silence.note_sent(message)
         self._process.channel.send(message)
 
     async def close(self) -> None:
@@ -179,7 +236,7 @@ class Supervisor:
 
     async def _live(self) -> int:
         """One life of the process, from spawning to its last message; returns the exit code."""
-        self._last_words, self._is_loaded = None, False
+        self._last_words, self._silence = None, SilenceWatch(self._stall_timeout_s)
         spawned, self._spawned = self._spawned or spawn_engine(self._builder), None
         channel = await ClientChannel.open(spawned.line, self._take)
         self._process = process = EngineProcess(spawned, channel)
@@ -190,7 +247,7 @@ class Supervisor:
             if channel.failure.done():  # this life cannot be served any further
                 logger.error("messages of the engine cannot be taken; it is killed", exc_info=channel.failure.result())
             elif silence.done():
-                words = f"the engine gave no sign of life for {self._stall_timeout_s:g} s and was killed"
+                words = f"the engine gave no sign of life for {self._silence.limit_s:g} s and was killed"
                 self._last_words = EngineUnavailable(words, retry_after=5.0)
             code = process.exit_code.result() if process.exit_code.done() else await process.kill()
         finally:
@@ -202,27 +259,31 @@ class Supervisor:
         return code
 
     async def _await_silence(self, channel: ClientChannel) -> None:
-        """Return when a loaded engine has not been heard for as long as it may be silent. Counts its own ticks, so that
-        a pause of this process is not taken for one of the engine."""
+        """Return when a loaded engine has been silent for too long."""
         if not self._stall_timeout_s:
             await asyncio.Event().wait()  # for ever
-        num_heard, num_silent = 0, 0
-        while num_silent < STALL_TICKS:
-            await asyncio.sleep(self._stall_timeout_s / STALL_TICKS)
-            is_silent = self._is_loaded and num_heard == self._num_heard
-            num_heard, num_silent = self._num_heard, num_silent + 1 if is_silent else 0
-            if self._is_loaded:
-                with contextlib.suppress(EngineUnavailable):  # it is just ending; its exit is noticed elsewhere
-                    channel.send(PING)
+        tick_s = min(self._stall_timeout_s, LEAST_STALL_S) / STALL_TICKS
+        while True:
+            await asyncio.sleep(tick_s)
+            if self._silence.tick(tick_s):
+                return
+            if self._silence.is_loaded:
+                self._ping(channel)
+
+    def _ping(self, channel: ClientChannel) -> None:
+        with contextlib.suppress(EngineUnavailable):  # it is just ending; its exit is noticed elsewhere
+            channel.send(PING)
 
     def _take(self, message: FromEngine) -> None:
-        self._num_heard += 1
+        self._silence.note_heard(message)
         if isinstance(message, Reply) and message.call_id == PING.call_id:
             return
         if isinstance(message, Fatal):
             self._last_words = message.error.to_error()
         elif isinstance(message, Ready):
-            self._was_ready = self._is_loaded = True
+            self._was_ready = True
+            if self._process is not None:
+                self._ping(self._process.channel)  # before any request, so that a limit is known for the first one
         self._listener.on_message(message)
 
     def _plan_restart(self) -> float | None:

@@ -19,6 +19,7 @@ from fakes import PATIENCE_S, FakeExecutor, continuation
 from headrace.base.config import engine_config
 from headrace.base.errors import EngineUnavailable, ModelError, RequestError
 from headrace.base.sampling import SamplingParams
+from headrace.service import supervisor
 from headrace.service.client.client import EngineClient
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.stream import RequestStream
@@ -214,6 +215,20 @@ async def test_a_hung_engine_is_noticed_and_replaced(start_client: Callable):
     assert client.num_restarts == 1 and ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
 
 
+async def test_an_engine_of_short_steps_is_replaced_long_before_the_stall_timeout(
+    start_client: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(supervisor, "LEAST_STALL_S", 1.0)
+    client = await start_client(stall_timeout_s=PATIENCE_S)
+    running, hung = client.submit([3], greedy(4000)), client.submit([FakeExecutor.HANG], greedy())
+    for deltas in await asyncio.wait_for(asyncio.gather(read(running), read(hung)), PATIENCE_S / 2):
+        assert deltas[-1].error.kind == "engine_unavailable" and deltas[-1].error.retry_after
+        assert "no sign of life for" in deltas[-1].error.message
+    assert client.state == "restarting", "what /ready says"
+    await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
+    assert client.num_restarts == 1 and ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+
+
 async def test_long_steps_and_loading_are_not_taken_for_hanging(start_client: Callable):
     client = await start_client(builder="fakes:build_slowly", stall_timeout_s=3.0, seed=400)
     deltas = await read(client.submit([3], greedy(3)))
@@ -295,6 +310,7 @@ async def test_nothing_is_left_behind(start_client: Callable):
 PARENT = """
 import asyncio, sys
 from headrace.base.config import engine_config
+from headrace.service import supervisor
 from headrace.service.client.client import EngineClient
 
 async def main():

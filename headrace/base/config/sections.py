@@ -184,7 +184,8 @@ class ServerConfig(KeepingConfig):
     max_restarts: int = option(5, "restarts of a crashed engine within ten minutes before giving up", low=0)
     stall_timeout_s: float = option(
         300.0,
-        "seconds a loaded engine may give no sign of life before it is restarted; above its longest step; 0: for ever",
+        "seconds a loaded engine may give no sign of life at most before it is restarted; less where steps are short; "
+        "0: for ever",
         low=0.0
     )
     root_path: str = option("", "path prefix when behind a proxy")
