@@ -29,7 +29,8 @@ class PageTables:
 
     def flatten(self, appends: list[PageAppend]) -> tuple[np.ndarray, np.ndarray]:
         """Host arrays ``(flat index into the tensor, page)``, int64, of a plan's appends; checks their bounds."""
-        index, pages = [], []
+        index: list[int] = []
+        pages: list[int] = []
         for append in appends:
             stop = append.start + len(append.pages)
             assert 0 <= append.row < self.null_row and append.start >= 0 and stop <= self.num_entries, (

@@ -1,5 +1,5 @@
-"""How much memory is left, how many pages each cache group gets of it, and how long a context they can hold. What weights
-and activations take is measured by the executor."""
+"""How much memory is left, how many pages each cache group gets of it, and how long a context they can hold. What
+weights and activations take is measured by the executor."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ over all requests: each program works out its own from their lengths.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -15,13 +16,13 @@ import triton.language as tl
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 LOG2_E = 1.4426950408889634
-JOINED_VALUES = 16384
-"""How many partial values a program that joins splits holds in registers."""
+COMBINED_VALUES = 16384
+"""Partial values that a program combining splits holds in registers."""
 MASKED = tl.constexpr(-1.0e38)  # finite: a row whose first blocks are all masked must not turn into NaN
 
 
 def block_dim(dim: int) -> int:
-    """The width of a tile that holds a head: a tensor core multiplies no fewer than 16."""
+    """Tile width for a head: a power of two, at least 16 for the tensor cores."""
     return max(16, next_power_of_2(dim))
 
 
@@ -37,7 +38,7 @@ class Tile:
 
 
 def prefill_tile(width: int, element_size: int) -> Tile:
-    """Chosen for 227 KiB of shared memory: queries plus ``num_stages`` blocks of keys and values fit."""
+    """Sized for 227 KiB of shared memory: queries plus ``num_stages`` blocks of keys and values."""
     if element_size > 2:
         return Tile(64, 32, 4, 1) if width <= 128 else Tile(32, 16, 4, 1)
     if width <= 64:
@@ -54,44 +55,46 @@ def decode_tile(group: int, width: int, element_size: int) -> Tile:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """``programs`` a processor, each of so many ``stages``, for up to ``most_tiles`` requests and heads a processor."""
+class SplitRule:
+    """For up to ``most_tiles`` (request, kv head) pairs per SM: ``programs`` per SM, each with ``stages`` stages."""
 
     most_tiles: float
     programs: int
     stages: int
 
 
-DEALS = {128: (Deal(0.25, 1, 9), Deal(1, 2, 7), Deal(2, 4, 5)), 256: (Deal(1, 2, 7),)}
-"""By the width of a head's tile. The fewer programs, the more each must have under way; the more requests, the more
-programs it takes to deal a long one out. Measured on an H200; none was slower than one program for each request and
-head."""
-OTHER_DEALS = (Deal(1.5, 3, 5),)
+SPLIT_RULES = {128: (SplitRule(0.25, 1, 9), SplitRule(1, 2, 7), SplitRule(2, 4, 5)), 256: (SplitRule(1, 2, 7),)}
+"""By tile width of a head. Fewer programs need more loads in flight each; more requests need more programs to balance a
+long one. Measured on an H200; none was slower than one program per request and head."""
+OTHER_RULES = (SplitRule(1.5, 3, 5),)
 MOST_PROGRAMS = 4
 ROOMY_CAPABILITIES = (9, 10)
-"""Where a program may have 227 KiB of shared memory, so that tiles may be deeper than `decode_tile`."""
+"""Compute capabilities with 227 KiB of shared memory per block: pipelines may be deeper than `decode_tile`'s."""
 
 
 def plan_splits(
     num_requests: int, num_kv_heads: int, max_kv_len: int, *, head_dim: int, tile: Tile, processors: int,
     is_roomy: bool = True
 ) -> tuple[int, Tile]:
-    """How many programs of each kv head share all requests' keys, and their tile; one a request where there are many
-    requests. Depends on constants of a captured graph alone."""
-    for deal in DEALS.get(head_dim, OTHER_DEALS) if is_roomy else OTHER_DEALS:
-        if num_requests * num_kv_heads <= deal.most_tiles * processors:
-            split = replace(tile, keys=64, num_stages=deal.stages) if tile.num_stages > 1 and is_roomy else tile
-            slots = min(deal.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, split.keys))
+    """``(programs per kv head that share all requests' keys, their tile)``; with many requests one program each.
+    Depends only on constants of a captured graph."""
+    for rule in SPLIT_RULES.get(head_dim, OTHER_RULES) if is_roomy else OTHER_RULES:
+        if num_requests * num_kv_heads <= rule.most_tiles * processors:
+            split = replace(tile, keys=64, num_stages=rule.stages) if tile.num_stages > 1 and is_roomy else tile
+            slots = min(rule.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, split.keys))
             if slots > num_requests:
                 return slots, split
     return num_requests, tile
 
 
 @triton.jit
-def _load_block(pages_ptr, table_ptr, at, low, last, head, page_stride, PAGE: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-                BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
-    """Rows ``at + [0, BLOCK_N)`` of one kv head, [BLOCK_N, BLOCK_E]; when BOUNDED, zeros outside [low, last): what lies
-    there is anybody's, even NaN. A block inside one page takes one look-up, else every row takes its own."""
+def _load_block(
+    pages_ptr, table_ptr, at, low, last, head, page_stride, PAGE: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr,
+):
+    """Rows ``at + [0, BLOCK_N)`` of one kv head, [BLOCK_N, BLOCK_E]; when BOUNDED, zeros outside [low, last), where
+    pages may hold another request's data or NaN. A block inside one page needs one page-table load, else one per
+    row."""
     dim = tl.arange(0, BLOCK_E)
     if PAGE % BLOCK_N == 0:
         page = tl.load(table_ptr + at // PAGE).to(tl.int64)
@@ -117,7 +120,7 @@ def _load_block(pages_ptr, table_ptr, at, low, last, head, page_stride, PAGE: tl
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Logits in units of log2, [M, N]. ``scale`` carries log2(e) unless a soft-cap comes between."""
+    """Logits times log2(e), [M, N]. ``scale`` includes log2(e) unless a soft-cap is applied after it."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
         # softcap * tanh(x): tanh(x) = 1 - 2 / (exp(2x) + 1), 2 log2(e) = 2.8853900817779268
@@ -127,7 +130,7 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def _accumulate(logits, v, acc, top, total, PRECISION: tl.constexpr):
-    """One step of the running softmax: ``top`` [M] the maximum, ``total`` [M] the denominator, ``acc`` [M, E]."""
+    """One step of the online softmax: ``top`` [M] running maximum, ``total`` [M] denominator, ``acc`` [M, E]."""
     new_top = tl.maximum(top, tl.max(logits, axis=1))
     weights = tl.exp2(logits - new_top[:, None])
     fade = tl.exp2(top - new_top)
@@ -191,7 +194,7 @@ def _prefill_kernel(
         position = kv_len - query_len + token
 
         first_position = kv_len - query_len + first
-        end = tl.minimum(first_position + TOKENS, kv_len)  # keys at and beyond are seen by no row of the tile
+        end = tl.minimum(first_position + TOKENS, kv_len)  # first key that no row of the tile sees
         low = 0
         if WINDOW > 0:
             low = tl.maximum(first_position - WINDOW + 1, 0)
@@ -239,9 +242,8 @@ def _combine(
     K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_EV: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Join the partial results of one request and kv head, from slot ``base`` on, CHUNK at a time in their order, and
-    write the output rows. Loads of a chunk wait for nothing but each other: one at a time they would take a microsecond
-    a split."""
+    """Merge the partial results of one request and kv head, from slot ``base`` on, CHUNK at a time in order, and write
+    the output rows. Loads of a chunk are independent: one split at a time would cost its full latency, 1 us."""
     row, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_EV)
     valid = row < G
     inside = valid[:, None] & (dim < EV)[None, :]
@@ -255,7 +257,7 @@ def _combine(
         split = first + tl.arange(0, CHUNK)
         known = (split < num_used)[:, None] & valid[None, :]
         at = (base + split).to(tl.int64)[:, None] * G + row[None, :]
-        # .cg: other programs wrote these lines; the first-level cache may hold what was there before
+        # .cg (bypass L1): other programs wrote these lines, and this SM's L1 may hold their old contents
         part_top = tl.load(stats_ptr + at * 2, mask=known, other=MASKED, cache_modifier=".cg")
         part_total = tl.load(stats_ptr + at * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
         part = tl.load(
@@ -276,9 +278,8 @@ def _combine(
 def _share_out(
     kv_lens_ptr, num_requests, slot, slots, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Which part of which request's keys a slot has: ``(request, its length, split, blocks each, number of splits)``,
-    request BLOCK_R where there is none. All splits are equal, up to the last of each request, and as short as ``slots``
-    allow."""
+    """The work of a slot: ``(request, its length, split, blocks per split, number of splits)``, request BLOCK_R if
+    there is none. All splits are equally long but the last of each request, and as short as ``slots`` allow."""
     other = tl.arange(0, BLOCK_R)
     is_there = other < num_requests
     lens = tl.load(kv_lens_ptr + other, mask=is_there, other=0)
@@ -312,9 +313,9 @@ def _decode_kernel(
     OPEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # heads fastest: the programs that run together then read whole pages, not stripes of them
+    # heads vary fastest: concurrent programs then read whole pages, not stripes of them
     head, slot = tl.program_id(0), tl.program_id(1)
-    # lengths are older than the previous kernel: these loads need not wait for it
+    # lengths were written before the previous kernel started: these loads need not wait for it
     if IS_SPLIT:
         request, kv_len, split, each, count = _share_out(
             kv_lens_ptr, num_requests, slot, tl.num_programs(1), WINDOW, BLOCK_N, BLOCK_R
@@ -368,7 +369,8 @@ def _decode_kernel(
             )
             tl.store(stats_ptr + part * 2, top, mask=valid)
             tl.store(stats_ptr + part * 2 + 1, total, mask=valid)
-            # The last program to arrive joins the parts; the barrier orders all threads' stores before its arrival.
+            # The last program to arrive merges the parts. The barrier orders the stores of all threads before the one
+            # atomic (release); after it, acquire makes the other programs' parts visible.
             tl.debug_barrier()
             arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
             if arrived == count - 1:
@@ -377,12 +379,12 @@ def _decode_kernel(
                     partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, count, K, G, EV, SINKS, BLOCK_G,
                     BLOCK_EV, CHUNK
                 )
-                tl.store(counters_ptr + tile, 0)
+                tl.store(counters_ptr + tile, 0)  # ready for the next launch, also under graph replay
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a layer adds to the inputs: see `AttentionParams` of ``layers/attention/contract``."""
+    """A layer's constants: see `AttentionParams` of ``layers/attention/contract``."""
 
     scale: float
     window: int = 0
@@ -398,7 +400,7 @@ class Head:
         )
 
 
-def _geometry(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> dict[str, object]:
+def _geometry(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> dict[str, Any]:
     num_kv_heads, head_dim, value_dim = k_pages.shape[2], k_pages.shape[3], v_pages.shape[3]
     return dict(
         PAGE=k_pages.shape[1], K=num_kv_heads, G=q.shape[1] // num_kv_heads, E=head_dim, EV=value_dim,
@@ -410,8 +412,9 @@ def _geometry(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Which query tokens each program takes; made once a step, read by every layer. ``blocks`` [N, 2] int32 holds
-    (request or -1, first token within its chunk)."""
+    """The query tokens of each program; made once a step, read by every layer. ``blocks`` [N, 2] int32 holds (request
+    or
+    -1, first token within its chunk)."""
 
     blocks: torch.Tensor
     tile: Tile
@@ -485,8 +488,8 @@ def _is_roomy(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Where splits leave partial results: one slot for each program that may take part on so many ``processors``. Kept
-    for the backend's life, since captured graphs hold its addresses. ``counters`` are zero between launches."""
+    """Partial results of splits: one slot per program, for ``processors`` SMs. Kept for the backend's life, since
+    captured graphs hold its addresses. ``counters`` are zero between launches."""
 
     partial: torch.Tensor
     stats: torch.Tensor
@@ -531,7 +534,7 @@ def decode(
     geometry, constants = _geometry(q, k_pages, v_pages), head.constants()
     tile = decode_tile(geometry["G"], geometry["BLOCK_E"], q.element_size())
     reach = min(step.max_kv_len, head.window) if head.window else step.max_kv_len
-    is_open = step.query_start is not None  # nobody knows how many decodes there will be: not split
+    is_open = step.query_start is not None  # the number of decodes is not known on the host: do not split
     count = step.num_requests
     slots = count
     if not is_open:
@@ -540,7 +543,7 @@ def decode(
             is_roomy=workspace.is_roomy
         )
     rows = next_power_of_2(geometry["G"])
-    joining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, JOINED_VALUES // (rows * geometry["BLOCK_EV"]))))
+    combining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, COMBINED_VALUES // (rows * geometry["BLOCK_EV"]))))
     _decode_kernel[(k_pages.shape[2], slots)](
         q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters,
         step.query_start if is_open else step.kv_lens,
@@ -548,5 +551,5 @@ def decode(
         num_requests=count, **geometry,
         **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=slots > count,
         BLOCK_R=1 if count == 1 or slots == count else max(16, next_power_of_2(count)),
-        OPEN=is_open, **joining, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
+        OPEN=is_open, **combining, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
     )

@@ -11,16 +11,16 @@ from headrace.kernels.operation import KernelQuery, Operation, requires
 LINEAR = Operation("linear kernel")
 """``linear(x [T, I], weight [O, I], bias [O] | None) -> [T, O]`` in x's dtype."""
 
-LINEAR_SUMS = Operation("linear kernel that may leave sums")
-"""``linear_sums(x [T, I], weight [O, I], bias [O] | None, residual [T, O] | None) -> [T, O]`` in x's dtype, or float32
-[S, T, O] to be added up, as `ADD_RMS_NORM` does: where outputs are few, programs share the inputs. Or None: the
-product, in float32, has been added to the residual in place, which spares the norm after it a tensor to read and one to
-write: where rows are many."""
+LINEAR_SUMS = Operation("linear kernel with partial sums")
+"""``linear_sums(x [T, I], weight [O, I], bias [O] | None, residual [T, O] | None)`` returns one of three: the product
+[T, O] in x's dtype; for few outputs split-K partial sums [S, T, O] float32, which `ADD_RMS_NORM` adds up; for many rows
+None, when the product has been added to the residual in place (in float32), which saves the following norm one read and
+one write."""
 
 GATED_LINEAR = Operation("gated linear kernel")
 """``gated_linear(x [T, I], weight [2F, I], bias [2F] | None, activation) -> [T, F] | None``: ``activation(gate) * up``
-of a weight that stacks gate and up, each rounded to x's dtype as if stored; None where two kernels take no longer.
-``activation`` is "silu" or "gelu_tanh"."""
+of a weight that stacks gate and up, each rounded to x's dtype as if stored; None where two separate kernels are as
+fast. ``activation`` is "silu" or "gelu_tanh"."""
 
 LINEAR.add("reference", "headrace.kernels.linear.reference:linear", doc="torch's own GEMM")
 
@@ -30,7 +30,7 @@ GATED_LINEAR.add(
 )
 
 MOST_OUTPUTS = 2**16
-"""A weight with more, such as a vocabulary's, torch's own GEMM reads at the speed of memory already."""
+"""A larger weight, such as an LM head, torch's GEMM already reads at memory bandwidth."""
 
 _in_half = requires(device="cuda", dtypes=("float16", "bfloat16"))
 _on_hopper = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0))
@@ -74,8 +74,8 @@ GATED_LINEAR.add(
 )
 
 LINEAR_FLOAT = Operation("linear kernel with float32 output")
-"""``linear_float(x [T, I], weight [O, I]) -> [T, O]`` float32, from the float32 sums where the device's GEMM gives
-them."""
+"""``linear_float(x [T, I], weight [O, I]) -> [T, O]`` float32, unrounded where the device's GEMM can store its
+accumulator."""
 
 LINEAR_FLOAT.add("reference", "headrace.kernels.linear.reference:linear_float", doc="torch's own GEMM, then a cast")
 LINEAR_FLOAT.add(
@@ -99,7 +99,7 @@ NORM_LINEAR = Operation("norm_linear kernel")
 ``total`` times ``weight``, plus ``bias``. With an ``activation``, "silu" or "gelu_tanh", ``weight`` stacks gate and up
 and ``out`` [M, O / 2] is ``activation(gate) * up``. M satisfies `fits`.
 
-``total`` and the product are rounded to x's dtype as if stored; the normalised row is not."""
+``total`` and the product are rounded to x's dtype as if stored; the normalised row is not rounded."""
 
 MOST_ROWS = 2
 MOST_WIDTH = 8192
@@ -107,7 +107,7 @@ MOST_WEIGHTS = 2**24
 
 
 def fits(rows: int) -> bool:
-    """Whether so many rows are few enough to be worth it."""
+    """Whether `NORM_LINEAR` pays off for so many rows."""
     return 0 < rows <= MOST_ROWS
 
 
@@ -121,7 +121,7 @@ def _reason_against_norm(query: KernelQuery) -> str | None:
     if width % 8 or not 256 <= width <= MOST_WIDTH:
         return f"takes 256 to {MOST_WIDTH} inputs in steps of 8"
     if width * query.shape.get("out_features", 0) > MOST_WEIGHTS:
-        return f"takes at most {MOST_WEIGHTS} weights: reading more takes longer than the launches that joining saves"
+        return f"takes at most {MOST_WEIGHTS} weights: reading more takes longer than the launches that fusing saves"
     return None
 
 

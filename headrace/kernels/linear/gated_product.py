@@ -1,4 +1,4 @@
-"""Products of many rows with their gated activation on Hopper, by own CUDA C++: gate and up are never stored.
+"""Products of many rows fused with the gated activation, on Hopper in own CUDA C++: gate and up are never stored.
 
 M rows of x, F gated outputs, K inputs. Refuses: few rows and biases, which `hopper` and torch's own GEMM are for.
 """
@@ -17,38 +17,36 @@ from headrace.kernels.linear import hopper
 logger = logging.getLogger(__name__)
 
 ROWS, OUTPUTS, DEPTH, STAGES, THREADS = 128, 128, 64, 4, 384
-"""As in ``gated_product.cu``: a tile, the inputs of a stage."""
+"""As in ``gated_product.cu``: tile rows and outputs, inputs per stage, stages, threads per block."""
 CLUSTER = 2
 SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * DEPTH * 2 + ROWS * OUTPUTS * 2 + 16 * STAGES
 OPTIONS = {"silu": (), "gelu_tanh": ("-DGELU",)}
 LEAST_ROWS = 1024
 LEAST_SHARE = 0.85
-"""Of what is computed, rows and outputs that are there: tiles are large, and the last round of them may be nearly
-empty."""
+"""Least useful share of the computed tiles: tiles are large, and the last wave of them may be nearly empty."""
 BAND = 8
 
 
 @cache
 def find_kernel(dtype: torch.dtype, activation: str, device: torch.device) -> CudaKernel | None:
-    """Compiled, if it never was on this machine, in two seconds; None where that is not possible."""
+    """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails."""
     options = ("-arch=sm_90a", "-std=c++17", *OPTIONS[activation], *(("-DFP16",) if dtype == torch.float16 else ()))
     try:
         with torch.cuda.device(device):
             return CudaKernel(compile_source("gated_product", options), "gated_product", SHARED_BYTES)
     except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("gated products of many rows are left to separate kernels: %s", error)
+        logger.warning("gated products of many rows run as separate kernels: %s", error)
         return None
 
 
 @cache
 def count_clusters(device: torch.device) -> int:
-    """Programs come in pairs, one on a processor."""
+    """Thread blocks come in clusters of two, one block per SM."""
     return torch.cuda.get_device_properties(device).multi_processor_count // CLUSTER
 
 
 def wins(rows: int, outputs: int, clusters: int) -> bool:
-    """Whether this is faster than torch's GEMM and an activation: for many rows, unless the last tiles are too
-    empty."""
+    """Whether this beats torch's GEMM plus an activation: for many rows, unless the last wave is too empty."""
     pairs, columns = -(-rows // (CLUSTER * ROWS)), -(-outputs // OUTPUTS)
     rounds = -(-pairs * columns // clusters)
     return rows >= LEAST_ROWS and rows * outputs >= LEAST_SHARE * rounds * clusters * CLUSTER * ROWS * OUTPUTS

@@ -1,8 +1,9 @@
-"""Products of a few to a few hundred rows on Hopper's tensor cores, launched dependently: the first tiles of the
-weight, which no kernel writes, are on their way into shared memory before the previous kernel has ended.
+"""Products of a few to a few hundred rows on Hopper's tensor cores (Gluon: TMA, mbarriers, wgmma), with dependent
+launch: the first weight tiles, which no kernel writes, are fetched into shared memory before the previous kernel has
+ended.
 
-M rows of x, N outputs (gated ones once), K inputs, S splits of K. Sums are float32 in a fixed order: the same input
-gives the same output. Refuses: many rows, for which torch's own GEMM is the faster; one or two, for which a GEMV is.
+M rows of x, N outputs (a gate and its up count once), K inputs, S splits of K. Sums are float32 in a fixed order: the
+same input gives the same output. Refuses: many rows, where torch's GEMM is faster; one or two, where the GEMV is.
 """
 
 from dataclasses import dataclass, replace
@@ -29,8 +30,8 @@ _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_g
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes: ``rows`` of x by ``outputs`` (of gate and of up, where gated), ``inputs`` at a time, of
-    which ``stages`` are in shared memory; ``splits`` programs share the inputs and leave a sum each."""
+    """A program computes ``rows`` of x by ``outputs`` (of gate and of up, if gated), ``inputs`` at a time; ``stages``
+    such tiles are in shared memory. ``splits`` programs share the inputs and store a partial sum each."""
 
     rows: int
     outputs: int
@@ -73,7 +74,7 @@ def _product_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(stage), count=1)
     fence_async_shared()
-    # the last rows are computed twice rather than rows beyond them, which the hardware fills in slowly
+    # the last block overlaps the one before: TMA fills rows beyond the end slowly, so compute some rows twice instead
     m0 = gl.maximum(gl.minimum(gl.program_id(0) * BLOCK_M, M - BLOCK_M), 0)
     n0, split = gl.program_id(1) * BLOCK_N, gl.program_id(2)
     k0 = split * depth
@@ -84,7 +85,7 @@ def _product_kernel(
     wait_for_previous(True)
     for stage in gl.static_range(STAGES):
         _fetch_tile(x_desc, [m0, k0 + stage * BLOCK_K], bars.index(stage), x_tiles.index(stage), pred=stage < steps)
-    # the weight stands left, so that few rows of x fill the instruction: sums are [outputs, rows]
+    # the weight is the left operand (wgmma M is 64), so that few rows of x fill the instruction: acc is [WIDE, BLOCK_M]
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_M, 16]
     )
@@ -95,14 +96,14 @@ def _product_kernel(
         tile, x_tile = tiles.index(at).reshape([WIDE, BLOCK_K]), x_tiles.index(at).permute((1, 0))
         acc = warpgroup_mma(tile, x_tile, acc, is_async=True)
         acc, tile, x_tile = warpgroup_mma_wait(num_outstanding=1, deps=(acc, tile, x_tile))
-        if REFILL:  # the step before has been computed: its stage takes a later one
+        if REFILL:  # num_outstanding=1: the previous step's wgmma has finished reading its stage, so refill that one
             later = step + (STAGES - 1)
             free, has_more = later % STAGES, (step > 0) & (later < steps)
             mbarrier.expect(bars.index(free), stage_bytes, pred=has_more)
             _fetch_weight(weight_desc, bars.index(free), tiles.index(free), n0, k0 + later * BLOCK_K, has_more, GATE)
             _fetch_tile(x_desc, [m0, k0 + later * BLOCK_K], bars.index(free), x_tiles.index(free), pred=has_more)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    if GATE > 0:  # a thread has a gate and, eight rows on, its up
+    if GATE > 0:  # rows alternate 8 of gate, 8 of up (`_describe_gated`): a thread holds a gate and its up
         gate, up = gl.split(acc.reshape([BLOCK_N // 8, 2, 8, BLOCK_M]).permute((0, 2, 3, 1)))
         gate, up = gate.reshape([BLOCK_N, BLOCK_M]), up.reshape([BLOCK_N, BLOCK_M])
         if HAS_BIAS:
@@ -128,7 +129,7 @@ def _store(
     values, out_ptr, m0, n0, split, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDE: gl.constexpr,
     num_warps: gl.constexpr
 ):
-    """``values`` [outputs, rows] to out [M, N] or [S, M, N], outputs side by side."""
+    """Store ``values`` [outputs, rows] transposed, to out [M, N] or [S, M, N], so that stores along N coalesce."""
     lanes: gl.constexpr = min(32, BLOCK_N // WIDE)
     layout: gl.constexpr = gl.BlockedLayout([WIDE, 1], [lanes, 32 // lanes], [1, num_warps], [0, 1])
     values = gl.convert_layout(values, layout)
@@ -150,7 +151,7 @@ def _describe(matrix: torch.Tensor, rows: int, inputs: int) -> TensorDescriptor:
 
 
 def _describe_gated(weight: torch.Tensor, outputs: int, inputs: int) -> TensorDescriptor:
-    """Tiles in which eight rows of gate alternate with the same eight of up."""
+    """A 4-D descriptor whose tiles alternate eight rows of gate with the same eight rows of up."""
     total, width = weight.shape
     block = (outputs // 8, 2, 8, inputs)
     shape, strides = [total // 16, 2, 8, width], [8 * width, total // 2 * width, width, 1]
@@ -160,13 +161,13 @@ def _describe_gated(weight: torch.Tensor, outputs: int, inputs: int) -> TensorDe
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = ""
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` [M, N], through the gated activation if there is one; with splits, float32 sums [S, M,
-    N]."""
+    """``x @ weight.T + bias`` [M, N], through the gated activation if given; with splits, partial sums [S, M, N]
+    float32."""
     (rows, inputs), gated = x.shape, bool(activation)
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     depth = ceil_div(ceil_div(inputs, tile.inputs), tile.splits) * tile.inputs
     is_split = tile.splits > 1
-    assert not (is_split and (gated or bias is not None)), "splits leave plain sums"
+    assert not (is_split and (gated or bias is not None)), "splits store plain partial sums"
     shape = (tile.splits, rows, outputs) if is_split else (rows, outputs)
     out = torch.empty(shape, dtype=torch.float32 if is_split else x.dtype, device=x.device)
     describe_weight = _describe_gated if gated else _describe
@@ -184,12 +185,12 @@ def multiply(
 MOST_ROWS = 256
 MOST_SPLITS = 4
 LARGE_WEIGHT = 2**24
-"""Of a larger weight each more reading by a program of its own costs more than rows that are not there."""
-ABOUT_ALL_PROCESSORS = 132
+"""Above it another read of the weight costs more than computing padding rows."""
+NUM_SMS = 132
 
 
 def _tile_rows(rows: int, num_weights: int) -> int:
-    """Of up to 64 rows."""
+    """Rows of a tile for up to 64 rows."""
     if num_weights > LARGE_WEIGHT:
         return min(64, max(16, next_power_of_2(rows)))
     return 16 if rows < 32 else 32
@@ -197,7 +198,7 @@ def _tile_rows(rows: int, num_weights: int) -> int:
 
 @cache
 def choose_tile(rows: int, num_weights: int) -> Tile | None:
-    """For a product as such; None where torch's own is as fast. This and the next two measured on an H200."""
+    """For a plain product; None where torch is as fast. This and the next two were measured on an H200."""
     if rows > (64 if num_weights > LARGE_WEIGHT else MOST_ROWS):
         return None
     if rows <= 64:
@@ -208,21 +209,20 @@ def choose_tile(rows: int, num_weights: int) -> Tile | None:
 
 @cache
 def choose_sums_tile(rows: int, outputs: int, inputs: int) -> Tile | None:
-    """For a product that may leave sums: programs share the inputs where outputs alone do not keep the device busy.
-    None as for `choose_tile`."""
+    """For `LINEAR_SUMS`: split-K where outputs alone do not fill the device. None as for `choose_tile`."""
     num_weights = outputs * inputs
     if rows > (128 if num_weights > LARGE_WEIGHT else MOST_ROWS):
         return None
     tile = Tile(min(32, _tile_rows(rows, num_weights)), 64, 128, 8) if rows <= 64 else Tile(64, 64, 128, 6)
     programs, splits = ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs), 1
-    while splits < MOST_SPLITS and 2 * splits * programs <= ABOUT_ALL_PROCESSORS and 4 * splits * tile.inputs <= inputs:
+    while splits < MOST_SPLITS and 2 * splits * programs <= NUM_SMS and 4 * splits * tile.inputs <= inputs:
         splits *= 2
-    return replace(tile, splits=splits) if programs * splits <= ABOUT_ALL_PROCESSORS else None
+    return replace(tile, splits=splits) if programs * splits <= NUM_SMS else None
 
 
 @cache
 def choose_gated_tile(rows: int, num_weights: int) -> Tile | None:
-    """For a product with its gated activation; None where the two apart are as fast."""
+    """For `GATED_LINEAR`; None where two separate kernels are as fast."""
     is_large = num_weights > LARGE_WEIGHT
     if rows > (128 if is_large else MOST_ROWS):
         return None
@@ -235,7 +235,7 @@ def choose_gated_tile(rows: int, num_weights: int) -> Tile | None:
 
 
 def is_describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether rows begin where the hardware's copies of tiles want them to: at multiples of 16 bytes."""
+    """Whether TMA can read both: rows must begin at multiples of 16 bytes."""
     return (
         weight.is_contiguous() and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0

@@ -1,8 +1,8 @@
-"""A GEMV that normalises its own input: every program adds the residual and takes the norm, which costs less than the
-launch of a kernel that does it once. M rows, D inputs, N outputs (gated ones once).
+"""A GEMV that normalises its own input: every program repeats the residual addition and the norm, which costs less than
+launching a kernel that does it once. M rows, D inputs, N outputs (a gate and its up count once).
 
-Programs are as many as the device holds at a time; each goes through every so many-th block of outputs. The first block
-of the weight, which no kernel writes, is asked for before the previous kernel has ended.
+Persistent: as many programs as the device holds, striding over blocks of outputs. The first weight block, which no
+kernel writes, is loaded before the previous kernel has ended.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ PROGRAMS_PER_PROCESSOR = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """``outputs`` of the weight per program and round."""
+    """``outputs`` per program and iteration."""
 
     outputs: int
     num_warps: int
@@ -33,7 +33,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 def choose_tile(num_outputs: int, width: int, *, gated: bool, programs: int) -> Tile:
-    """16 KiB or more of weight in flight in a program, in one round where that leaves no more than 64 KiB a program."""
+    """At least 16 KiB of weight in flight per program; more if all outputs then fit one iteration."""
     block = next_power_of_2(width)
     matrices = 2 if gated else 1
     outputs = max(1, 8192 // (block * matrices))
@@ -52,8 +52,8 @@ def _load_weight(weight_ptr, n, k, N, D: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _product(weight, scaled, rstd, bias_ptr, n, last, HAS_BIAS: tl.constexpr):
-    """[BLOCK_N], rounded to the weight's dtype as if stored. The norm's factor comes last: its own sum need not be
-    there before the product's begins."""
+    """[BLOCK_N], rounded to the weight's dtype as if stored. rstd multiplies the sum, not the input, so that the
+    product need not wait for the norm's reduction."""
     total = tl.sum(weight.to(tl.float32) * scaled[None, :], axis=1) * rstd
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < last, other=0.0).to(tl.float32)

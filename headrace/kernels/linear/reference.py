@@ -1,4 +1,4 @@
-"""The matrix product as torch has it: the oracle and the fallback."""
+"""Matrix products by torch: the oracle and the fallback."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Matrix products with few rows, bound by reading the weight once: a GEMV for one row or two, a skinny GEMM for up to
-8.
+"""Matrix products with few rows, bound by reading the weight once: a GEMV for 1 or 2 rows, a skinny GEMM for up to 8.
 
 M rows of x, N outputs, K inputs, S splits. Sums are float32 in a fixed order: the same input gives the same output.
 """
@@ -16,23 +15,24 @@ from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 SKINNY_ROWS = 8
 MOST_GEMV_WEIGHTS = 2**24
-"""Of a larger weight a GEMV of two rows is bound by its arithmetic; of a smaller one, by its launch."""
+"""Above it a GEMV of two rows is bound by arithmetic."""
 MOST_SKINNY_WEIGHTS = 2**26
-"""Of a larger weight torch's own GEMM reads at the speed of memory already when there is more than one row."""
+"""Above it torch's GEMM already reads at memory bandwidth for two rows and more."""
 
 LEAST_ADDED_ROWS, LEAST_ADDED_INPUTS = 1024, 4096
-"""From so many rows and inputs on a product is added to the residual as it is stored: with fewer inputs reading it
-there takes longer than what the norm saves."""
+"""From so many rows and inputs on, the GEMM's epilogue adds the product to the residual; with fewer inputs reading the
+residual there costs more than the norm saves."""
 
 
 def gemv_rows(num_weights: int) -> int:
-    """Up to how many rows the GEMV is the fastest; measured on an H200."""
+    """The most rows for which the GEMV is fastest; measured on an H200."""
     return 2 if num_weights <= MOST_GEMV_WEIGHTS else 1
 
 
 @dataclass(frozen=True)
 class Tile:
-    """``outputs`` and ``inputs`` of the weight that a program reads at a time; ``splits`` programs share the inputs."""
+    """A program reads ``outputs`` by ``inputs`` of the weight at a time; ``splits`` programs share the inputs
+    (split-K)."""
 
     outputs: int
     inputs: int
@@ -42,8 +42,7 @@ class Tile:
 
 
 def gemv_tile(num_outputs: int, num_inputs: int) -> Tile:
-    """About 16 to 32 KiB of weight in flight in a program, and at least two programs a multiprocessor where N
-    allows."""
+    """16 to 32 KiB of weight in flight per program, and at least two programs per SM where N allows."""
     inputs = min(4096 if num_inputs <= 4096 else 2048, next_power_of_2(num_inputs))
     outputs = max(1, 16384 // inputs)
     while outputs > 1 and ceil_div(num_outputs, outputs) < 512:
@@ -52,7 +51,7 @@ def gemv_tile(num_outputs: int, num_inputs: int) -> Tile:
 
 
 def skinny_tile(num_outputs: int, num_inputs: int) -> Tile:
-    """Enough programs to fill the device, by splitting the inputs where there are few outputs."""
+    """Split the inputs where outputs alone give too few programs to fill the device."""
     programs = ceil_div(num_outputs, 32)
     splits = 1
     while programs * splits < 256 and num_inputs // (2 * splits) >= 512:
@@ -72,7 +71,7 @@ def _gemv_kernel(
     for _ in tl.static_range(M):
         sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005 (no starred tuples in Triton)
     if K <= BLOCK_K:
-        # the whole row fits: the weight, which no kernel writes, is asked for before the previous kernel has ended
+        # the whole row fits: load the weight before the previous kernel has ended (no kernel writes it, so no race)
         weight = tl.load(
             weight_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first"
         )
@@ -139,7 +138,7 @@ def _skinny_kernel(
 
 
 @triton.jit
-def _join_kernel(
+def _sum_splits_kernel(
     partial_ptr, bias_ptr, out_ptr, M, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr
 ):
@@ -185,14 +184,14 @@ def skinny(
         num_warps=tile.num_warps, num_stages=tile.num_stages, **extra,
     )
     if tile.splits > 1:
-        _join_kernel[(rows, ceil_div(outputs, 512))](
+        _sum_splits_kernel[(rows, ceil_div(outputs, 512))](
             partial_sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=tile.splits, BLOCK=512, **extra
         )
     return out
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, pdl: bool = False) -> torch.Tensor:
-    """See `LINEAR`; more rows than these kernels are for go to torch."""
+    """See `LINEAR`; more rows go to torch."""
     rows = x.shape[0]
     for_gemv = gemv_rows(weight.numel())
     most = for_gemv if weight.numel() > MOST_SKINNY_WEIGHTS else SKINNY_ROWS

@@ -1,4 +1,7 @@
-"""Mixtures of experts: choosing experts, and matrix products in which each group of rows has a weight of its own."""
+"""Mixtures of experts: routing, and products in which each group of rows has its own weight.
+
+T tokens, k choices a token, N pairs of token and expert, X experts, D hidden size, F expert intermediate size.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RouteShape(TypedDict):
-    """The constants of a router, passed as keyword arguments; what they mean is said at `ROUTE`."""
+    """The constants of a router, passed as keyword arguments; see `ROUTE`."""
 
     top_k: int
     score: str
@@ -27,12 +30,11 @@ class RouteShape(TypedDict):
 ROUTE = Operation("route kernel")
 """``route(logits [T, X], choice_bias [X] float32 | None, **RouteShape) -> (ids [T, k] int64, weights [T, k] float32)``.
 
-Scores are made of the logits in float32 by ``score``: ``softmax`` over X, ``sigmoid``, or ``sqrt_softplus``. Each token
-chooses the ``top_k`` experts whose score plus choice bias is highest, in any order, no expert twice. With
-``num_groups`` > 1 equal groups of neighbouring experts, only experts of the ``top_groups`` best groups can be chosen, a
-group being worth the sum of its ``group_best`` highest choice scores. Weights are the chosen scores without bias,
-divided by their sum when ``renormalise``, times ``scale``. Which of equal scores wins is open.
-"""
+Scores are computed from the logits in float32 by ``score``: ``softmax`` over X, ``sigmoid``, or ``sqrt_softplus``. Each
+token chooses the ``top_k`` experts of highest score plus choice bias, in any order, no expert twice. With
+``num_groups`` > 1 equal groups of neighbouring experts, only experts of the ``top_groups`` best groups can be chosen; a
+group's rank is the sum of its ``group_best`` highest choice scores. Weights are the chosen scores without bias, divided
+by their sum when ``renormalise``, times ``scale``. Ties are broken arbitrarily. """
 
 class Gate(NamedTuple):
     """A gated activation: ``silu``, ``gelu_tanh``, or ``clamped`` with the numbers of `CLAMPED_SWIGLU`."""
@@ -44,28 +46,28 @@ class Gate(NamedTuple):
 
 
 Stacked = tuple["torch.Tensor", "torch.Tensor | None"]
-"""A matrix for each expert [X, O, I], and perhaps a bias [X, O]."""
+"""A matrix per expert [X, O, I], and a bias [X, O] or None."""
 
 PackedStack = tuple["PackedMatrix", "torch.Tensor | None"]
-"""The same one after the other, [X * O, I], and perhaps a bias [X, O]."""
+"""The same in packed layout, experts stacked [X * O, I], and a bias [X, O] or None."""
 
 HASH_ROUTE = Operation("hash route kernel")
 """``hash_route(logits [T, X], table [V, k], token_ids [T], *, score, renormalise, scale) -> (ids [T, k], weights [T,
 k])``.
 
-The same where the ids are those that ``table`` has for each token; they alone decide who is chosen, scores the weights.
+The same, but ``table`` gives each token's experts; scores give only the weights.
 """
 
 MASK_CHOICES = Operation("choice mask kernel")
-"""``mask_choices(ids [T, k], num_tokens [1])``: in place, the choices of tokens from ``num_tokens`` on, which only pad
-a step, become -1: nobody. The number stays on the device.
+"""``mask_choices(ids [T, k], num_tokens [1])``: in place, the choices of padding tokens (from ``num_tokens`` on)
+become -1, no expert. The number stays on the device.
 """
 
 GROUPED_LINEAR = Operation("grouped linear kernel")
 """``grouped_linear(x [N, I], weight [X, O, I], bias [X, O] | None, ends [X] int32, experts [N] int64) -> [N, O]``.
 
-Rows are sorted by expert: those of expert e are ``ends[e - 1]`` to ``ends[e]``, and ``experts`` says the same row by
-row. Rows behind the last end belong to nobody: what becomes of them is open. Row n becomes ``x[n] @
+Rows are sorted by expert: expert e has rows ``ends[e - 1]`` to ``ends[e]``, and ``experts`` holds each row's expert.
+The output of rows behind the last end is undefined. Row n becomes ``x[n] @
 weight[experts[n]].T + bias[experts[n]]``. An expert may have no rows. The query's shape has
 ``in_features`` and ``out_features``.
 """
@@ -75,35 +77,35 @@ RUN_EXPERTS = Operation("experts kernel")
 D]``.
 
 The weighted sum over each token's experts of ``down(gate(gate_up(x)))``; ``gate_up`` [X, 2F, D] has the gate's rows
-first, ``down`` is [X, D, F]. An id of -1 is nobody and adds nothing; no token chooses an expert twice. Asked for with
-``width``, ``expert_width``, ``num_experts`` and ``top_k``. The reference alone is meant for any T; others for as many
-as `is_few` says.
+first, ``down`` is [X, D, F]. An id of -1 adds nothing; no token chooses an expert twice. The query's shape has
+``width``, ``expert_width``, ``num_experts`` and ``top_k``. Only the reference takes any T; others as many tokens as
+`is_few` allows.
 """
 
 PACKED_EXPERTS = Operation("packed experts kernel")
 """``packed_experts(x [T, D], ids [T, k] int64, weights [T, k] float32, gate_up: PackedStack, down: PackedStack, gate:
 Gate) -> [T, D]``.
 
-The same for any T with matrices in packed layout: `PACKED_LINEAR` says how each product rounds its inputs. O of both is
+The same for any T with matrices in packed layout; inputs are rounded as `PACKED_LINEAR` does. O of both is
 a multiple of 16. x is float32 or bfloat16.
 """
 
 GROUP_PAIRS = Operation("pair grouping kernel")
-"""``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the pairs of token and
-expert sorted by expert and else as they come; where each pair is in that order; one past each expert's last. Pairs of
-nobody, -1, come after all others, in ``order`` as any pair and with any place.
+"""``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the (token, expert)
+pairs stably sorted by expert; the position of each pair in that order; one past each expert's last pair. Pairs with id
+-1 come last; their entries are arbitrary.
 """
 
 SUM_PAIRS = Operation("pair sum kernel")
-"""``sum_pairs(rows [N, D], place [N] int32, weights [T, k] float32) -> [T, D]``: each token's rows, times their
-weights, added up in float32 and in the order of choice.
+"""``sum_pairs(rows [N, D], place [N] int32, weights [T, k] float32) -> [T, D]``: the weighted sum of each
+token's rows, in float32, in the order of choice.
 """
 
 MOST_PAIRS_EACH = 96
 
 
 def is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:
-    """Whether reading the experts' matrices takes longer than multiplying with them."""
+    """Whether a step is bound by reading the experts' matrices, not by arithmetic."""
     return num_tokens * top_k <= MOST_PAIRS_EACH * num_experts
 
 

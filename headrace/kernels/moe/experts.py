@@ -1,10 +1,10 @@
-"""A mixture's experts for decode steps and short chunks: gate and up with their activation, down with its weights, then
-the sum over a token's choices. Bound by reading the chosen experts' matrices once.
+"""Experts for decode steps and short chunks, in three kernels: gate and up with the activation, down with the routing
+weights, the sum over a token's choices. Bound by reading the chosen experts' matrices once.
 
-T tokens, k choices a token, N = T * k pairs of the two, X experts, D model width, F expert width. Each program takes
-some outputs of one expert for up to ROWS of its pairs. Up to `FEW_TOKENS` tokens nothing is sorted: the rows are the
-tokens themselves, and of the pairs with one expert the first stands for all. The weight is the left operand: it has
-more rows.
+T tokens, k choices, N = T * k pairs, X experts, D hidden size, F expert intermediate size. A program takes OUTPUTS
+outputs of one expert for up to ROWS of its pairs. Up to `FEW_TOKENS` tokens nothing is sorted: the grid has a program
+per pair, and of the pairs with the same expert only the first one's program works, for all of them. The weight is the
+left operand of `tl.dot`: it has more rows.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ BLOCK_SUM = 512
 
 @dataclass(frozen=True)
 class Tile:
-    """``rows`` pairs by ``outputs``; ``inputs`` read at a time."""
+    """A program computes ``rows`` pairs by ``outputs``, reading ``inputs`` at a time."""
 
     rows: int
     outputs: int
@@ -37,9 +37,9 @@ class Tile:
 
 @cache
 def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool) -> Tile:
-    """Rows for all pairs of nearly every expert, so that few matrices are read twice. Measured on an H200: blocks of
-    fewer than 64 outputs are slower even where they alone would give every processor some. No more than three tiles,
-    all of which steps of up to 512 decodes take: other steps launch what was compiled for those."""
+    """Enough rows for all pairs of nearly every expert, so that few matrices are read twice. Measured on an H200: fewer
+    than 64 outputs are slower even where only they would occupy all SMs. Only three tiles, all used by decode steps of
+    up to 512 rows: other steps need no further compilation."""
     each = num_tokens * top_k / num_experts
     rows = FEW_TOKENS if num_tokens <= FEW_TOKENS or each + 2 * each**0.5 <= FEW_TOKENS else MANY_ROWS
     if not is_half:
@@ -54,7 +54,7 @@ def _find_rows(
     ids_ptr, order_ptr, ends_ptr, tile, num_tokens, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr,
     BLOCK_X: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr
 ):
-    """``(expert, pair [ROWS], whether there is one [ROWS])`` of a tile; expert X or -1 where it has no work."""
+    """``(expert, pair [ROWS], mask [ROWS])`` of a tile; expert -1 where it has no work."""
     row = tl.arange(0, ROWS)
     if FEW:
         expert = tl.load(ids_ptr + tile).to(tl.int32)
@@ -73,7 +73,7 @@ def _find_rows(
 
 @triton.jit
 def _load_rows(x_ptr, at, x_stride, inner, is_there, is_inside):
-    """[inner, ROWS]: transposed."""
+    """Rows of x, transposed: [INPUTS, ROWS]."""
     return tl.load(
         x_ptr + at[None, :].to(tl.int64) * x_stride + inner[:, None], mask=is_there[None, :] & is_inside[:, None],
         other=0.0

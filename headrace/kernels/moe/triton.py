@@ -1,5 +1,5 @@
-"""Routing, and what surrounds the experts' products: pairs of token and expert sorted by expert, grouped products in which
-each program finds its expert itself (nothing waits for the row counts), and each token's results added up.
+"""Routing, sorting of (token, expert) pairs by expert, grouped products in which each program finds its expert itself
+(nothing waits for row counts), and the weighted sum over a token's experts.
 
 T tokens, k choices, N = T * k pairs, X experts.
 """
@@ -16,7 +16,7 @@ from headrace.kernels.moe import RouteShape
 from headrace.kernels.moe.reference import LEAST_SUM
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
-LEAST = tl.constexpr(-3.0e38)  # what is no number is chosen last, but never twice: those that were chosen are below
+LEAST = tl.constexpr(-3.0e38)  # replaces NaN: chosen last, but before those already chosen (-inf), so never twice
 
 
 @triton.jit
@@ -78,13 +78,13 @@ route_pdl = partial(route, pdl=True)
 
 
 AT_ONCE = (1024, 4096)
-"""Pairs at a time, of few and of many: two sizes are two kernels to compile."""
+"""Pairs per iteration, for few and for many pairs: two sizes, two kernels to compile."""
 
 
 @triton.jit
 def find_tile(ends_ptr, tile, X: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.constexpr):
-    """``(expert, first row, one past the expert's last row)`` of a tile; each expert's rows fill tiles of their own.
-    Expert X when there are fewer tiles."""
+    """``(expert, first row, one past the expert's last row)`` of a tile; a tile holds rows of one expert.
+    Expert X beyond the last tile."""
     at = tl.arange(0, BLOCK_X)
     end = tl.load(ends_ptr + at, mask=at < X, other=0)
     start = tl.load(ends_ptr + at - 1, mask=(at > 0) & (at < X), other=0)
@@ -97,7 +97,7 @@ def find_tile(ends_ptr, tile, X: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def _load_chosen(ids_ptr, at, num_pairs, X: tl.constexpr):
-    """Nobody as expert X, and what is behind the last pair as one more."""
+    """Expert ids; X for -1 (no expert), X + 1 beyond the last pair."""
     chosen = tl.load(ids_ptr + at, mask=at < num_pairs, other=X + 1).to(tl.int32)
     return tl.where(chosen < 0, X, chosen)
 
@@ -106,7 +106,7 @@ def _load_chosen(ids_ptr, at, num_pairs, X: tl.constexpr):
 def _group_kernel(
     ids_ptr, order_ptr, place_ptr, ends_ptr, num_pairs, X: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """The last program, of expert X, takes the pairs of nobody."""
+    """One program per expert counts the pairs before its own; the last one, X, takes pairs without an expert."""
     wait_for_previous(PDL)
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -172,7 +172,7 @@ def sum_pairs(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, *,
 
 
 LEAST_ROWS, MOST_ROWS = 16, 128
-"""Rows of a tile; the tensor cores take no fewer."""
+"""Rows of a tile; tensor cores take at least 16."""
 
 
 @triton.jit

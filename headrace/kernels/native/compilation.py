@@ -101,7 +101,8 @@ class _Workers:
             try:
                 if self._is_stopped:
                     raise CompilationStopped("compilers were told to end")
-                future.set_result(_run(*arguments))
+                _run(*arguments)
+                future.set_result(None)
             except (CompilationFailed, OSError, ValueError) as error:  # for whoever waits for it
                 self._is_stopped = self._is_stopped or isinstance(error, CompilationStopped)
                 future.set_exception(error)

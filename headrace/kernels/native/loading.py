@@ -141,8 +141,8 @@ class NativeLibrary:
         what came of it, if anything did."""
         compiler = find_compiler()
         for isa in reversed(machine_isas(most)):
-            paths = [find_library(name, compiler) for name in (OPERATORS, isa.name)]
-            if None in paths:
+            paths = [path for name in (OPERATORS, isa.name) if (path := find_library(name, compiler)) is not None]
+            if len(paths) < 2:
                 if compiler is None or not compiler.accepts(isa.flags):
                     continue
                 if not compiles:

@@ -107,7 +107,7 @@ def _pack_by_torch(parts: list[WeightBlocks], packed: PackedMatrix) -> None:
     waiting: list[Parts] = []
     at = num_waiting = 0
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="blocks") as pool:
-        for read in pool.map(lambda piece: _read_rows(*piece, packed.format), pieces):
+        for read in pool.map(lambda piece: _read_rows(piece[0], piece[1], packed.format), pieces):
             waiting.append(read)
             num_waiting += len(read[0])
             if num_waiting % PANEL == 0 or at + num_waiting == packed.out_features:  # panels are written whole

@@ -184,9 +184,9 @@ def gather_rows(packed: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) ->
     """Rows [T] of the weight as plain numbers [T, I]: what an embedding looks up."""
     panels, places = rows // PANEL, rows % PANEL
     values = _decode(packed.format, packed.words[panels, :, places])
-    if packed.format is Format.INT8:
+    if packed.scales is not None and packed.format is Format.INT8:
         values = values * packed.scales[rows, None]
-    elif not packed.format.is_exact:
+    elif packed.scales is not None:
         values = values.unflatten(1, (-1, GROUP)) * packed.scales[panels, :, places].float().unsqueeze(-1)
         if packed.mins is not None:
             values += packed.mins[panels, :, places].float().unsqueeze(-1)

@@ -29,11 +29,13 @@ def quantise_int8(weight: torch.Tensor) -> PackedMatrix:
     if packed is not None:
         return packed
     packed = allocate(Format.INT8, *weight.shape)
+    kept = packed.scales
+    assert kept is not None
     for at, rows in chunks(weight):
         values = rows.float()
         scales = values.abs().amax(dim=1) / MOST_INT8
         put_codes(packed, at, (values * _inverse(scales)[:, None]).round_().to(torch.int8))
-        packed.scales[at : at + len(scales)] = scales
+        kept[at : at + len(scales)] = scales
     return packed
 
 
@@ -75,13 +77,13 @@ def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     """``values`` [n, I] to codes uint8 [n, I], scales and mins [n, ceil(I / 32)] rounded to float16."""
     groups = F.pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     low, high = groups.aminmax(dim=2, keepdim=True)
-    best: tuple[torch.Tensor, ...] | None = None
+    best: tuple[torch.Tensor, ...] = ()
     for shrink in SHRINKS:
         cut = (high - low) * ((1.0 - shrink) / 2)
         scale, least = ((high - low) * (shrink / MOST_INT4)).half().float(), (low + cut).half().float()
         codes = ((groups - least) * _inverse(scale)).round_().clamp_(0, MOST_INT4)
         loss = _add_halves((codes * scale).add_(least).sub_(groups).square_())
-        if best is None:
+        if not best:
             best = loss, codes, scale, least
         else:
             is_better = loss < best[0]

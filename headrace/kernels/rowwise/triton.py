@@ -266,15 +266,16 @@ def _launch(
     num_heads, num_kv_heads, head_dim = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
     q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     rotary_dim = 0 if cos_sin is None else shape["rotary_dim"]
-    has_norm = q_norm is not None and k_norm is not None
+    q_weight, k_weight = (qkv, qkv) if q_norm is None or k_norm is None else (q_norm, k_norm)
+    has_norm = q_weight is not qkv
     if qkv.shape[0]:
         _rope_write_kernel[(qkv.shape[0], ceil_div(num_heads + 2 * num_kv_heads, HEADS_AT_ONCE))](
             qkv, positions, qkv if cos_sin is None else cos_sin, slots, q, k_pages, v_pages,
-            q_norm if has_norm else qkv, k_norm if has_norm else qkv,
+            q_weight, k_weight,
             qkv.stride(0), k_pages.stride(0), v_pages.stride(0), shape["norm_eps"], shape["norm_offset"],
             PAGE=k_pages.shape[1], H=num_heads, K=num_kv_heads, E=head_dim, ROTARY=rotary_dim,
             INTERLEAVED=shape["interleaved"],
-            NORM=has_norm, FULL=has_norm and q_norm.shape[0] > head_dim, HEADS=HEADS_AT_ONCE,
+            NORM=has_norm, FULL=has_norm and q_weight.shape[0] > head_dim, HEADS=HEADS_AT_ONCE,
             BLOCK_HALF=next_power_of_2(max(1, rotary_dim // 2)),
             BLOCK_REST=next_power_of_2(max(1, head_dim - rotary_dim)), PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
