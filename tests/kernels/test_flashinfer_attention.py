@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 
 from headrace.base.errors import ConfigError, PluginError
 from headrace.kernels.attention.reference import attend_densely
-from headrace.layers.attention import ATTENTION_BACKENDS, flashinfer, support
+from headrace.layers import attention
+from headrace.layers.attention import ATTENTION_BACKENDS, flashinfer, reason_against_flashinfer
 from headrace.layers.attention.contract import AttentionGeometry
 
 MIXED = ((1, 1), (1, 75), (7, 7), (20, 75), (3, 64))
@@ -166,16 +167,16 @@ def test_kernels_that_cannot_be_built_are_a_configuration_error(library, monkeyp
     ({"value_dim": 64}, "keys and values alike"),
 ], ids=str)  # fmt: skip
 def test_says_what_it_cannot_serve(change, reason, monkeypatch):
-    monkeypatch.setattr(support, "find_spec", lambda name: object())
-    found = support.reason_against_flashinfer(replace(H200, **change))
+    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    found = reason_against_flashinfer(replace(H200, **change))
     assert (found is None) if reason is None else reason in found
 
 
 def test_is_taken_by_name_only_and_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(support, "find_spec", lambda name: None if name in ("flashinfer", "cudnn") else object())
+    monkeypatch.setattr(attention, "find_spec", lambda name: None if name in ("flashinfer", "cudnn") else object())
     with pytest.raises(PluginError, match=r"pip install 'headrace\[flashinfer\]'"):
         ATTENTION_BACKENDS.choose(H200, "flashinfer")
-    monkeypatch.setattr(support, "find_spec", lambda name: None if name == "cudnn" else object())
+    monkeypatch.setattr(attention, "find_spec", lambda name: None if name == "cudnn" else object())
     assert ATTENTION_BACKENDS.choose(H200, "flashinfer") is flashinfer.FlashinferAttention
     assert ATTENTION_BACKENDS.choose(H200) is not flashinfer.FlashinferAttention
 

@@ -1,31 +1,111 @@
 """Attention backends and their contract, registered here with the geometries they support. Imports kernels alone: the
-layers stand above."""
+layers stand above.
 
-from headrace.layers.attention import support
-from headrace.layers.attention.contract import ATTENTION_BACKENDS
+The predicates are evaluated before a backend is imported, so they import none.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from headrace.layers.attention.contract import ATTENTION_BACKENDS, AttentionGeometry
+
+HALF_TYPES = ("float16", "bfloat16")
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+
+def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
+    """Any shape on a CPU; queries and pages in three float types, pages in int8 too."""
+    if geometry.device != "cpu":
+        return "needs a cpu device"
+    if not {geometry.dtype, geometry.kv_dtype} <= {"float32", *HALF_TYPES, "int8"} or geometry.dtype == "int8":
+        return "takes float32, bfloat16 and float16, and pages of int8"
+    return None
+
+
+def reason_against_triton(geometry: AttentionGeometry) -> str | None:
+    """Any head dim up to 256 on a GPU, with keys and values in the type of the queries."""
+    if geometry.device != "cuda":
+        return "needs a cuda device"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if geometry.values_in_keys:
+        return "reads values from pages of their own"
+    if geometry.kv_dtype != geometry.dtype:
+        return f"reads keys and values in {geometry.dtype}, not {geometry.kv_dtype}"
+    if max(geometry.head_dim, geometry.value_dim) > 256:
+        return "takes head dims up to 256"
+    return None
+
+
+def reason_against_dependent_launch(geometry: AttentionGeometry) -> str | None:
+    """The same on devices with programmatic dependent launch."""
+    if geometry.device == "cuda" and geometry.capability < (9, 0):
+        return "needs compute capability 9.0"
+    return reason_against_triton(geometry)
+
+
+def _reason_against_library(
+    geometry: AttentionGeometry, module: str, missing: str, capability: tuple[int, int]
+) -> str | None:
+    """What half-precision kernels of another package require; ``missing`` is the reason if it is not installed."""
+    if geometry.device != "cuda":
+        return "needs a cuda device"
+    if find_spec(module) is None:
+        return missing
+    if geometry.capability < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]}"
+    if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != geometry.dtype:
+        return "takes queries, keys and values in float16 or bfloat16, all alike"
+    if geometry.has_softcap or geometry.has_sinks or geometry.values_in_keys:
+        return "has no soft-cap, no sinks, and reads values from pages of their own"
+    return None
+
+
+def reason_against_cudnn(geometry: AttentionGeometry) -> str | None:
+    """Half-precision on Hopper and later, head dims up to 128 in steps of 8, without soft-cap and sinks. Graphs for 256
+    exist, but each takes a second to build while requests wait, and they were no faster than the Triton kernels."""
+    if reason := _reason_against_library(geometry, "cudnn", "nvidia-cudnn-frontend is not installed", (9, 0)):
+        return reason
+    if max(geometry.head_dim, geometry.value_dim) > 128 or geometry.head_dim % 8 or geometry.value_dim % 8:
+        return "takes head dims up to 128 that are multiples of 8"
+    if geometry.page_size < 16:
+        return "takes pages of at least 16 tokens"
+    return None
+
+
+def reason_against_flashinfer(geometry: AttentionGeometry) -> str | None:
+    """Half-precision on Ampere and later, three head dims, without soft-cap and sinks."""
+    missing = "flashinfer-python is not installed: pip install 'headrace[flashinfer]'"
+    if reason := _reason_against_library(geometry, "flashinfer", missing, (8, 0)):
+        return reason
+    if geometry.head_dim not in FLASHINFER_HEAD_DIMS or geometry.value_dim != geometry.head_dim:
+        return f"takes head dims {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, keys and values alike"
+    return reason_against_triton(geometry)
+
 
 ATTENTION_BACKENDS.add(
     "reference", "headrace.layers.attention.reference:ReferenceAttention", doc="plain torch, any device and geometry"
 )
 ATTENTION_BACKENDS.add(
-    "cpu", "headrace.layers.attention.cpu:CpuAttention", supports=support.reason_against_cpu, priority=10,
+    "cpu", "headrace.layers.attention.cpu:CpuAttention", supports=reason_against_cpu, priority=10,
     doc="own C++ kernels, compiled at first use; plain torch until then",
 )
 ATTENTION_BACKENDS.add(
-    "triton", "headrace.layers.attention.triton:TritonAttention", supports=support.reason_against_triton, priority=10,
+    "triton", "headrace.layers.attention.triton:TritonAttention", supports=reason_against_triton, priority=10,
     doc="own kernels: any geometry on a GPU",
 )
 ATTENTION_BACKENDS.add(
     "triton_pdl", "headrace.layers.attention.triton:DependentLaunchTritonAttention",
-    supports=support.reason_against_dependent_launch,
-    priority=5, doc="the same with programmatic dependent launch",
+    supports=reason_against_dependent_launch, priority=5,
+    doc="the same with programmatic dependent launch",
 )
 ATTENTION_BACKENDS.add(
-    "cudnn", "headrace.layers.attention.cudnn:CudnnAttention", supports=support.reason_against_cudnn, priority=20,
+    "cudnn", "headrace.layers.attention.cudnn:CudnnAttention", supports=reason_against_cudnn, priority=20,
     doc="cuDNN's paged attention; needs nvidia-cudnn-frontend",
 )
 ATTENTION_BACKENDS.add(
     "flashinfer", "headrace.layers.attention.flashinfer:FlashinferAttention",
-    supports=support.reason_against_flashinfer,
-    priority=1, doc="flashinfer's prefill, on request; needs flashinfer-python, and nvcc to compile it",
+    supports=reason_against_flashinfer, priority=1,
+    doc="flashinfer's prefill, on request; needs flashinfer-python, and nvcc to compile it",
 )

@@ -1,7 +1,7 @@
-"""The attention contract: what a step tells a backend, and what a backend must do.
+"""The attention contract: a step's inputs as a backend gets them, and what a backend must do.
 
-Letters: T tokens, R requests, H heads, K kv heads, E head dim, P pages. A backend instance serves one cache group;
-writing K and V into the pages is not its job (the ``rope_write`` operation does that before ``attend``).
+T tokens, R requests, H heads, K kv heads, E head dim, P pages. A backend instance serves one cache group. It does not
+write K and V into the pages: the ``rope_write`` operation does that before ``attend``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from headrace.base.registry import Registry
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """All that is fixed for a cache group; the query that backends declare support for. ``window`` 0 means all.
-    ``values_in_keys``: the value pages are views of the first ``value_dim`` places of each row of the key pages."""
+    """The constants of a cache group: the query that backends declare support for. ``window`` 0: unlimited.
+    ``values_in_keys``: value pages are views of the first ``value_dim`` elements of each row of the key pages."""
 
     device: str
     dtype: str
@@ -37,9 +37,9 @@ class AttentionGeometry:
 
 @dataclass(slots=True)
 class KvPages:
-    """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous but for values
-    that are in the keys. Where a cache's type is int8, both hold codes in an order of their own, and ``scales`` [P, 2,
-    K, page_size] float32 what they are multiplied with (`headrace.kernels.attention.reference`)."""
+    """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous unless values are
+    views of the keys. In an int8 cache both hold codes in kernel order, and ``scales`` [P, 2, K, page_size] float32
+    multiplies them: keys' scales first (`headrace.kernels.attention.reference`)."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -52,14 +52,14 @@ class AttentionInputs:
 
     Tensors are on the device: ``query_start`` [R + 1] int32, ``kv_lens`` [R] int32 (this step's tokens included),
     ``page_table`` [R, >= ceil(max_kv_len / page_size)] int32, ``slots`` [T] int64 (page * page_size + offset where the
-    token's K and V are written). ``query_lens_cpu`` and ``kv_lens_cpu`` are the same facts on the host; under a
-    captured graph they are the capture's and only ``max_kv_len`` bounds the real lengths.
+    token's K and V are written). ``query_lens_cpu`` and ``kv_lens_cpu`` [R] are the same lengths on the host; under a
+    captured graph they are those of the capture, and only ``max_kv_len`` bounds the real ones.
 
     ``has_dynamic_lengths``: the step is captured with room for T tokens and R requests, and the real lengths are known
-    on the device alone. A request of one token is a decode wherever it stands, one of none is padding; ``num_decodes``
-    and the host's lists say nothing. Only backends with ``supports_dynamic_lengths`` are given such steps.
+    on the device alone. A request of one token is a decode at any index, one of none is padding; ``num_decodes`` and
+    the lists of host lengths are meaningless. Only backends with ``supports_dynamic_lengths`` are given such steps.
 
-    ``last_run``: the first page of the last request, if the host knows that its others follow.
+    ``last_run``: the first page of the last request, if the host knows that its pages are contiguous.
     """
 
     num_tokens: int

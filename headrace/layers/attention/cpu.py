@@ -1,4 +1,4 @@
-"""The attention backend of CPUs: own C++ kernels, which need nothing prepared; plain torch until they are compiled."""
+"""The attention backend of CPUs: native kernels, which need no preparation; plain torch until they are compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.layers.attention.reference import ReferenceAttention
 
 
 class CpuAttention(AttentionBackend):
-    """See `AttentionBackend`. Kernels that become ready between `prepare` and `attend` are used at once."""
+    """See `AttentionBackend`. Once the native library is compiled it is used, even between `prepare` and `attend`."""
 
     is_capturable = False
     fuses_layers = True
@@ -27,17 +27,17 @@ class CpuAttention(AttentionBackend):
         self.inputs: AttentionInputs | None = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """Remember the step; plain torch prepares itself when it is needed."""
+        """Keep the inputs; plain torch is prepared in `attend`, if it is needed."""
         self.inputs, self._is_prepared = inputs, False
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """``q`` [T, H, E] to [T, H, E_value]."""
         inputs = self.inputs
+        assert inputs is not None, "prepare comes first"
         sinks = params.sinks if params.sinks is None else params.sinks.float()
         out = paged_attention(
             q, (pages.k, pages.v), (inputs.query_start, inputs.kv_lens, inputs.page_table), scale=params.scale,
-            softcap=params.softcap,
-            window=params.window, sinks=sinks, scales=pages.scales,
+            softcap=params.softcap, window=params.window, sinks=sinks, scales=pages.scales,
         )
         if out is not None:
             return out

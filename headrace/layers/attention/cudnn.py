@@ -1,8 +1,8 @@
-"""The attention backend on cuDNN: long prefill chunks in one ragged graph, a long chunk of round length in an exact
-one.
+"""The cuDNN attention backend: long prefill chunks in one ragged graph, one long chunk of round length in an exact one.
 
-Decodes, steps of short chunks, layers with a window (whose pages before it are others' by now) and whatever cuDNN
-refuses go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no plan for each size.
+Decodes, steps of short chunks, layers with a window (pages before the window may belong to other requests) and whatever
+cuDNN refuses go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no graph for each
+size.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from headrace.layers.attention.triton import DependentLaunchTritonAttention
 
 LEAST_KEYS = 1024
 LEAST_QUERIES = 512
-"""Below so many query tokens in the longest chunk the Triton kernel is faster."""
+"""Fewest query tokens in the longest chunk: below it the Triton kernel is faster."""
 EXACT_STEP = 1024
-"""Exact graphs are built for lengths in these steps alone: each takes tens of milliseconds to build."""
+"""Exact graphs exist for multiples of this length alone: building one takes tens of milliseconds."""
 
 READY_HEAD_DIM = 128
-"""For which cuDNN has its kernels compiled."""
+"""The head dim for which cuDNN ships compiled kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """A step's prefill chunks, padded to a power of two of requests: the padding has no queries and no keys.
-    ``unwritten`` are the slots behind the keys in their last pages, and the null page, which stands for all pages
-    behind them."""
+    """A step's prefill chunks, padded to a power of two of requests; padding requests have no queries and no keys.
+    ``unwritten``: slots of the last pages after the last key, and those of the null page, which pads the table."""
 
     requests: int
     queries: int
@@ -52,8 +51,8 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    """The one chunk of a step, after the decodes: round numbers of queries and keys, and the ``pages`` [n] of the keys,
-    or where they lie if they follow each other."""
+    """A step's only chunk, after its decodes: round numbers of queries and keys, and the ``pages`` of the keys, [n] ids
+    or a slice if they are contiguous."""
 
     queries: int
     keys: int
@@ -77,8 +76,7 @@ class CudnnAttention(AttentionBackend):
             self._compile()
 
     def _compile(self) -> None:
-        """Build a graph of each kind: cuDNN compiles its kernel with the first, in a second, which no request should
-        wait for."""
+        """Build a graph of each kind now: cuDNN compiles its kernel with the first, for a second."""
         geometry = self._geometry
         params, dtype = AttentionParams(geometry.head_dim**-0.5), getattr(torch, geometry.dtype)
         self._find_graph(params, dtype, 1, EXACT_STEP, EXACT_STEP)
@@ -86,60 +84,67 @@ class CudnnAttention(AttentionBackend):
         self._find_graph(params, dtype, 1, LEAST_QUERIES, LEAST_KEYS, num_pages=columns + 1, table_stride=columns)
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """Pad the chunks' lengths and tables to the bounds of a graph that may be there already."""
+        """Pad the chunks' lengths and tables to powers of two, so that few graphs serve all steps."""
         is_long = (
-            not inputs.has_dynamic_lengths and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
-            and not self._geometry.window
+            not inputs.has_dynamic_lengths and inputs.num_decodes < inputs.num_requests
+            and inputs.max_query_len >= LEAST_QUERIES and not self._geometry.window
         )
         self._inputs, self._chunks = inputs, self._pad_chunks(inputs) if is_long else None
         self._exact = self._find_exact(inputs) if is_long else None
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        if self._chunks is None or params.softcap or params.sinks is not None:
-            return self._fall_back(q, pages, params)
+        inputs, chunks = self._inputs, self._chunks
+        assert inputs is not None, "prepare comes first"
+        if chunks is None or params.softcap or params.sinks is not None:
+            return self._fall_back(q, pages, params, inputs)
         out = torch.empty((q.shape[0], q.shape[1], pages.v.shape[-1]), dtype=q.dtype, device=q.device)
-        if not self._run_exact(q, pages, params, out) and not self._run_paged(q, pages, params, out):
-            return self._fall_back(q, pages, params)
-        self._fallback.attend_decodes(q, pages, params, self._inputs, out)
+        is_done = self._run_exact(q, pages, params, inputs, out) or self._run_paged(q, pages, params, chunks, out)
+        if not is_done:
+            return self._fall_back(q, pages, params, inputs)
+        self._fallback.attend_decodes(q, pages, params, inputs, out)
         return out
 
-    def _fall_back(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
-        if self._fallback.inputs is not self._inputs:
-            self._fallback.prepare(self._inputs)
+    def _fall_back(
+        self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs
+    ) -> torch.Tensor:
+        if self._fallback.inputs is not inputs:
+            self._fallback.prepare(inputs)
         return self._fallback.attend(q, pages, params)
 
-    def _run_exact(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, out: torch.Tensor) -> bool:
-        """Write the chunk's rows of ``out`` if there is an exact graph; pages elsewhere than in a row are put into one
-        first."""
+    def _run_exact(
+        self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor
+    ) -> bool:
+        """Write the chunk's rows of ``out`` if there is an exact graph for it. The graph reads contiguous keys and
+        values, so scattered pages are copied together first."""
         exact = self._exact
         graph = self._find_graph(params, q.dtype, 1, exact.queries, exact.keys) if exact is not None else None
-        if graph is None:
+        if exact is None or graph is None:
             return False
         k, v = (
             (t[exact.pages] if isinstance(exact.pages, slice) else t.index_select(0, exact.pages)).flatten(0, 1)
             for t in (pages.k, pages.v)
         )
-        first = self._inputs.num_decodes
+        first = inputs.num_decodes
         graph.run({sdpa.Q: q[first:], sdpa.K: k, sdpa.V: v, sdpa.OUT: out[first:]})
         return True
 
-    def _run_paged(self, q: torch.Tensor, pages: KvPages, params: AttentionParams, out: torch.Tensor) -> bool:
-        chunks = self._chunks
+    def _run_paged(
+        self, q: torch.Tensor, pages: KvPages, params: AttentionParams, chunks: _Chunks, out: torch.Tensor
+    ) -> bool:
         sizes = (chunks.requests, chunks.queries, chunks.keys)
         graph = self._find_graph(
             params, q.dtype, *sizes, num_pages=pages.k.shape[0], table_stride=chunks.table.stride(0)
         )
         if graph is None:
             return False
-        # cuDNN multiplies what it masks by zero, so what lies there must be a number: NaN of a request long gone would
-        # spread
+        # cuDNN multiplies masked values by zero: a NaN that an earlier request left there would spread
         for t in (pages.k, pages.v):
             t.flatten(0, 1).index_fill_(0, chunks.unwritten, 0)
         graph.run({
             sdpa.Q: q, sdpa.K: pages.k, sdpa.V: pages.v, sdpa.OUT: out, sdpa.QUERY_LENS: chunks.query_lens,
-            sdpa.KV_LENS: chunks.kv_lens,
-            sdpa.TABLE: chunks.table, sdpa.Q_OFFSETS: chunks.q_offsets, sdpa.OUT_OFFSETS: chunks.out_offsets,
+            sdpa.KV_LENS: chunks.kv_lens, sdpa.TABLE: chunks.table, sdpa.Q_OFFSETS: chunks.q_offsets,
+            sdpa.OUT_OFFSETS: chunks.out_offsets,
         })
         return True
 

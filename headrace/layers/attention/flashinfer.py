@@ -1,8 +1,7 @@
-"""The attention backend on flashinfer: longer prefill chunks by its paged kernels, planned once a step from the host's
-lengths.
+"""The flashinfer attention backend: long prefill chunks by its paged kernels, planned once a step from host lengths.
 
 Decodes, steps of short chunks and layers with a window go to the Triton kernels, which need no plan on the host and so
-run in captured graphs. Refuses: compiling on a request's path; what a geometry needs is built when its backend is made.
+run in captured graphs. Nothing is compiled on a request's path: kernels are built when the backend is constructed.
 """
 
 from __future__ import annotations
@@ -28,30 +27,31 @@ from headrace.layers.attention.triton import DependentLaunchTritonAttention, Tri
 logger = logging.getLogger(__name__)
 
 LEAST_QUERIES = 128
-"""Below so many query tokens in the longest chunk the Triton kernel is faster: flashinfer's tiles hold 128 queries of
-one head (192 at head dim 64). Measured on an H200 at 64 and 128."""
+"""Fewest query tokens in the longest chunk: below it the Triton kernel is faster, as flashinfer's tiles hold 128
+queries of one head (192 at head dim 64). Measured on an H200 at 64 and 128."""
 HOPPER = (9, 0)
 SPLIT_BYTES = 128 * 2**20
-"""Room for the parts of keys that are split among programs, which the kernels for Hopper never do."""
+"""Workspace for keys split among programs; the kernels for Hopper never split them."""
 LEAST_BYTES = 2**20
 
 
 class Planners:
-    """flashinfer's wrappers of one geometry: each holds one plan. A wrapper writes its plan into one pinned buffer and
-    copies it from there asynchronously, so it may not plan again before that copy is over; with several steps in flight
-    another one plans meanwhile. There are as many as were ever needed at once."""
+    """flashinfer's wrappers of one geometry; each holds one plan. A wrapper writes its plan into one pinned buffer and
+    copies it to the device asynchronously, so it must not plan again before that copy has completed. With several steps
+    in flight another wrapper plans; there are as many as were ever needed at once."""
 
     def __init__(self, make: Callable[[], Any]):
         self._make = make
         self._planners: list[tuple[Any, torch.cuda.Event]] = []
 
-    def plan(self, *arrays: torch.Tensor, **facts: Any) -> Any:
-        """Plan on a wrapper that is free, and return it."""
-        planner, copied = next((pair for pair in self._planners if pair[1].query()), (None, None))
-        if planner is None:
-            planner, copied = self._make(), torch.cuda.Event()
-            self._planners.append((planner, copied))
-        planner.plan(*arrays, **facts)
+    def plan(self, *arguments: torch.Tensor | int, **options: Any) -> Any:
+        """Plan on a free wrapper and return it; arguments as its ``plan`` takes them."""
+        free = next((pair for pair in self._planners if pair[1].query()), None)
+        if free is None:
+            free = self._make(), torch.cuda.Event()
+            self._planners.append(free)
+        planner, copied = free
+        planner.plan(*arguments, **options)
         copied.record()
         return planner
 
@@ -73,40 +73,43 @@ class FlashinferAttention(AttentionBackend):
         self._planned: Any = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """Plan a step that has a longer chunk; its lengths are sent from pinned memory, its pages are there already."""
-        has_chunks = (
-            not inputs.has_dynamic_lengths and inputs.num_decodes < inputs.num_requests and inputs.max_query_len >= LEAST_QUERIES
+        """Plan a step that has a long chunk. Its lengths are sent from pinned memory, its pages are on the device."""
+        has_long_chunk = (
+            not inputs.has_dynamic_lengths and inputs.num_decodes < inputs.num_requests
+            and inputs.max_query_len >= LEAST_QUERIES
         )
-        is_planned = has_chunks and self._planners is not None
-        self._inputs, self._planned = inputs, self._plan(inputs) if is_planned else None
+        self._inputs, self._planned = inputs, None
+        if has_long_chunk and self._planners is not None:
+            self._planned = self._plan(inputs, self._planners)
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         inputs = self._inputs
+        assert inputs is not None, "prepare comes first"
         if self._planned is None:
             if self._fallback.inputs is not inputs:
                 self._fallback.prepare(inputs)
             return self._fallback.attend(q, pages, params)
         out = torch.empty_like(q)
         first = inputs.num_decodes
-        # the wrapper multiplies its own scale, head_dim ** -0.5, by this one
+        # q_scale multiplies the wrapper's own scale, head_dim ** -0.5
         relative = params.scale * math.sqrt(self._geometry.head_dim)
         self._planned.run(q[first:], (pages.k, pages.v), q_scale=relative, out=out[first:], enable_pdl=False)
         self._fallback.attend_decodes(q, pages, params, inputs, out)
         return out
 
-    def _plan(self, inputs: AttentionInputs) -> Any:
+    def _plan(self, inputs: AttentionInputs, planners: Planners) -> Any:
         first, page_size = inputs.num_decodes, self._geometry.page_size
         kv_lens = inputs.kv_lens_cpu[first:]
         counts = [ceil_div(length, page_size) for length in kv_lens]
         pages = _gather_pages(inputs.page_table[first:], inputs.kv_lens[first:], counts, page_size)
-        return _plan_chunks(self._planners, self._geometry, inputs.query_lens_cpu[first:], kv_lens, pages)
+        return _plan_chunks(planners, self._geometry, inputs.query_lens_cpu[first:], kv_lens, pages)
 
 
 def _plan_chunks(
     planners: Planners, geometry: AttentionGeometry, query_lens: list[int], kv_lens: list[int], pages: torch.Tensor
 ) -> Any:
-    """``pages`` [sum of the requests' pages] int32 on the device; the rest is sent from pinned memory."""
+    """``pages`` [all requests' pages] int32 on the device; the other arguments are sent from pinned memory."""
     count, page_size = len(kv_lens), geometry.page_size
     lens = torch.tensor(
         [query_lens, [ceil_div(n, page_size) for n in kv_lens], [(n - 1) % page_size + 1 for n in kv_lens], kv_lens],
@@ -124,7 +127,7 @@ def _plan_chunks(
 
 
 def _gather_pages(table: torch.Tensor, kv_lens: torch.Tensor, counts: list[int], page_size: int) -> torch.Tensor:
-    """The requests' pages one after the other, [sum(counts)] int32; without waiting, as the host knows how many."""
+    """The requests' pages one after the other, [sum(counts)] int32. The host knows the total, so nothing waits."""
     if len(counts) == 1:
         return table[0, : counts[0]]
     total = sum(counts)
@@ -135,7 +138,7 @@ def _gather_pages(table: torch.Tensor, kv_lens: torch.Tensor, counts: list[int],
 
 
 def _build_planners(geometry: AttentionGeometry, device: torch.device, kind: str) -> Planners:
-    """Build the kernels by planning a chunk of one token: from the library's cache, or in minutes."""
+    """Build the kernels by planning a chunk of one token; takes minutes unless the library has them cached."""
     workspace = torch.empty(SPLIT_BYTES if kind == "fa2" else LEAST_BYTES, dtype=torch.uint8, device=device)
     logger.info("flashinfer's %s kernels for head dim %d; built now if they are not cached", kind, geometry.head_dim)
     try:
@@ -147,8 +150,7 @@ def _build_planners(geometry: AttentionGeometry, device: torch.device, kind: str
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(
             f"attention_backend: flashinfer's kernels could not be built ({type(error).__name__}: {error}); it needs "
-            "nvcc and ninja, "
-            "or the package flashinfer-jit-cache; without either take another attention_backend",
+            "nvcc and ninja, or the package flashinfer-jit-cache; without either take another attention_backend",
             param="attention_backend",
         ) from error
     return planners

@@ -1,8 +1,8 @@
-"""Paged attention in plain torch: any geometry on any device, and the default on a CPU.
+"""Paged attention in plain torch: any geometry on any device. On a CPU it serves until native kernels are compiled; on
+a GPU its ``prepare`` copies small index tensors and waits for them, so it is an oracle for tests there.
 
-Decodes run batched, requests of like length together, padded to the longest; prefill runs request by request, cut into
-tiles of queries so that masks stay small. Windows gather only the pages they see. On a GPU its ``prepare`` copies small
-index tensors and waits for them: it is the oracle there, not a solution.
+Decodes of similar length run as one batch, padded to the longest; prefill runs request by request, in tiles of queries
+so that masks stay small. With a window, only the pages it reaches are gathered.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ TILE_QUERIES = 256
 
 @dataclass(slots=True)
 class _DecodeBucket:
-    """n one-token requests of like length. ``rows`` are their places in the step (a slice when they are all the
-    decodes). ``page_ids`` [n * count]; ``mask`` [n, 1, 1, count * page_size] is added to the logits; ``unseen`` are the
-    masked places among the gathered positions: what lies there is anybody's, even NaN, and must not be multiplied."""
+    """n decodes of similar length. ``rows``: their indices in the step (a slice if they are all its decodes).
+    ``page_ids`` [n * count]; ``mask`` [n, 1, 1, count * page_size] is added to the logits; ``unseen``: indices of the
+    masked positions among the gathered ones. Another request may have left NaN there, so they must be zeroed."""
 
     rows: slice | torch.Tensor
     page_ids: torch.Tensor
@@ -38,7 +38,7 @@ class _DecodeBucket:
 
 @dataclass(slots=True)
 class _Tile:
-    """Queries ``queries`` of the step on keys ``keys`` of those gathered. ``mask`` [queries, keys] or None."""
+    """``queries`` of the step against ``keys`` among those gathered. ``mask`` [queries, keys] or None."""
 
     queries: slice
     keys: slice
@@ -48,7 +48,7 @@ class _Tile:
 
 @dataclass(slots=True)
 class _Span:
-    """One request: its queries in the step, its pages from the first one seen on, and the positions in those."""
+    """One request: its queries in the step, its pages from the first visible one on, and ``length`` positions there."""
 
     queries: slice
     page_ids: torch.Tensor
@@ -109,7 +109,7 @@ class ReferenceAttention(AttentionBackend):
         return pages.k.index_select(0, page_ids).flatten(0, 1), pages.v.index_select(0, page_ids).flatten(0, 1)
 
     def _make_buckets(self, inputs: AttentionInputs, num_decodes: int) -> list[_DecodeBucket]:
-        """Requests whose page counts have the same number of binary digits go together: at most half is padding."""
+        """Buckets of equal bit length of the page count, so that at most half of a bucket is padding."""
         by_size: dict[int, list[int]] = {}
         for row, length in enumerate(inputs.kv_lens_cpu[:num_decodes]):
             num_pages = (length - 1) // self.geometry.page_size + 1 - self._first_page(length - 1)
@@ -141,7 +141,7 @@ class ReferenceAttention(AttentionBackend):
             t.index_fill_(0, bucket.unseen, 0).to(q.dtype).unflatten(0, (num_rows, -1)).transpose(1, 2)
             for t in self._gather(pages, bucket.page_ids)
         )
-        # The query heads that share a kv head stand in for query positions: [n, K, H / K, E] against [n, K, L, E].
+        # query heads of one kv head take the place of query positions: [n, K, H / K, E] against [n, K, L, E]
         grouped = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         return F.scaled_dot_product_attention(grouped, k, v, bucket.mask, scale=scale).flatten(1, 2)
 
@@ -155,7 +155,7 @@ class ReferenceAttention(AttentionBackend):
         return _Span(queries, page_ids, kv_len - offset, tiles)
 
     def _make_tiles(self, queries: slice, begin: int, length: int) -> list[_Tile]:
-        """``begin`` and ``length`` count from the first gathered position."""
+        """``begin`` and ``length`` are relative to the first gathered position."""
         window = self.geometry.window
         if begin == 0 and not 0 < window < length:
             return [_Tile(queries, slice(0, length), None, is_causal=True)]

@@ -1,4 +1,4 @@
-"""The attention backend that needs nothing but torch and Triton: decodes and prefill chunks go to a kernel each."""
+"""The Triton attention backend: a kernel for decodes and one for prefill chunks, any geometry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TritonAttention(AttentionBackend):
         self._plan: PrefillPlan | None = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """Decodes need nothing; prefill chunks are dealt out to programs by a small kernel."""
+        """Prefill chunks are assigned to programs by a small kernel; decodes need nothing."""
         self.inputs, self._plan = inputs, None
         tile = dict(
             group=self._group, width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype)
@@ -53,6 +53,7 @@ class TritonAttention(AttentionBackend):
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         inputs = self.inputs
+        assert inputs is not None, "prepare comes first"
         out = torch.empty((q.shape[0], q.shape[1], pages.v.shape[-1]), dtype=q.dtype, device=q.device)
         self.attend_decodes(q, pages, params, inputs, out)
         if self._plan is not None:
@@ -63,7 +64,7 @@ class TritonAttention(AttentionBackend):
     def attend_decodes(
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
-        """Write the decodes' rows of ``out``; needs no `prepare`."""
+        """Write the decodes' rows of ``out`` [T, H, E_value]; needs no `prepare`."""
         count = inputs.num_requests if inputs.has_dynamic_lengths else inputs.num_decodes
         if count:
             step = DecodeStep(
