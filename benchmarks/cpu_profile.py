@@ -72,7 +72,7 @@ def wrap_engine(watch: Stopwatch, engine: Any) -> None:
         watch.wrap(backend, "prepare", "attention: prepare")
         watch.wrap(backend, "attend", "attention: attend")
     watch.wrap(runner._sampler, "pack", "sampling: pack")
-    watch.wrap(runner._sampler, "draw", "sampling: draw")
+    watch.wrap(runner._sampler, "sample", "sampling: sample")
     watch.wrap(runner_module.PendingSample, "result", "result: read")
     wrap_model(watch, runner._model)
 

@@ -71,9 +71,9 @@ class Script:
         runner = llm._client._engine.executor._runner
         self._sampler, self._num_tokens = runner._sampler, num_tokens
         self._num_rows, self._device, self._encode = runner.layout.max_rows, runner._device, llm.tokenizer.encode
-        self._draw = self._sampler._draw
+        self._sample = self._sampler._sample
         self.tokens = torch.zeros((self._num_rows, num_tokens), dtype=torch.int64, device=self._device)
-        self._sampler._draw = self._draw_written
+        self._sampler._sample = self._sample_written
 
     def write(self, kind: str, seed: int) -> None:
         """Other texts of this kind."""
@@ -83,10 +83,10 @@ class Script:
         ]
         self.tokens.copy_(torch.tensor(texts))
 
-    def _draw_written(
+    def _sample_written(
         self, logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        drawn = self._draw(logits, rows, last_token, **options)
+        drawn = self._sample(logits, rows, last_token, **options)
         written = self.tokens[rows, options["params"].position]
         drawn[0].copy_(written)
         last_token[rows] = written

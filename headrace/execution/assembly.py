@@ -16,13 +16,11 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import DeviceConfig, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError
 from headrace.execution.backends import ChosenBackends, choose_backends
-from headrace.execution.captured_steps import GraphSizes
 from headrace.execution.captures import NoRecorder, Recorder
 from headrace.execution.device import is_out_of_memory
-from headrace.execution.graphs import bucket_sizes
+from headrace.execution.graphs import GraphSizes, bucket_sizes, step_sizes
 from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.runner import Runner
-from headrace.execution.step_graphs import step_sizes
 from headrace.execution.warmup import measure_largest_steps, measure_peak, run_tiny_steps
 from headrace.layers.build import Build
 from headrace.memory.plan import CachePlan, free_bytes

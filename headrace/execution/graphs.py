@@ -1,19 +1,26 @@
-"""Decode steps captured as CUDA graphs, one per bucket of requests: one launch instead of hundreds.
+"""Steps that replay CUDA graphs, one launch instead of hundreds: `DecodeGraphPath` for decodes alone, by number of
+requests; `MixedGraphPath` for steps with prefill, by number of tokens; `CapturedSteps`, which records both.
 
-Refuses: prefill, and sampling beyond the likeliest token; the runner draws those from the logits a replay leaves.
-B bucket size, V vocabulary.
+Refuses: sampling beyond the argmax; the runner samples from the logits that a replay leaves. B bucket size, T tokens, D
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from headrace.base.cache import CacheLayout
-from headrace.execution.captures import Capture, Records
+from headrace.execution.captures import Buckets, Capture, Records
+from headrace.execution.inputs import InputBuilder
+from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
 from headrace.execution.rows import Rows
+from headrace.execution.step import Step, StepFeature, StepShape
+from headrace.execution.upload import Upload
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.rowwise import DECODE_INPUTS, DecodeInputs
 from headrace.kernels.sample import SAMPLE_GREEDY
@@ -23,19 +30,46 @@ from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
 
 DENSE_BUCKETS = (1, 2, 4)
-"""Below 8 requests a padded row costs as much as a real one; from 8 on the step is 8 (later 16, 32) requests: padding
+"""Below 8 requests a padded row costs as much as a real one; from 8 on sizes are multiples of 8 (later 16, 32): padding
 has no keys to attend to, and tensor cores take as long for 130 rows as for 144. Each size is 20 ms of the start."""
+
+TOKEN_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+MAX_FLOPS = 1e13
+"""Of a captured step with prefill: twice its tokens times the model's parameters. A larger one keeps a device busy for
+longer than its kernels take to be launched one by one, some 15 ms."""
+MAX_SPAN = 1024
+"""Tokens of a span in a captured step; a longer one is worth an attention kernel chosen for it."""
+MAX_DECODE_LEN, FEW_DECODES = 4096, 64
+"""A captured step with prefill does not split a decode's keys among programs: too slow for a few that have many."""
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """Buckets: requests of steps of decodes alone, tokens of other steps."""
+
+    decodes: list[int]
+    tokens: list[int]
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.tokens)
 
 
 def bucket_sizes(max_requests: int) -> list[int]:
-    """Ascending; the last is ``max_requests``, so that every decode step has a bucket."""
+    """Requests, ascending; the last is ``max_requests``, so that every decode step has a bucket."""
     sizes = [*DENSE_BUCKETS, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_requests + 1, 32)]
     return sorted({*(size for size in sizes if size < max_requests), max_requests})
 
 
+def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
+    """Buckets of tokens worth a graph, ascending, for steps of at most ``max_tokens``."""
+    most = min(max_tokens, MAX_FLOPS / (2 * num_parameters))
+    sizes = [size for size in TOKEN_SIZES if size <= most]
+    return [*sizes, max_tokens] if sizes and sizes[-1] < max_tokens == most else sizes
+
+
 @dataclass(slots=True)
 class DecodeState:
-    """What every graph reads and writes besides the model: the rows' last tokens and the page tables."""
+    """What graphs of decodes read and write besides the model: the rows' last tokens and the page tables."""
 
     rows: Rows
     tables: PageTables
@@ -44,9 +78,9 @@ class DecodeState:
 
 
 class DecodeGraph:
-    """One bucket. ``requests`` [2, B] int64 is its input: rows, and lengths after the step; padding is the null row at
-    length 1. `run` yields logits [B, V] float32 and drawn [2, B] int64 (likeliest ids, states), and sets the rows' last
-    tokens. All may be overwritten by the next run of any bucket; stream order keeps readers safe."""
+    """Decodes of one bucket. ``requests`` [2, B] int64 is its input: rows, and lengths after the step; padding is the
+    null row at length 1. `run` yields logits [B, V] float32 and [2, B] int64 (argmax ids, states), and sets the rows'
+    last tokens. All may be overwritten by the next run of any bucket; stream order keeps readers safe."""
 
     def __init__(self, size: int, model: ServedModel, state: DecodeState, recorder: Records):
         device = state.rows.last_token.device
@@ -74,13 +108,13 @@ class DecodeGraph:
         self.requests.view(-1).copy_(requests)
         return self._capture.run()
 
-    def pack(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[2 * B] int64 on the host: the requests and the padding."""
-        packed = np.ones(2 * self.size, dtype=np.int64)
-        packed[: len(rows)] = rows
-        packed[len(rows) : self.size] = self._state.tables.null_row
-        packed[self.size : self.size + len(rows)] = ends
-        return packed
+    def pack(self, requests: np.ndarray) -> np.ndarray:
+        """``requests`` [2, R] int64, rows and lengths, with padding: [2 * B]."""
+        count = requests.shape[1]
+        packed = np.ones((2, self.size), dtype=np.int64)
+        packed[0, count:] = self._state.tables.null_row
+        packed[:, :count] = requests
+        return packed.ravel()
 
     def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
         state, inputs = self._state, self._inputs
@@ -102,3 +136,123 @@ class DecodeGraph:
         backend.prepare(step)
         return GroupStep(step, backend)
 
+
+class DecodeGraphPath:
+    """Decodes alone: replays the smallest graph that holds the requests."""
+
+    covers = StepFeature.SAMPLING | StepFeature.GRAMMAR
+    is_greedy_sampler = True
+    is_asynchronous = True
+
+    def __init__(self, buckets: Buckets[DecodeGraph]):
+        self._buckets = buckets
+
+    def prepare(self, step: Step, upload: Upload) -> Launch | None:
+        """See `StepPath`."""
+        graph = self._buckets.find(len(step.plan.rows))
+        if graph is None:
+            return None
+        upload.add("decodes", graph.pack(step.shape.requests))
+        return partial(self._launch, step, graph)
+
+    def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
+        logits, greedy = graph.run(sent["decodes"])
+        return StepOutput(greedy=greedy) if step.is_greedy else StepOutput(logits[: len(step.samples)])
+
+
+class MixedGraph:
+    """Steps with prefill of one bucket. Its input is what `InputBuilder.fill` leaves in the static tensors; hidden
+    states [T, D] are its output, which the next run of any bucket may overwrite."""
+
+    def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
+        self.size, self._model, self._inputs = size, model, inputs
+        self._capture = Capture(self._compute, recorder)
+
+    @property
+    def is_settled(self) -> bool:
+        """See `Bucket`, here and below."""
+        return self._capture.is_settled
+
+    def settle(self) -> None:
+        self._inputs.clear(self.size)
+        self._capture.run()
+
+    def run(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Hidden states [T, D] of a step's tokens."""
+        self._inputs.fill(shape, sent, self.size)
+        return self._capture.run()[: shape.num_tokens]
+
+    def _compute(self) -> torch.Tensor:
+        return self._model.forward(self._inputs.open_batch(self.size))
+
+class MixedGraphPath:
+    """Any step: replays the smallest graph that holds the tokens. Steps so large that launching them costs nothing, and
+    those whose attention is worth a kernel chosen for them, are left to the plain path."""
+
+    covers = (
+        StepFeature.PREFILL | StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS
+        | StepFeature.POOLING
+    )
+    is_greedy_sampler = False
+    is_asynchronous = False
+
+    def __init__(self, buckets: Buckets[MixedGraph], model: ServedModel, inputs: InputBuilder):
+        self._buckets, self._model, self._inputs = buckets, model, inputs
+
+    def find(self, shape: StepShape) -> MixedGraph | None:
+        """The graph for a step of this shape, if it is one for graphs."""
+        decodes = shape.ends[: shape.num_decodes]
+        has_few_long = 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > MAX_DECODE_LEN
+        if int(shape.lengths.max()) > MAX_SPAN or has_few_long:
+            return None
+        return self._buckets.find(shape.num_tokens)
+
+    def prepare(self, step: Step, upload: Upload) -> Launch | None:
+        """See `StepPath`."""
+        graph = self.find(step.shape)
+        if graph is None:
+            return None
+        self._inputs.pack(step, upload)
+        return partial(self._launch, step, graph)
+
+    def _launch(self, step: Step, graph: MixedGraph, sent: Sent) -> StepOutput:
+        hidden = graph.run(step.shape, sent)
+        return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), hidden=hidden)
+
+
+class CapturedSteps:
+    """The graphs of one runner, and when they are recorded: all at the start, or each when a step first needs it and in
+    idle moments. A step whose bucket has no graph yet records it with the bucket's padding, and then replays it."""
+
+    def __init__(
+        self, sizes: GraphSizes, model: ServedModel, state: DecodeState, inputs: InputBuilder, recorder: Records
+    ):
+        decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, state, recorder))
+        mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder))
+        # Recorded in this order: logits are the largest single tensor, and what the others need fits into its place.
+        self._kinds: tuple[Buckets[DecodeGraph] | Buckets[MixedGraph], ...] = (decodes, mixed)
+        self.decodes, self.mixed = DecodeGraphPath(decodes), MixedGraphPath(mixed, model, inputs)
+
+    @property
+    def paths(self) -> list[StepPath]:
+        """Fastest first."""
+        return [self.decodes, self.mixed]
+
+    def record_all(self, advance: Callable[[], None]) -> None:
+        """Record every bucket; ``advance`` is called after each."""
+        while self.record_next():
+            advance()
+
+    def record_largest(self) -> None:
+        """Record the largest of each kind, so that the others fit into their memory whenever they come."""
+        for buckets in self._kinds:
+            for size in buckets.unsettled()[:1]:
+                buckets.settle(size)
+
+    def record_next(self) -> bool:
+        """Record one bucket that has no graph; False when there is none."""
+        for buckets in self._kinds:
+            for size in buckets.unsettled()[:1]:
+                buckets.settle(size)
+                return True
+        return False

@@ -6,46 +6,18 @@ Refuses: sampling, and knowing on the host which tokens decodes take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from headrace.base.cache import NULL_PAGE, CacheLayout
-from headrace.base.step import StepPlan
-from headrace.execution.rows import HAS_SECOND_TEXT, Rows
+from headrace.execution.rows import Rows
+from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.memory.page_tables import PageTables
 
 NO_POSITION = 2**31
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """The spans of a plan as host arrays [R] int64. ``ends``: positions in the cache after the step.
-    ``query_start`` [R + 1]."""
-
-    num_decodes: int
-    rows: np.ndarray
-    begins: np.ndarray
-    lengths: np.ndarray
-    ends: np.ndarray
-    query_start: np.ndarray
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.query_start[-1])
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> StepShape:
-        """Read a plan; asserts what the contract of `StepPlan` promises."""
-        rows, begins, lengths = (np.array(values, dtype=np.int64) for values in (plan.rows, plan.begins, plan.lengths))
-        assert len(set(plan.rows)) == len(rows) > 0, "a plan has at least one span and each row once"
-        assert lengths.min() > 0 and (lengths[: plan.num_decodes] == 1).all(), "spans have tokens, decodes exactly one"
-        query_start = np.concatenate(([0], lengths.cumsum()))
-        return cls(plan.num_decodes, rows, begins, lengths, begins + lengths, query_start)
 
 
 class StaticInputs:
@@ -74,8 +46,9 @@ class InputBuilder:
         self.max_tokens = max(max_tokens, layout.max_rows)
         self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.last_token.device)
 
-    def pack(self, shape: StepShape, upload: Upload) -> None:
-        """Add the inputs of a plan to the upload."""
+    def pack(self, step: Step, upload: Upload) -> None:
+        """Add the inputs of a step to the upload."""
+        shape = step.shape
         assert shape.num_tokens <= self.max_tokens, (
             f"a plan of {shape.num_tokens} tokens, at most {self.max_tokens} are allowed"
         )
@@ -88,13 +61,15 @@ class InputBuilder:
         upload.add("kv_lens", shape.ends)
         prefill = [
             self._rows[row].token_ids[begin:end]
-            for row, begin,
-            end in zip(*(a[shape.num_decodes :] for a in (shape.rows, shape.begins, shape.ends)), strict=True)
+            for row, begin, end in zip(
+                *(a[shape.num_decodes :] for a in (shape.rows, shape.begins, shape.ends)), strict=True
+            )
         ]
         tokens = np.concatenate(prefill) if prefill else np.empty(0, dtype=np.int64)
         assert len(tokens) == shape.num_tokens - shape.num_decodes, "a prefill span beyond the row's known tokens"
         upload.add("prefill_tokens", tokens)
-        if (self._rows.flags_np[shape.rows] & HAS_SECOND_TEXT).any():
+        upload.add("sample_tokens", shape.query_start[1:][step.samples] - 1)
+        if step.features & StepFeature.TEXT_PAIRS:
             upload.add("text_kinds", self._text_kinds(shape))
 
     def _text_kinds(self, shape: StepShape) -> np.ndarray:

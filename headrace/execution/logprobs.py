@@ -1,17 +1,21 @@
-"""Log-probabilities from raw logits: of drawn tokens and of prompts. n positions, V vocabulary, k best tokens.
+"""Log-probabilities from raw logits, of sampled tokens and of prompts. n positions, T tokens of a step, D hidden size,
+V vocabulary, k best tokens.
 
 Refuses: anything after temperature, penalties or masks: what is reported is the model's own distribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace.base.step import TokenLogprobs
-from headrace.execution.upload import to_host
+from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
+from headrace.execution.step import StepShape
+from headrace.execution.upload import Upload, to_host
+from headrace.layers.model import ServedModel
 
 SLICE_POSITIONS = 256
 """Prompt positions whose logits exist at a time."""
@@ -27,13 +31,18 @@ class Logprobs:
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All fields, in order."""
+        return self.ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+
     def copy_to_host(self) -> Logprobs:
         """The same on the host, once the device has come this far."""
-        return Logprobs(*(to_host(t) for t in (self.ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)))
+        return Logprobs(*(to_host(tensor) for tensor in self.tensors))
 
     def records(self, top_counts: list[int]) -> list[TokenLogprobs]:
         """One record per position with its own number of best tokens; for tensors on the host."""
-        columns = (t.tolist() for t in (self.ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs))
+        columns = (tensor.tolist() for tensor in self.tensors)
         return [
             TokenLogprobs(token, logprob, rank, top_ids[:count], top_logprobs[:count])
             for token, logprob, rank, top_ids, top_logprobs, count in zip(*columns, top_counts, strict=True)
@@ -49,13 +58,55 @@ def compute_logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> Logprob
     return Logprobs(ids, chosen.squeeze(1), ranks, top.indices, top.values)
 
 
-def compute_prompt_logprobs(
-    hidden: torch.Tensor, targets: torch.Tensor, k: int, compute_logits: Callable[[torch.Tensor], torch.Tensor],
-) -> Logprobs:
-    """Logprobs of ``targets`` [n], each predicted by the hidden state [n, D] beside it; a slice of logits at a time."""
-    parts = [
-        compute_logprobs(compute_logits(states), ids, k)
-        for states, ids in zip(hidden.split(SLICE_POSITIONS), targets.split(SLICE_POSITIONS), strict=True)
-    ]
-    names = Logprobs.__slots__
-    return Logprobs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Prompt positions ``[start, start + count)`` of a row whose logprobs this step gives, each predicted by the hidden
+    state before it, the first of which is token ``hidden_start`` of the step."""
+
+    row: int
+    start: int
+    count: int
+    hidden_start: int
+    top_count: int
+
+
+class PromptScorer:
+    """Prompt logprobs, in two halves: `pack` before the step's upload, `compute` after the forward pass."""
+
+    def __init__(self, rows: Rows, model: ServedModel):
+        self._rows, self._model = rows, model
+
+    def pack(self, shape: StepShape, upload: Upload) -> list[PromptSpan]:
+        """Find the prompt positions that the step predicts, and add their tokens to the upload."""
+        spans, targets = [], []
+        for i in np.flatnonzero(self._rows.flags_np[shape.rows] & WANTS_PROMPT_LOGPROBS):
+            row, begin, end = int(shape.rows[i]), int(shape.begins[i]), int(shape.ends[i])
+            known = self._rows[row]
+            count = min(end + 1, known.prompt_len) - begin - 1
+            if count > 0:
+                top_count = known.sampling.num_prompt_logprobs
+                spans.append(PromptSpan(row, begin + 1, count, int(shape.query_start[i]), top_count))
+                targets.append(known.token_ids[begin + 1 : begin + 1 + count])
+        upload.add("prompt_targets", np.concatenate(targets))
+        return spans
+
+    def compute(
+        self, spans: list[PromptSpan], hidden: torch.Tensor | None, sent: dict[str, torch.Tensor]
+    ) -> list[tuple[PromptSpan, Logprobs]]:
+        """Logprobs of the packed spans from hidden states [T, D]."""
+        if not spans:
+            return []
+        assert hidden is not None, "a path that covers prompt logprobs returns hidden states"
+        targets = sent["prompt_targets"].split([span.count for span in spans])
+        return [
+            (span, self._compute_span(hidden[span.hidden_start : span.hidden_start + span.count], ids, span.top_count))
+            for span, ids in zip(spans, targets, strict=True)
+        ]
+
+    def _compute_span(self, hidden: torch.Tensor, targets: torch.Tensor, k: int) -> Logprobs:
+        """Of ``targets`` [n], each predicted by the hidden state [n, D] beside it; a slice of logits at a time."""
+        parts = [
+            compute_logprobs(self._model.compute_logits(states), ids, k)
+            for states, ids in zip(hidden.split(SLICE_POSITIONS), targets.split(SLICE_POSITIONS), strict=True)
+        ]
+        return Logprobs(*(torch.cat(columns) for columns in zip(*(part.tensors for part in parts), strict=True)))

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.execution.inputs import StepShape
 from headrace.execution.rows import IS_POOLED, Rows
+from headrace.execution.step import StepShape
 from headrace.execution.upload import Upload, to_host
 from headrace.layers.model import ServedModel
 from headrace.layers.pooling import PoolingHead
@@ -68,11 +68,9 @@ class Pooler:
         self._pooling_head: PoolingHead | None = model.pooling_head
         self._states: torch.Tensor | None = None  # [max_rows, D] float32, of texts of which only a part is computed
 
-    def pack(self, shape: StepShape, upload: Upload) -> PoolBatch | None:
-        """Add what pooling needs to the upload; None when no row of the plan is read."""
+    def pack(self, shape: StepShape, upload: Upload) -> PoolBatch:
+        """Add what pooling needs to the upload."""
         places = np.flatnonzero(self._rows.flags_np[shape.rows] & IS_POOLED)
-        if not len(places):
-            return None
         rows, begins, ends = shape.rows[places], shape.begins[places], shape.ends[places]
         known = [self._rows[int(row)] for row in rows]
         totals = np.array([len(row.token_ids) for row in known])
@@ -102,10 +100,13 @@ class Pooler:
             upload.add("pool_labels", np.array([(labels[i] + [0] * width)[:width] for i in batch.labelled]).ravel())
         return batch
 
-    def pool(self, batch: PoolBatch | None, hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> list[PooledRows]:
+    def pool(
+        self, batch: PoolBatch | None, hidden: torch.Tensor | None, sent: dict[str, torch.Tensor]
+    ) -> list[PooledRows]:
         """Results of the rows that end in this step, on their way to the host; ``hidden`` [T, D]."""
         if batch is None:
             return []
+        assert hidden is not None, "a path that covers pooling returns hidden states"
         found = []
         if len(batch.finished) or len(batch.unfinished):
             states = self._reduce(batch, hidden, sent)

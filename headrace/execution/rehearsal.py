@@ -13,8 +13,8 @@ from headrace.base.config import EngineConfig
 from headrace.base.sampling import Penalties, SamplingSpec
 from headrace.execution.assembly import StepBytes, build_small_runner, graph_sizes, has_graphs, measure_steps
 from headrace.execution.backends import ChosenBackends
-from headrace.execution.captured_steps import GraphSizes
 from headrace.execution.captures import NoRecorder
+from headrace.execution.graphs import GraphSizes
 from headrace.execution.loading import LoadedModel
 from headrace.execution.warmup import run_tiny_steps
 from headrace.kernels.ahead import compile_ahead

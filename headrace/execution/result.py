@@ -3,69 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from headrace.base.errors import OutOfDeviceMemory
 from headrace.base.step import PromptLogprobs, StepResult
-from headrace.execution.logprobs import Logprobs
+from headrace.execution.logprobs import Logprobs, PromptSpan
 from headrace.execution.pooling import PooledRows
-from headrace.execution.sampling import MESSAGES, Drawn, SampleBatch
+from headrace.execution.sampling import MESSAGES, SampleBatch, Sampled
 from headrace.execution.upload import to_host
 from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSpan:
-    """Prompt positions ``[start, start + count)`` of a row whose logprobs this step gives, each predicted by the hidden
-    state before it, the first of which is token ``hidden_start`` of the step."""
-
-    row: int
-    start: int
-    count: int
-    hidden_start: int
-    top_count: int
-
-
 class PendingSample:
-    """A `PendingStep`. The copies to the host are launched here; `result` waits for them. ``draw``: how the step draws,
-    which may have to wait for something; `close` does it, at the latest when somebody asks for what was drawn.
-    ``places``: where the plan's sampling spans are in the batch, when it has another order. ``pooled``: results of rows
-    that are read. ``before_result`` is called with the step when it is done; it may add to ``forced``."""
+    """A `PendingStep`. The copies to the host are launched here; `result` waits for them.
+
+    ``sample`` launches the sampling, which may have to wait for grammar masks; `close` calls it, at the latest when the
+    tokens are read. ``order``: see `Step`. ``pooled``: results of pooled rows. ``before_result`` is called with the
+    step when it is done; it may add to ``forced``.
+    """
 
     def __init__(
-        self, step_id: int, batch: SampleBatch | None = None, draw: Callable[[], Drawn] | None = None,
+        self, step_id: int, batch: SampleBatch | None = None, sample: Callable[[], Sampled] | None = None,
         prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True,
-        places: list[int] | None = None,
+        order: list[int] | None = None,
         pooled: list[PooledRows] | None = None,
     ):
-        self._step_id, self._batch, self._check_finite, self._places = step_id, batch, check_finite, places
+        self._step_id, self._batch, self._check_finite, self._order = step_id, batch, check_finite, order
         self._pooled = pooled or []
         self._prompts = [(span, logprobs.copy_to_host()) for span, logprobs in prompts or []]
-        self._draw = draw
+        self._sample = sample
         self._tokens: torch.Tensor | None = None
         self._logprobs: Logprobs | None = None
         self._errors: dict[int, str | None] = {}
         self.forced: list[tuple[int, list[int]]] = []
         self.before_result: Callable[[PendingSample], None] | None = None
         self._done: torch.cuda.Event | None = None
-        if draw is None:
+        if sample is None:
             self._record()
 
     def close(self) -> None:
-        """Launch the draw, if that has not been done; raises what it raises, again when it is asked again."""
-        if self._draw is None:
+        """Launch the sampling if that has not been done; raises what it raises, again when called again."""
+        if self._sample is None:
             return
         try:
-            drawn = self._draw()
-            self._tokens = to_host(drawn.tokens)
-            self._logprobs = drawn.logprobs.copy_to_host() if drawn.logprobs is not None else None
+            sampled = self._sample()
+            self._tokens = to_host(sampled.tokens)
+            self._logprobs = sampled.logprobs.copy_to_host() if sampled.logprobs is not None else None
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(
-                f"no device memory to draw {len(self._batch.rows) if self._batch else 0} tokens: {error}"
+                f"no device memory to sample {len(self._batch.rows) if self._batch else 0} tokens: {error}"
             ) from error
-        self._draw, self._errors = None, drawn.errors
+        self._sample, self._errors = None, sampled.errors
         self._record()
 
     def _record(self) -> None:
@@ -76,10 +65,10 @@ class PendingSample:
     @property
     def is_done(self) -> bool:
         """Whether the device has come this far."""
-        return self._draw is None and (self._done is None or self._done.query())
+        return self._sample is None and (self._done is None or self._done.query())
 
     def read_ids(self) -> list[int]:
-        """The drawn ids in the order of the batch; waits for the step."""
+        """The sampled ids in the order of the batch; waits for the step."""
         self._wait()
         assert self._tokens is not None
         return self._tokens[0].tolist()
@@ -101,9 +90,9 @@ class PendingSample:
             return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
         ids, states = (column[: len(self._batch.rows)] for column in self._tokens.tolist())
         logprobs = self._spread_logprobs(len(ids))
-        if self._places is not None:
-            ids = [ids[place] for place in self._places]
-            logprobs = logprobs and [logprobs[place] for place in self._places]
+        if self._order is not None:
+            ids = [ids[index] for index in self._order]
+            logprobs = logprobs and [logprobs[index] for index in self._order]
         failed, pooled = self._read_pooled()
         troubled = self._troubled_rows(states)
         failed += [(row, MESSAGES[state]) for row, state in troubled if state != NOTHING_ALLOWED]
@@ -113,7 +102,7 @@ class PendingSample:
         return StepResult(self._step_id, ids, logprobs, prompts, failed, pooled, refused, self.forced)
 
     def _read_pooled(self) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
-        """``(failed rows, results)`` of the rows that are read."""
+        """``(failed rows, results)`` of the pooled rows."""
         parts = [rows.records(check_finite=self._check_finite) for rows in self._pooled]
         return (
             [failure for _, failures in parts for failure in failures],
@@ -129,7 +118,7 @@ class PendingSample:
         return spread
 
     def _troubled_rows(self, states: list[int]) -> list[tuple[int, int]]:
-        """``(row, state)`` of rows that nothing can be drawn for."""
+        """``(row, state)`` of rows that no token can be sampled for."""
         assert self._batch is not None
         harmless = (OK,) if self._check_finite else (OK, NOT_FINITE)
         return [(int(row), state) for row, state in zip(self._batch.rows, states, strict=True) if state not in harmless]

@@ -1,31 +1,29 @@
-"""`Runner`: one plan, from integers to a pending result: apply, build inputs, forward, sample, copy back.
+"""`Runner`: one plan, from integers to a pending result: update rows, choose a path, launch, sample, copy back.
 
-Refuses: deciding anything, waiting for the device, and knowing which model or backend it drives.
+Refuses: deciding what runs, waiting for the device, and knowing which model or backend it drives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from headrace.base.cache import CacheLayout
 from headrace.base.step import StepPlan
-from headrace.execution.captured_steps import CapturedSteps, GraphSizes
 from headrace.execution.captures import Records
-from headrace.execution.decodes import Decodes
-from headrace.execution.graphs import DecodeGraph, DecodeState
-from headrace.execution.inputs import InputBuilder, StepShape
-from headrace.execution.logprobs import Logprobs, compute_prompt_logprobs
+from headrace.execution.graphs import CapturedSteps, DecodeState, GraphSizes
+from headrace.execution.inputs import InputBuilder
+from headrace.execution.logprobs import PromptScorer
+from headrace.execution.paths import FusedPath, Launch, PlainPath, Sent, StepOutput, StepPath
 from headrace.execution.pooling import Pooler
-from headrace.execution.result import PendingSample, PromptSpan
-from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
-from headrace.execution.sampling import Drawn, SampleBatch, Sampler
+from headrace.execution.result import PendingSample
+from headrace.execution.rows import Rows
+from headrace.execution.sampling import Sampled, Sampler
+from headrace.execution.step import Step, StepFeature
 from headrace.execution.structured.rows import Filling, GrammarRows
 from headrace.execution.structured.store import GrammarStore
 from headrace.execution.upload import Upload
-from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.layers.attention.contract import AttentionBackend, KvPages
 from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
@@ -35,29 +33,30 @@ from headrace.memory.pools import Pool, build_pool
 class Runner:
     """Owns the pools, the page tables, the rows and the sampler of one model on one device.
 
-    ``backends[g]`` serves group g of the layout. ``max_tokens`` is the largest step in tokens.
+    ``backends[g]`` serves group g of the layout. ``max_tokens`` is the largest step in tokens. ``paths``: the ways to
+    compute a step, fastest first; the last one takes every step.
     """
 
     def __init__(
         self, model: ServedModel, layout: CacheLayout, backends: list[AttentionBackend], *, num_layers: int,
-        vocab_size: int, max_tokens: int,
-        device: torch.device, check_finite: bool = True,
+        vocab_size: int, max_tokens: int, device: torch.device, check_finite: bool = True,
     ):
         self._model, self._device, self._check_finite = model, device, check_finite
         self._num_layers = num_layers
         self.layout, self._backends = layout, backends
-        self._narrows = model.prunes_last_layer
-        self._joins = all(backend.fuses_layers for backend in backends)
         self._captured: CapturedSteps | None = None
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
-        self._pooler = Pooler(self._rows, model)
+        self._pooler, self._prompt_scorer = Pooler(self._rows, model), PromptScorer(self._rows, model)
         self._grammars: GrammarRows | None = None
-        self._decodes: Decodes | None = None  # of the latest step, if it was of decodes alone
-        self._open: PendingSample | None = None  # a step whose draw may not have been launched
+        self._step: Step | None = None  # the latest
+        self._open: PendingSample | None = None  # a step whose sampling may not have been launched
         self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
+        self.paths: list[StepPath] = [PlainPath(model, self._inputs)]
+        if all(backend.fuses_layers for backend in backends):
+            self.paths.insert(0, FusedPath(model, self._rows, self._tables))
         model.bind_cache(*_pages_by_layer(layout, self.pools, num_layers))
 
     @torch.inference_mode()
@@ -69,14 +68,25 @@ class Runner:
         if not plan.rows:
             self._apply_pages(upload.send(self._device))
             return PendingSample(plan.step_id)
-        if plan.num_decodes == len(plan.rows):
-            graph = self._captured.find_decodes(len(plan.rows)) if self._captured else None
-            if graph is not None:
-                return self._replay(plan, upload, graph)
-            joined = self._model.fuse_decode() if self._joins else None
-            if joined is not None:
-                return self._join(plan, upload, joined)
-        return self._compute(plan, upload)
+        step = self._step = Step.of(plan, self._rows) if self._step is None else self._step.follow(plan, self._rows)
+        path, launch = self._choose_path(step, upload)
+        if not (step.is_greedy and path.is_greedy_sampler):
+            self._sampler.pack(step.batch, upload)
+        has_prompt_logprobs = StepFeature.PROMPT_LOGPROBS in step.features
+        spans = self._prompt_scorer.pack(step.shape, upload) if has_prompt_logprobs else []
+        pooled = self._pooler.pack(step.shape, upload) if StepFeature.POOLING in step.features else None
+        sent = upload.send(self._device)
+        filling = self._begin_masks(step, is_launched=False) if not path.is_asynchronous else None
+        self._apply_pages(sent)
+        output = launch(sent)
+        if path.is_asynchronous:
+            filling = self._begin_masks(step, is_launched=True)
+        pending = PendingSample(
+            plan.step_id, step.batch, self._plan_sampling(step, output, sent, filling),
+            self._prompt_scorer.compute(spans, output.hidden, sent), check_finite=self._check_finite, order=step.order,
+            pooled=self._pooler.pool(pooled, output.hidden, sent),
+        )
+        return self._leave(pending, filling)
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
@@ -84,7 +94,7 @@ class Runner:
 
     def reset(self) -> None:
         """Forget what failed steps left behind; every row is started anew before it is computed again."""
-        self._open = self._decodes = None
+        self._open = self._step = None
         if self._grammars is not None:
             self._grammars.reset()
 
@@ -92,11 +102,15 @@ class Runner:
         """Take the pools from the model, which may get another runner. This one cannot be used afterwards."""
         self._model.bind_cache([None] * self._num_layers, [None] * self._num_layers)
         self._captured = None
+        self.paths.clear()
 
     def capture(self, sizes: GraphSizes, recorder: Records) -> CapturedSteps:
-        """Run steps of these sizes as graphs from now on; whoever calls decides when these are recorded."""
+        """Run steps of these sizes as graphs from now on; the caller decides when these are recorded."""
+        if self._captured is not None:
+            del self.paths[: len(self._captured.paths)]
         state = DecodeState(self._rows, self._tables, self.layout, self._backends)
         self._captured = CapturedSteps(sizes, self._model, state, self._inputs, recorder)
+        self.paths[:0] = self._captured.paths
         return self._captured
 
     @torch.inference_mode()
@@ -104,91 +118,39 @@ class Runner:
         """Use an idle moment: record one graph that is missing; False when there is none."""
         return self._captured is not None and self._captured.record_next()
 
-    def _compute(self, plan: StepPlan, upload: Upload) -> PendingSample:
-        shape, self._decodes = StepShape.of(plan), None
-        self._rows.require(shape.rows)
-        self._inputs.pack(shape, upload)
-        samples = np.flatnonzero(plan.samples)
-        batch = SampleBatch.of(shape.rows[samples], shape.ends[samples], self._rows)
-        upload.add("sample_tokens", shape.query_start[1:][samples] - 1)
-        self._sampler.pack(batch, upload)
-        spans, reads = self._find_prompt_spans(shape, upload), self._pooler.pack(shape, upload)
-        graph = self._captured.find(shape) if self._captured is not None else None
-        is_narrow = graph is None and self._narrows and not spans and not reads and len(samples) < shape.num_tokens
-        if is_narrow:
-            upload.add("sample_requests", samples)
-        sent = upload.send(self._device)
-        filling = self._grammars.begin(batch) if self._grammars is not None else None
-        self._apply_pages(sent)
-        if graph is not None:
-            hidden = graph.run(shape, sent)
-        else:
-            hidden = self._model.forward(self._inputs.build(shape, sent, samples if is_narrow else None))
-        prompts, pooled = self._log_prompts(spans, hidden, sent), self._pooler.pool(reads, hidden, sent)
-        draw: Callable[[], Drawn] | None = None
-        if len(samples):
-            logits = self._model.compute_logits(hidden if is_narrow else hidden.index_select(0, sent["sample_tokens"]))
-            draw = self._plan_draw(logits, batch, sent, filling)
-        return self._leave(
-            PendingSample(plan.step_id, batch, draw, prompts, check_finite=self._check_finite, pooled=pooled), filling
-        )
+    def _choose_path(self, step: Step, upload: Upload) -> tuple[StepPath, Launch]:
+        """The first path that covers the step's features and has room for its shape."""
+        for path in self.paths:
+            if step.features in path.covers:
+                launch = path.prepare(step, upload)
+                if launch is not None:
+                    return path, launch
+        raise AssertionError("the plain path takes every step")
 
-    def _replay(self, plan: StepPlan, upload: Upload, graph: DecodeGraph) -> PendingSample:
-        """The same for decodes alone: the graph draws the likeliest tokens, the sampler whatever else was asked."""
-        decodes = self._read_decodes(plan, upload)
-        batch = decodes.batch
-        upload.add("decodes", graph.pack(decodes.rows, decodes.ends))
-        sent = upload.send(self._device)
-        self._apply_pages(sent)
-        logits, likeliest = graph.run(sent["decodes"])  # first: masks are needed only once it is done
-        filling = self._grammars.begin(batch, is_launched=True) if self._grammars is not None else None
-        if batch.is_greedy:
-            draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
-        else:
-            draw = self._plan_draw(logits[: len(plan.rows)], batch, sent, filling)
-        return self._leave(
-            PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling
-        )
+    def _begin_masks(self, step: Step, *, is_launched: bool) -> Filling | None:
+        if self._grammars is None:
+            return None
+        return self._grammars.begin(step.batch, is_launched=is_launched)
 
-    def _join(self, plan: StepPlan, upload: Upload, step: FusedDecode) -> PendingSample:
-        """The same for decodes alone where one call computes all of them, the likeliest tokens too."""
-        decodes = self._read_decodes(plan, upload)
-        batch = decodes.batch
-        sent = upload.send(self._device)
-        filling = self._grammars.begin(batch) if self._grammars is not None else None
-        self._apply_pages(sent)
-        logits, likeliest = step.run(
-            torch.from_numpy(decodes.requests), self._rows.last_token, self._tables.tensor, is_greedy=batch.is_greedy
-        )
+    def _plan_sampling(
+        self, step: Step, output: StepOutput, sent: Sent, filling: Filling | None
+    ) -> Callable[[], Sampled] | None:
+        """What samples the step's tokens; None where no row samples."""
+        greedy, logits = output.greedy, output.logits
+        if greedy is not None:
+            return lambda: Sampled(greedy, None)
         if logits is None:
-            draw: Callable[[], Drawn] = lambda: Drawn(likeliest, None)  # noqa: E731
-        else:
-            draw = self._plan_draw(logits, batch, sent, filling)
-        return self._leave(
-            PendingSample(plan.step_id, batch, draw, check_finite=self._check_finite, places=decodes.places), filling
-        )
+            return None
 
-    def _read_decodes(self, plan: StepPlan, upload: Upload) -> Decodes:
-        """A plan of decodes alone, whose sampling state is added to the upload if it takes any."""
-        decodes = self._decodes = (
-            Decodes.of(plan, self._rows) if self._decodes is None else self._decodes.follow(plan, self._rows)
-        )
-        if not decodes.batch.is_greedy:
-            self._sampler.pack(decodes.batch, upload)
-        return decodes
-
-    def _plan_draw(
-        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], filling: Filling | None
-    ) -> Callable[[], Drawn]:
-        def draw() -> Drawn:
+        def sample() -> Sampled:
             masks = filling.result() if filling is not None else None
             with torch.inference_mode():
-                return self._sampler.draw(logits, batch, sent, masks)
+                return self._sampler.sample(logits, step.batch, sent, masks)
 
-        return draw
+        return sample
 
     def _leave(self, pending: PendingSample, filling: Filling | None) -> PendingSample:
-        """Let a step draw, unless it has to wait for masks."""
+        """Let a step sample, unless it has to wait for masks."""
         if filling is None:
             pending.close()
             return pending
@@ -199,7 +161,7 @@ class Runner:
         return pending
 
     def _close_step(self) -> None:
-        """Launch the draw of the latest step, if it was left for later: it comes before whatever changes its rows."""
+        """Launch the latest step's sampling if it was left for later: it comes before whatever changes its rows."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -217,7 +179,7 @@ class Runner:
             known = self._rows.start(start)
             self._sampler.start(start.row, known)
             if known.sampling.grammar is not None:
-                assert self._grammars is not None, "a grammar, and nobody to serve it"
+                assert self._grammars is not None, "the row has a grammar, and grammars are not served"
                 self._grammars.start(start.row, known)
         for growth in plan.growths:
             self._rows.grow(growth)
@@ -229,45 +191,11 @@ class Runner:
             upload.add("append_index", index)
             upload.add("append_pages", pages)
 
-    def _apply_pages(self, sent: dict[str, torch.Tensor]) -> None:
+    def _apply_pages(self, sent: Sent) -> None:
         if "cleared" in sent:
             self._tables.clear(sent["cleared"])
         if "append_index" in sent:
             self._tables.write(sent["append_index"], sent["append_pages"])
-
-    def _find_prompt_spans(self, shape: StepShape, upload: Upload) -> list[PromptSpan]:
-        spans, targets = [], []
-        for i in np.flatnonzero(self._rows.flags_np[shape.rows] & WANTS_PROMPT_LOGPROBS):
-            row, begin, end = int(shape.rows[i]), int(shape.begins[i]), int(shape.ends[i])
-            known = self._rows[row]
-            stop = min(end + 1, known.prompt_len)
-            if stop > begin + 1:
-                spans.append(
-                    PromptSpan(
-                        row, begin + 1, stop - begin - 1, int(shape.query_start[i]), known.sampling.num_prompt_logprobs
-                    )
-                )
-                targets.append(known.token_ids[begin + 1 : stop])
-        if spans:
-            upload.add("prompt_targets", np.concatenate(targets))
-        return spans
-
-    def _log_prompts(
-        self, spans: list[PromptSpan], hidden: torch.Tensor, sent: dict[str, torch.Tensor]
-    ) -> list[tuple[PromptSpan, Logprobs]]:
-        if not spans:
-            return []
-        targets = sent["prompt_targets"].split([span.count for span in spans])
-        return [
-            (
-                span,
-                compute_prompt_logprobs(
-                    hidden[span.hidden_start : span.hidden_start + span.count], ids, span.top_count,
-                    self._model.compute_logits
-                )
-            )
-            for span, ids in zip(spans, targets, strict=True)
-        ]
 
 
 def _pages_by_layer(

@@ -1,8 +1,8 @@
-"""`Sampler`: from logits to drawn tokens. S sampled rows, V vocabulary.
+"""`Sampler`: from logits to tokens. S sampled rows, V vocabulary.
 
-In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties, grammar; then the likeliest
-token for greedy rows, and for the others temperature, min-p, top-k, top-p and the draw (``kernels/sample``). Every
-operation is row-wise, so what a row draws does not depend on the rows beside it.
+In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties, grammar; then the argmax for
+greedy rows, and for the others temperature, min-p, top-k, top-p and a random choice (``kernels/sample``). Every
+operation is row-wise, so the token of a row does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from headrace.execution import rows as flag
 from headrace.execution.logprobs import Logprobs, compute_logprobs
 from headrace.execution.penalties import PenaltyState
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import RuleState
+from headrace.execution.step import SampleBatch
 from headrace.execution.structured.mask_table import RowMasks
 from headrace.execution.upload import Upload
 from headrace.kernels.operation import KernelQuery
@@ -28,46 +28,8 @@ MESSAGES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SampleBatch:
-    """The rows that draw in a step, as host arrays: ``rows`` [S], ``output_lens`` [S] (index of the drawn token in the
-    row's output), and the places in [0, S) of the rows that need more than the likeliest token."""
-
-    rows: np.ndarray
-    output_lens: np.ndarray
-    random: np.ndarray
-    penalised: np.ndarray
-    ruled: np.ndarray
-    constrained: np.ndarray
-    logged: np.ndarray
-    top_counts: list[int]
-
-    @classmethod
-    def of(cls, rows: np.ndarray, ends: np.ndarray, state: Rows) -> SampleBatch:
-        """``ends`` [S]: position of each token to draw."""
-        flags = state.flags_np[rows]
-        random, penalised, ruled, constrained, logged = (
-            np.flatnonzero(flags & bit)
-            for bit in (flag.IS_RANDOM, flag.HAS_PENALTIES, flag.HAS_RULES, flag.HAS_GRAMMAR, flag.WANTS_LOGPROBS)
-        )
-        top_counts = [state[int(row)].sampling.num_logprobs for row in rows[logged]]
-        return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, constrained, logged, top_counts)
-
-    def advance(self) -> SampleBatch:
-        """The same rows, one token on."""
-        return SampleBatch(
-            self.rows, self.output_lens + 1, self.random, self.penalised, self.ruled, self.constrained, self.logged,
-            self.top_counts,
-        )
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest tokens are all that is asked."""
-        return not any(map(len, (self.random, self.logged, self.penalised, self.ruled, self.constrained)))
-
-
 @dataclass(slots=True)
-class Drawn:
+class Sampled:
     """``tokens`` [2, S or more] int64 on the device: ids and states, and then what may be ignored; ``logprobs`` of the
     rows in ``SampleBatch.logged``, if any. ``errors``: see `RowMasks`."""
 
@@ -77,9 +39,9 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class _DrawnLast:
-    """The latest rows that drew, as bytes and on the device, and how: valid until one of them is started or
-    released."""
+class _LatestRows:
+    """The rows that sampled last, as bytes and on the device, and their parameters. Valid until one of them is started
+    or released."""
 
     key: bytes
     rows: torch.Tensor
@@ -87,17 +49,17 @@ class _DrawnLast:
 
 
 class Sampler:
-    """Keeps the penalty and rule state of the rows; `pack` before the step's upload, `draw` after the forward pass."""
+    """Has the penalty and rule state of the rows; `pack` before the step's upload, `sample` after the forward pass."""
 
     def __init__(self, rows: Rows, max_rows: int, vocab_size: int):
         device = rows.last_token.device
         self._rows, self.vocab_size = rows, vocab_size
-        self._drawn_last: _DrawnLast | None = None
+        self._latest: _LatestRows | None = None
         self._penalties = PenaltyState(vocab_size, device)
         self._rules = RuleState(max_rows, vocab_size, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         query = KernelQuery(device.type, "float32", capability, {"vocab_size": vocab_size})
-        self._draw, self._argmax = SAMPLE.choose(query), ARGMAX.choose(query)
+        self._sample, self._argmax = SAMPLE.choose(query), ARGMAX.choose(query)
 
     def start(self, row: int, known: RowTokens) -> None:
         """A row was taken."""
@@ -109,13 +71,14 @@ class Sampler:
 
     def release(self, row: int) -> None:
         """A row was given back."""
-        self._drawn_last = None
+        self._latest = None
         self._penalties.release(row)
         self._rules.release(row)
 
     def pack(self, batch: SampleBatch, upload: Upload) -> None:
-        """Add the sampling state of the batch to the upload, but what is on the device since these rows drew last."""
-        if self._drawn_last is None or self._drawn_last.key != batch.rows.tobytes():
+        """Add the sampling state of the batch to the upload, without what is on the device since the same rows sampled
+        last."""
+        if self._latest is None or self._latest.key != batch.rows.tobytes():
             upload.add("sample_rows", batch.rows)
             if len(batch.random):
                 reals = self._rows.draws_np[batch.rows].T.copy()
@@ -133,11 +96,11 @@ class Sampler:
         if len(batch.logged):
             upload.add("logged", batch.logged)
 
-    def draw(
+    def sample(
         self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None = None
-    ) -> Drawn:
-        """Draw a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token. ``masks``
-        are those of ``batch.constrained``, if there are any."""
+    ) -> Sampled:
+        """Sample a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token.
+        ``masks`` are those of ``batch.constrained``, if there are any."""
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
         before = None
         if len(batch.ruled) or len(batch.penalised):
@@ -145,14 +108,14 @@ class Sampler:
             self._edit(logits, batch, sent)
         rows, params = self._find_params(batch, sent)
         allowed, mask_of_row = (None, None) if masks is None else masks.send()
-        tokens = self._draw(
+        tokens = self._sample(
             logits, rows, self._rows.last_token, params=params, masks=allowed, mask_of_row=mask_of_row, before=before
         )
         self._count(tokens[0], batch, sent)
         logprobs = None
         if raw is not None:
             logprobs = compute_logprobs(raw, tokens[0].index_select(0, sent["logged"]), max(batch.top_counts))
-        return Drawn(tokens, logprobs, masks.errors if masks is not None else {})
+        return Sampled(tokens, logprobs, masks.errors if masks is not None else {})
 
     def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
         if len(batch.ruled):
@@ -166,12 +129,12 @@ class Sampler:
     def _find_params(
         self, batch: SampleBatch, sent: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, SampleParams | None]:
-        """The rows, and how they draw: as sent now, or before."""
+        """The rows and their parameters, as sent now or before."""
         if "sample_rows" in sent:
             params = self._read_params(batch, sent) if len(batch.random) else None
-            self._drawn_last = _DrawnLast(batch.rows.tobytes(), sent["sample_rows"], params)
+            self._latest = _LatestRows(batch.rows.tobytes(), sent["sample_rows"], params)
             return sent["sample_rows"], params
-        last = self._drawn_last
+        last = self._latest
         assert last is not None, "what was not sent is on the device"
         return last.rows, None if last.params is None else replace(last.params, position=sent["draw_positions"])
 

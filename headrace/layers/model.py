@@ -21,9 +21,10 @@ class ServedModel(StorableModel):
     `headrace.layers.build.Build` under which every parameter is created empty on the device in the model dtype. Then
     come ``load_weights``, ``bind_cache``, and ``forward`` any number of times.
 
-    What a model can do is declared by attributes with defaults here, which a model overrides. ``is_capturable``: steps may be recorded as CUDA graphs; False for a model that waits for the device or reads host
-    lengths. ``scores``: the classifier, [S, D] to
-    logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader of a pooling model.
+    What a model can do is declared by attributes with defaults here, which a model overrides. ``is_capturable``: steps
+    may be recorded as CUDA graphs; False for a model that waits for the device or reads host lengths. ``scores``: the
+    classifier, [S, D] to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader
+    of a pooling model.
     """
 
     is_capturable: bool = True

@@ -12,9 +12,8 @@ import torch
 from headrace.base.config import engine_config
 from headrace.base.sampling import SamplingSpec
 from headrace.execution import assembly, rehearsal
-from headrace.execution.captured_steps import GraphSizes
 from headrace.execution.executor import build_executor
-from headrace.execution.graphs import bucket_sizes
+from headrace.execution.graphs import GraphSizes, bucket_sizes
 
 CPU = torch.device("cpu")
 CONFIG = {

@@ -14,7 +14,8 @@ from sampling_oracle import draw, edited_logits, kept_probabilities, uniform
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec, ThinkingLimit
 from headrace.base.step import RowStart
 from headrace.execution.rows import Rows
-from headrace.execution.sampling import Drawn, SampleBatch, Sampler
+from headrace.execution.sampling import Sampled, Sampler
+from headrace.execution.step import SampleBatch
 from headrace.execution.upload import Upload
 from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, SampleParams
 from headrace.kernels.sample import reference as sample_reference
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Bench:
-    """A sampler with rows of its own; draws the next tokens of any of them."""
+    """A sampler with rows of its own; samples the next tokens of any of them."""
 
     def __init__(self, vocab_size: int, max_rows: int = 16):
         self.rows = Rows(max_rows, CPU)
@@ -35,15 +36,15 @@ class Bench:
         self.sampler.start(row, known)
         self.lens[row] = len(prompt) + len(output)
 
-    def draw(self, logits: dict[int, torch.Tensor]) -> tuple[SampleBatch, Drawn]:
+    def sample(self, logits: dict[int, torch.Tensor]) -> tuple[SampleBatch, Sampled]:
         rows = np.array(list(logits), dtype=np.int64)
         batch = SampleBatch.of(rows, np.array([self.lens[r] for r in logits], dtype=np.int64), self.rows)
         upload = Upload()
         self.sampler.pack(batch, upload)
-        drawn = self.sampler.draw(torch.stack(list(logits.values())), batch, upload.send(CPU))
+        sampled = self.sampler.sample(torch.stack(list(logits.values())), batch, upload.send(CPU))
         for row in logits:
             self.lens[row] += 1
-        return batch, drawn
+        return batch, sampled
 
 
 def random_logits(seed: int, vocab_size: int, scale: float = 3.0) -> torch.Tensor:
@@ -130,8 +131,8 @@ def test_large_vocabulary_draws_alone_as_in_a_batch():
         together.start(row, [1], spec)
         alone = Bench(vocab_size)
         alone.start(9, [1], spec)
-        tokens.append(int(alone.draw({9: rows[row].clone()})[1].tokens[0]))
-    assert together.draw({r: x.clone() for r, x in rows.items()})[1].tokens[0].tolist() == tokens
+        tokens.append(int(alone.sample({9: rows[row].clone()})[1].tokens[0]))
+    assert together.sample({r: x.clone() for r, x in rows.items()})[1].tokens[0].tolist() == tokens
 
 
 def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -139,10 +140,10 @@ def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPat
     params = params_of(40, 3000, top_p=0.9)
     params.top_k[::3], params.top_p[::5] = 40, 1.0
     params.top_k[1] = 2000
-    drawn = []
+    sampled = []
     for head in (64, 1024, 3000):
         monkeypatch.setattr(sample_reference, "HEAD", head)
-        drawn.append([sample_reference.sample_rows(logits.clone(), params).tolist()])
+        sampled.append([sample_reference.sample_rows(logits.clone(), params).tolist()])
         for i in range(40):
             alone = SampleParams(
                 *(
@@ -153,8 +154,8 @@ def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPat
                 ),
                 has_min_p=False, has_top_p=True, num_ranked=int(params.top_k[i]) or 3000,
             )
-            assert sample_reference.sample_rows(logits[i : i + 1].clone(), alone).tolist() == [drawn[-1][0][i]]
-    assert drawn[0] == drawn[1] == drawn[2]
+            assert sample_reference.sample_rows(logits[i : i + 1].clone(), alone).tolist() == [sampled[-1][0][i]]
+    assert sampled[0] == sampled[1] == sampled[2]
 
 
 V = 13
@@ -185,22 +186,22 @@ def test_every_processor_against_numpy_and_every_row_against_itself_alone(reques
         alone[row].start(3, prompt, spec)
     for step in range(4):
         logits = {row: random_logits(seed + 31 * step + row, V) for row in range(len(requests))}
-        batch, drawn = bench.draw({row: x.clone() for row, x in logits.items()})
+        batch, sampled = bench.sample({row: x.clone() for row, x in logits.items()})
         for row, (spec, prompt) in enumerate(requests):
-            chosen = int(drawn.tokens[0, row])
-            assert chosen == int(alone[row].draw({3: logits[row].clone()})[1].tokens[0])
+            chosen = int(sampled.tokens[0, row])
+            assert chosen == int(alone[row].sample({3: logits[row].clone()})[1].tokens[0])
             assert chosen == int(bench.rows.last_token[row])
             x = edited_logits(logits[row].numpy(), spec, prompt, outputs[row])
             if not np.isfinite(x).any():
-                assert drawn.tokens[1, row] == NOTHING_ALLOWED
+                assert sampled.tokens[1, row] == NOTHING_ALLOWED
             elif spec.is_greedy:
-                assert drawn.tokens[1, row] == OK
+                assert sampled.tokens[1, row] == OK
                 assert x[chosen] == pytest.approx(x.max(), abs=1e-5)
             else:
-                assert drawn.tokens[1, row] == OK
+                assert sampled.tokens[1, row] == OK
                 _check_draw(x, spec, chosen, step)
             outputs[row].append(chosen)
-        _check_logprobs(batch, drawn, logits)
+        _check_logprobs(batch, sampled, logits)
 
 
 def _check_draw(x: np.ndarray, spec: SamplingSpec, chosen: int, position: int) -> None:
@@ -221,13 +222,13 @@ def _check_draw(x: np.ndarray, spec: SamplingSpec, chosen: int, position: int) -
     raise AssertionError(f"drew {chosen}, expected {draw(probabilities, spec.seed, position)}")
 
 
-def _check_logprobs(batch: SampleBatch, drawn: Drawn, logits: dict[int, torch.Tensor]) -> None:
+def _check_logprobs(batch: SampleBatch, sampled: Sampled, logits: dict[int, torch.Tensor]) -> None:
     if not len(batch.logged):
-        assert drawn.logprobs is None
+        assert sampled.logprobs is None
         return
-    for place, record in zip(batch.logged, drawn.logprobs.records(batch.top_counts), strict=True):
+    for place, record in zip(batch.logged, sampled.logprobs.records(batch.top_counts), strict=True):
         oracle = logits[int(batch.rows[place])].log_softmax(-1)
-        assert record.token_id == int(drawn.tokens[0, place])
+        assert record.token_id == int(sampled.tokens[0, place])
         assert record.logprob == pytest.approx(float(oracle[record.token_id]), abs=1e-6)
         assert record.rank == 1 + int((oracle > oracle[record.token_id]).sum())
         best = oracle.topk(batch.top_counts[list(batch.logged).index(place)])
@@ -240,7 +241,7 @@ def test_same_seed_same_tokens_and_other_seed_other_tokens():
     for seed in (5, 5, 6):
         bench = Bench(50)
         bench.start(2, [1, 2], SamplingSpec(temperature=1.0, seed=seed))
-        tokens.append([int(bench.draw({2: random_logits(i, 50, 0.5)})[1].tokens[0]) for i in range(20)])
+        tokens.append([int(bench.sample({2: random_logits(i, 50, 0.5)})[1].tokens[0]) for i in range(20)])
     assert tokens[0] == tokens[1] != tokens[2]
 
 
@@ -258,7 +259,7 @@ def test_non_finite_rows_are_told_apart():
                 temperature=1.0 if row % 2 else 0.0, seed=row, rules=LogitRules(bias={1: 1.0}) if row == 2 else None
             )
         )
-    ids, states = bench.draw(logits)[1].tokens.tolist()
+    ids, states = bench.sample(logits)[1].tokens.tolist()
     assert states == [OK, NOT_FINITE, NOT_FINITE, NOT_FINITE, OK]
     assert all(0 <= token < 8 for token in ids)
 
@@ -275,7 +276,7 @@ def test_state_of_penalties_is_allocated_only_when_asked_for_and_reused():
         for row in range(6):
             logits[row][row + 20] = 1.9  # 1.9 - 1.5 - 0.5 < 0.1
             logits[row][39] = 0.1
-        assert bench.draw(logits)[1].tokens[0].tolist() == [39] * 6
+        assert bench.sample(logits)[1].tokens[0].tolist() == [39] * 6
         for row in range(6):
             bench.sampler.release(row)
 
@@ -285,10 +286,10 @@ def test_bad_word_over_the_border_of_prompt_and_output():
     bench.start(0, [5, 6], SamplingSpec(rules=LogitRules(bad_words=[[6, 7], [6, 8, 9]])))
     best = torch.zeros(10)
     best[7], best[8] = 3.0, 2.0
-    assert int(bench.draw({0: best.clone()})[1].tokens[0]) == 8
+    assert int(bench.sample({0: best.clone()})[1].tokens[0]) == 8
     best[9] = 4.0
-    assert int(bench.draw({0: best.clone()})[1].tokens[0]) == 7
-    assert int(bench.draw({0: best.clone()})[1].tokens[0]) == 9
+    assert int(bench.sample({0: best.clone()})[1].tokens[0]) == 7
+    assert int(bench.sample({0: best.clone()})[1].tokens[0]) == 9
 
 
 def test_longer_bad_words_of_a_later_row_keep_the_history_of_others():
@@ -297,8 +298,8 @@ def test_longer_bad_words_of_a_later_row_keep_the_history_of_others():
     bench.start(1, [3, 4, 5, 6], SamplingSpec(rules=LogitRules(bad_words=[[3, 4, 5, 6, 9]])))
     best = torch.zeros(10)
     best[9], best[8] = 2.0, 1.0
-    assert bench.draw({0: best.clone(), 1: best.clone()})[1].tokens[0].tolist() == [8, 8]
-    assert bench.draw({0: best.clone(), 1: best.clone()})[1].tokens[0].tolist() == [9, 9]
+    assert bench.sample({0: best.clone(), 1: best.clone()})[1].tokens[0].tolist() == [8, 8]
+    assert bench.sample({0: best.clone(), 1: best.clone()})[1].tokens[0].tolist() == [9, 9]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -315,9 +316,9 @@ def test_reasoning_is_ended_at_its_limit(temperature):
         for token in wanted:
             logits = torch.full((12,), -50.0)
             logits[token] = 50.0
-            _, drawn = bench.draw({2: logits.clone(), 1: logits})
-            said.append(int(drawn.tokens[0, 1]))
-            assert int(drawn.tokens[0, 0]) == token, "other rows are left alone"
+            _, sampled = bench.sample({2: logits.clone(), 1: logits})
+            said.append(int(sampled.tokens[0, 1]))
+            assert int(sampled.tokens[0, 0]) == token, "other rows are left alone"
         return said
 
     assert say(None, [1, 2, 4, 5]) == [1, 2, 4, 5]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from headrace.execution.rows import RowTokens
-from headrace.execution.sampling import SampleBatch
+from headrace.execution.step import SampleBatch
 from headrace.execution.structured.constraint import Constraint, HeldTokens
 from headrace.execution.structured.mask_table import KeptMask, MaskTable, RowMasks
 from headrace.execution.structured.store import GrammarStore

@@ -5,18 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.execution.captured_steps import CapturedSteps, GraphSizes
-from headrace.execution.inputs import StepShape
-from headrace.execution.step_graphs import LONGEST_SPAN, SIZES, step_sizes
+from headrace.execution.graphs import MAX_SPAN, TOKEN_SIZES, CapturedSteps, GraphSizes, step_sizes
+from headrace.execution.step import StepShape
 
 
 def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
     """Decodes with so many keys, and prompts computed from their start."""
     lengths = np.array([1] * len(decode_lens) + prefill_lens, dtype=np.int64)
     ends = np.array(decode_lens + prefill_lens, dtype=np.int64)
-    return StepShape(
-        len(decode_lens), np.arange(len(ends)), ends - lengths, lengths, ends, np.concatenate(([0], lengths.cumsum()))
-    )
+    requests = np.stack((np.arange(len(ends)), ends))
+    return StepShape(len(decode_lens), requests, lengths, np.concatenate(([0], lengths.cumsum())))
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +24,18 @@ def captured() -> CapturedSteps:
 
 @pytest.mark.parametrize(("decodes", "prefills", "size"), [
     ([], [1], 64), ([5, 9], [62], 64), ([5, 9], [63], 256), ([], [256], 256), ([10] * 200, [500, 500], 2048),
-    ([], [LONGEST_SPAN] * 2, 2048),
-    ([], [2049], None), ([], [LONGEST_SPAN + 1], None), ([50_000], [10], None), ([50_000] * 64, [10], 256),
+    ([], [MAX_SPAN] * 2, 2048),
+    ([], [2049], None), ([], [MAX_SPAN + 1], None), ([50_000], [10], None), ([50_000] * 64, [10], 256),
 ])
 def test_the_smallest_that_holds_the_step(
     captured: CapturedSteps, decodes: list[int], prefills: list[int], size: int | None
 ):
-    found = captured.find(shape_of(decodes, prefills))
+    found = captured.mixed.find(shape_of(decodes, prefills))
     assert (found.size if found is not None else None) == size
 
 
 def test_large_models_have_small_buckets_only():
-    assert step_sizes(8192, 600_000_000) == list(SIZES)
+    assert step_sizes(8192, 600_000_000) == list(TOKEN_SIZES)
     assert step_sizes(8192, 8_000_000_000) == [64, 128, 192, 256, 384, 512]
     assert step_sizes(8192, 70_000_000_000) == [64]
     assert step_sizes(8192, 700_000_000_000) == []

@@ -11,6 +11,7 @@ from headrace.base.config import CacheConfig, DeviceConfig, EngineConfig, ModelC
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec
 from headrace.base.step import StepResult
 from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.paths import FusedPath
 from headrace.kernels import native
 from headrace.kernels.packed_linear.choice import FormChoice
 
@@ -24,7 +25,7 @@ SPECS = [
 def executor(tmp_path_factory: pytest.TempPathFactory) -> LocalExecutor:
     if native.build().status != "ready":
         pytest.skip("no native kernels")
-    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("joined"), 3)
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("fused"), 3)
     config = EngineConfig(
         model=ModelConfig(model=str(folder), dtype="float32"), cache=CacheConfig(kv_pages=200, page_size=4),
         scheduler=SchedulerConfig(max_running_requests=8), device=DeviceConfig(device="cpu"),
@@ -38,13 +39,13 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> LocalExecutor:
 
 
 def play(
-    executor: LocalExecutor, specs: list[SamplingSpec], *, joins: bool, monkeypatch: pytest.MonkeyPatch
+    executor: LocalExecutor, specs: list[SamplingSpec], *, fuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[StepResult]:
     """Requests that come one after the other, decode together, and go."""
     runner, calls = executor._runner, []
-    join = type(runner)._join
-    monkeypatch.setattr(runner, "_joins", joins)
-    monkeypatch.setattr(type(runner), "_join", lambda *args: calls.append(1) or join(*args))
+    launch = FusedPath._launch
+    monkeypatch.setattr(runner, "paths", runner.paths if fuses else runner.paths[-1:])
+    monkeypatch.setattr(FusedPath, "_launch", lambda *args: calls.append(1) or launch(*args))
     driver, results = Driver(executor._runner, num_pages=200), []
     for row, spec in enumerate(specs):
         driver.start(row, [(3 + 5 * row + 7 * i) % 199 for i in range(3 + 4 * row)], spec)
@@ -56,14 +57,14 @@ def play(
         driver.release(row)
     driver.step({})
     monkeypatch.undo()
-    assert len(calls) == (len(specs) + 7 if joins else 0)
+    assert len(calls) == (len(specs) + 7 if fuses else 0)
     return results
 
 
 @pytest.mark.parametrize("specs", [SPECS[:2], SPECS])
 def test_results_are_the_same(executor, specs, monkeypatch):
-    joined, apart = (play(executor, specs, joins=joins, monkeypatch=monkeypatch) for joins in (True, False))
-    for one, other in zip(joined, apart, strict=True):
+    fused, plain = (play(executor, specs, fuses=fuses, monkeypatch=monkeypatch) for fuses in (True, False))
+    for one, other in zip(fused, plain, strict=True):
         assert one.token_ids == other.token_ids
         assert one.failed_rows == other.failed_rows == one.refused_rows == []
         assert repr(one.logprobs) == repr(other.logprobs)

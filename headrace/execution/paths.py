@@ -1,0 +1,109 @@
+"""`StepPath`: the ways to compute a step. The runner takes the first, fastest first, that covers the step's features
+and has room for its shape. Here are the plain path, which takes every step, and the fused one; those that replay CUDA
+graphs are in ``graphs.py``.
+
+T tokens, R requests, S sampled positions, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from headrace.execution.inputs import InputBuilder
+from headrace.execution.rows import Rows
+from headrace.execution.step import Step, StepFeature
+from headrace.execution.upload import Upload
+from headrace.kernels.decoder_layers.table import FusedDecode
+from headrace.layers.model import ServedModel
+from headrace.memory.page_tables import PageTables
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a path computed. ``logits`` [S, V] float32 may be overwritten by the reader; None if nothing is sampled from
+    them. ``greedy`` [2, S or more] int64: argmax ids and states (`headrace.kernels.sample`), already written to the
+    rows' last tokens. ``hidden`` [T, D]: where prompt logprobs or pooling need it."""
+
+    logits: torch.Tensor | None = None
+    greedy: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+Sent = dict[str, torch.Tensor]
+"""The step's upload on the device, by name."""
+
+Launch = Callable[[Sent], StepOutput]
+"""Computes a prepared step, once the page tables are up to date."""
+
+
+class StepPath(Protocol):
+    """One way to compute steps. ``covers``: the features a step may have. ``is_greedy_sampler``: of a greedy step the
+    output has the argmax ids, and the sampler is not needed. ``is_asynchronous``: launching takes the host less time
+    than the device computes, so that grammar masks are begun after it."""
+
+    covers: StepFeature
+    is_greedy_sampler: bool
+    is_asynchronous: bool
+
+    def prepare(self, step: Step, upload: Upload) -> Launch | None:
+        """Add the path's inputs to the upload; None, with nothing added, if it has no room for the step's shape."""
+
+
+class PlainPath:
+    """Builds a batch and calls the model."""
+
+    covers = ~StepFeature(0)
+    is_greedy_sampler = False
+    is_asynchronous = False
+
+    def __init__(self, model: ServedModel, inputs: InputBuilder):
+        self._model, self._inputs = model, inputs
+
+    def prepare(self, step: Step, upload: Upload) -> Launch:
+        """See `StepPath`."""
+        self._inputs.pack(step, upload)
+        needs_hidden = step.features & (StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING)
+        is_pruned = self._model.prunes_last_layer and not needs_hidden and len(step.samples) < step.shape.num_tokens
+        if is_pruned:
+            upload.add("sample_requests", step.samples)
+        return partial(self._launch, step, is_pruned)
+
+    def _launch(self, step: Step, is_pruned: bool, sent: Sent) -> StepOutput:
+        hidden = self._model.forward(self._inputs.build(step.shape, sent, step.samples if is_pruned else None))
+        if is_pruned:
+            return StepOutput(self._model.compute_logits(hidden) if len(step.samples) else None)
+        return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), hidden=hidden)
+
+
+class FusedPath:
+    """Decodes alone, in one native call on a CPU that computes the argmax, too."""
+
+    covers = StepFeature.SAMPLING | StepFeature.GRAMMAR
+    is_greedy_sampler = True
+    is_asynchronous = False
+
+    def __init__(self, model: ServedModel, rows: Rows, tables: PageTables):
+        self._model, self._rows, self._tables = model, rows, tables
+
+    def prepare(self, step: Step, upload: Upload) -> Launch | None:
+        """See `StepPath`; None until the native kernels are compiled and the weights packed for them."""
+        fused = self._model.fuse_decode()
+        return None if fused is None else partial(self._launch, step, fused)
+
+    def _launch(self, step: Step, fused: FusedDecode, sent: Sent) -> StepOutput:
+        logits, greedy = fused.run(
+            torch.from_numpy(step.shape.requests), self._rows.last_token, self._tables.tensor, is_greedy=step.is_greedy
+        )
+        return StepOutput(logits, greedy if logits is None else None)
+
+
+def compute_sampled_logits(
+    model: ServedModel, hidden: torch.Tensor, step: Step, sent: Sent
+) -> torch.Tensor | None:
+    """Logits [S, V] of the sampled positions among hidden states [T, D]; None where nothing is sampled."""
+    return model.compute_logits(hidden.index_select(0, sent["sample_tokens"])) if len(step.samples) else None

@@ -1,0 +1,111 @@
+"""What a step says of its plan; steps of decodes made of the one before are those that would be made anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.base.errors import HeadraceError
+from headrace.base.pooling import PoolingSpec
+from headrace.base.sampling import SamplingSpec
+from headrace.base.step import RowStart, StepPlan
+from headrace.execution.rows import Rows
+from headrace.execution.sampling import Sampler
+from headrace.execution.step import Step, StepFeature
+from headrace.execution.upload import Upload
+
+CPU = torch.device("cpu")
+SPECS = [
+    SamplingSpec(), SamplingSpec(temperature=0.7, top_p=0.5, seed=3), SamplingSpec(temperature=1.0, min_p=0.1, seed=4),
+    SamplingSpec(num_logprobs=2)
+]
+
+
+def started(*lengths: int) -> Rows:
+    rows = Rows(len(lengths), CPU)
+    for row, (length, spec) in enumerate(zip(lengths, SPECS, strict=True)):
+        rows.start(RowStart(row, f"r{row}", [1] * length, length, spec))
+    return rows
+
+
+def plan_of(rows: list[int], begins: list[int]) -> StepPlan:
+    return StepPlan(0, len(rows), rows, begins, [1] * len(rows), [1] * len(rows))
+
+
+def assert_equal(one: Step, other: Step) -> None:
+    assert (one.plan, one.order, one.features, one.is_greedy) == (
+        other.plan, other.order, other.features, other.is_greedy
+    )
+    for mine, its in (
+        (one.samples, other.samples),
+        *((getattr(one.shape, n), getattr(other.shape, n)) for n in one.shape.__slots__),
+        *((getattr(one.batch, n), getattr(other.batch, n)) for n in one.batch.__slots__),
+    ):
+        assert np.array_equal(mine, its)
+
+
+def test_a_step_behind_another():
+    rows = started(4, 9, 2, 9)
+    step = Step.of(plan_of([0, 1, 2, 3], [4, 9, 2, 9]), rows)
+    assert list(step.shape.rows) == [1, 3, 0, 2] and list(step.shape.ends) == [10, 10, 5, 3]
+    assert step.order == [2, 0, 3, 1]
+    assert list(step.batch.output_lens) == [1, 1, 1, 1] and list(step.batch.random) == [0, 3]
+    for begins in ([5, 10, 3, 10], [6, 11, 4, 11], [6, 12, 4, 11]):
+        plan = plan_of([0, 1, 2, 3], begins)
+        step = step.follow(plan, rows)
+        assert_equal(step, Step.of(plan, rows))
+    plan = plan_of([3, 1], [30, 40])
+    assert_equal(step.follow(plan, rows), Step.of(plan, rows))
+    rows.release(1)
+    with pytest.raises(HeadraceError, match="never started"):
+        Step.of(plan, rows)
+
+
+def test_sampling_parameters_are_sent_once():
+    rows = started(4, 9, 2, 9)
+    sampler = Sampler(rows, 4, 50)
+    logits = torch.randn(4, 50)
+    plans = [plan_of([0, 1, 2, 3], [4 + i, 9 + i, 2 + i, 9 + i]) for i in range(3)]
+
+    def sample(plan: StepPlan, by: Sampler) -> tuple[list[int], set[str]]:
+        batch, upload = Step.of(plan, rows).batch, Upload()
+        by.pack(batch, upload)
+        sent = upload.send(CPU)
+        return by.sample(logits.clone(), batch, sent).tokens[0].tolist(), set(sent)
+
+    sent = []
+    for plan in plans:
+        tokens, names = sample(plan, sampler)
+        assert tokens == sample(plan, Sampler(rows, 4, 50))[0]
+        sent.append("draw_reals" in names)
+    assert sent == [True, False, False]
+    known = rows.start(RowStart(1, "other", [1] * 9, 9, SamplingSpec(temperature=2.0, seed=11)))
+    sampler.start(1, known)
+    tokens, names = sample(plans[2], sampler)
+    assert "draw_reals" in names and tokens == sample(plans[2], Sampler(rows, 4, 50))[0]
+
+
+@pytest.mark.parametrize(("start", "features"), [
+    ({"sampling": SamplingSpec()}, StepFeature.PREFILL),
+    ({"sampling": SamplingSpec(temperature=1.0)}, StepFeature.PREFILL | StepFeature.SAMPLING),
+    ({"sampling": SamplingSpec(num_prompt_logprobs=0)}, StepFeature.PREFILL | StepFeature.PROMPT_LOGPROBS),
+    (
+        {"sampling": SamplingSpec(), "pooling": PoolingSpec(second_start=2)},
+        StepFeature.PREFILL | StepFeature.POOLING | StepFeature.TEXT_PAIRS,
+    ),
+])
+def test_features_of_a_prefill(start: dict, features: StepFeature):
+    rows = Rows(2, CPU)
+    rows.start(RowStart(0, "r", [1] * 4, 4, **start))
+    rows.start(RowStart(1, "other", [1] * 4, 4, SamplingSpec(num_prompt_logprobs=0)))
+    step = Step.of(StepPlan(0, 0, [0], [0], [4], [int("pooling" not in start)]), rows)
+    assert step.features == features and step.order is None
+
+
+def test_features_of_decodes():
+    rows = started(4, 9, 2, 9)
+    assert Step.of(plan_of([0], [4]), rows).features == StepFeature(0)
+    assert Step.of(plan_of([0, 1], [4, 9]), rows).features == StepFeature.SAMPLING
+    rows.start(RowStart(0, "r", [1] * 4, 4, SamplingSpec(num_prompt_logprobs=2)))
+    assert Step.of(plan_of([0], [4]), rows).features == StepFeature(0), "the prompt is computed"
