@@ -27,6 +27,9 @@ SPLIT_NAMES = {
 }
 """Most decoders: q, k, v and gate, up are separate tensors; norms stand before the branches."""
 
+UNGATED_NAMES = {**SPLIT_NAMES, "model.layers.{i}.mlp.up_proj": "layers.{i}.mlp.up"}
+"""The same where the MLP has no gate."""
+
 SCORE_NAMES = {"score": "scores"}
 """The head of a decoder that classifies."""
 

@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "BertForMaskedLM": "bert",
     "BertForSequenceClassification": "bert",
     "BertModel": "bert",
+    "Cohere2ForCausalLM": "cohere",
+    "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek_v3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV4ForCausalLM": "deepseek_v4",
@@ -44,6 +46,7 @@ ARCHITECTURES = {
     "Qwen3ForSequenceClassification": "qwen3",
     "Qwen3Model": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Starcoder2ForCausalLM": "starcoder2",
     **{
         kind + use: "roberta"
         for kind in ("Roberta", "XLMRoberta")

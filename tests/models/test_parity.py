@@ -12,7 +12,7 @@ from harness import Harness, build_harness
 
 from headrace.kernels.linear.reference import norm_linear
 from headrace.layers.linear import Linear
-from headrace.layers.norm import NoNorm
+from headrace.layers.norm import RmsNorm
 from headrace.layers.self_attention import Attention
 
 VOCAB = 97
@@ -99,6 +99,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4", {"head_dim": 64, "attention_bias": False, "num_key_value_heads": 4, "partial_rotary_factor": 0.25}
     ),
     "glm": ("Glm", {"head_dim": 24, "partial_rotary_factor": 1.0}),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2-unbiased-window": (
+        "Starcoder2", {"use_bias": False, "sliding_window": 7, "hidden_act": "gelu", "tie_word_embeddings": False}
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "cohere-biased": ("Cohere", {"attention_bias": True, "num_key_value_heads": 4}),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 6, "layer_types": TYPES}),
 }
 CASES |= {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -294,7 +301,7 @@ def test_norms_joined_with_products_change_nothing(pair, monkeypatch):
     torch.testing.assert_close(torch.cat(pieces), first, **TOLERANCE)
     layers = harness.model.layers
     most = sum(
-        not isinstance(layer.attention_norm, NoNorm) and isinstance(layer.attention, Attention) for layer in layers
+        isinstance(layer.attention_norm, RmsNorm) and isinstance(layer.attention, Attention) for layer in layers
     ) - 1
     assert len(joined) >= 8 * most and set(joined) <= {1, 2}
 
