@@ -5,7 +5,11 @@ Refuses: bytes and tensors (``memory/``) and accounting (``scheduling/cache``).
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+from headrace.base.registry import Registry
 
 NULL_PAGE = 0
 """Page 0 of every group is never handed out: padded rows read and write it."""
@@ -57,3 +61,20 @@ def group_layers(specs: list[CacheSpec | None]) -> list[CacheGroup]:
         if spec is not None:
             groups.setdefault(spec, []).append(layer)
     return [CacheGroup(spec, layers) for spec, layers in groups.items()]
+
+
+CACHE_POLICIES: Registry[Any] = Registry("cache group policy")
+"""By `CacheSpec.kind`, a ``scheduling.cache.groups.GroupPolicy``; torch-free."""
+
+CACHE_POOLS: Registry[Any] = Registry("KV pool")
+"""By `CacheSpec.kind`, a ``memory.pools.Pool``."""
+
+CACHE_BACKENDS: Registry[Any] = Registry("cache backend")
+"""By `CacheSpec.kind`, a ``layers.attention.contract.CacheBackend``. A kind without one is read by attention
+backends."""
+
+
+def add_cache_kind(name: str, *, policy: str, pool: str, backend: str, doc: str = "") -> None:
+    """Register a family's own kind; each part is ``"module:attribute"``. Adding the same again changes nothing."""
+    for registry, target in ((CACHE_POLICIES, policy), (CACHE_POOLS, pool), (CACHE_BACKENDS, backend)):
+        registry.add(name, target, doc=doc)

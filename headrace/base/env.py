@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
+
 VARIABLES = {
     "HEADRACE_API_KEY": "the same as --api-key, which other users of the machine can see",
     "HEADRACE_CACHE": "folder for compiled kernels, bytecode and converted files (default: ~/.cache/headrace)",
@@ -94,3 +97,20 @@ def worker_environment() -> dict[str, str]:
 def set_passive_waiting() -> None:
     """Apply the same waiting policy to this process; has an effect only before torch is imported."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def find_groups(controller: str) -> list[Path]:
+    """Folders that may hold a limit of a controller (``cpu``, ``memory``), innermost first; inside a container the
+    outermost is the container's own. Some may not exist."""
+    try:
+        lines = OWN_GROUP.read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "" or controller in controllers.split(","):
+            root = GROUPS / controller if controllers else GROUPS
+            own = root / name.lstrip("/")
+            folders += [own, *(parent for parent in own.parents if parent == root or root in parent.parents)]
+    return folders

@@ -61,7 +61,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     """A control call answered by `Reply` between two steps: ``stats``, ``reset_prefix_cache``, ``check``, ``pause``,
-    ``continue``, ``freeze_gc``, ``shutdown``, those of base/upkeep with their records as ``arguments``, and ``ping``,
+    ``continue``, ``freeze_gc``, ``shutdown``, those of base/admin with their records as ``arguments``, and ``ping``,
     whose answer proves that the loop turns and is the seconds that a step may take, by those measured."""
 
     call_id: int

@@ -192,3 +192,19 @@ class Registry(Generic[T]):
                     reasons[entry.name] = str(error)
         listing = "; ".join(f"{n}: {r}" for n, r in reasons.items()) or "none registered"
         raise PluginError(f"no {self.noun} can serve {query}: {listing}")
+
+
+PLUGIN_GROUP = "headrace.plugins"
+
+PLUGINS: Registry[Callable[[], None]] = Registry("plug-in package")
+"""Functions without arguments, with an attribute ``plugin_api``. They may be called again, and then change nothing, as
+registries do not mind being told twice."""
+
+
+def start_plugins() -> None:
+    """Call the functions of all installed packages, before anything is chosen."""
+    for name in PLUGINS.add_installed(PLUGIN_GROUP):
+        try:
+            PLUGINS.make(name)
+        except PluginError as error:
+            logger.warning("served without it: %s", error)

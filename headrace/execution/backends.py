@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from headrace.base.cache import CacheGroup
-from headrace.base.cache_kinds import CACHE_BACKENDS
+from headrace.base.cache import CACHE_BACKENDS, CacheGroup
 from headrace.base.config import CacheConfig
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.attention import ATTENTION_BACKENDS

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from headrace.base.control_groups import find_groups
+from headrace.base.env import find_groups
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 

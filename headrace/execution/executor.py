@@ -14,13 +14,13 @@ from traceback import clear_frames
 
 import torch
 
+from headrace.base.admin import DevicePart, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig, resolve_for_device
 from headrace.base.errors import OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan
-from headrace.base.upkeep import DevicePart, StartProfile
 from headrace.execution.assembly import Assembly, graph_reserve, layout_of, limit_graphs
 from headrace.execution.backends import choose_backends
 from headrace.execution.device import resolve_device, set_threads
@@ -106,7 +106,7 @@ class LocalExecutor:
             self._runner.reset()
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
-        """Take parts off the device; see `headrace.base.upkeep`. Nothing may be running."""
+        """Take parts off the device; see `headrace.base.admin`. Nothing may be running."""
         self._residence.release(parts, self._progress, discards_weights=discards_weights)
 
     def acquire_memory(self, parts: Collection[DevicePart]) -> None:

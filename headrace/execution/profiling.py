@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from headrace.base.admin import StartProfile
 from headrace.base.errors import Conflict, RequestError
-from headrace.base.upkeep import StartProfile
 
 logger = logging.getLogger(__name__)
 

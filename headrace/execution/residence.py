@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import torch
 
+from headrace.base.admin import VITAL_PARTS, DevicePart
 from headrace.base.config import ModelConfig
 from headrace.base.errors import EngineAsleep, HeadraceError
-from headrace.base.upkeep import VITAL_PARTS, DevicePart
 from headrace.execution.assembly import Assembly
 from headrace.execution.loading import LoadedModel, Progress, check_alike
 from headrace.execution.runner import Runner

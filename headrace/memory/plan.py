@@ -13,7 +13,7 @@ import torch
 
 from headrace.base.cache import CacheGroup
 from headrace.base.config import CacheConfig
-from headrace.base.control_groups import find_groups
+from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
 from headrace.base.messages import MemoryLine
 from headrace.memory.pools import group_page_bytes

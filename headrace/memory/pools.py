@@ -12,8 +12,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from headrace.base.cache import CacheGroup, CacheSpec
-from headrace.base.cache_kinds import CACHE_POOLS
+from headrace.base.cache import CACHE_POOLS, CacheGroup, CacheSpec
 from headrace.base.registry import Registry
 
 ALIGNMENT = 64

@@ -8,10 +8,9 @@ from enum import Enum
 from headrace.base.errors import ContextLengthExceeded, OutOfPages, QueueFull, RequestError
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.cache.prefix_tree import PrefixMatch
-from headrace.scheduling.counters import Counters
 from headrace.scheduling.queue import WaitingQueue
-from headrace.scheduling.request import Request
-from headrace.scheduling.roster import Roster
+from headrace.scheduling.request import Counters, Request
+from headrace.scheduling.running import Roster
 from headrace.scheduling.sharing import SharedPrefills
 
 

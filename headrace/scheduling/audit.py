@@ -8,7 +8,7 @@ from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.cache.node import Node
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
-from headrace.scheduling.roster import Roster
+from headrace.scheduling.running import Roster
 
 
 def audit_requests(roster: Roster, queue: WaitingQueue) -> None:

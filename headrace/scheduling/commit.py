@@ -12,11 +12,10 @@ import msgspec
 from headrace.base.errors import HeadraceError, RequestError, StepFailed
 from headrace.base.messages import ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepResult, TokenLogprobs
-from headrace.scheduling.counters import Counters
-from headrace.scheduling.exits import Exits
-from headrace.scheduling.flight import Flight
-from headrace.scheduling.request import Request
-from headrace.scheduling.roster import Roster
+from headrace.scheduling.lifecycle import Exits
+from headrace.scheduling.planner import Flight
+from headrace.scheduling.request import Counters, Request
+from headrace.scheduling.running import Roster
 from headrace.scheduling.sharing import SharedPrefills
 
 

@@ -8,12 +8,64 @@ from __future__ import annotations
 from headrace.base.step import PageAppend, StepPlan
 from headrace.scheduling.admission import Admission, Verdict
 from headrace.scheduling.cache.ledger import CacheLedger
-from headrace.scheduling.flight import Flight
-from headrace.scheduling.limit import StepLimit
+from headrace.scheduling.lifecycle import Retraction
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
-from headrace.scheduling.retraction import Retraction
-from headrace.scheduling.roster import Roster
+from headrace.scheduling.running import Roster
+
+VOID = -1
+
+
+class Flight:
+    """``requests[i]`` is the request of span i, and ``epochs[i]`` its epoch when planned: where the request's own has
+    moved on since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans of which only the
+    draw is."""
+
+    __slots__ = ("computed", "epochs", "plan", "requests")
+
+    def __init__(self, plan: StepPlan, requests: list[Request]):
+        self.plan = plan
+        self.requests = requests
+        self.epochs = [request.epoch for request in requests]
+        self.computed: list[tuple[Request, int, int]] = []
+
+    def void_draw(self, request: Request) -> None:
+        """The token that this step draws for the request is known by now; what it computes counts all the same."""
+        for index, (other, epoch) in enumerate(zip(self.requests, self.epochs, strict=True)):
+            if other is request and epoch == request.epoch:
+                self.epochs[index] = VOID
+                self.computed.append((request, epoch, self.plan.begins[index] + self.plan.lengths[index]))
+
+    def live_requests(self) -> list[Request]:
+        """Those that still are in the run this plan belongs to."""
+        return [request for request, epoch in zip(self.requests, self.epochs, strict=True) if request.epoch == epoch]
+
+
+LEAST_TOKENS = 16
+CALM_STEPS = 512
+
+
+class StepLimit:
+    """All that is configured, until the device runs out of memory: that halves ``tokens``, and every `CALM_STEPS` steps
+    without another double it again."""
+
+    def __init__(self, most: int):
+        self.tokens = self._most = most
+        self._calm = 0
+
+    def shrink(self) -> bool:
+        """Halve; False, and nothing done, when a step cannot get any smaller."""
+        if self.tokens <= LEAST_TOKENS:
+            return False
+        self.tokens, self._calm = max(LEAST_TOKENS, self.tokens // 2), 0
+        return True
+
+    def count_step(self) -> None:
+        """A step was planned."""
+        if self.tokens < self._most:
+            self._calm += 1
+            if self._calm >= CALM_STEPS:
+                self.tokens, self._calm = min(self._most, 2 * self.tokens), 0
 
 
 class Draft:

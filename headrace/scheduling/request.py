@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from dataclasses import dataclass
 from enum import IntEnum
 
 from headrace.base.messages import EngineRequest
@@ -128,3 +129,18 @@ class Request:
             f"Request({self.request_id!r}, {self.state.name}, prompt={self.prompt_len}, output={self.output_len}, "
             f"planned={self.planned_len})"
         )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start, in tokens, requests or steps as named."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generation_tokens: int = 0
+    aborted: int = 0
+    retracted: int = 0
+    failed_steps: int = 0
+    steps: int = 0

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace.base.cache import CacheLayout
-from headrace.base.config import CacheConfig, SchedulerConfig
-from headrace.base.config.resolve import DEVICE_DEFAULTS
+from headrace.base.config import DEVICE_DEFAULTS, CacheConfig, SchedulerConfig
 from headrace.base.errors import DeadlineExceeded, HeadraceError, RequestError, StepFailed
 from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
@@ -21,16 +20,11 @@ from headrace.scheduling.admission import Admission
 from headrace.scheduling.audit import audit_pages, audit_requests
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.commit import Committer
-from headrace.scheduling.counters import Counters
-from headrace.scheduling.exits import Exits
-from headrace.scheduling.flight import Flight
-from headrace.scheduling.limit import StepLimit
-from headrace.scheduling.planner import Planner
-from headrace.scheduling.policy import POLICIES
-from headrace.scheduling.queue import WaitingQueue
-from headrace.scheduling.request import Request
-from headrace.scheduling.retraction import Retraction
-from headrace.scheduling.roster import Roster
+from headrace.scheduling.lifecycle import Exits, Retraction
+from headrace.scheduling.planner import Flight, Planner, StepLimit
+from headrace.scheduling.queue import POLICIES, WaitingQueue
+from headrace.scheduling.request import Counters, Request
+from headrace.scheduling.running import Roster
 from headrace.scheduling.sharing import SharedPrefills
 
 _DEFAULTS = DEVICE_DEFAULTS["cpu"]

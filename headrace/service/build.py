@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import time
 from functools import partial
+from pathlib import Path
 
 from headrace.base import env
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError
 from headrace.base.grammar import Vocabulary
-from headrace.base.hooks import HOOKS, load_hooks
-from headrace.base.plugins import start_plugins
-from headrace.base.stale_locks import sweep_stale_locks
+from headrace.base.hooks import HOOKS, RequestNews, load_hooks
+from headrace.base.registry import start_plugins
+from headrace.base.step import StepPlan
 from headrace.execution.executor import build_executor
 from headrace.scheduling.scheduler import Scheduler
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 
+logger = logging.getLogger(__name__)
+
+LOCK_NAMES = frozenset({"lock", ".ninja_lock"})
+MAX_AGE_S = 30 * 60.0
+"""Older than any compilation that is still running."""
+
 HOOKS.add(
-    "step_log", "headrace.service.step_log:StepLog",
+    "step_log", "headrace.service.build:StepLog",
     supports=lambda config: None if env.log_level() == "debug" else "needs --log-level debug",
     doc="steps and requests in the log, at level debug",
 )
@@ -30,7 +41,7 @@ def ignore_progress(stage: str, fraction: float) -> None:
 def read_vocabulary(config: ModelConfig) -> Vocabulary:
     """The model's tokenizer as grammars see it; raises `ConfigError` or `ModelError` when there is none."""
     # Here, since an engine starts sooner without it, and most never need it.
-    from headrace.service.client.prompts import open_tokenizer
+    from headrace.service.tokenization.loading import open_tokenizer
 
     tokenizer = open_tokenizer(config)
     if tokenizer is None:
@@ -48,3 +59,49 @@ def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> 
     hooks = load_hooks(executor.config)
     scheduler = Scheduler(executor.config.scheduler, executor.config.cache, executor.layout, hooks=hooks)
     return Engine(scheduler, executor, hooks)
+
+
+class StepLog:
+    """See `StepHook`."""
+
+    def __init__(self, config: EngineConfig):
+        pass
+
+    def step_planned(self, plan: StepPlan) -> None:
+        """Sizes, and pages given out."""
+        num_pages = sum(len(append.pages) for append in plan.appends)
+        chunks = plan.lengths[plan.num_decodes :]
+        logger.debug(
+            "step %d: %d decodes, %d chunks of %d tokens, %d pages given out", plan.step_id, plan.num_decodes,
+            len(chunks), sum(chunks), num_pages
+        )
+
+    def request_admitted(self, news: RequestNews) -> None:
+        """Its prompt is computed."""
+        logger.debug("request %s: prompt of %d tokens computed, in row %d", news.request_id, news.prompt_len, news.row)
+
+    def request_retracted(self, news: RequestNews) -> None:
+        """It lost its pages."""
+        logger.debug("request %s: back to the queue with %d computed tokens", news.request_id, news.computed_len)
+
+    def request_finished(self, news: RequestNews, reason: str) -> None:
+        """It has ended."""
+        logger.debug("request %s: ended (%s) after %d tokens", news.request_id, reason, news.output_len)
+
+
+def sweep_stale_locks(folder: Path, *, max_age_s: float = MAX_AGE_S) -> int:
+    """Remove locks below ``folder`` that were last touched longer ago; returns how many. 0 or less removes none. What
+    cannot be read or removed stays."""
+    if max_age_s <= 0:
+        return 0
+    oldest, num_removed = time.time() - max_age_s, 0
+    for place, _, names in os.walk(folder):
+        for name in LOCK_NAMES.intersection(names):
+            path = Path(place, name)
+            with contextlib.suppress(OSError):  # another process may be sweeping, or it is not ours
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
+                    num_removed += 1
+    if num_removed:
+        logger.warning("removed %d stale locks of compilers below %s", num_removed, folder)
+    return num_removed

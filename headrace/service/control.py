@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.base.errors import Conflict, HeadraceError, ModelError, RequestError
-from headrace.base.messages import Call, ErrorInfo, Reply
-from headrace.base.upkeep import (
+from headrace.base.admin import (
     UPKEEP_CALLS,
     VITAL_PARTS,
     AcquireMemory,
@@ -22,6 +20,8 @@ from headrace.base.upkeep import (
     StopProfile,
     UpkeepCall,
 )
+from headrace.base.errors import Conflict, HeadraceError, ModelError, RequestError
+from headrace.base.messages import Call, ErrorInfo, Reply
 from headrace.service.engine import Engine
 
 

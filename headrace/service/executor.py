@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Protocol
 
+from headrace.base.admin import DevicePart, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.grammar import Grammar
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan, StepResult
-from headrace.base.upkeep import DevicePart, StartProfile
 
 Progress = Callable[[str, float], None]
 """Called during start-up with a stage's name and the fraction done, in [0, 1]."""
@@ -49,7 +49,7 @@ class Executor(Protocol):
 
     @property
     def released(self) -> frozenset[DevicePart]:
-        """What is off the device; without `headrace.base.upkeep.VITAL_PARTS` nothing can be executed."""
+        """What is off the device; without `headrace.base.admin.VITAL_PARTS` nothing can be executed."""
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
         """Take parts off the device, and forget all rows and pages. No plan may be in flight, here and below."""

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.cache_kinds import CACHE_BACKENDS, CACHE_POLICIES, CACHE_POOLS
+from headrace.base.cache import CACHE_BACKENDS, CACHE_POLICIES, CACHE_POOLS
 from headrace.base.errors import ConfigError, PluginError
-from headrace.base.plugins import PLUGINS, start_plugins
-from headrace.base.registry import Registry
+from headrace.base.registry import PLUGINS, Registry, start_plugins
 from headrace.models.catalog import FAMILIES, add_out_of_tree_families, load_family
 
 OK, UNAVAILABLE, BROKEN = "ok", "unavailable", "broken"

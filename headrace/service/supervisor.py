@@ -15,10 +15,10 @@ import time
 from collections import deque
 from typing import Protocol
 
+from headrace.base.admin import UPKEEP_CALLS
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
-from headrace.base.upkeep import UPKEEP_CALLS
 from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER, SpawnedEngine, spawn_engine
 from headrace.service.transport import ClientChannel
 

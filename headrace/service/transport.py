@@ -15,15 +15,22 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
-from headrace.base.messages import FromEngine, ToEngine, decode_from_engine, decode_to_engine, encode
-from headrace.service.client.joining import join_messages
+from headrace.base.messages import (
+    FromEngine,
+    Outputs,
+    RequestOutput,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
 
 LENGTH = struct.Struct("<I")
 MAX_CONFIG_BYTES = 1 << 20
@@ -218,3 +225,45 @@ class ClientChannel(asyncio.Protocol):
         if error is not None and not isinstance(error, OSError):
             self.failure.set_result(error)
         self.ended.set_result(None)
+
+
+def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Consecutive outputs of one request as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    first, last = outputs[0], outputs[-1]
+    return RequestOutput(
+        last.request_id, [token for output in outputs for token in output.token_ids], last.finish,
+        max(output.num_cached_tokens for output in outputs),
+        [entry for output in outputs for entry in output.logprobs or ()] or None,
+        [entry for output in outputs for entry in output.prompt_logprobs or ()] or None, last.pooled,
+        first.queued_s if first.queued_s is not None else last.queued_s,
+    )
+
+
+def join_messages(messages: Sequence[FromEngine]) -> list[FromEngine]:
+    """Messages in their order, with the outputs of neighbouring steps in one."""
+    joined: list[FromEngine] = []
+    steps: list[Outputs] = []
+    for message in messages:
+        if isinstance(message, Outputs):
+            steps.append(message)
+        else:
+            joined += [*_join_steps(steps), message]
+            steps = []
+    return joined + _join_steps(steps)
+
+
+def _join_steps(steps: list[Outputs]) -> list[FromEngine]:
+    if len(steps) < 2:
+        return [*steps]
+    lives: list[list[RequestOutput]] = []  # of each request; an id that has finished may be used again
+    latest: dict[str, list[RequestOutput]] = {}
+    for output in (output for step in steps for output in step.outputs):
+        life = latest.get(output.request_id)
+        if life is None or life[-1].finish is not None:
+            life = latest[output.request_id] = []
+            lives.append(life)
+        life.append(output)
+    stats = next((step.stats for step in reversed(steps) if step.stats is not None), None)
+    return [Outputs([join_outputs(life) for life in lives], stats)]

@@ -20,11 +20,10 @@ from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
 from headrace.base.pooling import PoolingFacts, unpack_floats
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
-from headrace.service.client.collect import Collector, first_error
 from headrace.service.client.local import Job, LocalClient
-from headrace.service.client.outputs import GenerationOutput
+from headrace.service.client.outputs import Collector, GenerationOutput, first_error
+from headrace.service.client.pooling import Reader, Reading, activate, plan_scores, shorten
 from headrace.service.client.prompts import require_tokenizer
-from headrace.service.client.texts import Reader, Reading, activate, plan_scores, shorten
 from headrace.service.parsing.choice import AUTO, Formats, formats_of
 from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import ParsedMessage, parse_output

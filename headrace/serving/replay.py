@@ -24,9 +24,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.config import option
-from headrace.base.config.option import check_section
 from headrace.base.errors import ConfigError
+from headrace.base.option import check_section, option
 from headrace.serving.http_client import Answer, HttpClient
 
 

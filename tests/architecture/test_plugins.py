@@ -130,7 +130,7 @@ def registered_modules() -> list[str]:
     import importlib
 
     import headrace.service.build  # noqa: F401
-    from headrace.base import cache_kinds, hooks
+    from headrace.base import cache, hooks
     from headrace.layers.attention import ATTENTION_BACKENDS
     from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS
     from headrace.layers.quantization import SCHEMES
@@ -146,7 +146,7 @@ def registered_modules() -> list[str]:
     ]
     registries = [
         ATTENTION_BACKENDS, ADAPTERS, DISPATCHERS, EXPERTS, SCHEMES, hooks.HOOKS, COORDINATORS,
-        cache_kinds.CACHE_POLICIES, cache_kinds.CACHE_POOLS, cache_kinds.CACHE_BACKENDS, *operations,
+        cache.CACHE_POLICIES, cache.CACHE_POOLS, cache.CACHE_BACKENDS, *operations,
     ]
     return sorted({entry.target.partition(":")[0] for registry in registries for entry in registry})
 

@@ -130,7 +130,7 @@ def _words(source) -> list[tuple[int, str]]:
 # The words of formats are not architecture names: tokenizer models are called so in GGUF metadata, and the ways to
 # write
 # tool calls after those who write them.
-FORMAT_MODULES = ("service/tokenization/gguf_vocabulary.py", "service/parsing/formats/")
+FORMAT_MODULES = ("service/tokenization/gguf_vocabulary.py", "service/parsing/known_formats.py")
 
 
 def test_generic_code_names_no_architecture_and_no_backend():

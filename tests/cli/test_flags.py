@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.config import ServerConfig, options_of
+from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError
+from headrace.base.option import options_of
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import build_parser, command_options, describe, parse_command, value_name
 from headrace.serving.cli.options import SamplingOptions

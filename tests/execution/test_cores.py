@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base import control_groups
+from headrace.base import env
 from headrace.execution import cores
 
 
@@ -19,8 +19,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, value in (("physical_package_id", 0), ("die_id", 0), ("core_id", cpu % 2)):
             (folder / name).write_text(f"{value}\n")
     monkeypatch.setattr(cores, "TOPOLOGY", tmp_path / "cpu")
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(control_groups, "OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(env, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(env, "OWN_GROUP", tmp_path / "own")
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     return tmp_path
 

@@ -12,10 +12,10 @@ import torch
 from driver import Driver
 from tiny_checkpoint import write_tiny_checkpoint
 
+from headrace.base.admin import DEVICE_PARTS
 from headrace.base.config import engine_config
 from headrace.base.errors import EngineAsleep, WeightError
 from headrace.base.sampling import SamplingSpec
-from headrace.base.upkeep import DEVICE_PARTS
 from headrace.execution.executor import LocalExecutor, build_executor
 from headrace.execution.residence import sweep
 

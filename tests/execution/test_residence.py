@@ -14,10 +14,10 @@ from driver import Driver
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_tiny_checkpoint
 
+from headrace.base.admin import DEVICE_PARTS, StartProfile
 from headrace.base.config import engine_config
 from headrace.base.errors import Conflict, EngineAsleep, HeadraceError, RequestError, WeightError
 from headrace.base.sampling import SamplingSpec
-from headrace.base.upkeep import DEVICE_PARTS, StartProfile
 from headrace.execution import assembly
 from headrace.execution.executor import LocalExecutor, build_executor
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from headrace.base import control_groups
+from headrace.base import env
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.errors import PluginError
 from headrace.base.step import PageAppend
@@ -110,8 +110,8 @@ def write_group(folder: Path, **files: str) -> None:
 
 def test_free_memory_respects_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The own one and those around it, in both versions."""
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
-    monkeypatch.setattr(control_groups, "OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(env, "GROUPS", tmp_path)
+    monkeypatch.setattr(env, "OWN_GROUP", tmp_path / "own")
     total = free_bytes(CPU)
     assert 0 < total <= psutil.virtual_memory().total
     (tmp_path / "own").write_text("0::/service/job\n")

@@ -11,8 +11,7 @@ from deepseek_v4_tiny import TINY, build_harness, make_oracle, prompt, published
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.cache import CacheGroup, CacheSpec, group_layers
-from headrace.base.cache_kinds import CACHE_POOLS
+from headrace.base.cache import CACHE_POOLS, CacheGroup, CacheSpec, group_layers
 from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
 from headrace.kernels.block_scaled.reference import ceil_power_of_two, power_of_two

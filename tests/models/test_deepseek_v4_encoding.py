@@ -16,7 +16,7 @@ from headrace.models.deepseek_v4 import encoding
 from headrace.models.deepseek_v4.encoding import ChatEncoder, find_texts
 from headrace.models.source import ModelSource
 from headrace.service.parsing.events import CallArguments, CallStart, TextDelta, merge_events
-from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
 from headrace.service.parsing.parser import OutputParser
 from headrace.service.parsing.schemas import ToolSchemas
 from headrace.service.tokenization import load_tokenizer

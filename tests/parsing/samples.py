@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta, merge_events
-from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
 from headrace.service.parsing.parser import OutputParser
 from headrace.service.parsing.schemas import ToolSchemas
 

@@ -16,7 +16,7 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.llguidance import GuidanceLibrary
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.forcing import after_reasoning, confine_output, delay_grammar, force_calls, write_call
-from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
 from headrace.service.parsing.schemas import loosen
 
 WEATHER = {

@@ -19,7 +19,7 @@ from samples import (
 )
 
 from headrace.service.parsing.events import CallArguments, CallStart
-from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
 
 BARE = ("llama3_json",)
 

@@ -11,7 +11,7 @@ from samples import NESTED, PAIRS, REASONED, TWO_CALLS, VARIANTS, parser, plain,
 
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, TextDelta
 from headrace.service.parsing.format import visible_texts
-from headrace.service.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
 
 NOISE = [
     "Let me see.\n", " ", "\n", "\n\n", "é", "日本", "😀", "{", "}", "[", "]", "(", ")", '"', "'", "\\", '\\"', "\\u00e9",

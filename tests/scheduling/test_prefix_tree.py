@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.cache import CacheSpec
-from headrace.scheduling.cache.groups.full import FullPolicy
-from headrace.scheduling.cache.groups.sliding_window import SlidingWindowPolicy
+from headrace.scheduling.cache.groups import FullPolicy, SlidingWindowPolicy
 from headrace.scheduling.cache.node import count_common_pages
 from headrace.scheduling.cache.pages import PageAccounts
 from headrace.scheduling.cache.prefix_tree import PrefixMatch, PrefixTree

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.scheduling.policy import MAX_COMPARED, POLICIES
-from headrace.scheduling.queue import WaitingQueue
+from headrace.scheduling.queue import MAX_COMPARED, POLICIES, WaitingQueue
 from headrace.scheduling.request import Request
 from tests.scheduling.fake_runner import make_ask, make_engine, make_layout
 

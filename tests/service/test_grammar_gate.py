@@ -13,9 +13,8 @@ from headrace.base.grammar import Grammar
 from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
-from headrace.service.coordination import WaitingRoom
+from headrace.service.coordination import GrammarGate, WaitingRoom
 from headrace.service.engine import Engine
-from headrace.service.gate import GrammarGate
 
 
 class SlowGrammars(FakeExecutor):
@@ -120,7 +119,7 @@ def test_a_grammar_that_takes_too_long_is_given_up():
 
 def test_an_engine_that_only_waits_does_not_think_it_is_stuck(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.service.engine.MAX_EMPTY_STEPS", 3)
-    monkeypatch.setattr("headrace.service.gate.IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr("headrace.service.coordination.IDLE_WAIT_S", 0.0)
     executor = SlowGrammars()
     engine = engine_over(executor)
     engine.submit(request("a", [1], grammar="slow"))

@@ -19,9 +19,8 @@ from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import StepPlan
 from headrace.scheduling.scheduler import Scheduler
-from headrace.service.coordination import COORDINATORS, create_coordinator, create_coordinators
+from headrace.service.coordination import COORDINATORS, GrammarGate, create_coordinator, create_coordinators
 from headrace.service.engine import Engine
-from headrace.service.gate import GrammarGate
 
 
 class Recorder:
@@ -142,7 +141,7 @@ class Holder:
 
 def test_a_hook_may_hold_requests_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.service.engine.MAX_EMPTY_STEPS", 3)
-    monkeypatch.setattr("headrace.service.gate.IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr("headrace.service.coordination.IDLE_WAIT_S", 0.0)
     holder = Holder()
     engine = engine_with(("holder", holder))
     for name in ("a", "b", "c"):
@@ -162,7 +161,7 @@ def test_a_request_held_for_too_long_runs(caplog: pytest.LogCaptureFixture, monk
     gate = engine._waiting_room._coordinators[0]
     gate._clock = lambda: now[0]
     engine.submit(request("a", [1]))
-    monkeypatch.setattr("headrace.service.gate.IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr("headrace.service.coordination.IDLE_WAIT_S", 0.0)
     assert run(engine, 3) == {}
     now[0] = 61.0
     assert tokens(run(engine)["a"]) == continuation([1], 4) and "held by a step hook" in caplog.text

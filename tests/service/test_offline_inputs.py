@@ -23,7 +23,7 @@ from headrace.base.messages import EngineRequest, decode_to_engine, encode
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
-from headrace.service.tokenization.requests import build_requests
+from headrace.service.client.requests import build_requests
 from headrace.serving import offline
 from headrace.serving.offline import LLM, AsyncLLM, default_params
 

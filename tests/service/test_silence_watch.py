@@ -8,10 +8,10 @@ import pytest
 from fakes import FakeExecutor, fake_engine
 from msgspec import structs
 
+from headrace.base.admin import ReleaseMemory
 from headrace.base.config import engine_config
 from headrace.base.messages import Call, EngineRequest, Outputs, Ready, Reply
 from headrace.base.sampling import SamplingSpec, StopSpec
-from headrace.base.upkeep import ReleaseMemory
 from headrace.service.engine import StepTimes
 from headrace.service.supervisor import LEAST_COMPILING_STALL_S, LEAST_STALL_S, PING, STALL_FACTOR, SilenceWatch
 

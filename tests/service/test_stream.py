@@ -7,8 +7,7 @@ import asyncio
 from headrace.base.messages import Abort, EngineRequest, ErrorInfo, Finish, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
-from headrace.service.client.collect import Collector, first_error
-from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.outputs import ChoiceDelta, Collector, first_error
 from headrace.service.client.stream import RequestStream, merge_deltas
 
 

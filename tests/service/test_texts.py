@@ -10,8 +10,8 @@ from headrace.base.errors import ContextLengthExceeded, RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingSpec, pack_floats, unpack_floats
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.pooling import Reader, activate, plan_scores, shorten
 from headrace.service.client.prompts import open_request
-from headrace.service.client.texts import Reader, activate, plan_scores, shorten
 from headrace.service.tokenization.chat_template import ChatTemplates
 
 QWEN3 = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endfor %}

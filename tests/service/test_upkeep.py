@@ -10,12 +10,12 @@ import signal
 import pytest
 from fakes import PATIENCE_S, FakeExecutor, continuation, engine_over, next_token
 
+from headrace.base.admin import DEVICE_PARTS, StartProfile
 from headrace.base.config import engine_config
 from headrace.base.errors import Conflict, EngineAsleep, EngineUnavailable, ModelError
 from headrace.base.messages import Call, EngineRequest
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
-from headrace.base.upkeep import DEVICE_PARTS, StartProfile
-from headrace.service.client.upkeep import Upkeep
+from headrace.service.client.admin import Upkeep
 from headrace.service.control import Control
 from headrace.service.engine import Engine
 

@@ -20,7 +20,7 @@ from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
 from headrace.execution.structured.exact import inexactness
 from headrace.execution.structured.library import choose_library
-from headrace.service.gate import describe_failure
+from headrace.service.coordination import describe_failure
 
 I, S, B, N, Z = ({"type": t} for t in ("integer", "string", "boolean", "number", "null"))  # noqa: E741
 

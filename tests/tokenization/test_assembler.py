@@ -9,10 +9,10 @@ from tokenizer_samples import byte_level, model_facts, pieces
 from headrace.base.messages import Abort, ErrorInfo, Finish, RequestOutput
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
+from headrace.service.client.assembler import OutputAssembler
 from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.requests import build_requests
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.assembler import OutputAssembler
-from headrace.service.tokenization.requests import build_requests
 
 
 def assemble(tokenizer: Tokenizer | None, prompt: list[int] | None = None, **params: object) -> OutputAssembler:

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.service.tokenization import Detokenizer, Tokenizer
-from headrace.service.tokenization.byte_level import spelling_of_bytes
-from headrace.service.tokenization.stop_strings import StopScanner
+from headrace.service.tokenization.detokenizer import StopScanner
+from headrace.service.tokenization.token_bytes import spelling_of_bytes
 from headrace.service.tokenization.tokenizer import TokenizerFacts
 
 MADE = {"byte_level": byte_level, "pieces": pieces, "word_pieces": word_pieces, "metaspace": metaspace}

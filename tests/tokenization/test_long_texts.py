@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.base.errors import ContextLengthExceeded
+from headrace.service.client.pooling import Reader
 from headrace.service.client.prompts import encode_prompt, encode_prompt_end
-from headrace.service.client.texts import Reader
 from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.pieces import AROUND, PIECE, encode_end, encode_pieces
 from headrace.service.tokenization.tokenizer import CUT_TOKENS, IDS_AT_ONCE, LETTERS_READ, LONG_TEXT, TokenizerFacts

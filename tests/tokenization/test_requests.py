@@ -13,7 +13,7 @@ from headrace.base.errors import ContextLengthExceeded, RequestError, Unsupporte
 from headrace.base.grammar import Grammar
 from headrace.base.messages import EngineRequest, decode_to_engine, encode
 from headrace.base.sampling import LogitRules, Penalties, SamplingParams, ThinkingBudget, ThinkingLimit
-from headrace.service.tokenization.requests import build_requests, special_stops
+from headrace.service.client.requests import build_requests, special_stops
 
 FACTS = model_facts(500)
 

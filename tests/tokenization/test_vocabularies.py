@@ -17,11 +17,10 @@ from headrace.base.config import ModelConfig
 from headrace.base.errors import ModelError
 from headrace.models.source import ModelSource, resolve_source
 from headrace.service.tokenization import load_tokenizer
-from headrace.service.tokenization.byte_level import CHAR_OF_BYTE, bytes_of_spelling, spelling_of_bytes
 from headrace.service.tokenization.gguf_vocabulary import SPLITS, build_gguf
 from headrace.service.tokenization.loading import _load_path
-from headrace.service.tokenization.sentencepiece_model import read_sentencepiece
-from headrace.service.tokenization.sentencepiece_vocabulary import build_sentencepiece
+from headrace.service.tokenization.sentencepiece import build_sentencepiece, read_sentencepiece
+from headrace.service.tokenization.token_bytes import CHAR_OF_BYTE, bytes_of_spelling, spelling_of_bytes
 
 
 @pytest.mark.real_weights

@@ -6,15 +6,15 @@ All that is special is in this folder; its kinds of cache are registered when it
 
 from __future__ import annotations
 
-from headrace.base.cache_kinds import add_cache_kind
+from headrace.base.cache import add_cache_kind
 from headrace.layers.names import CheckpointNames
 from headrace.models.deepseek_v4 import layout
 from headrace.models.deepseek_v4.naming import NAMES
 from headrace.models.deepseek_v4.spec import cache_specs, read_config
 from headrace.models.family import Family
 
-_CHAINED = "headrace.scheduling.cache.groups.full:FullPolicy"
-_WINDOWED = "headrace.scheduling.cache.groups.sliding_window:SlidingWindowPolicy"
+_CHAINED = "headrace.scheduling.cache.groups:FullPolicy"
+_WINDOWED = "headrace.scheduling.cache.groups:SlidingWindowPolicy"
 _OWN = "headrace.models.deepseek_v4"
 
 for _kind, _policy, _pool, _reader, _doc in (

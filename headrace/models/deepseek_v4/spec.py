@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.base.cache import CacheSpec
-from headrace.base.cache_kinds import CACHE_POOLS
+from headrace.base.cache import CACHE_POOLS, CacheSpec
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.spec import MlpSpec, MoeSpec, RopeSpec, SwigluClamp
 from headrace.models.config_fields import Fields, read_num_layers

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from headrace.scheduling.cache.eviction import EvictionQueue
 from headrace.scheduling.cache.groups import GroupPolicy
-from headrace.scheduling.cache.node import Node, count_common_pages
+from headrace.scheduling.cache.node import EvictionQueue, Node, count_common_pages
 from headrace.scheduling.cache.pages import PageAccounts
 
 TOKEN_BYTES = 4

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.base.admin import UpkeepCall
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineAsleep, EngineUnavailable, HeadraceError, RequestError
 from headrace.base.messages import (
@@ -34,12 +35,12 @@ from headrace.base.messages import (
 )
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
-from headrace.base.upkeep import UpkeepCall
-from headrace.service.client.prompts import draw_request_id, encode_prompt, open_request, open_tokenizer, with_seed
+from headrace.service.client.prompts import draw_request_id, encode_prompt, open_request, with_seed
 from headrace.service.client.stream import RequestStream
 from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine
 from headrace.service.supervisor import STALL_TIMEOUT_S, Supervisor
 from headrace.service.tokenization import Tokenizer
+from headrace.service.tokenization.loading import open_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ class EngineClient:
         self, method: Literal["pause", "continue", "freeze_gc"] | UpkeepCall, *, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
         """Hold all generation (requests wait), go on with it, take the engine's heap out of garbage collection, or what
-        base/upkeep has; `Upkeep` knows when. A new engine after a crash is neither paused nor asleep."""
+        base/admin has; `Upkeep` knows when. A new engine after a crash is neither paused nor asleep."""
         if isinstance(method, str):
             return await self._call(method)
         return await self._call(method.method, msgspec.to_builtins(method), timeout_s)

@@ -23,14 +23,13 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingParams
 from headrace.service.bytecode import keep_bytecode
-from headrace.service.client.collect import Collector
-from headrace.service.client.joining import join_outputs
-from headrace.service.client.outputs import GenerationOutput
-from headrace.service.client.prompts import encode_prompt, open_request, open_tokenizer, with_seed
+from headrace.service.client.assembler import OutputAssembler, ReadAssembler
+from headrace.service.client.outputs import Collector, GenerationOutput
+from headrace.service.client.prompts import encode_prompt, open_request, with_seed
 from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.assembler import OutputAssembler
-from headrace.service.tokenization.reading import ReadAssembler
+from headrace.service.tokenization.loading import open_tokenizer
+from headrace.service.transport import join_outputs
 
 TOKENS_DRAWN = 32768
 """Prompt tokens drawn and queued before a step; beyond that a longer queue would not change the next step."""

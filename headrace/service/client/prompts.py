@@ -11,16 +11,13 @@ import uuid
 
 import msgspec
 
-from headrace.base.config import ModelConfig
-from headrace.base.errors import ContextLengthExceeded, HeadraceError, RequestError
+from headrace.base.errors import ContextLengthExceeded, RequestError
 from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
-from headrace.models.source import resolve_source
-from headrace.service.tokenization import Tokenizer, load_tokenizer
-from headrace.service.tokenization.assembler import OutputAssembler
-from headrace.service.tokenization.reading import ReadAssembler, build_reading
-from headrace.service.tokenization.requests import build_requests
+from headrace.service.client.assembler import OutputAssembler, ReadAssembler
+from headrace.service.client.requests import build_reading, build_requests
+from headrace.service.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +25,6 @@ logger = logging.getLogger(__name__)
 def draw_request_id() -> str:
     """An id no other request has."""
     return uuid.uuid4().hex
-
-
-def open_tokenizer(
-    config: ModelConfig, *, chat_template: str | None = None, is_optional: bool = False
-) -> Tokenizer | None:
-    """The model's tokenizer; None when the configuration says to go without, or when it has none and ``is_optional``
-    (token ids can then still be served)."""
-    if config.skip_tokenizer:
-        return None
-    try:
-        return load_tokenizer(resolve_source(config), tokenizer=config.tokenizer, chat_template=chat_template)
-    except HeadraceError as error:
-        if not is_optional or config.tokenizer is not None:
-            raise
-        logger.warning("no tokenizer, token ids only: %s", error)
-        return None
 
 
 def encode_prompt(

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Assembler(Protocol):
-    """What a stream needs of `headrace.service.tokenization.assembler.OutputAssembler`."""
+    """What a stream needs of `headrace.service.client.assembler.OutputAssembler`."""
 
     is_finished: bool
 

@@ -10,7 +10,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.messages import ModelFacts
 from headrace.base.registry import Registry, installed_points
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, visible_texts
-from headrace.service.parsing.formats import ALIASES, REASONING_FORMATS, TOOL_FORMATS
+from headrace.service.parsing.known_formats import ALIASES, REASONING_FORMATS, TOOL_FORMATS
 from headrace.service.tokenization import Tokenizer
 
 T = TypeVar("T", ToolFormat, ReasoningFormat)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+
+from headrace.service.parsing.reader import Mismatch
+from headrace.service.parsing.schemas import ToolSchemas
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,3 +63,71 @@ def _goes_on(last: Event, event: Event) -> bool:
     if isinstance(event, TextDelta) and isinstance(last, TextDelta):
         return event.is_reasoning == last.is_reasoning
     return isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index
+
+
+MAX_NAME = 256
+NAME = re.compile(r"[\w.:/-]+")
+MAX_CALLS = 1024
+
+
+def draw_call_id(length: int | None = None) -> str:
+    """An id no other call has; ``length`` letters and digits where a template insists on that."""
+    return uuid.uuid4().hex[:length] if length else f"call_{uuid.uuid4().hex[:24]}"
+
+
+class CallWriter:
+    """Takes what is found of calls. Of a call beyond ``max_calls`` nothing is told."""
+
+    def __init__(
+        self, emit: Callable[[Event], None], schemas: ToolSchemas, *, id_length: int | None = None,
+        max_calls: int = MAX_CALLS
+    ):
+        self.schemas = schemas
+        self.name = ""
+        self.is_open = False
+        self.num_complete = 0
+        self._emit = emit
+        self._id_length = id_length
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._call_id: str | None = None
+
+    def set_name(self, name: str, call_id: str | None = None) -> None:
+        """The name of the call that comes."""
+        if not NAME.fullmatch(name) or len(name) > MAX_NAME:
+            raise Mismatch("not a name")
+        self.name, self._call_id = name, call_id
+
+    def set_id(self, call_id: str) -> None:
+        """The id the model gave the call that comes."""
+        if NAME.fullmatch(call_id) and len(call_id) <= MAX_NAME:
+            self._call_id = call_id
+
+    def forget(self) -> None:
+        """No call comes, or another one."""
+        self.is_open, self.name, self._call_id = False, "", None
+
+    def start(self) -> None:
+        """The named call begins."""
+        if not self.name:
+            raise Mismatch("a call without a name")
+        self.is_open = True
+        self._num_calls += 1
+        if self._is_told:
+            self._emit(CallStart(self._num_calls - 1, self._call_id or draw_call_id(self._id_length), self.name))
+
+    def add(self, text: str) -> None:
+        """More of the arguments."""
+        if text and self._is_told:
+            self._emit(CallArguments(self._num_calls - 1, text))
+
+    def end(self, *, is_complete: bool = True) -> None:
+        """The call ends."""
+        if self._is_told:
+            self._emit(CallEnd(self._num_calls - 1, is_complete))
+            self.num_complete += is_complete
+        self.forget()
+
+    @property
+    def _is_told(self) -> bool:
+        return self._num_calls <= self._max_calls

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import Any
 
-from headrace.service.parsing.calls import MAX_NAME, NAME, CallWriter
+from headrace.service.parsing.events import MAX_NAME, NAME, CallWriter
 from headrace.service.parsing.format import (
     Arguments,
     Call,

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.service.parsing.calls import MAX_CALLS
 from headrace.service.parsing.choice import Formats
-from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
+from headrace.service.parsing.events import MAX_CALLS, CallArguments, CallEnd, CallStart, Event, TextDelta
 from headrace.service.parsing.parser import OutputParser
 from headrace.service.parsing.schemas import ToolSchemas
 

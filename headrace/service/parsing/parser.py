@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headrace.service.parsing.calls import MAX_CALLS, CallWriter
-from headrace.service.parsing.events import Event, TextDelta, merge_events
+from headrace.service.parsing.events import MAX_CALLS, CallWriter, Event, TextDelta, merge_events
 from headrace.service.parsing.format import Channels, Pattern, ReasoningFormat, ToolFormat, first_texts
 from headrace.service.parsing.matching import MAX_HEADER, Matcher
 from headrace.service.parsing.reader import (

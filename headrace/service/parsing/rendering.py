@@ -1,15 +1,70 @@
-"""Conversations with tools to prompts: by the chat template where it shows tools, else explained in words."""
+"""Conversations with tools to prompts: by the chat template where it shows tools, else explained in words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.base.errors import RequestError
 from headrace.service.parsing.choice import Formats
-from headrace.service.parsing.explaining import explain_tools, tell_calls
+from headrace.service.parsing.forcing import write_call
+from headrace.service.parsing.format import Writing
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.call_arguments import shape_calls
+from headrace.service.tokenization.chat_template import shape_calls
+
+INTRODUCTION = (
+    "You may call tools to help with the user's request. These are the tools, with the JSON schemas of their arguments:"
+)
+INSTRUCTION = "To call a tool, write nothing but this, once for each call, with the tool's name and arguments:"
+RESULTS = "<tool_response>\n{}\n</tool_response>"
+
+
+def explain_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], writing: Writing
+) -> list[dict[str, Any]]:
+    """The conversation with the tools in its system message, calls written out, and results as the user's words.
+    ``tool_calls`` must be in OpenAI's form with arguments that are objects or JSON text."""
+    example = writing.begin + write_call(writing, "NAME", {"ARGUMENT": "VALUE"}, _dump) + writing.end
+    functions = "\n".join(_dump(tool["function"]) for tool in tools)
+    text = f"{INTRODUCTION}\n{functions}\n\n{INSTRUCTION}\n{example.strip()}"
+    told = tell_calls(messages, writing)
+    if told and told[0].get("role") == "system":
+        return [{**told[0], "content": f"{told[0].get('content') or ''}\n\n{text}".strip()}, *told[1:]]
+    return [{"role": "system", "content": text}, *told]
+
+
+def tell_calls(messages: Sequence[Mapping[str, Any]], writing: Writing) -> list[dict[str, Any]]:
+    """The conversation with calls and results as text; results that follow one another are one message."""
+    told: list[dict[str, Any]] = []
+    was_result = False
+    for message in messages:
+        is_result = message.get("role") == "tool"
+        if is_result:
+            result = RESULTS.format(message.get("content") or "")
+            if was_result:
+                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{result}"}
+            else:
+                told.append({"role": "user", "content": result})
+        elif message.get("tool_calls"):
+            told.append(_tell(message, writing))
+        else:
+            told.append(dict(message))
+        was_result = is_result
+    return told
+
+
+def _tell(message: Mapping[str, Any], writing: Writing) -> dict[str, Any]:
+    calls = [call["function"] for call in message["tool_calls"]]
+    texts = [write_call(writing, call["name"], call["arguments"], _dump) for call in calls]
+    written = writing.begin + (writing.between or "\n").join(texts) + writing.end
+    kept = {k: v for k, v in message.items() if k != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, (message.get("content"), written.strip())))}
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def check_form(tools: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace.base.errors import ModelError
-from headrace.service.tokenization.sentencepiece_vocabulary import (
+from headrace.service.tokenization.sentencepiece import (
     CONTROL,
     NORMAL,
     UNKNOWN,

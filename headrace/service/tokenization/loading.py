@@ -6,6 +6,7 @@ Refuses: guessing. A form that would have to be converted by rules outside its f
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -23,9 +24,10 @@ from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.files import require_content
 from headrace.models.weights.gguf_file import read_gguf_metadata
 from headrace.service.tokenization.gguf_vocabulary import adds_bos, build_gguf
-from headrace.service.tokenization.sentencepiece_model import read_sentencepiece
-from headrace.service.tokenization.sentencepiece_vocabulary import build_sentencepiece
+from headrace.service.tokenization.sentencepiece import build_sentencepiece, read_sentencepiece
 from headrace.service.tokenization.tokenizer import Tokenizer, TokenizerFacts
+
+logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 256 << 20
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,6 +40,21 @@ _PIECE_FILES = ("tokenizer.model", "spiece.model")
 _FOREIGN_FILES = ("tekken.json", "vocab.json", "vocab.txt", "sentencepiece.bpe.model")
 """Vocabularies whose ids follow from rules outside the file; the last one's are shifted by one."""
 
+
+def open_tokenizer(
+    config: ModelConfig, *, chat_template: str | None = None, is_optional: bool = False
+) -> Tokenizer | None:
+    """The model's tokenizer; None when the configuration says to go without, or when it has none and ``is_optional``
+    (token ids can then still be served)."""
+    if config.skip_tokenizer:
+        return None
+    try:
+        return load_tokenizer(resolve_source(config), tokenizer=config.tokenizer, chat_template=chat_template)
+    except HeadraceError as error:
+        if not is_optional or config.tokenizer is not None:
+            raise
+        logger.warning("no tokenizer, token ids only: %s", error)
+        return None
 
 
 def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_template: str | None = None) -> Tokenizer:

@@ -15,7 +15,31 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from headrace.service.tokenization.byte_level import bytes_of_spelling
+
+def _spelling() -> dict[int, str]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        table.setdefault(byte, chr(256 + len(table) - len(printable)))
+    return table
+
+
+CHAR_OF_BYTE: dict[int, str] = _spelling()
+BYTE_OF_CHAR: dict[str, int] = {char: byte for byte, char in CHAR_OF_BYTE.items()}
+
+
+def bytes_of_spelling(token: str) -> bytes:
+    """The bytes a byte-level token stands for; a token with any other character (an added one) is plain UTF-8."""
+    try:
+        return bytes([BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode("utf-8", "replace")
+
+
+def spelling_of_bytes(raw: bytes) -> str:
+    """The spelling of bytes in a byte-level vocabulary."""
+    return "".join([CHAR_OF_BYTE[byte] for byte in raw])
+
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PER_BYTE = "headrace-replace-each-byte"

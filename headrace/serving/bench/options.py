@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.base.config import option, options_of
-from headrace.base.config.option import check_section
 from headrace.base.errors import ConfigError
+from headrace.base.option import check_section, option, options_of
 
 
 @dataclass(frozen=True, kw_only=True)

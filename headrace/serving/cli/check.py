@@ -73,7 +73,6 @@ STYLES = {"ok": "green", "unavailable": "yellow", "broken": "bold red"}
 def run(invocation: Invocation) -> int:
     """Report; 1 with ``--strict`` when anything is broken."""
     from headrace.service.inventory import BROKEN, find_machine, take_inventory
-    from headrace.serving.cli.check import find_libraries
 
     options = invocation.section("check")
     machine = find_machine()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.base import env
-from headrace.base.config import OptionInfo, options_of
 from headrace.base.errors import ConfigError
+from headrace.base.option import OptionInfo, options_of
 from headrace.serving.cli.commands import Command
 
 MAX_FILE_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from headrace.base.messages import ErrorInfo
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.outputs import CompletionOutput, GenerationOutput
 from headrace.service.client.prompts import encode_prompt, require_tokenizer
-from headrace.service.tokenization.requests import build_requests
+from headrace.service.client.requests import build_requests
 from headrace.serving.cli.commands import ENGINE
 from headrace.serving.cli.flags import Invocation
 from headrace.serving.cli.options import GenerateOptions, SamplingOptions

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from headrace.base.config import option
-from headrace.base.config.option import check_section
+from headrace.base.option import check_section, option
 from headrace.base.sampling import SamplingParams
 
 

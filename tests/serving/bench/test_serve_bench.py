@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace.base.config import options_of
 from headrace.base.errors import ConfigError
+from headrace.base.option import options_of
 from headrace.serving.bench.connection import ServerConnection, Timing, read_stream
 from headrace.serving.bench.options import SERVE_BENCH_SECTIONS, LoadOptions, parse_range, serve_bench_options
 from headrace.serving.bench.report import Distribution, print_report, summarise

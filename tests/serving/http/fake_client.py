@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headrace.base.admin import AcquireMemory, ReleaseMemory, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, HeadraceError, RequestError
 from headrace.base.messages import (
@@ -25,11 +26,10 @@ from headrace.base.messages import (
 from headrace.base.pooling import PoolingFacts, PoolingSpec, pack_floats
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
-from headrace.base.upkeep import AcquireMemory, ReleaseMemory, StopProfile
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.prompts import open_request
+from headrace.service.client.requests import refuse_generation
 from headrace.service.client.stream import RequestStream
-from headrace.service.tokenization.requests import refuse_generation
 
 BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
 QUEUED_S = 0.002

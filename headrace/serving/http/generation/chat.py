@@ -20,9 +20,8 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.sampling import SamplingParams, ThinkingBudget
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.client.prompts import encode_prompt
-from headrace.service.parsing.calls import MAX_CALLS
 from headrace.service.parsing.choice import Formats
-from headrace.service.parsing.events import Event, TextDelta, merge_events
+from headrace.service.parsing.events import MAX_CALLS, Event, TextDelta, merge_events
 from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import new_parser
 from headrace.service.parsing.parser import OutputParser

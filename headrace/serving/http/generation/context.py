@@ -12,7 +12,7 @@ from starlette.requests import Request
 from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.base.errors import EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
-from headrace.service.client.upkeep import Upkeep
+from headrace.service.client.admin import Upkeep
 from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.generation.response_store import ResponseStore
 from headrace.serving.http.transport.errors import ModelNotFound

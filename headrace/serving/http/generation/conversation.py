@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.service.client.requests import refuse_generation
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import LONG_TEXT
-from headrace.service.tokenization.call_arguments import read_arguments
-from headrace.service.tokenization.requests import refuse_generation
+from headrace.service.tokenization.chat_template import read_arguments
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.protocol.fields import INTERNALS, MEDIA, TOOLS
 from headrace.serving.http.protocol.native import TokenizeRequest

@@ -1,6 +1,6 @@
 """What routes share that have texts read: which model may be asked, submission of the texts, and their results.
 
-Refuses: answer formats (the routes' own) and how texts become tokens (``service/client/texts``).
+Refuses: answer formats (the routes' own) and how texts become tokens (``service/client/pooling``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingKind
-from headrace.service.client.texts import Reader, Reading
+from headrace.service.client.pooling import Reader, Reading
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.generation.context import context_of
 from headrace.serving.http.generation.run import Ask, Generation, Prompt, collect_generation

@@ -19,8 +19,7 @@ from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.messages import ErrorInfo
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
-from headrace.service.client.collect import Collector, first_error
-from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
+from headrace.service.client.outputs import ChoiceDelta, Collector, GenerationOutput, first_error
 from headrace.service.client.prompts import encode_prompt, encode_prompt_end, read_truncation
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.generation.context import AppContext, context_of

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from headrace.base.upkeep import DevicePart
+from headrace.base.admin import DevicePart
 
 
 class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -20,9 +20,9 @@ from typing import cast
 from starlette.requests import Request
 
 from headrace.base import VERSION
+from headrace.base.admin import DEVICE_PARTS, DevicePart, StartProfile
 from headrace.base.errors import ConfigError, ModelError, RequestError
-from headrace.base.upkeep import DEVICE_PARTS, DevicePart, StartProfile
-from headrace.service.client.upkeep import SleepMode
+from headrace.service.client.admin import SleepMode
 from headrace.serving.http.generation.context import AppContext, context_of
 from headrace.serving.http.protocol.admin import (
     AdminAnswer,

@@ -9,8 +9,7 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams
-from headrace.service.client.collect import Collector
-from headrace.service.client.outputs import ChoiceDelta, CompletionOutput, GenerationOutput
+from headrace.service.client.outputs import ChoiceDelta, Collector, CompletionOutput, GenerationOutput
 from headrace.serving.http.generation.context import context_of
 from headrace.serving.http.generation.logprobs import TokenNames, native_top, native_triples
 from headrace.serving.http.generation.run import Ask, Generation, Prompt, collect_generation

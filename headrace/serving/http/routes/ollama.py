@@ -21,7 +21,7 @@ from headrace.base.errors import HeadraceError, RequestError, UnsupportedFeature
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import unpack_floats
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
-from headrace.service.client.texts import shorten
+from headrace.service.client.pooling import shorten
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, TextDelta
 from headrace.serving.http.generation.chat import AnswerPlan, AnswerReader, prepare_chat
 from headrace.serving.http.generation.context import AppContext, context_of

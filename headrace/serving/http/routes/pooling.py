@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError
 from headrace.base.pooling import PoolingSpec, pack_floats, unpack_floats
-from headrace.service.client.texts import Reading, activate, plan_scores, shorten
+from headrace.service.client.pooling import Reading, activate, plan_scores, shorten
 from headrace.serving.http.generation.context import context_of
 from headrace.serving.http.generation.pooling import (
     Results,

@@ -1,12 +1,52 @@
-"""The config sections. A component is given the one section it needs; nobody sees them all but the loader."""
+"""Configuration: option sections, the records made of them, and how flat options become sections.
+
+A component gets the one section that it needs; only the loader sees all of them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any
 
-from headrace.base.config.operations import OperationsConfig
-from headrace.base.config.option import check_section, option
 from headrace.base.errors import ConfigError
+from headrace.base.option import OptionInfo, check_section, option, options_of
+
+LOG_LEVELS = ("none", "line", "fields", "prompts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationsConfig:
+    """Watching the server and looking after it."""
+
+    log_requests: str = option(
+        "none", "what is logged of each request: a line, also its fields without texts, also its texts; keys never are",
+        choices=LOG_LEVELS
+    )
+    dump_requests: str | None = option(
+        None, "write generation requests, texts included, and their answers here; headrace replay sends them again",
+        metavar="FOLDER"
+    )
+    dump_limit_mib: int = option(1024, "size of that folder in MiB; the oldest go first", low=1)
+    otlp_endpoint: str | None = option(
+        None, "address of an OpenTelemetry collector that gets a trace of each request, say http://127.0.0.1:4318",
+        metavar="URL"
+    )
+    trace_sampling: float = option(
+        1.0, "share of requests that are traced, unless their traceparent header decides", low=0.0, high=1.0
+    )
+    profile_folder: str | None = option(
+        None, "where /start_profile puts its traces; without one it is refused", metavar="FOLDER"
+    )
+    weights_root: str | None = option(
+        None, "folder that /update_weights_from_disk may read models from; without one only the served model's own",
+        metavar="FOLDER"
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
 
 LEAST_CONTEXT = 8
 """Tokens of the shortest context that is served."""
@@ -196,3 +236,75 @@ SECTIONS: dict[str, type] = {
     "server": ServerConfig,
     "operations": OperationsConfig,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the engine process is started with; crosses the process border as msgpack."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Everything ``headrace serve`` takes. ``sources`` tells for each option set otherwise than by default where the
+    value came from (``flag``, ``environment``, ``argument``)."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    operations: OperationsConfig = field(default_factory=OperationsConfig)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+ENGINE_SECTIONS = ("model", "cache", "scheduler", "device")
+
+
+def all_options(sections: tuple[str, ...] = tuple(SECTIONS)) -> list[OptionInfo]:
+    """Every documented option of the named sections; names are unique across sections."""
+    return [info for name in sections for info in options_of(SECTIONS[name], name)]
+
+
+def build_sections(options: dict[str, Any], sections: tuple[str, ...] = tuple(SECTIONS)) -> dict[str, Any]:
+    """Sort flat options into section instances; raises `ConfigError` for an unknown name, with the nearest known."""
+    owner = {info.name: info.section for info in all_options(sections)}
+    values: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    for name, value in options.items():
+        if name not in owner:
+            near = get_close_matches(name, owner, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(owner))}"
+            raise ConfigError(f"unknown option {name!r}{hint}", param=name)
+        values[owner[name]][name] = value
+    return {name: SECTIONS[name](**values[name]) for name in sections}
+
+
+def engine_config(**options: Any) -> EngineConfig:
+    """`EngineConfig` from flat keyword options, e.g. ``engine_config(model="x", page_size=32)``."""
+    return EngineConfig(**build_sections(options, ENGINE_SECTIONS))
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """All option values by name, from an `EngineConfig` or `ServeConfig`."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, EngineConfig):
+            flat.update(flatten(value))
+        elif dataclasses.is_dataclass(value):
+            flat.update({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    return flat
+
+
+DEVICE_DEFAULTS = {
+    "cpu": {"max_running_requests": 64, "max_step_tokens": 1024, "overlap_depth": 1},
+    "cuda": {"max_running_requests": 512, "max_step_tokens": 8192, "overlap_depth": 2},
+}
+
+
+def resolve_for_device(config: EngineConfig, device_type: str) -> EngineConfig:
+    """Fill the scheduler options that the user left open with the device's defaults (an unknown device: the CPU's)."""
+    defaults = DEVICE_DEFAULTS.get(device_type, DEVICE_DEFAULTS["cpu"])
+    open_options = {name: value for name, value in defaults.items() if getattr(config.scheduler, name) is None}
+    return replace(config, scheduler=replace(config.scheduler, **open_options))

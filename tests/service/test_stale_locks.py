@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.stale_locks import sweep_stale_locks
+from headrace.service.build import sweep_stale_locks
 
 
 def touch(path: Path, age_minutes: float) -> Path:

@@ -8,8 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from headrace.base.errors import Conflict, EngineAsleep
-from headrace.base.upkeep import (
+from headrace.base.admin import (
     DEVICE_PARTS,
     VITAL_PARTS,
     AcquireMemory,
@@ -19,6 +18,7 @@ from headrace.base.upkeep import (
     StartProfile,
     StopProfile,
 )
+from headrace.base.errors import Conflict, EngineAsleep
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient

@@ -1,27 +1,76 @@
-"""Tool call formats, one value each. Sources: the models' chat templates and their makers' examples."""
+"""The known formats of tool calls and reasoning, one value each, and the registries that find them by name.
+
+Names of model lines belong here: a format is called after those who write it. Sources: the models' chat templates and
+their makers' examples.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from headrace.base.registry import Registry
 from headrace.service.parsing.format import (
     Arguments,
     Call,
     CallId,
+    Channels,
     Either,
     Flag,
+    Header,
     Key,
     Maybe,
     Name,
     Pairs,
     Pattern,
     PythonCall,
+    ReasoningFormat,
     Repeat,
     ToolFormat,
     Value,
     Writing,
 )
-from headrace.service.parsing.formats.channels import HARMONY
+
+_HEADER = Header(
+    end="<|message|>", call=re.compile(r"\bto=functions\.(?P<name>[\w.-]+)"), reasoning=re.compile(r"\banalysis\b")
+)
+
+# <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+# <|message|>{"a": 1}<|call|>; the prompt ends with <|start|>assistant
+HARMONY = Channels(
+    openings=(("<|channel|>", _HEADER), ("<|start|>", _HEADER)),
+    ends=("<|end|>", "<|return|>", "<|call|>"),
+    bare=(("to=functions.", _HEADER),),
+)
+
+
+_THINK: dict[str, Any] = {"starts": ("<think>",), "ends": ("</think>",)}
+
+# The first reasoning models leave the start out when the template does.
+DEEPSEEK_R1_REASONING = ReasoningFormat(name="deepseek_r1", **_THINK, is_open=True, signs=(("<｜Assistant｜>", "</think>"),))
+DEEPSEEK_V3_REASONING = ReasoningFormat(name="deepseek_v3", **_THINK, signs=(("<｜Assistant｜>", "</think>", "thinking"),))
+DEEPSEEK_V4_REASONING = ReasoningFormat(name="deepseek_v4", **_THINK, signs=(("<｜Assistant｜>", "</think>", "DSML"),))
+QWEN3_REASONING = ReasoningFormat(name="qwen3", **_THINK, signs=(("</think>",),))
+GLM45_REASONING = ReasoningFormat(name="glm45", **_THINK, ends_at_calls=True, signs=(("</think>", "<arg_key>"),))
+KIMI_K2_REASONING = ReasoningFormat(
+    name="kimi_k2", **_THINK, ends_at_calls=True, signs=(("</think>", "<|tool_calls_section_begin|>"),)
+)
+KIMI_REASONING = ReasoningFormat(name="kimi", starts=("◁think▷",), ends=("◁/think▷",), signs=(("◁think▷",),))
+MISTRAL_REASONING = ReasoningFormat(name="mistral", starts=("[THINK]",), ends=("[/THINK]",), signs=(("[THINK]", "[/THINK]"),))
+GRANITE_REASONING = ReasoningFormat(
+    name="granite",
+    starts=("Here is my thought process:", "Here's my thought process:"),
+    ends=("Here is my response:", "Here's my response:"),
+    signs=(("Here is my thought process:",), ("Here's my thought process:",)),
+)
+GPT_OSS_REASONING = ReasoningFormat(
+    name="gpt_oss",
+    channels=HARMONY,
+    writing=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    answer="<|channel|>final<|message|>",
+    signs=(("<|channel|>", "<|message|>", "analysis"),),
+)
+
 
 JSON_LIST = ("[", Repeat(Call(), between=(",",)), "]")
 PYTHON_LIST = ("[", Repeat(PythonCall(), between=(",",)), "]")
@@ -200,3 +249,31 @@ GRANITE = ToolFormat(
     writing=Writing(begin="<|tool_call|>[", call='{"name": "$name", "arguments": $arguments}', between=", ", end="]"),
     signs=(("<|tool_call|>",),),
 )
+
+
+TOOL_FORMATS: Registry[ToolFormat] = Registry("tool parser")
+REASONING_FORMATS: Registry[ReasoningFormat] = Registry("reasoning parser")
+
+# In the order in which a chat template is searched for their signs: the particular before the general.
+TOOL_NAMES = (
+    "gpt_oss", "deepseek_v4", "deepseek_v32", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45", "qwen3_coder",
+    "granite", "mistral", "pythonic",
+    "llama3_json", "gemma", "hermes",
+)
+REASONING_NAMES = (
+    "gpt_oss", "kimi", "mistral", "granite", "deepseek_v4", "deepseek_v3", "deepseek_r1", "kimi_k2", "glm45", "qwen3"
+)
+
+for _at, _name in enumerate(reversed(TOOL_NAMES)):
+    TOOL_FORMATS.add(_name, f"{__name__}:{_name.upper()}", priority=_at)
+for _at, _name in enumerate(reversed(REASONING_NAMES)):
+    REASONING_FORMATS.add(_name, f"{__name__}:{_name.upper()}_REASONING", priority=_at)
+
+ALIASES = {
+    "qwen": "hermes", "qwen25": "hermes", "llama3": "llama3_json", "llama4_pythonic": "pythonic",
+    "qwen3coder": "qwen3_coder",
+    "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32",
+    "deepseekv4": "deepseek_v4",
+    "glm": "glm45", "glm47": "glm45", "openai": "gpt_oss", "gptoss": "gpt_oss",
+}
+"""What other servers call some of them; hyphens and underscores are the same."""

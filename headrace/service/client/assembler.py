@@ -8,8 +8,8 @@ from headrace.base.messages import Abort, EngineRequest, Finish, RequestOutput
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.requests import special_stops
 from headrace.service.tokenization.detokenizer import Detokenizer
-from headrace.service.tokenization.requests import special_stops
 from headrace.service.tokenization.tokenizer import Tokenizer
 
 
@@ -122,3 +122,28 @@ class _Choice:
         if finish.stop_id in self._stop_texts:
             return self._stop_texts[finish.stop_id]
         return finish.stop_id if finish.stop_id in (self._params.stop_token_ids or ()) else None
+
+
+class ReadAssembler:
+    """What `OutputAssembler` is for generation: passes the one result on."""
+
+    can_end_early = False
+
+    def __init__(self) -> None:
+        self.is_finished = False
+
+    def feed(self, output: RequestOutput) -> ChoiceDelta | None:
+        """The result, or the end without one."""
+        if self.is_finished or output.finish is None:
+            return None
+        self.is_finished = True
+        finish = output.finish
+        return ChoiceDelta(
+            0, "", [], finish_reason=finish.reason, error=finish.error, num_cached_tokens=output.num_cached_tokens,
+            pooled=output.pooled,
+            queued_s=output.queued_s,
+        )
+
+    def to_abort(self) -> list[Abort]:
+        """Nothing: a text that is read ends by itself."""
+        return []

@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.base.errors import ContextLengthExceeded, RequestError, UnsupportedFeature
 from headrace.base.messages import EngineRequest, ModelFacts
+from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import (
     LogitRules,
     Penalties,
@@ -227,3 +228,39 @@ def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, 
 def _wrap_64(value: int) -> int:
     """Into the signed 64-bit range, around its ends."""
     return (value + 2**63) % 2**64 - 2**63
+
+
+def build_reading(
+    request_id: str, token_ids: Sequence[int], spec: PoolingSpec, *, facts: ModelFacts, namespace: str = "",
+    priority: int = 0,
+    deadline_s: float | None = None,
+) -> EngineRequest:
+    """One text to be read, checked. Raises `RequestError` naming the field that is wrong, and `ContextLengthExceeded`
+    when the text is longer than ``facts.max_model_len``."""
+    if not token_ids:
+        raise RequestError("the text must hold at least one token", param="input")
+    if len(token_ids) > facts.max_model_len:
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the text has "
+            f"{len(token_ids)}. Shorten it, or send "
+            "truncate_prompt_tokens: -1 to have its end cut off", param="input",
+        )
+    check_ids(token_ids, "input", facts.vocab_size)
+    check_schedule(priority, deadline_s)
+    check_ids(spec.label_ids, "label_token_ids", facts.vocab_size)
+    if facts.pooling is None and not spec.label_ids:
+        raise RequestError(
+            f"{facts.model} generates text; it makes no embeddings and no scores of texts. Serve a model made for "
+            "that, or start with --task embed",
+            param="model",
+        )
+    if facts.pooling is not None:
+        if spec.label_ids:
+            raise RequestError(
+                f"{facts.model} has no logits of tokens; it makes {USES[facts.pooling.kind]}", param="label_token_ids"
+            )
+        spec = msgspec.structs.replace(spec, needs_all_tokens=facts.pooling.needs_all_tokens)
+    return EngineRequest(
+        request_id, list(token_ids), SamplingSpec(), StopSpec(0), namespace=namespace, priority=priority,
+        deadline_s=deadline_s, pooling=spec,
+    )
