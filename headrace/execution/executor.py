@@ -33,7 +33,7 @@ from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
 from headrace.execution.structured.library import CompiledGrammar
 from headrace.execution.structured.store import GrammarStore
-from headrace.kernels.ahead import read_compiler
+from headrace.kernels.precompile import start_triton
 from headrace.layers.build import Build
 from headrace.memory.plan import CacheDemand, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
 
@@ -144,7 +144,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     device = resolve_device(config.device.device)
     threads = set_threads(config.device.threads)
     config = resolve_for_device(config, device.type)
-    read_compiler(device)
+    start_triton(device)
     loaded = load_model(config, device, progress)
     config = _fit_steps(config, loaded)
     chosen = choose_backends(

@@ -1,6 +1,6 @@
 """`prepare_steps`: what the steps of a model launch is compiled before the first of them runs.
 
-Refuses: compiling (kernels/ahead.py), and sizes that nobody rehearsed; their kernels are compiled when they are
+Refuses: compiling (kernels/precompile.py), and sizes that nobody rehearsed; their kernels are compiled when they are
 captured.
 """
 
@@ -17,7 +17,7 @@ from headrace.execution.captures import NoRecorder
 from headrace.execution.graphs import GraphSizes
 from headrace.execution.loading import LoadedModel
 from headrace.execution.warmup import run_tiny_steps
-from headrace.kernels.ahead import compile_ahead
+from headrace.kernels.precompile import precompile
 
 DRAWS = (SamplingSpec(temperature=1.0), SamplingSpec(penalties=Penalties(presence=0.5)))
 """Ways to draw that have kernels of their own; all others branch within these."""
@@ -30,7 +30,7 @@ def prepare_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBacke
     about = msgspec.json.encode(
         (config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype))
     ).decode()
-    compile_ahead(lambda: measured.append(_rehearse(config, loaded, chosen, device)), about, device)
+    precompile(lambda: measured.append(_rehearse(config, loaded, chosen, device)), about, device)
     return measured[0] if measured else measure_steps(config, loaded, chosen, device)
 
 

@@ -1,7 +1,7 @@
-"""Programmatic dependent launch for Triton kernels: the next kernel's prologue overlaps this kernel's tail.
+"""Programmatic dependent launch (PDL) for Triton kernels: the next kernel's prologue overlaps this kernel's tail.
 
-Every kernel that may be launched so calls `wait_for_previous` before it touches anything an earlier kernel wrote or
-still reads; loads of weights may come before it. Refuses: choosing kernels, which the operations' registries do.
+Hazard: every kernel launched with PDL must call `wait_for_previous` before it reads anything that an earlier kernel
+wrote, or writes anything that one still reads. Loads of weights, which no kernel writes, may come before it.
 """
 
 import triton
@@ -11,18 +11,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the kernels launched before have finished and their writes are visible; then let the next one
-    start."""
+    """Wait until earlier kernels have finished and their writes are visible; then allow the next kernel to start."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """a / b rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least n (n >= 1)."""
+    """The smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()

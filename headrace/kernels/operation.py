@@ -1,5 +1,5 @@
-"""`Operation`: the door to one kind of device code. A folder per operation holds ``reference.py`` (plain torch, the
-oracle) and one file per faster solution; the folder's ``__init__`` registers them here by declared capability."""
+"""`Operation`: the registry of one operation's solutions. A package holds the contracts of one operation or a few,
+``reference.py`` (plain torch, the oracle) and one module per faster solution; its ``__init__`` registers them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from headrace.base.registry import Registry
 
 @dataclass(frozen=True)
 class KernelQuery:
-    """Where and on what a kernel shall run. ``device`` is a torch device type, ``dtype`` a torch dtype name,
-    ``capability`` the CUDA compute capability ((0, 0) elsewhere), ``shape`` whatever sizes the operation documents."""
+    """Where a kernel is to run, and on what. ``device``: torch device type; ``dtype``: torch dtype name;
+    ``capability``: CUDA compute capability ((0, 0) elsewhere); ``shape``: the sizes that the operation documents."""
 
     device: str
     dtype: str
@@ -29,7 +29,7 @@ class Operation(Registry[Callable[..., Any]]):
 def requires(
     *, device: str | None = None, dtypes: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0)
 ) -> Callable[[KernelQuery], str | None]:
-    """A ``supports`` predicate for the common cases."""
+    """A ``supports`` predicate for the common cases: returns why not, or None."""
 
     def reason_against(query: KernelQuery) -> str | None:
         if device is not None and query.device != device:

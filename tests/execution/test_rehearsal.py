@@ -45,7 +45,7 @@ def test_the_largest_step_runs_once(is_known: bool, tmp_path: Path, monkeypatch:
             rehearse()
         return 0
 
-    monkeypatch.setattr(rehearsal, "compile_ahead", pretend)
+    monkeypatch.setattr(rehearsal, "precompile", pretend)
     monkeypatch.setattr(rehearsal, "measure_steps", lambda *about: steps.append(1) or next(measured))
     executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
     lines = {line.name: line.num_bytes for line in executor.memory}
@@ -57,7 +57,7 @@ def test_the_largest_step_runs_once(is_known: bool, tmp_path: Path, monkeypatch:
 def test_a_rehearsal_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The runner that comes next binds its own."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(rehearsal, "compile_ahead", lambda rehearse, about, device: rehearse())
+    monkeypatch.setattr(rehearsal, "precompile", lambda rehearse, about, device: rehearse())
     ran: list[SamplingSpec] = []
     real = assembly.run_tiny_steps
     monkeypatch.setattr(

@@ -22,7 +22,7 @@ least power of two by which every value of its block, and at least 1e-4, fits; v
 the one nearer to 0, and never minus zero. Computed in float32.
 """
 
-DEQUANTISE_MXFP4.add("reference", "headrace.kernels.block_scaled.reference:dequantise_mxfp4", doc="plain torch: a table")
+DEQUANTISE_MXFP4.add("reference", "headrace.kernels.block_scaled.reference:dequantise_mxfp4", doc="plain torch")
 QUANTISE_MXFP4.add("reference", "headrace.kernels.block_scaled.reference:quantise_mxfp4", doc="plain torch")
 
 FP8_BLOCK = 128

@@ -1,6 +1,6 @@
-"""What a layer of a decoder is made of, as the fused kernel takes it: plain tensors and numbers, no modules.
+"""The parts of a decoder layer as the fused kernel takes them: tensors and numbers, no modules.
 
-D model width, H heads, K kv heads, E head dim, F hidden units, P pages, X experts.
+D hidden size, H heads, K kv heads, E head dim, F intermediate size, P pages, X experts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Mixture:
-    """``experts`` one after the other: ``gate_up`` [X * 2F, D], ``down`` [X * D, F]. ``router`` [X, D] and
+    """``experts`` stacked along outputs: ``gate_up`` [X * 2F, D], ``down`` [X * D, F]. ``router`` [X, D] and
     ``choice_bias`` [X] float32 are as `ROUTE` has them."""
 
     experts: Mlp
@@ -43,8 +43,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Norms:
-    """Weights [D] of RMS norms before and after (None: there is none) each branch. ``eps`` and ``offset`` are those of
-    the head norms, too."""
+    """Weights [D] of RMS norms before and, if not None, after each branch. ``eps`` and ``offset`` also apply to
+    the q and k norms."""
 
     attention: torch.Tensor
     mlp: torch.Tensor
@@ -106,7 +106,7 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class EndParts:
-    """What is before and after the layers: rows of ``embedding`` [V, D] times ``embedding_scale`` (rounded to
+    """Before and after the layers: rows of ``embedding`` [V, D] times ``embedding_scale`` (rounded to
     ``dtype``, which is that of hidden states), and ``head`` [V, D] of their RMS norm by ``norm`` [D]."""
 
     embedding: PackedMatrix

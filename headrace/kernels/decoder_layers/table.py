@@ -1,6 +1,7 @@
-"""`LayerTable`: the layers' parts as the C++ kernel reads them, one row of numbers and addresses a layer.
+"""`LayerTable` and `FusedDecode`: layers encoded for the C++ kernels, one row of numbers and addresses a layer.
 
-The order is that of `Layer` in csrc/cpu/bind_layers.h. The table keeps every tensor whose address it holds.
+The order is that of `Layer` in csrc/cpu/bind_layers.h. Hazard: rows hold raw addresses, so the table keeps a reference
+to every tensor; after a tensor is replaced or moved, a new table must be built.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from headrace.kernels.moe.cpu import SCORES
 from headrace.kernels.native import NATIVE
 from headrace.kernels.rowwise.cpu import GATE_NUMBERS
 
-NOTHING_WANTED = (None,) * 4
+ALL_ROWS = (None,) * 4
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 NO_MIXTURE = ((0,) * 16, (0.0,) * 4)
-"""What is told of a layer without experts, in numbers and reals."""
+"""Numbers and reals of a layer without experts."""
 
 
 class LayerTable:
-    """Layers that are run together. Tensors that move afterwards are read where they were: then make a new one."""
+    """Layers that run in one call."""
 
     def __init__(self, layers: Sequence[LayerParts]):
         self._kept: list[torch.Tensor] = []
@@ -35,26 +36,26 @@ class LayerTable:
         lengths: tuple[torch.Tensor, torch.Tensor],
         wanted: tuple[torch.Tensor, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``x`` [T, D], float32 or bfloat16 and consumed, to ``(branch, residual)`` [T, D] each, whose sum is the
-        output; None while there are no kernels. ``positions`` [T] int64, ``groups``: slots [T] int64 and page table [R,
-        *] int32 of each cache group, ``lengths``: query_start [R + 1] and kv_lens [R], int32; the attention contract
-        tells of them.
+        """``x`` [T, D] float32 or bfloat16, overwritten, to ``(branch, residual)`` [T, D] whose sum is the output; None
+        while the native library is not loaded. ``positions`` [T] int64; ``groups``: slots [T] int64 and page table [R,
+        *] int32 of each cache group; ``lengths``: query_start [R + 1] and kv_lens [R] int32, as in the attention
+        contract.
 
-        ``wanted``: places [S] int64 of the only rows that are wanted of the last layer, and their query_start, kv_lens
-        and page table, each as a request of its own; then what is returned are [S, D]."""
+        ``wanted`` prunes the last layer: indices [S] int64 of the rows it computes, and their query_start, kv_lens and
+        page table, one request each; both results are then [S, D]."""
         ops = NATIVE.find()
         if ops is None:
             return None
         addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])
         x = x.contiguous()
         branch = ops.decoder_layers(
-            self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or NOTHING_WANTED)
+            self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or ALL_ROWS)
         )
         return (branch[: len(wanted[0])], x[: len(wanted[0])]) if wanted else (branch, x)
 
     @property
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the kernels take."""
+        """``(integers, reals)`` as the kernels take them."""
         return self._numbers, self._reals
 
     def _row(self, layer: LayerParts) -> tuple[list[int], list[float]]:
@@ -84,7 +85,7 @@ class LayerTable:
         return [*numbers, *self.describe(router)], [shape["scale"], gate.limit, gate.alpha, gate.up_offset]
 
     def describe(self, product: Product) -> list[int]:
-        """A product as the kernels read it, whose tensors are kept from now on."""
+        """A product's numbers and addresses; keeps its tensors."""
         weight = product.weight
         addresses = [self._address(weight.words), self._address(weight.scales), self._address(weight.mins)]
         return [
@@ -106,7 +107,7 @@ class LayerTable:
         return [heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.window, self._address(heads.sinks)]
 
     def _address(self, tensor: torch.Tensor | None) -> int:
-        """Where a contiguous tensor lies, 0 for none; it is kept from now on."""
+        """The address of a contiguous tensor, 0 for None; keeps it."""
         if tensor is None:
             return 0
         assert tensor.is_contiguous()

@@ -1,5 +1,5 @@
-"""Mixtures of experts by the native library: choices, and from these to sums in one call; by the reference while that
-is not there."""
+"""Mixtures of experts by own C++ kernels: routing, and all experts in one call; by the reference until these are
+loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.kernels.native import NATIVE
 from headrace.kernels.rowwise.cpu import GATE_NUMBERS
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
-"""The kernels' numbers."""
+"""The native kernels' numbers."""
 
 
 def route(

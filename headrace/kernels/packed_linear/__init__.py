@@ -1,5 +1,4 @@
-"""Products with weights in packed layout, for CPUs: as they are, in 8 or in 4 bits. The layout is
-`layout.PackedMatrix`."""
+"""Products with packed weights on CPUs, in full precision, 8 or 4 bits. The layout is `layout.PackedMatrix`."""
 
 from headrace.kernels.operation import KernelQuery, Operation
 
@@ -7,9 +6,9 @@ PACKED_LINEAR = Operation("packed linear kernel")
 """``packed_linear(x [T, I], weight: PackedMatrix [O, I], bias [O] | None, out_dtype=None) -> [T, O]`` in ``out_dtype``,
 x's if None; x is float32 or bfloat16.
 
-Sums are float32, or exact integers. Where the weight is 8 bits, each row of x is rounded to 8 bits with one scale;
-where it has groups, with a scale per 32 inputs. A solution may take x as bfloat16 instead where it has many rows, and
-multiplies rows that are float32 with an exact weight in float32."""
+Accumulates in float32 or exact integers. For int8 weights each row of x is rounded to 8 bits with one scale; for group
+formats with a scale per 32 inputs. For many rows a solution may round x to bfloat16 instead; float32 rows with an
+unquantised weight are multiplied in float32."""
 
 PACKED_LINEAR.add(
     "reference", "headrace.kernels.packed_linear.reference:packed_linear", doc="unpacks the weight at every call"
@@ -29,17 +28,17 @@ PACKED_LINEAR.add(
 
 PACKED_GATED = Operation("packed gated kernel")
 """``packed_gated(x [T, I], weight: PackedMatrix [2 * O, I], bias [2 * O] | None, activation) -> [T, O]``: the product
-followed by a gated activation, "silu" or "gelu_tanh", of its first half times its second."""
+followed by ``activation`` ("silu" or "gelu_tanh") of its first half times its second half."""
 
-PACKED_GATED.add("reference", "headrace.kernels.packed_linear.reference:packed_gated", doc="one after the other")
+PACKED_GATED.add("reference", "headrace.kernels.packed_linear.reference:packed_gated", doc="product, then activation")
 PACKED_GATED.add(
     "native", "headrace.kernels.packed_linear.cpu:packed_gated", supports=_reason_against, priority=10,
-    doc="own C++: what is gated does not leave the cache"
+    doc="own C++: gate and up stay in the cache"
 )
 
 PACKED_ROWS = Operation("packed rows kernel")
-"""``packed_rows(weight: PackedMatrix [O, I], rows [T] int64, dtype) -> [T, I]``: rows as plain numbers, float32 or
-bfloat16."""
+"""``packed_rows(weight: PackedMatrix [O, I], rows [T] int64, dtype) -> [T, I]``: rows as float32 or bfloat16, as an
+embedding looks them up."""
 
 PACKED_ROWS.add("reference", "headrace.kernels.packed_linear.layout:gather_rows", doc="plain torch")
 PACKED_ROWS.add(
@@ -47,8 +46,8 @@ PACKED_ROWS.add(
 )
 
 WEIGHT_FORMS = Operation("weight form")
-"""``form(weight [O, I]) -> forms.StoredWeight``: ways to keep a weight that lose nothing, chosen among by measuring.
-The query has ``in_features``, ``out_features``, and ``has_rows``: 1 where the weight is an embedding too."""
+"""``form(weight [O, I]) -> forms.StoredWeight``: lossless ways to store a weight; `choice` measures which is fastest.
+The query's shape has ``in_features``, ``out_features``, and ``has_rows``: 1 where the weight is an embedding too."""
 
 
 def _reason_against_onednn(query: KernelQuery) -> str | None:
@@ -69,5 +68,5 @@ WEIGHT_FORMS.add(
 )
 WEIGHT_FORMS.add(
     "turned", "headrace.kernels.packed_linear.forms:TurnedWeight", supports=_reason_against,
-    doc="torch's own GEMM, turned around for few rows"
+    doc="torch's own GEMM, operands swapped for few rows"
 )

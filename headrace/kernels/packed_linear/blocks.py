@@ -1,8 +1,8 @@
-"""Weights that lie in blocks, as GGUF files hold them, into packed layout without being expanded to plain numbers.
+"""GGUF's quantised blocks to packed layout, without expanding them to floats.
 
-A block is a run of inputs of one output with its own scales. What each type holds is said by ggml's ``ggml-quants``;
-types with a scale for fewer than 32 inputs, or with numbers that are no multiples of a few, are rounded to 8 bits with
-a scale per 32, which is finer than they are. n blocks, O outputs.
+A block is a run of inputs of one output with its own scales; ggml's ``ggml-quants`` defines the types. Types with a
+scale for fewer than 32 inputs, or with irregular values, are rounded to 8 bits with a scale per 32 inputs, which is
+finer than they are. n blocks, O outputs.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from headrace.kernels.packed_linear.layout import (
 from headrace.kernels.packed_linear.quantise import round_groups
 
 SUPER = 256
-"""Inputs of a K-type's block."""
+"""Inputs of a K-quant super-block."""
 CHUNK_WEIGHTS = 1 << 20
-"""Taken apart by a thread at a time."""
+"""Weights that a thread unpacks at a time."""
 
 NATIVE_KINDS = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
     "MXFP4_PAIRS"
 )
-"""Those that C++ takes apart, by its numbers."""
+"""Types that C++ unpacks; the index is its number for them."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes [n, inputs], uint8 below 16 (nibbles, not looked up) or int8; scales and mins float32 [n, groups]."""
+"""Codes [n, inputs], uint8 below 16 (raw nibbles) or int8; scales and mins (or None) float32 [n, groups]."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """``num_bytes`` hold ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it gives mins. ``fits``
-    says of uint8 [n, num_bytes] whether float16 holds their scales, where it need not."""
+    """A block of ``num_bytes`` holds ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it returns
+    mins. ``fits`` (uint8 [n, num_bytes]): whether their scales fit float16, where a type may exceed it."""
 
     inputs: int
     num_bytes: int
@@ -79,7 +79,7 @@ class WeightBlocks:
 
 
 def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
-    """Weights of equal inputs, stacked. Where their formats differ, all get 8 bits."""
+    """Pack weights of equal inputs, stacked along outputs. If their formats differ, all are rounded to 8 bits."""
     kinds = [BLOCK_TYPES[part.kind] for part in parts]
     form = kinds[0].format if len({kind.format for kind in kinds}) == 1 else Format.INT8_GROUP
     packed = allocate(
@@ -131,12 +131,12 @@ def _put(packed: PackedMatrix, at: int, parts: list[Parts]) -> None:
 
 
 def _nibbles(packed_bytes: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., b]: the low halves of all, then the high ones [..., 2 b]."""
+    """Bytes [..., b] to nibbles [..., 2 b]: all low ones, then all high ones."""
     return torch.cat((packed_bytes & 15, packed_bytes >> 4), dim=-1)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The float16 at that byte of each block, float32 [n, 1]."""
+    """The float16 at byte ``at`` of each block, as float32 [n, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
@@ -197,8 +197,8 @@ def _read_q6_k(blocks: torch.Tensor) -> Parts:
 
 
 def _read_by_gguf(name: str, blocks: torch.Tensor) -> Parts:
-    """A type that the gguf package takes apart."""
-    from gguf.constants import GGMLQuantizationType  # costs 0.1 s, and hardly a file needs it
+    """A type that the gguf package dequantises."""
+    from gguf.constants import GGMLQuantizationType  # the import takes 0.1 s, and few files need it
     from gguf.quants import dequantize
 
     return *round_groups(torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[name]))), None

@@ -1,7 +1,6 @@
-"""Which form serves a weight best: measured once for each shape on this machine, then remembered in a file.
+"""The fastest storage form for a weight: measured once per shape on this machine, then cached in a file.
 
-Refuses: measuring while requests run; a shape whose turn comes when the time for measuring is up gets the form of
-highest priority.
+Measures only while a model loads; once the time budget is spent, shapes get the form of highest priority.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from headrace.kernels.packed_linear.forms import StoredWeight
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 8, 64)
-"""Decoding one request and several, and a prompt: equally important."""
+"""Rows measured, with equal weight: decoding one request, several, and a prompt."""
 MOST_WEIGHTS = 1 << 20
-"""Of a larger weight only so many are measured, by leaving out outputs."""
+"""Larger weights are measured with fewer outputs."""
 REPEATS = 3
 BUDGET_S = 0.5
 NATIVE_FORM = "panels"
-JOINED_COST = 0.75
-"""A decode step of weights in this form is one call of one kernel (`kernels/decoder_layers`), which measuring single
-products does not show: in bfloat16 on AMX 17.7 ms a token became some 10."""
+FUSED_COST = 0.75
+"""Factor on the cost of `NATIVE_FORM`: only with it is a decode step one call (`kernels/decoder_layers`), which timing
+single products does not show; in bfloat16 on AMX 17.7 ms a token became about 10."""
 
 
 class FormChoice:
-    """Chooses among `WEIGHT_FORMS` for one model; ``budget_s`` bounds all its measuring."""
+    """Chooses among `WEIGHT_FORMS` for one model; ``budget_s`` bounds the time spent measuring."""
 
     def __init__(self, path: Path | None = None, budget_s: float = BUDGET_S):
         self._path = path or env.cache_dir() / "weight_forms.json"
@@ -65,7 +64,7 @@ class FormChoice:
         return name
 
     def save(self) -> None:
-        """Remember what was measured."""
+        """Write new measurements to the cache file."""
         if not self._has_new:
             return
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
@@ -74,11 +73,11 @@ class FormChoice:
             partial.write_text(json.dumps({**_read(self._path), **self._known}, indent=0))
             partial.replace(self._path)
         except OSError as error:
-            logger.warning("cannot remember measured weight forms: %s", error)
+            logger.warning("cannot cache measured weight forms: %s", error)
 
 
 def describe_machine() -> str:
-    """All that a measured choice depends on but the shape."""
+    """What a measured choice depends on besides the shape: CPU, threads, torch, kernels."""
     state = native.state()
     kernels = f"{state.detail} {describe_sources()}" if state.status == "ready" else state.status
     return (
@@ -98,11 +97,11 @@ def measure(names: list[str], query: KernelQuery) -> dict[str, float]:
         try:
             stored = WEIGHT_FORMS.load(name)(weight.clone())
             times[name] = [_time(stored, torch.randn(rows, in_features).to(dtype)) for rows in ROWS]
-        except (PluginError, RuntimeError, NotImplementedError) as error:  # torch without this form
+        except (PluginError, RuntimeError, NotImplementedError) as error:  # this torch lacks the form
             logger.debug("weight form %s is left out: %s", name, error)
     best = [min(column) for column in zip(*times.values(), strict=True)]
     costs = {name: sum(t / b for t, b in zip(own, best, strict=True)) for name, own in times.items()}
-    return {name: cost * JOINED_COST if name == NATIVE_FORM else cost for name, cost in costs.items()}
+    return {name: cost * FUSED_COST if name == NATIVE_FORM else cost for name, cost in costs.items()}
 
 
 def _time(stored: StoredWeight, x: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Packed products by the native library; by the reference while that is not there."""
+"""Packed products by own C++ kernels; by the reference until these are loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def packed_linear(
 
 
 def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """See `PACKED_GATED`. Apart where the halves are no whole panels."""
+    """See `PACKED_GATED`. Two calls if gate and up are not whole panels."""
     ops = NATIVE.find()
     if ops is None or weight.out_features % (2 * PANEL):
         return GATED[activation](packed_linear(x, weight, bias))

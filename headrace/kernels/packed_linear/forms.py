@@ -1,6 +1,6 @@
-"""The forms in which a layer may keep its weight instead of a plain parameter, one interface over all of them.
+"""The forms in which a layer may store its weight instead of a plain parameter, behind one interface.
 
-`WEIGHT_FORMS` (in the package) are those that lose nothing; quantised weights are `PanelWeight` of other formats.
+`WEIGHT_FORMS` (in the package) registers the lossless ones; quantised weights are a `PanelWeight` of another format.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from headrace.kernels.packed_linear import PACKED_GATED, PACKED_LINEAR, PACKED_R
 from headrace.kernels.packed_linear.layout import PackedMatrix, chunk_rows, pack_floats, unpack
 
 MOST_TURNED_ROWS = 16
-"""Up to how many rows torch's GEMM is faster with its operands turned around."""
+"""The most rows for which torch's GEMM is faster with swapped operands."""
 
 LEAST_GATED_ROWS = 256
-"""Beyond how many rows a product is gated where it is made: they are cut into blocks for the threads."""
+"""Above so many rows the product is fused with the activation; threads then work on blocks of rows."""
 
 
 class StoredWeight(Protocol):
@@ -33,17 +33,17 @@ class StoredWeight(Protocol):
         """``x [T, I] -> [T, O]`` in ``out_dtype``, x's if None."""
 
     def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
-        """The product followed by the gated activation; None where one after the other takes no longer."""
+        """The product fused with the gated activation; None where two calls are as fast."""
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weight, [T] -> [T, I]."""
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as a plain tensor of its own."""
+        """The weight as a new plain tensor."""
 
 
 class PanelWeight:
-    """In packed layout; see `StoredWeight`. ``matrix`` is for kernels that take several weights at once."""
+    """In packed layout; see `StoredWeight`. Fused kernels read ``matrix``."""
 
     def __init__(self, matrix: PackedMatrix):
         self.matrix, self.shape, self.num_bytes = matrix, matrix.shape, matrix.num_bytes
@@ -68,7 +68,7 @@ class PanelWeight:
 
 
 class TurnedWeight:
-    """As it is, multiplied from the left where there are at most ``most_turned`` rows; see `StoredWeight`."""
+    """Unchanged, with swapped operands (``W @ x.T``) for at most ``most_turned`` rows; see `StoredWeight`."""
 
     def __init__(self, weight: torch.Tensor, most_turned: int = MOST_TURNED_ROWS):
         self._weight, self.shape, self.num_bytes, self._most_turned = (
@@ -96,7 +96,7 @@ class TurnedWeight:
 
 
 class OnednnWeight:
-    """In the layout that oneDNN likes; see `StoredWeight`. Rows cannot be looked up in it."""
+    """In oneDNN's blocked layout; see `StoredWeight`. Rows cannot be looked up in it."""
 
     def __init__(self, weight: torch.Tensor):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
@@ -118,17 +118,17 @@ class OnednnWeight:
 
 
 def keep_plain(weight: torch.Tensor) -> TurnedWeight:
-    """A weight as it is, multiplied as torch does it."""
+    """A weight unchanged, multiplied by torch."""
     return TurnedWeight(weight, most_turned=0)
 
 
 def keep_in_panels(weight: torch.Tensor) -> PanelWeight:
-    """A weight in packed layout; float32 that bfloat16 holds exactly, as bfloat16."""
+    """A weight in packed layout; float32 values that all fit bfloat16 exactly are stored as bfloat16."""
     return PanelWeight(
         pack_floats(weight.bfloat16() if weight.dtype == torch.float32 and fits_bfloat16(weight) else weight)
     )
 
 
 def fits_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether no value of a float32 tensor is changed by rounding it to bfloat16."""
+    """Whether rounding a float32 tensor to bfloat16 changes no value."""
     return all(torch.equal(rows, rows.bfloat16().float()) for rows in weight.split(chunk_rows(weight.shape[1])))

@@ -1,7 +1,7 @@
-"""How weights lie in memory for packed products, and the ways into and out of that layout.
+"""The memory layout of packed weights, and packing and unpacking in plain torch.
 
-A weight [O, I] is cut into panels of 16 outputs; a panel holds 32-bit words [W, 16], word w of all its outputs side by
-side, so that a product reads memory once and in order. What a word holds is said at `Format`; inputs are padded to 64,
+A weight [O, I] is cut into panels of 16 outputs. A panel holds 32-bit words [W, 16]: word w of all its outputs side by
+side, so that a product reads memory once, sequentially. `Format` says what a word holds; inputs are padded to 64,
 outputs to 16. O outputs, I inputs, P panels, W words, G groups of 32 inputs, T tokens.
 """
 
@@ -21,15 +21,15 @@ PANEL = 16
 GROUP = 32
 PAD = 64
 CHUNK_WEIGHTS = 1 << 17
-"""Weights taken at a time: what is made on the way stays in the cache."""
+"""Weights processed at a time, so that intermediates stay in the cache."""
 
 
 class Format(Enum):
-    """The value is the kernels' number; ``per_word`` inputs share a word.
+    """The value is the native kernels' number; ``per_word`` inputs share a word.
 
-    ``int8`` has a scale per output; the group formats a float16 scale and min per output and group: code * scale + min.
-    Byte j of a word of nibbles has input j in its low half and input j + 4 in its high half. They are codes themselves,
-    or looked up in `TABLES`, and have no mins then."""
+    ``INT8`` has a scale per output; group formats a float16 scale and min per output and group: code * scale + min.
+    Byte j of a word of nibbles holds input j in its low half and input j + 4 in its high half. Nibbles are the codes,
+    or indices into `TABLES`; those formats have no mins."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -49,7 +49,7 @@ class Format(Enum):
 
     @property
     def is_exact(self) -> bool:
-        """Whether products take their inputs as they are; other formats round these to 8 bits."""
+        """Whether products take their inputs unrounded; the other formats round them to 8 bits."""
         return self in (Format.FLOAT32, Format.BFLOAT16)
 
 
@@ -59,7 +59,7 @@ TABLES = {
         [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8
     ),
 }
-"""The codes of nibbles: twice an E2M1 number (OCP Microscaling Formats 1.0, section 5.3.3), and those of ggml's
+"""Codes by nibble: twice an E2M1 number (OCP Microscaling Formats 1.0, section 5.3.3), and those of ggml's
 IQ4_NL."""
 
 
@@ -87,7 +87,7 @@ class PackedMatrix:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is kept, by name."""
+        """The tensors that are not None, by name."""
         return {name: tensor for name in ("words", "scales", "mins") if (tensor := getattr(self, name)) is not None}
 
     @property
@@ -103,7 +103,7 @@ def pad_up(count: int, step: int) -> int:
 def allocate(
     form: Format, out_features: int, in_features: int, *, has_mins: bool = True, is_blank: bool = True
 ) -> PackedMatrix:
-    """A matrix of zeros, or of anything if it need not be blank."""
+    """A matrix of zeros; uninitialised if ``is_blank`` is False."""
     make = torch.zeros if is_blank else torch.empty
     panels, padded = pad_up(out_features, PANEL) // PANEL, pad_up(in_features, PAD)
     words = make(panels, padded // form.per_word, PANEL, dtype=torch.int32)
@@ -116,7 +116,7 @@ def allocate(
 
 
 def pack_floats(weight: torch.Tensor) -> PackedMatrix:
-    """A float32 or bfloat16 weight as it is."""
+    """Pack a float32 or bfloat16 weight, unchanged."""
     form = Format.BFLOAT16 if weight.dtype == torch.bfloat16 else Format.FLOAT32
     native = pack_natively(form, weight)
     if native is not None:
@@ -128,8 +128,8 @@ def pack_floats(weight: torch.Tensor) -> PackedMatrix:
 
 
 def pack_natively(form: Format, weight: torch.Tensor) -> PackedMatrix | None:
-    """A plain weight in a format; codes of the groups of 8 bits have no mins. None while there are no kernels, or for a
-    weight that these do not take."""
+    """Pack a plain weight in a format (no mins for INT8_GROUP). None while the native library is not loaded, or for a
+    weight that it does not take."""
     ops = NATIVE.find()
     if ops is None or weight.dtype not in NATIVE_TYPES or weight.stride(-1) != 1 or weight.device.type != "cpu":
         return None
@@ -146,7 +146,7 @@ def chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def chunk_rows(in_features: int) -> int:
-    """How many rows make a chunk, a multiple of 16."""
+    """Rows per chunk, a multiple of 16."""
     return pad_up(max(1, CHUNK_WEIGHTS // max(1, in_features)), PANEL)
 
 

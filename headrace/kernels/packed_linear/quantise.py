@@ -1,5 +1,5 @@
-"""Plain weights to 8 and 4 bits, in packed layout: 8 symmetric ones with a scale per output or per 32 inputs, 4 with a
-scale and a min per 32 inputs. Own C++ makes the same of them, to the last bit, as plain torch does."""
+"""Plain weights to packed 8 bits (symmetric, a scale per output or per 32 inputs) or 4 bits (scale and min per 32
+inputs). The native library gives the same result bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.kernels.packed_linear.layout import (
 MOST_INT8 = 127
 MOST_INT4 = 15
 SHRINKS = (1.0, 0.92, 0.84)
-"""Parts of a group's range tried as its range: cutting off the outermost values often costs less than coarser steps."""
+"""Fractions of a group's range that are tried: clipping outliers often costs less than coarser steps."""
 
 
 def quantise_int8(weight: torch.Tensor) -> PackedMatrix:
@@ -61,7 +61,7 @@ def round_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise_int4(weight: torch.Tensor) -> PackedMatrix:
-    """Codes are round((value - min) / scale); of a few ranges for each group, the one of least squared error."""
+    """Codes are round((value - min) / scale); each group takes the range in `SHRINKS` of least squared error."""
     packed = pack_natively(Format.INT4_GROUP, weight)
     if packed is not None:
         return packed
@@ -95,8 +95,7 @@ def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _add_halves(values: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension, a power of two, in an order that is told: halves are added until one value is
-    left."""
+    """The sum over the last dimension (a power of two) in a fixed order, halving it until one value is left."""
     while values.shape[-1] > 1:
         values = torch.add(*values.chunk(2, dim=-1))
     return values

@@ -1,4 +1,4 @@
-"""Packed products in plain torch: the oracle. It unpacks the weight at every call, which is right and slow."""
+"""Packed products in plain torch: the oracle. Unpacks the weight at every call."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | Non
 
 
 def round_to_int8(values: torch.Tensor) -> torch.Tensor:
-    """Each last dimension to multiples of its largest magnitude / 127."""
+    """Round along the last dimension to multiples of max(abs) / 127."""
     scales = values.abs().amax(dim=-1, keepdim=True) / 127
     return (values / torch.where(scales > 0, scales, 1.0)).round() * scales

@@ -45,7 +45,7 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
 
 GATED = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 GATE_NUMBERS = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped": CLAMPED}
-"""Of the kernels. The clamped one takes numbers of its own, which mixtures of experts alone pass on."""
+"""The native kernels' numbers. Only mixtures of experts use the clamped one, which takes further arguments."""
 
 
 def rope_write(

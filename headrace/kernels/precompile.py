@@ -1,7 +1,6 @@
-"""`compile_ahead`: kernels compiled before anything launches them, many at a time, on a machine that sees them for the
-first time. They are found by a rehearsal, in which nothing is launched.
+"""Triton kernels compiled in parallel before the first launch, on a machine whose compilation cache lacks them.
 
-Refuses: knowing which kernels there are. Triton's only; on a machine without it there is nothing to do.
+`precompile` finds the kernels by a dry run, in which launches are skipped. Does nothing without a GPU and Triton.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8
-"""A third of the work holds the interpreter: sixteen threads were no faster than eight."""
+"""A third of a compilation holds the GIL: sixteen threads were no faster than eight."""
 
 UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
 
 
 class _Zeros(TorchFunctionMode):
-    """Nobody fills what a launch that is not made would have: zero is a place that always exists, and a number."""
+    """New tensors are zero, since skipped launches do not fill them: 0 is a valid index and a finite number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -36,8 +35,8 @@ class _Zeros(TorchFunctionMode):
 
 
 class _Unlaunched:
-    """Stands for a kernel that is being compiled: a launch does nothing. One that did not compile raises why,
-    always."""
+    """Stands in for a kernel that is being compiled: a launch does nothing. If compilation failed, it raises that
+    error at every launch."""
 
     function = packed_metadata = None
 
@@ -52,81 +51,80 @@ class _Unlaunched:
         return None
 
 
-def _rehearsing(pool: Executor) -> Any:
-    """A context in which every launch of a kernel that this process has not compiled is left out, and the kernel
-    compiled on ``pool``; its end waits for all of them and puts them in their places."""
+def _dry_run(pool: Executor) -> Any:
+    """A context in which launches of kernels that this process has not compiled are skipped, and the kernels compiled
+    on ``pool``; its end waits for all of them and installs them."""
     from triton import AsyncCompileMode
 
-    class Rehearsing(AsyncCompileMode):
+    class DryRun(AsyncCompileMode):
         def __init__(self) -> None:
             super().__init__(pool)
             self.compiling: dict[str, Future[Any]] = {}
-            self._places: list[tuple[str, Callable[[Any], None]]] = []
+            self._callers: list[tuple[str, Callable[[Any], None]]] = []
 
         def submit(
             self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any
         ) -> _Unlaunched:
-            """``finalize_fn`` takes what shall be launched from now on. Triton 3.9 also tells how to take it back."""
+            """``finalize_fn`` sets what is launched from now on. Triton 3.9 passes a further argument, to undo that."""
 
             def compile_and_load() -> Any:
                 kernel = compile_fn()
-                assert kernel.run is not None, "reading it makes the launcher, in C, and loads the code"
+                assert kernel.run is not None, "reading it builds the C launcher and loads the code"
                 return kernel
 
             if key not in self.compiling:
                 self.compiling[key] = pool.submit(compile_and_load)
-            self._places.append((key, finalize_fn))
+            self._callers.append((key, finalize_fn))
             stand_in = _Unlaunched()
             finalize_fn(stand_in)
             return stand_in
 
         def __exit__(self, *about: Any) -> None:
-            for key, finalize in self._places:
+            for key, finalize in self._callers:
                 error = self.compiling[key].exception()
                 finalize(self.compiling[key].result() if error is None else _Unlaunched(error))
             super().__exit__(*about)
 
-    return Rehearsing()
+    return DryRun()
 
 
-def read_compiler(device: torch.device) -> None:
-    """Start what Triton does before its first kernel, compiled or not: it reads itself to know its version, for a third
-    of a second. Elsewhere than on a GPU there is nothing to do."""
+def start_triton(device: torch.device) -> None:
+    """Compute Triton's version key (it hashes its own sources, 0.3 s, before the first kernel) on a thread. No-op
+    elsewhere than on a GPU."""
     if not _has_compiler(device):
         return
     from triton.runtime import cache
 
-    if hasattr(cache, "triton_key"):  # which keeps its result
+    if hasattr(cache, "triton_key"):  # memoised
         Thread(target=cache.triton_key, name="triton-key", daemon=True).start()
 
 
-def compile_ahead(rehearse: Callable[[], None], about: str, device: torch.device) -> int:
-    """Call ``rehearse``, which does what later steps will, on numbers that mean nothing, and compile what it would have
-    launched. Returns how many kernels. Nothing is done, not even the rehearsal, if that was done before for the same
-    ``about``: which model, in which sizes."""
+def precompile(run: Callable[[], None], about: str, device: torch.device) -> int:
+    """Call ``run``, which does what later steps will (on meaningless numbers), and compile the kernels it would launch.
+    Returns their number. A marker beside Triton's cache makes later calls for the same ``about`` (the model and its
+    sizes) no-ops: not even ``run`` is called."""
     if not _has_compiler(device):
         return 0
-    mark = _mark_of(about, device)
-    if mark.exists():
+    marker = _marker_of(about, device)
+    if marker.exists():
         return 0
     began = time.perf_counter()
     threads = max(1, min(MAX_THREADS, torch.get_num_threads()))
     with ThreadPoolExecutor(threads, "kernels", initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        with _rehearsing(pool) as rehearsing:
+        with _dry_run(pool) as found:
             try:
                 with _Zeros():
-                    rehearse()
+                    run()
             except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
-                logger.warning("kernels are compiled as they come: %s: %s", type(error).__name__, error)
-            rehearsed = time.perf_counter()
-        wanted = rehearsing.compiling.values()
+                logger.warning("kernels are compiled at their first launch: %s: %s", type(error).__name__, error)
+            ran = time.perf_counter()
+        wanted = found.compiling.values()
     for failed in filter(None, [future.exception() for future in wanted]):
-        logger.warning("a kernel did not compile ahead: %s: %s", type(failed).__name__, failed)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
-    logger.info(
-        "%d kernels found in %.1f s and compiled in %.1f s", len(wanted), rehearsed - began, time.perf_counter() - began
-    )
+        logger.warning("a kernel could not be precompiled: %s: %s", type(failed).__name__, failed)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    took = time.perf_counter() - began
+    logger.info("%d kernels found in %.1f s and compiled in %.1f s", len(wanted), ran - began, took)
     return len(wanted)
 
 
@@ -138,16 +136,13 @@ def _has_compiler(device: torch.device) -> bool:
     return hasattr(triton, "AsyncCompileMode")
 
 
-def _mark_of(about: str, device: torch.device) -> Path:
-    """A file beside Triton's compiled kernels, so that it goes when they go."""
+def _marker_of(about: str, device: torch.device) -> Path:
+    """A file in Triton's cache folder, so that it disappears with the compiled kernels."""
     import triton
     from triton import knobs
 
-    digest = hashlib.sha256(
-        "\n".join(
-            (triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)
-        ).encode()
-    )
+    facts = (triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)
+    digest = hashlib.sha256("\n".join(facts).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return Path(knobs.cache.dir) / "headrace" / digest.hexdigest()[:32]

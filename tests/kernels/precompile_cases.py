@@ -1,5 +1,5 @@
-"""Cases of `test_compiling_ahead`, run by it where Triton compiles: kernels found by a rehearsal, compiled for a GPU
-that need not be there."""
+"""Cases of `test_precompile`, run by it where Triton compiles: kernels found by a dry run, compiled for a GPU that need
+not be there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
-from headrace.kernels import ahead
+from headrace.kernels.precompile import precompile
 
 SOURCE = '''
 import triton
@@ -78,17 +78,17 @@ def scale(tmp_path: Path) -> Any:
 CUDA = torch.device("cuda", 0)
 
 
-def test_what_a_rehearsal_wants_is_compiled_and_then_launched(gpu: PretendedDriver, scale: Any):
+def test_what_a_dry_run_wants_is_compiled_and_then_launched(gpu: PretendedDriver, scale: Any):
     outs = []
 
-    def rehearse() -> None:
+    def run() -> None:
         for count, factor in ((100, 2), (100, 2), (128, 2), (100, 3)):
             x = torch.ones(128)
             out = torch.empty_like(x)
             scale[(1,)](x, out, count, FACTOR=factor, BLOCK=128)
             outs.append(out)
 
-    assert ahead.compile_ahead(rehearse, "a model", CUDA) == 3, (
+    assert precompile(run, "a model", CUDA) == 3, (
         "100 and 128 differ in their divisors, 2 and 3 are constants"
     )
     assert gpu.launched == [] and gpu.launchers == ["scale"] * 3
@@ -96,27 +96,27 @@ def test_what_a_rehearsal_wants_is_compiled_and_then_launched(gpu: PretendedDriv
     compiled = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about)
     try:
-        rehearse()
+        run()
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
     assert compiled == [] and gpu.launched == [(1, 1, 1)] * 4 and gpu.launchers == ["scale"] * 3
 
 
-def test_it_is_rehearsed_once_for_each_model(gpu: PretendedDriver):
-    rehearsed = []
+def test_it_runs_once_for_each_model(gpu: PretendedDriver):
+    ran = []
     for about in ("a model", "a model", "another"):
-        assert ahead.compile_ahead(lambda about=about: rehearsed.append(about), about, CUDA) == 0
-    assert rehearsed == ["a model", "another"]
+        assert precompile(lambda about=about: ran.append(about), about, CUDA) == 0
+    assert ran == ["a model", "another"]
 
 
-def test_a_rehearsal_that_fails_compiles_what_it_had_found(
+def test_a_dry_run_that_fails_compiles_what_it_had_found(
     gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture
 ):
-    def rehearse() -> None:
+    def run() -> None:
         scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=8)
         raise RuntimeError("shapes do not fit")
 
-    assert ahead.compile_ahead(rehearse, "a model", CUDA) == 1
+    assert precompile(run, "a model", CUDA) == 1
     assert "shapes do not fit" in caplog.text and gpu.launchers == ["scale"]
     outcome = scale[(2,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=8)
     assert outcome.name == "scale" and gpu.launched == [(2, 1, 1)]
@@ -125,12 +125,12 @@ def test_a_rehearsal_that_fails_compiles_what_it_had_found(
 def test_a_kernel_that_does_not_compile_hurts_no_other(
     gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture
 ):
-    def rehearse() -> None:
+    def run() -> None:
         for block in (100, 128):  # a power of two is needed
             scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=block)
 
-    assert ahead.compile_ahead(rehearse, "a model", CUDA) == 2
-    assert "did not compile ahead" in caplog.text and gpu.launchers == ["scale"]
+    assert precompile(run, "a model", CUDA) == 2
+    assert "could not be precompiled" in caplog.text and gpu.launchers == ["scale"]
     scale[(4,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=128)
     with pytest.raises(CompilationError):
         scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=100)
@@ -138,4 +138,4 @@ def test_a_kernel_that_does_not_compile_hurts_no_other(
 
 
 def test_there_is_nothing_to_do_on_a_cpu():
-    assert ahead.compile_ahead(lambda: pytest.fail("rehearsed"), "a model", torch.device("cpu")) == 0
+    assert precompile(lambda: pytest.fail("called"), "a model", torch.device("cpu")) == 0

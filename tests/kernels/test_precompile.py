@@ -1,5 +1,5 @@
-"""Kernels compiled ahead of their launch, in a process whose Triton compiles: the tests' own interprets where there is
-no GPU."""
+"""Kernels compiled before their first launch, in a process whose Triton compiles: the tests' own interprets where
+there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = Path(__file__).parent / "compiling_ahead_cases.py"
+CASES = Path(__file__).parent / "precompile_cases.py"
 
 
 def test_cases():
