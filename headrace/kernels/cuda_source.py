@@ -1,6 +1,6 @@
-"""Own CUDA C++: compiled once by NVRTC, which torch brings along, kept in the cache folder, loaded and launched.
+"""Own CUDA C++: compiled once by the NVRTC that comes with torch, cached, loaded and launched through the driver API.
 
-Needs neither a CUDA toolkit nor torch's headers. Refuses: knowing any kernel; anything but Linux.
+Needs neither a CUDA toolkit nor torch's headers. Linux only. Knows no kernel by name.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ MAP_BYTES = 128
 
 
 class CudaSourceError(HeadraceError):
-    """NVRTC or the driver refused something; the message is theirs."""
+    """An error of NVRTC or the driver, with its message."""
 
 
 def _open_nvrtc() -> ctypes.CDLL:
-    """The one that torch brought along in a package beside it, or the system's. Raises `OSError` where there is
-    none."""
+    """NVRTC of the nvidia packages that torch installs, or the system's. Raises `OSError` if there is none."""
     name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
     spec = find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
     for path in (path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))):
-        for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):  # NVRTC asks for it by its name alone
+        # NVRTC loads it by bare name, so load it first
+        for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(builtins))
         return ctypes.CDLL(str(path))
     return ctypes.CDLL(name)
 
 
 def compile_source(name: str, options: tuple[str, ...]) -> bytes:
-    """The machine code of ``csrc/cuda/<name>.cu``, from the cache folder if it was compiled before: takes seconds else.
-    ``options`` as for nvcc, the architecture among them. Raises `CudaSourceError`."""
+    """The cubin of ``csrc/cuda/<name>.cu``, from the cache or compiled in seconds. ``options`` are nvcc's and include
+    the architecture. Raises `CudaSourceError`."""
     nvrtc, source = _open_nvrtc(), (FOLDER / f"{name}.cu").read_bytes()
     major, minor = c_int(), c_int()
     nvrtc.nvrtcVersion(byref(major), byref(minor))
     digest = hashlib.sha256(repr((source, options, major.value, minor.value)).encode()).hexdigest()[:20]
     path = env.cache_dir() / "cuda" / f"{name}-{digest}.cubin"
-    if os.path.exists(path):  # False for what may not be looked at, too
+    if os.path.exists(path):  # False also without permission to look
         return path.read_bytes()
     began = time.perf_counter()
     code = _compile(nvrtc, source, name, options)
@@ -89,18 +89,18 @@ def _read(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
 
 
 class CudaKernel:
-    """A kernel of a compiled source, loaded into torch's current context, and what it takes of shared memory."""
+    """A kernel of a cubin, loaded into torch's current context, and its dynamic shared memory in bytes."""
 
     def __init__(self, code: bytes, entry: str, shared_bytes: int):
         self._driver, self.shared_bytes = ctypes.CDLL("libcuda.so.1"), shared_bytes
-        torch.cuda.current_stream()  # makes the context
+        torch.cuda.current_stream()  # creates the context
         self._module, self._function = c_void_p(), c_void_p()
         self._call("cuModuleLoadData", byref(self._module), c_char_p(code))
         self._call("cuModuleGetFunction", byref(self._function), self._module, entry.encode())
         self._call("cuFuncSetAttribute", self._function, MOST_SHARED_BYTES, shared_bytes)
 
     def launch(self, programs: int, threads: int, *arguments: Any) -> None:
-        """On torch's current stream. Arguments are ctypes objects, copied at once."""
+        """Launch on torch's current stream. Arguments are ctypes objects, copied by the driver before it returns."""
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         self._call(
@@ -108,9 +108,8 @@ class CudaKernel:
         )
 
     def describe(self, matrix: torch.Tensor, rows: int, columns: int) -> ctypes.Array[ctypes.c_char]:
-        """A tensor map by which the hardware copies boxes of ``rows`` by ``columns``, 128 bytes wide, with their
-        16-byte pieces in swizzled order; what lies outside of the matrix is read as zero and not written. Rows begin at
-        multiples of 16 bytes."""
+        """A TMA tensor map for boxes of ``rows`` by ``columns`` (128 bytes wide, 128-byte swizzle). Elements outside
+        the matrix read as zero and are not written. Rows must begin at multiples of 16 bytes."""
         room = ctypes.create_string_buffer(MAP_BYTES + 64)
         aligned = (ctypes.c_char * MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
         self._call(

@@ -24,7 +24,7 @@ class PageTables:
             (len(layout.groups), layout.max_rows + 1, self.num_entries), NULL_PAGE, dtype=torch.int32, device=device
         )
         self._num_pages = [group.num_pages for group in layout.groups]
-        # first page, how many follow each other
+        # (first page, number of consecutive pages) per group and row
         self._runs = np.zeros((len(layout.groups), layout.max_rows, 2), dtype=np.int64)
 
     def flatten(self, appends: list[PageAppend]) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +55,8 @@ class PageTables:
             run[1] += differs[0] if len(differs) else len(append.pages)
 
     def find_run(self, group: int, row: int, count: int) -> int | None:
-        """The first page of a row if its first ``count`` pages follow each other, as far as appends were flattened."""
+        """The first page of a row if its first ``count`` pages are consecutive (as of the flattened appends), else
+        None."""
         first, length = map(int, self._runs[group, row])
         return first if 0 < count <= length else None
 
@@ -64,6 +65,6 @@ class PageTables:
         self.tensor.index_fill_(1, rows, NULL_PAGE)
 
     def write(self, index: torch.Tensor, pages: torch.Tensor) -> None:
-        """Write what `flatten` made, from device copies of it. A later append to the same entry must not share a
-        call."""
+        """Write the arrays of `flatten`, copied to the device. Two appends to the same entry must not share a call, as
+        their order would be undefined."""
         self.tensor.view(-1).index_copy_(0, index, pages.to(torch.int32))

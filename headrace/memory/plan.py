@@ -1,5 +1,7 @@
-"""How much memory is left, how many pages each cache group gets of it, and how long a context they can hold. What
-weights and activations take is measured by the executor."""
+"""The memory plan: free memory, the pages of each cache group, and the longest context they can hold.
+
+The executor measures weights and activations.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from headrace.memory.pools import group_page_bytes
 logger = logging.getLogger(__name__)
 
 CPU_KV_LIMIT = 4 * 2**30
-"""Bytes of KV on a CPU at most: the host's memory belongs to others too."""
+"""The most bytes of KV on a CPU: the host's memory is shared with other processes."""
 
 CPU_SOFT_LIMIT = 192 * 2**20
-"""Bytes of KV that a CPU may always use before stored prefixes give way, however small the model."""
+"""Bytes of KV that a CPU may use before cached prefixes are evicted, however small the model."""
 
 MIN_WINDOW_SHARE = 0.25
 """Requests are mostly shorter than the longest one: a window group sized for the longest alone would run out first."""
@@ -35,14 +37,14 @@ CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 )
-"""Of control groups: the files of limit and use, and the line of ``memory.stat`` that tells of file pages nobody
-needs."""
+"""Of control groups v2 and v1: the files of limit and usage, and the key in ``memory.stat`` of reclaimable page
+cache."""
 
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """What the pages must serve. ``groups`` have no pages yet. ``is_len_fixed``: the user set ``max_model_len``, so it
-    may not be lowered."""
+    """What the pages must serve. ``groups`` have no pages assigned yet. ``is_len_fixed``: the user set
+    ``max_model_len``, so it may not be lowered."""
 
     groups: list[CacheGroup]
     page_size: int
@@ -61,7 +63,8 @@ class CachePlan:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that could be allocated now."""
+    """Bytes that can be allocated now, on a GPU or by this process on the host (control groups may set lower
+    limits)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     left = [_left_by(folder, *names) for folder in find_groups("memory") for names in CGROUP_FILES]
@@ -69,7 +72,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _left_by(folder: Path, limit_file: str, used_file: str, reclaimable: str) -> int | None:
-    """What a control group still allows; None when it sets no limit. Reclaimable file pages are free."""
+    """Bytes left under a control group's limit, None without one. Reclaimable page cache counts as free."""
     try:
         limit = (folder / limit_file).read_text().strip()
         used = int((folder / used_file).read_text())
@@ -86,15 +89,14 @@ def kv_budget(device_type: str, free: int, fraction: float) -> int:
 
 
 def soft_budget(device_type: str, weights: int) -> int:
-    """Bytes of KV from which on stored prefixes give way before more is used, 0 for no such bound. On a CPU, where
-    memory is only taken when it is used, what nobody reads shall not take more than half of what the model itself
-    takes."""
+    """Bytes of KV above which cached prefixes are evicted before fresh pages are used, 0 for no bound. On a CPU memory
+    is committed only when first written; unused prefixes should not take more than half of what the weights take."""
     return max(CPU_SOFT_LIMIT, weights // 2) if device_type == "cpu" else 0
 
 
 def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int = 0) -> CachePlan:
-    """Divide ``budget`` bytes (``config.kv_pages`` overrules it) among the groups, ``soft`` being what is used before
-    stored prefixes give way (see `CacheGroup`); raises `ConfigError` with the fix."""
+    """Divide ``budget`` bytes (overridden by ``config.kv_pages``) among the groups; ``soft``: see `soft_budget`. Raises
+    `ConfigError` with the fix."""
     if not demand.groups:
         return CachePlan([], demand.max_model_len)
     base = config.kv_pages or _most_pages(demand, config, budget)

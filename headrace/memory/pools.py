@@ -19,12 +19,13 @@ ALIGNMENT = 64
 """Bytes; a cache line, and the widest CPU vector."""
 
 CODES = "int8"
-"""The dtype of a spec whose keys and values are kept in 8 bits."""
+"""`CacheSpec.dtype` of keys and values quantised to 8 bits."""
 
 
 class Pool(ABC):
-    """Pages of one cache group on one device. Every page reads as finite numbers before it is first written.
-    Built as ``Class(group, page_size, device)``. ``supports_int8``: may keep int8 codes with their scales."""
+    """Pages of one cache group on one device, built as ``Class(group, page_size, device)``. Unwritten pages read as
+    finite numbers: attention may load them under a mask, and 0 * NaN is not 0. ``supports_int8``: may hold int8 codes
+    and scales."""
 
     supports_int8: ClassVar[bool] = False
     num_bytes: int
@@ -39,14 +40,13 @@ class Pool(ABC):
 
     @abstractmethod
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The page tensors of a model layer of this group; plain keys and values give ``(k, v)``, codes
-        their scales, too."""
+        """The page tensors of a model layer of this group: ``(k, v)``, or ``(k, v, scales)`` for int8."""
 
 
 class KeyValuePool(Pool):
-    """Per layer k [P, page_size, K, E] and v [P, page_size, K, E_value], contiguous, zero until written. Of a spec of
-    int8 these are codes, with scales [P, 2, K, page_size] float32, one for each token and kv head, of keys and of
-    values."""
+    """Per layer k [P, page_size, K, E] and v [P, page_size, K, E_value], contiguous, zero until written. For
+    int8 these are codes, with scales [P, 2, K, page_size] float32 per token and kv head; index 0 of dim 1 for keys, 1
+    for values."""
 
     supports_int8 = True
 
@@ -74,8 +74,8 @@ class KeyValuePool(Pool):
 
 
 class LatentPool(Pool):
-    """Per layer [P, page_size, 1, L + E], contiguous, zero until written. Keys are whole rows (``head_dim`` wide),
-    values their first ``value_dim`` places."""
+    """Per layer [P, page_size, 1, L + E] (latent, then rotated part), contiguous, zero until written. Keys are whole
+    rows (``head_dim``), values their first ``value_dim`` elements."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec = group.spec
@@ -121,7 +121,7 @@ def torch_dtype(spec: CacheSpec) -> torch.dtype:
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take no memory on a CPU until they are written."""
+    """Zeros that commit no memory on a CPU until they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every byte; numpy's comes from calloc, which maps pages when they are first touched.

@@ -1,4 +1,4 @@
-"""Own CPU kernels in C++: found or compiled, loaded, and handed out as operators. Knows no operation by name."""
+"""Own CPU kernels in C++: found or compiled, loaded, and offered as operators. Knows no operation by name."""
 
 from headrace.kernels.native.loading import NATIVE, build, select_isa, ship, state
 

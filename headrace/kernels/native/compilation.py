@@ -1,7 +1,7 @@
-"""From sources to shared libraries in the cache folder: objects in parallel, each kept by its digest, then the links.
+"""Sources to shared libraries in the cache folder: objects compiled in parallel, cached by digest, then linked.
 
-Processes that want the same share one lock, which dies with its holder and the compilers it started: none can be stale.
-Files appear by renaming, whole or not at all; what dead processes left unfinished is swept.
+Processes share a file lock, which the kernel releases when its holder and the compilers it started are gone, so it is
+never stale. Files appear by atomic rename; partial files of dead processes are swept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headrace.kernels.native.toolchain import Compiler
 logger = logging.getLogger(__name__)
 
 KEPT_SECONDS = 30 * 24 * 3600
-"""How long an object or library stays in the cache after its last use."""
+"""Time an object or library stays in the cache after its last use."""
 
 
 class CompilationFailed(HeadraceError):
@@ -37,13 +37,13 @@ class CompilationFailed(HeadraceError):
 
 
 class CompilationStopped(CompilationFailed):
-    """A compiler was told to end, as by Ctrl-C, which reaches all processes of a terminal."""
+    """A compiler was ended by a signal, for example Ctrl-C, which reaches all processes of a terminal."""
 
 
 def compile_libraries(
     libraries: list[Library], compiler: Compiler, folder: Path, *, workers: int | None = None
 ) -> list[Path]:
-    """Compile and link what is not there yet; waits for another process that is at it. Raises `CompilationFailed`."""
+    """Compile and link what is missing; waits for another process that does. Raises `CompilationFailed`."""
     targets = {library.path(compiler, folder): library for library in libraries}
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder / "lock") as lock:
@@ -68,9 +68,8 @@ def compile_libraries(
 
 
 class _Workers:
-    """Threads that run compilers. Other than for those of `concurrent.futures`, nobody waits for them when the process
-    ends: whoever had them started does, and is not disturbed in saying so. After leaving, or when a compiler was told
-    to end, none is begun."""
+    """Daemon threads that run compilers. Unlike those of `concurrent.futures` they are not joined at interpreter exit,
+    which is left to `NativeLibrary`. After exit, or once a compiler was ended by a signal, no further job starts."""
 
     def __init__(self, count: int):
         self._jobs: SimpleQueue[tuple[Future[None], tuple[list[str], Path, int]] | None] = SimpleQueue()
@@ -90,7 +89,7 @@ class _Workers:
             thread.join()
 
     def submit(self, command: list[str], target: Path, lock: int) -> Future[None]:
-        """`_run` in its turn."""
+        """Queue `_run`."""
         future: Future[None] = Future()
         self._jobs.put((future, (command, target, lock)))
         return future
@@ -103,14 +102,14 @@ class _Workers:
                     raise CompilationStopped("compilers were told to end")
                 _run(*arguments)
                 future.set_result(None)
-            except (CompilationFailed, OSError, ValueError) as error:  # for whoever waits for it
+            except (CompilationFailed, OSError, ValueError) as error:  # raised again by `Future.result`
                 self._is_stopped = self._is_stopped or isinstance(error, CompilationStopped)
                 future.set_exception(error)
 
 
 def _run(command: list[str], target: Path, lock: int) -> None:
-    """Run a compiler at low priority and rename its output. It inherits the lock: if this process dies, the next one
-    waits until the compiler is through."""
+    """Run a compiler at low priority and rename its output. It inherits the lock's descriptor: if this process dies,
+    the next one waits until the compiler has finished."""
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     nice = ["nice", "-n", "10"] if shutil.which("nice") else []
     try:
@@ -146,7 +145,7 @@ def _lock(path: Path) -> Iterator[int]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what dead processes left unfinished, and what has not been used for long."""
+    """Remove partial files of dead processes, and files not used for `KEPT_SECONDS`."""
     now = time.time()
     for path in folder.iterdir():
         with suppress(FileNotFoundError):  # another process sweeps too

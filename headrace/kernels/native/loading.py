@@ -1,6 +1,8 @@
-"""`NativeLibrary`: the loaded operators, or none yet. They and the kernels of each instruction set are libraries of
-their own. Looks for shipped ones, then for cached ones, then compiles what this machine uses on a thread of its own
-while plain torch serves."""
+"""`NativeLibrary`: the native operators, once loaded.
+
+The operators are one shared library, the kernels of each instruction set another. Both are looked up among the shipped
+libraries, then in the cache; else a background thread compiles them while plain torch serves.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "headrace_cpu"
 TABLE = "headrace_kernels"
-"""What a library of kernels shows: `Kernels` of kernels.h."""
+"""The symbol exported by a kernel library: `Kernels` of kernels.h."""
 OFF = "off"
 SWITCHED_OFF = "HEADRACE_CPU_ISA=off: plain torch alone"
 
 
 def check_isa(name: str | None) -> str | None:
-    """The name as it is; raises `ConfigError` when it is none of an instruction set."""
+    """The name, unchanged; raises `ConfigError` unless it is None, ``off`` or an instruction set."""
     if name is not None and name != OFF and name not in LEVELS:
         raise ConfigError(f"HEADRACE_CPU_ISA must be one of {', '.join([OFF, *LEVELS])}; got {name!r}")
     return name
@@ -44,15 +46,15 @@ def check_isa(name: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class NativeState:
-    """``status`` is ``ready``, ``compiling``, ``idle`` (nobody asked yet), ``off`` or ``unavailable``; ``detail`` says
-    what runs (the instruction set) or why not."""
+    """``status``: ``ready``, ``compiling``, ``idle`` (not started), ``off`` or ``unavailable``; ``detail``: the
+    instruction set in use, or why there is none."""
 
     status: str
     detail: str = ""
 
 
 class NativeOps:
-    """The operators as attributes; each is looked up once."""
+    """The operators as attributes, looked up on first use."""
 
     def __getattr__(self, name: str) -> Any:
         operator = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -61,7 +63,7 @@ class NativeOps:
 
 
 class NativeLibrary:
-    """``ops`` is None until operators and kernels are loaded, and never again."""
+    """``ops`` is None until operators and kernels are loaded, and never afterwards."""
 
     def __init__(self) -> None:
         self.ops: NativeOps | None = None
@@ -73,13 +75,13 @@ class NativeLibrary:
         self._is_started = False
 
     def find(self) -> NativeOps | None:
-        """The operators, or None: then use plain torch this time. The first call starts the search."""
+        """The operators, or None while they are not loaded: call plain torch. The first call starts loading."""
         if self.ops is None and not self._is_started:
             self.start()
         return self.ops
 
     def start(self) -> None:
-        """Load what is there already; else compile in the background. Raises `ConfigError` for a wrong
+        """Load existing libraries, or compile in the background. Raises `ConfigError` for an invalid
         HEADRACE_CPU_ISA."""
         with self._lock:
             if self._is_started:
@@ -95,7 +97,7 @@ class NativeLibrary:
                 atexit.register(self._finish)
 
     def inspect(self) -> NativeState:
-        """Load what is there already, but compile nothing."""
+        """Load existing libraries; compile nothing."""
         with self._lock:
             if self._is_started or self.ops is not None:
                 return self.state
@@ -106,16 +108,16 @@ class NativeLibrary:
             return self.state
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until the compilation, if one runs, is over."""
+        """Wait for a running compilation."""
         self.start()
         if self._thread is not None:
             self._thread.join(timeout)
 
     def _finish(self) -> None:
-        """At the process's end: what is compiled is for the next start, and an interpreter that ends under a thread
-        that loads a library aborts. Ctrl-C ends this as if nobody had asked for it: by the system, as Python may not
-        hear of a signal that a thread takes which starts a compiler (its handlers run in the main thread, and that
-        sleeps on)."""
+        """At exit, wait for the compilation: the next start uses it, and an interpreter that exits while a thread loads
+        a library aborts. Ctrl-C must still end the process, so SIGINT gets the system's default action: Python's
+        handler runs in the main thread, which sleeps in the join and may never see a signal delivered to another
+        thread."""
         if self._thread is None or not self._thread.is_alive():
             return
         for stream in (sys.stdout, sys.stderr):
@@ -130,15 +132,15 @@ class NativeLibrary:
         self._thread.join()
 
     def select(self, name: str) -> str:
-        """Let the loaded operators use this instruction set at most (empty: the best), and compile it if need be;
-        returns the one that they use."""
+        """Limit the operators to this instruction set (empty: the best), compiling it if missing; returns the one in
+        use."""
         assert self.ops is not None, "the native library is not loaded"
         self._load_best(name or check_isa(env.cpu_isa()), compiles=True)
         return self.state.detail
 
     def _load_best(self, most: str | None, *, compiles: bool = False) -> bool:
-        """Load the best instruction set up to ``most``; unless it ``compiles``, only if that is there. The state says
-        what came of it, if anything did."""
+        """Load the best instruction set up to ``most``, compiling it only with ``compiles``. Updates the state unless
+        it remains to be compiled."""
         compiler = find_compiler()
         for isa in reversed(machine_isas(most)):
             paths = [path for name in (OPERATORS, isa.name) if (path := find_library(name, compiler)) is not None]
@@ -160,7 +162,7 @@ class NativeLibrary:
         try:
             if self._load_best(most, compiles=True):
                 logger.info("CPU kernels compiled in %.1f s", time.monotonic() - began)
-        except CompilationStopped as error:  # by who wants this process to end, too
+        except CompilationStopped as error:  # a signal that also ends this process
             self.state = NativeState("unavailable", error.message)
         except CompilationFailed as error:
             self._give_up(f"compiling them failed: {error}")
@@ -171,7 +173,7 @@ class NativeLibrary:
             )
 
     def _load(self, isa: Isa, operators: Path, kernels: Path) -> bool:
-        """Use these kernels, if the processor can."""
+        """Load and use these kernels, if the processor can run them."""
         try:
             torch.ops.load_library(str(operators))
             if not self._loading.can_run(LEVELS[isa.name]):
@@ -193,16 +195,16 @@ class NativeLibrary:
 
 
 NATIVE = NativeLibrary()
-"""Of this process: operators are registered with torch once and for all."""
+"""One per process: operators can be registered with torch only once."""
 
 
 def state() -> NativeState:
-    """What there is, without starting anything."""
+    """The current state; starts nothing."""
     return NATIVE.state
 
 
 def build(*, wait: bool = True, timeout: float | None = None) -> NativeState:
-    """Load or compile the operators of this process, and wait for it unless told not to."""
+    """Load or compile the operators of this process, and by default wait for them."""
     NATIVE.start()
     if wait:
         NATIVE.wait(timeout)
@@ -210,29 +212,28 @@ def build(*, wait: bool = True, timeout: float | None = None) -> NativeState:
 
 
 def find_table(kernels: Path) -> int:
-    """Load a library of kernels; the address of its table, which stays. Raises OSError."""
+    """Load a kernel library for good and return the address of its table. Raises OSError."""
     return ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(str(kernels)), TABLE))
 
 
 def find_library(name: str, compiler: Compiler | None) -> Path | None:
-    """A library that was shipped, or compiled before."""
+    """The path of a shipped or cached library, or None."""
     shipped = shipped_path(name)
     if shipped.exists():
         return shipped
     if compiler is None:
         return None
     path = library(name).path(compiler, cache_folder())
-    if not os.path.exists(path):  # False for what may not be looked at, too
+    if not os.path.exists(path):  # False also without permission to look
         return None
-    with suppress(OSError):  # a folder that others own
-        path.touch()  # used: not to be swept
+    with suppress(OSError):  # another user's folder
+        path.touch()  # marks it as used, for `_sweep`
     return path
 
 
 def ship(folder: Path = FOLDER) -> list[Path]:
-    """Compile for all instruction sets that the compiler knows, and lay the libraries beside the sources, where they
-    are found before anything is compiled; what was shipped of other sources goes. For those who make packages. Raises
-    `CompilationFailed`."""
+    """Compile for all instruction sets that the compiler supports and copy the libraries beside the sources, replacing
+    older ones, where they are found before anything is compiled. For building wheels. Raises `CompilationFailed`."""
     compiler = find_compiler()
     if compiler is None:
         raise CompilationFailed(f"no C++ compiler found ({', '.join(COMPILERS)})")
@@ -252,6 +253,6 @@ def cache_folder() -> Path:
 
 
 def select_isa(name: str = "") -> str:
-    """Let the loaded kernels use this instruction set at most (empty: the best), compiled if need be; returns the one
-    they use. For tests and benchmarks."""
+    """Limit the kernels to this instruction set (empty: the best), compiling it if missing; returns the one in use. For
+    tests and benchmarks."""
     return NATIVE.select(name)

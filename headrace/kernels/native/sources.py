@@ -1,9 +1,8 @@
-"""The C++ sources, what each is compiled for, and the libraries that are made of them; digests over all that goes into
-an object.
+"""The C++ sources, what each is compiled for, the libraries built from them, and digests of all inputs of an object.
 
 A source starts with ``// compiled for: scalar avx2 avx512 amx`` (kernels: an object per instruction set, without
-torch's headers), ``// compiled for: operators`` (with them), or ``// compiled with: other.cpp`` (a part of that one's
-objects, since headers take longer than a small source).
+torch's headers), ``// compiled for: operators`` (with them), or ``// compiled with: other.cpp`` (included in that
+object: parsing headers takes longer than compiling a small source).
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ OPTIONS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-
 KERNEL_OPTIONS = (*OPTIONS, "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 OPERATOR_OPTIONS = (*OPTIONS, "-O1", "-DTORCH_TARGET_VERSION=0x020b000000000000")  # torch's stable ABI, as of 2.11
 OPERATORS = "operators"
-"""The library that torch loads; all others are named after the instruction set of their kernels."""
+"""The library that torch loads; kernel libraries are named after their instruction set."""
 _HEADING = re.compile(r"// compiled (for|with): ([a-z0-9_. ]+)")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One object file to be: ``options`` are all of the compiler's but the file names. The last of ``sources`` names
-    it."""
+    """One object file: ``options`` are the compiler's, without file names. The last of ``sources`` names it."""
 
     sources: tuple[Path, ...]
     label: str
@@ -45,16 +43,16 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Of all text, in bytes: more of it takes longer."""
+        """Bytes of source text, an estimate of compile time."""
         return sum(path.stat().st_size for path in self.included)
 
     def command(self, compiler: Compiler) -> list[str]:
-        """What compiles it, but for the name of the object."""
+        """The compiler command, without the output name."""
         first = [part for source in self.sources[:-1] for part in ("-include", str(source))]
         return [compiler.path, *self.options, *first, "-c", str(self.sources[-1])]
 
     def object_path(self, compiler: Compiler, folder: Path) -> Path:
-        """Named by what goes into it: the sources and what they include, the options and the compiler."""
+        """The path; its digest covers the sources and their includes, the options and the compiler."""
         torch_version = torch.__version__ if self.label == OPERATORS else ""
         summed = hashlib.sha256(repr((self.label, self.options, compiler.identity, torch_version)).encode())
         for path in sorted(self.included):
@@ -64,14 +62,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library to be, of ``units`` in the order in which they must be linked."""
+    """A shared library of ``units``, in link order."""
 
     name: str
     units: tuple[Unit, ...]
     link_options: tuple[str, ...] = ("-shared", "-fPIC")
 
     def path(self, compiler: Compiler, folder: Path) -> Path:
-        """Where it is, or will be."""
+        """Its path in the cache folder."""
         objects = [unit.object_path(compiler, folder).name for unit in self.units]
         summed = hashlib.sha256(repr((objects, self.link_options)).encode())
         return folder / f"headrace_cpu-{self.name}-{summed.hexdigest()[:20]}.so"
@@ -89,14 +87,14 @@ def included(source: Path) -> set[Path]:
 
 
 def _heading(source: Path) -> tuple[str, tuple[str, ...]]:
-    """What the first line of a source says: ``for`` or ``with``, and the rest; nothing if it does not say."""
+    """The first line of a source: (``for`` or ``with``, labels), or empty."""
     with source.open() as lines:
         heading = _HEADING.match(lines.readline())
     return (heading[1], tuple(heading[2].split())) if heading else ("", ())
 
 
 def list_objects(folder: Path = FOLDER) -> dict[tuple[Path, ...], tuple[str, ...]]:
-    """The sources of each object, and all that it is compiled for."""
+    """The sources of each object, and the labels it is compiled for."""
     headings = {source: _heading(source) for source in sorted(folder.glob("*.cpp"))}
     return {
         (*(part for part in headings if headings[part] == ("with", (source.name,))), source): labels
@@ -105,8 +103,9 @@ def list_objects(folder: Path = FOLDER) -> dict[tuple[Path, ...], tuple[str, ...
 
 
 def library(name: str, folder: Path = FOLDER) -> Library:
-    """`OPERATORS`, or the kernels of an instruction set: of each source the object for itself, or for what it adds to,
-    which is linked first. Of an inline function of the standard library that both hold, the linker keeps the first."""
+    """`OPERATORS`, or the kernels of an instruction set: each source compiled for it, or else for its base. Base
+    objects are linked first: of an inline standard-library function in both, the linker keeps the first, which every
+    CPU that can run the library supports."""
     found = list_objects(folder)
     if name == OPERATORS:
         root = Path(torch.__file__).parent
@@ -134,7 +133,7 @@ def _kernel_options(name: str) -> tuple[str, ...]:
 
 
 def describe_sources(folder: Path = FOLDER) -> str:
-    """A name for exactly these sources. They are read again only when one of them was written to."""
+    """A digest of the sources, recomputed only after one of them was modified."""
     return _sum_files(
         tuple(
             (path, path.stat().st_mtime_ns, path.stat().st_size)
@@ -152,6 +151,6 @@ def _sum_files(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def shipped_path(name: str, folder: Path = FOLDER) -> Path:
-    """Where a library lies that was shipped with the package, if one is: compiled from exactly these sources. Torch's
-    stable ABI lets it work with any torch since 2.11."""
+    """The path of a library shipped with the package, compiled from exactly these sources. Through torch's stable ABI
+    it works with any torch since 2.11."""
     return folder / f"headrace_cpu-{platform.machine()}-{describe_sources(folder)}-{name}.so"

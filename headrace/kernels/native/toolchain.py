@@ -1,5 +1,4 @@
-"""Compilers and instruction sets: what this machine has, and the flags for it. Compiles nothing by itself but
-probes."""
+"""Compilers and instruction sets of this machine, and the flags for them."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ COMPILERS = ("g++", "c++", "clang++")
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set that kernels are compiled for. ``needs`` are names of `torch.cpu.get_capabilities`. Where it
-    has no kernel of its own, that of ``base`` is taken."""
+    """An instruction set that kernels are compiled for. ``needs``: names in `torch.cpu.get_capabilities`. A kernel
+    without a version for it uses that of ``base``."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -39,15 +38,13 @@ ISAS = (
         (*_HAS_AVX512, "avx512_vbmi", "amx_tile", "amx_bf16", "amx_int8"), base="avx512"
     ),
 )
-"""From the plainest to the fastest; each has what those before it have, AVX-VNNI aside. The order is that of ``Isa`` in
-isa.h."""
-
+"""From slowest to fastest; each includes the ones before it, except AVX-VNNI. Same order as ``Isa`` in isa.h."""
 
 LEVELS = {isa.name: level for level, isa in enumerate(ISAS)}
 
 
 def machine_isas(most: str | None = None) -> tuple[Isa, ...]:
-    """Those up to ``most`` that this machine seems to have; the kernels' library asks the processor again."""
+    """Those up to ``most`` that torch reports for this machine; the native library checks CPUID again."""
     known = torch.cpu.get_capabilities()
     isas = ISAS[: LEVELS[most] + 1] if most else ISAS
     return tuple(isa for isa in isas if all(known.get(name, True) for name in isa.needs))
@@ -55,13 +52,13 @@ def machine_isas(most: str | None = None) -> tuple[Isa, ...]:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler, called directly. ``identity`` changes when another one is installed in its place."""
+    """A C++ compiler. ``identity`` changes when another version is installed in its place."""
 
     path: str
     identity: str
 
     def accepts(self, flags: tuple[str, ...]) -> bool:
-        """Whether it knows these flags."""
+        """Whether it supports these flags."""
         return (
             not flags
             or subprocess.run(
