@@ -33,9 +33,9 @@ class AttentionLayer(Branch):
         self.group = -1
         self.pages: KvPages | None = None
 
-    def bind(self, pages: KvPages, group: int) -> None:
-        """Attach this layer's pages and the cache group they belong to."""
-        self.pages, self.group = pages, group
+    def bind(self, pages: KvPages | None, group: int | None) -> None:
+        """Attach this layer's pages and the cache group they belong to; None lets go of them."""
+        self.pages, self.group = pages, -1 if group is None else group
 
 
 class Attention(AttentionLayer):

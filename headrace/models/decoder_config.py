@@ -246,7 +246,7 @@ def yarn_sharpening(factor: float, weight: float = 1.0) -> float:
 
 
 def _read_factors(rope: Fields, name: str, rotary_dim: int) -> tuple[float, ...]:
-    is_wanted = ROPE_KINDS.get(rope.config.get("rope_type", rope.config.get("type"))) == "longrope"
+    is_wanted = ROPE_KINDS.get(str(rope.config.get("rope_type", rope.config.get("type")))) == "longrope"
     factors = rope.config.get(name) or ()
     if is_wanted and len(factors) != rotary_dim // 2:
         raise ConfigError(f"config.json: {name} must have {rotary_dim // 2} numbers, got {len(factors)}", param=name)

@@ -210,11 +210,11 @@ def _reduction(name: Any, where: str) -> Reduction:
 def _read_dense(place: Path) -> DenseLayer:
     config = read_json(place / "config.json")
     activation = str(config.get("activation_function", "Identity")).rpartition(".")[2].lower()
-    widths = [config.get("in_features"), config.get("out_features")]
-    if activation not in DENSE_ACTIVATIONS or not all(isinstance(width, int) and width > 0 for width in widths):
+    sizes = [size for name in ("in_features", "out_features") if isinstance(size := config.get(name), int) and size > 0]
+    if activation not in DENSE_ACTIVATIONS or len(sizes) != 2:
         raise ConfigError(
             f"{place / 'config.json'}: a dense layer needs in_features, out_features and one of "
             f"{', '.join(DENSE_ACTIVATIONS)}",
             param="modules"
         )
-    return DenseLayer(widths[0], widths[1], config.get("bias", True) is not False, DENSE_ACTIVATIONS[activation], place)
+    return DenseLayer(sizes[0], sizes[1], config.get("bias", True) is not False, DENSE_ACTIVATIONS[activation], place)

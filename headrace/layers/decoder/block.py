@@ -13,7 +13,19 @@ from headrace.layers.self_attention import AttentionLayer
 from headrace.layers.spec import DecoderSpec, LayerSpec
 
 
-class DecoderBlock(nn.Module):
+class Block(nn.Module):
+    """One layer of a decoder."""
+
+    attention: AttentionLayer
+    mlp: Branch
+
+    def forward(self, residual: Residual) -> None:
+        """Takes the residual through the layer; the last output is left pending. Where the batch has queries, their
+        rows alone are left, [S, D]."""
+        raise NotImplementedError
+
+
+class DecoderBlock(Block):
     """Attention, then MLP, each with norms before or after it; the norm before a branch also adds the latest output."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build):
@@ -34,8 +46,6 @@ class DecoderBlock(nn.Module):
         self._adds = spec.norm.before and not spec.norm.after and spec.residual_scale == 1.0
 
     def forward(self, residual: Residual) -> None:
-        """Takes the residual through the layer; the MLP's output is left pending. Where the batch has queries, their
-        rows alone are left, [S, D]."""
         if self._adds:
             self.attention.add(self.attention_norm, residual)
         else:
@@ -48,11 +58,14 @@ class DecoderBlock(nn.Module):
             self._add_scaled(self.mlp, self.mlp_norm, self.mlp_post_norm, residual)
 
     def _add_scaled(self, branch: Branch, norm: Norm, post_norm: Norm, residual: Residual) -> None:
-        x = post_norm(branch.read(norm, residual))
-        residual.pending = x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
+        x = branch.read(norm, residual)
+        if len(x):  # no rows where no hidden state is wanted; kernels take one at least
+            x = post_norm(x)
+            x = x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
+        residual.pending = x
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(Block):
     """Attention and MLP read the same residual, through a norm each or through one; their sum is left pending."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build):
@@ -65,7 +78,6 @@ class ParallelBlock(nn.Module):
         self.mlp = _make_mlp(spec, layer, build)
 
     def forward(self, residual: Residual) -> None:
-        """As `DecoderBlock.forward`."""
         x = self.attention_norm.add(residual)
         out = self.attention(x)
         if (queries := self.step.batch.queries) is not None:
@@ -76,9 +88,10 @@ class ParallelBlock(nn.Module):
         residual.pending = out if self.residual_scale == 1.0 else out.mul_(self.residual_scale)
 
 
-def make_block(spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build) -> nn.Module:
+def make_block(spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build) -> Block:
     """The block that ``spec.block`` asks for."""
-    return (DecoderBlock if spec.block == "sequential" else ParallelBlock)(spec, layer, rotary, build)
+    cls = DecoderBlock if spec.block == "sequential" else ParallelBlock
+    return cls(spec, layer, rotary, build)
 
 
 def _make_attention(spec: DecoderSpec, layer: LayerSpec, rotary: RotaryTable | None, build: Build) -> AttentionLayer:

@@ -27,14 +27,12 @@ from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec, RopeSpec
 
-HARMLESS = ("rotary_emb.inv_freq",)
+HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
 """Name endings of tensors that old checkpoints carry and nobody needs."""
 
 
 class Decoder(ServedModel):
     """The model of every family that needs none of its own; see `ServedModel` for the order of calls."""
-
-    layers: nn.ModuleList
 
     def __init__(self, spec: DecoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
@@ -46,7 +44,10 @@ class Decoder(ServedModel):
             for rope in dict.fromkeys(layer.rope for layer in spec.layers) if rope is not None
         }
         self.embedding = Embedding(build, vocabulary.size, spec.hidden_size, vocabulary.embedding_scale)
-        self.layers = nn.ModuleList(make_block(spec, layer, tables.get(layer.rope), build) for layer in spec.layers)
+        self._blocks = [
+            make_block(spec, layer, tables[layer.rope] if layer.rope else None, build) for layer in spec.layers
+        ]
+        self.layers = nn.ModuleList(self._blocks)
         self.norm = make_norm(spec.norm, spec.hidden_size, build)
         self.head: Head | None = None
         if spec.num_classes is None:
@@ -76,7 +77,7 @@ class Decoder(ServedModel):
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach each layer's pages and cache group."""
-        for layer, layer_pages, group in zip(self.layers, pages, group_of_layer, strict=True):
+        for layer, layer_pages, group in zip(self._blocks, pages, group_of_layer, strict=True):
             layer.attention.bind(layer_pages, group)
         self._table, self._decodes, self._is_table_due = None, None, True  # it keeps the pages alive
 
@@ -103,15 +104,15 @@ class Decoder(ServedModel):
     def _find_table(self) -> LayerTable | None:
         if self._is_table_due:
             self._is_table_due = False  # first: it may become due again meanwhile
-            self._table = fuse_layers(self.layers)
+            self._table = fuse_layers(self._blocks)
             self._decodes = None if self._table is None else fuse_step(self._table, self)
         return self._table
 
     def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> Residual:
         residual = Residual(x)
-        for layer in self.layers[:-1]:
+        *others, last = self._blocks
+        for layer in others:
             layer(residual)
-        last = self.layers[-1]
         self.step.batch = batch.for_last_layer(last.attention.group)
         last(residual)
         return residual
@@ -119,8 +120,9 @@ class Decoder(ServedModel):
     @property
     def prunes_last_layer(self) -> bool:
         """See `ServedModel`."""
-        return self.layers[-1].attention.prunes_queries
+        return self._blocks[-1].attention.prunes_queries
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] float32."""
+        assert self.head is not None, "a classifier or a bare decoder has no logits"
         return self.head(hidden)

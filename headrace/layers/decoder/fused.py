@@ -1,8 +1,8 @@
-"""Whether the layers of a decoder can be run by one kernel, and their parts if so. Decided from what each layer is made
-of.
+"""Whether one native kernel can run all layers of a decoder, and their parts if so. Decided from what each layer is
+made of.
 
-Refuses: knowing families. Anything that is not exactly what the kernel computes is a reason against; then the layers
-are called one after the other, as always.
+Refuses: knowing families. Anything that is not exactly what the kernel computes is a reason against; the layers are then
+called one after the other.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from headrace.layers.head import Head
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.layer import MoeMlp
+from headrace.layers.moe.weights import StackedLinear
 from headrace.layers.norm import NoNorm, RmsNorm
 from headrace.layers.residual import Residual
 from headrace.layers.self_attention import Attention
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class NotFusable(Exception):
-    """A layer is, or has, something that the kernel does not know; the message says what."""
+    """A layer is, or has, something that the kernel does not compute; the message says what."""
 
 
 def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
@@ -67,7 +68,7 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Resid
     if not all(group.backend.fuses_layers for group in batch.groups):
         return None
     groups = [(group.inputs.slots, group.inputs.page_table) for group in batch.groups]
-    wanted = ()
+    wanted: tuple[torch.Tensor, ...] = ()
     if batch.wanted is not None:
         alone = batch.wanted.inputs[table.last_group]
         wanted = (batch.wanted.places, alone.query_start, alone.kv_lens, alone.page_table)
@@ -76,8 +77,8 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Resid
 
 
 def fuse_step(table: LayerTable, model: Any) -> FusedDecode | None:
-    """Whole steps of decodes alone of a decoder whose layers are these; None where its embedding, norm or head are of
-    another kind, or while there are no kernels."""
+    """A decode step from token ids to sampled tokens in one call; None where the embedding, the norm or the head are of
+    another kind, or while the native library is being compiled."""
     if NATIVE.find() is None:
         return None
     try:
@@ -108,10 +109,11 @@ def describe_layer(layer: Any) -> LayerParts:
     """The parts of one layer; raises `NotFusable`."""
     _require(type(layer) is DecoderBlock and layer.residual_scale == 1.0, "a block of another kind")
     attention, mlp = layer.attention, layer.mlp
+    # exact types: a subclass may compute something else
     _require(type(attention) is Attention, "attention of another kind")
     _require(type(mlp) in (GatedMlp, MoeMlp), "an MLP of another kind")
     norms, qkv, output = _describe_norms(layer), _describe_product(attention.qkv), _describe_product(attention.output)
-    parts = _describe_mixture(mlp) if type(mlp) is MoeMlp else _describe_mlp(mlp)
+    parts = _describe_mixture(mlp) if isinstance(mlp, MoeMlp) else _describe_mlp(mlp)
     return LayerParts(
         norms, qkv, output, parts, _describe_heads(attention), _describe_rotation(attention, norms),
         _describe_pages(attention)
@@ -124,17 +126,25 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _describe_norms(layer: DecoderBlock) -> Norms:
-    before, after = (layer.attention_norm, layer.mlp_norm), (layer.attention_post_norm, layer.mlp_post_norm)
-    _require(all(type(norm) is RmsNorm for norm in before), "no RMS norm before a branch")
-    _require(all(type(norm) in (RmsNorm, NoNorm) for norm in after), "a norm of another kind")
-    posts = [norm.weight.data if type(norm) is RmsNorm else None for norm in after]
-    kinds = {(norm.eps, norm.offset) for norm in (*before, *after) if type(norm) is RmsNorm}
-    _require(len(kinds) == 1, "norms that differ")
-    return Norms(before[0].weight.data, before[1].weight.data, *posts, *kinds.pop())
+    attention, mlp = layer.attention_norm, layer.mlp_norm
+    if not isinstance(attention, RmsNorm) or not isinstance(mlp, RmsNorm):
+        raise NotFusable("no RMS norm before a branch")
+    posts: list[torch.Tensor | None] = []
+    for norm in (layer.attention_post_norm, layer.mlp_post_norm):
+        _require(isinstance(norm, RmsNorm | NoNorm), "a norm of another kind")
+        _require(isinstance(norm, NoNorm) or _is_alike(norm, attention), "norms that differ")
+        posts.append(norm.weight.data if isinstance(norm, RmsNorm) else None)
+    _require(_is_alike(mlp, attention), "norms that differ")
+    return Norms(attention.weight.data, mlp.weight.data, posts[0], posts[1], attention.eps, attention.offset)
 
 
-def _describe_product(linear: Any) -> Product:
-    _require(type(linear) is Linear and isinstance(linear.stored, PanelWeight), "a weight that is not packed")
+def _is_alike(norm: object, other: RmsNorm | Norms) -> bool:
+    return isinstance(norm, RmsNorm) and (norm.eps, norm.offset) == (other.eps, other.offset)
+
+
+def _describe_product(linear: Linear) -> Product:
+    if type(linear) is not Linear or not isinstance(linear.stored, PanelWeight):
+        raise NotFusable("a weight that is not packed")
     return Product(linear.stored.matrix, _data(linear.bias))
 
 
@@ -142,22 +152,25 @@ def _data(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return None if parameter is None else parameter.data
 
 
-def _describe_mlp(mlp: Any) -> Mlp:
-    _require(type(mlp) is GatedMlp and bool(mlp.activation), "a clamped activation outside of a mixture")
+def _describe_mlp(mlp: GatedMlp) -> Mlp:
+    _require(bool(mlp.activation), "a clamped activation outside of a mixture")
     return Mlp(_describe_product(mlp.gate_up), _describe_product(mlp.down), Gate(mlp.activation))
 
 
 def _describe_mixture(mixture: MoeMlp) -> Mixture:
     experts, router = mixture.experts, mixture.router
     _require(mixture.shared is None, "an MLP beside the experts")
-    for stack in (experts.gate_up, experts.down):
-        _require(isinstance(stack.stored, PanelWeight), "experts that are not packed")
-        _require(
-            stack.stored.matrix.out_features % (PANEL * stack.num_stacked) == 0, "experts without whole panels each"
-        )
-    stacks = [Product(stack.stored.matrix, _data(stack.bias)) for stack in (experts.gate_up, experts.down)]
     logits = Product(pack_floats(router.logits.weight.data), _data(router.logits.bias))
-    return Mixture(Mlp(*stacks, mixture.gate), logits, _data(router.choice_bias), router.shape)
+    stacks = Mlp(_describe_stack(experts.gate_up), _describe_stack(experts.down), mixture.gate)
+    return Mixture(stacks, logits, _data(router.choice_bias), router.shape)
+
+
+def _describe_stack(stack: StackedLinear) -> Product:
+    if not isinstance(stack.stored, PanelWeight):
+        raise NotFusable("experts that are not packed")
+    rows_of_whole_panels = PANEL * stack.num_stacked
+    _require(stack.stored.matrix.out_features % rows_of_whole_panels == 0, "experts without whole panels each")
+    return Product(stack.stored.matrix, _data(stack.bias))
 
 
 def _describe_heads(attention: Attention) -> Heads:
@@ -167,24 +180,24 @@ def _describe_heads(attention: Attention) -> Heads:
 
 
 def _describe_rotation(attention: Attention, norms: Norms) -> Rotation:
-    weights: list[torch.Tensor | None] = [None, None]
-    if attention.q_norm is not None:
-        own = (attention.q_norm, attention.k_norm)
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    q_weight = k_weight = None
+    if q_norm is not None and k_norm is not None:
         _require(
-            attention.spec.qk_norm == "head"
-            and all((norm.eps, norm.offset) == (norms.eps, norms.offset) for norm in own),
-            "norms over all heads"
+            attention.spec.qk_norm == "head" and _is_alike(q_norm, norms) and _is_alike(k_norm, norms),
+            "norms over all heads",
         )
-        weights = [norm.weight.data for norm in own]
+        q_weight, k_weight = q_norm.weight.data, k_norm.weight.data
     rotary, rope = attention.rotary, attention.rope
     if rotary is None or rope is None:
-        return Rotation(None, 0, False, *weights)
-    return Rotation(rotary.cos_sin, rope.rotary_dim, rope.interleaved, *weights)
+        return Rotation(None, 0, False, q_weight, k_weight)
+    return Rotation(rotary.cos_sin, rope.rotary_dim, rope.interleaved, q_weight, k_weight)
 
 
 def _describe_pages(attention: Attention) -> Pages:
     pages = attention.pages
-    _require(pages is not None, "no pages yet")
+    if pages is None:
+        raise NotFusable("no pages yet")
     page_size = pages.k.shape[1]
     _require(
         pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape == pages.v.shape,

@@ -15,7 +15,6 @@ import torch
 
 from headrace.base.registry import Registry
 from headrace.layers.build import Build
-from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.spec import MlpSpec
 
 T = TypeVar("T")
@@ -65,7 +64,8 @@ class Dispatcher(Protocol):
 class Experts(Protocol):
     """Computes this device's experts. Nothing may wait for the device on CUDA. Built once per layer."""
 
-    def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build): ...
+    def __init__(self, weights: Any, spec: MlpSpec, build: Build):
+        """``weights``: `ExpertWeights`, or `PackedExpertWeights` where the query says ``mxfp4``."""
 
     def run(self, tokens: Any) -> Any:
         """Tokens to results in the format it speaks."""

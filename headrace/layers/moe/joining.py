@@ -13,14 +13,13 @@ from headrace.base.registry import Registry
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
 from headrace.layers.moe.contract import ADAPTERS, DISPATCHERS, EXPERTS, Adapter, ChosenTokens, adapter_name
-from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.spec import MlpSpec
 
 Pair = tuple[str, str]
 
 
 def join_experts(
-    weights: ExpertWeights, spec: MlpSpec, build: Build, query: KernelQuery
+    weights: Any, spec: MlpSpec, build: Build, query: KernelQuery
 ) -> Callable[[ChosenTokens], torch.Tensor]:
     """Dispatcher, adapter and experts as one function from chosen tokens to weighted sums [T, D].
 

@@ -44,14 +44,18 @@ class V4Attention(nn.Module):
         )
         self.output = Linear(build, heads.num_groups * heads.group_rank, spec.hidden_size)
         self.window = Place()
-        options = dict(norm_eps=spec.norm_eps, rotary=rotary, build=build)
-        self.compressor = Compressor(spec.hidden_size, heads.head_dim, layer.ratio, **options) if layer.ratio else None
+        self.compressor: Compressor | None = None
+        if layer.ratio:
+            self.compressor = Compressor(
+                spec.hidden_size, heads.head_dim, layer.ratio, norm_eps=spec.norm_eps, rotary=rotary, build=build
+            )
         self.indexer = Indexer(spec, rotary, build) if layer.ratio == OVERLAPPING else None
 
     def places(self) -> Iterator[Place]:
         """In the order in which the spec declares them."""
         yield self.window
-        for compressor in (self.compressor, self.indexer and self.indexer.compressor):
+        compressors = (self.compressor, None if self.indexer is None else self.indexer.compressor)
+        for compressor in compressors:
             if compressor is not None:
                 yield compressor.entries
                 yield compressor.state
@@ -64,18 +68,20 @@ class V4Attention(nn.Module):
         q = rotate_last(
             (q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self.norm_eps)).to(q.dtype), cos_sin
         )
-        window = self.window.step(batch)
+        window, reader = self.window.step(batch), self.window.reader(batch)
         self.window.slots.write(window.inputs.slots, rotate_last(kv.unsqueeze(1), cos_sin).squeeze(1))
-        seen = [(self.window.slots, window.backend.seen)]
+        seen = [(self.window.slots, reader.seen)]
         if self.compressor is not None:
             self.compressor(x, batch)
-            seen.append((self.compressor.entries.slots, self._find_entries(x, latent, batch)))
+            seen.append((self.compressor.entries.slots, self._find_entries(self.compressor, x, latent, batch)))
         mixed = attend_slots(q, seen, sinks=self.sinks, scale=heads.scale)
         return self.output(self.mix(rotate_last(mixed, cos_sin, backwards=True)))
 
-    def _find_entries(self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def _find_entries(
+        self, compressor: Compressor, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
         """Slots [T, n] of the compressed entries that each token sees, -1 for none."""
-        reader = self.compressor.entries.reader(batch)
+        reader = compressor.entries.reader(batch)
         if self.indexer is None:
             return reader.all_seen()
         chosen = self.indexer(x, latent, batch)

@@ -50,8 +50,9 @@ class V4Moe(nn.Module):
             HashRouter(routing, spec.hidden_size, spec.vocab_size, build) if layer.is_hashed
             else Router(routing, spec.hidden_size, build)
         )
-        weights = PackedExpertWeights if spec.keeps_mxfp4 else ExpertWeights
+        weights: type[ExpertWeights | PackedExpertWeights] = PackedExpertWeights if spec.keeps_mxfp4 else ExpertWeights
         self.experts = weights(routing.num_experts, expert, spec.hidden_size, build)
+        assert spec.moe.shared is not None, "every layer has an MLP that all tokens share"
         self.shared = GatedMlp(spec.moe.shared, spec.hidden_size, build)
         shape = dict(
             width=spec.hidden_size, expert_width=expert.intermediate_size, num_experts=routing.num_experts,

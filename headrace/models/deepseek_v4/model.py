@@ -17,11 +17,12 @@ from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.checkpoint import unstack_experts
+from headrace.layers.moe.packed import PackedExpertWeights
 from headrace.layers.names import CheckpointNames
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.deepseek_v4.attention import V4Attention
-from headrace.models.deepseek_v4.experts import V4Moe
+from headrace.models.deepseek_v4.experts import HashRouter, V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, write_back
 from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, rename
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
@@ -62,9 +63,8 @@ class DeepseekV4Model(ServedModel):
             RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope)
         )
         self.embedding = Embedding(build, spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(
-            V4Block(spec, layer, compressed if layer.ratio else plain, build) for layer in spec.layers
-        )
+        self._blocks = [V4Block(spec, layer, compressed if layer.ratio else plain, build) for layer in spec.layers]
+        self.layers = nn.ModuleList(self._blocks)
         self.collapse = StreamHead(spec.hyper, spec.hidden_size, spec.norm_eps, build)
         self.norm = RmsNorm(build, spec.hidden_size, spec.norm_eps)
         self.head = Head(build, spec.vocab_size, spec.hidden_size)
@@ -94,11 +94,11 @@ class DeepseekV4Model(ServedModel):
 
     def _stored(self) -> dict[str, torch.Tensor]:
         """What is kept as checkpoints store it: tables of experts by token id, experts in 4 bits."""
-        stored = {}
-        for i, block in enumerate(self.layers):
-            if block.mlp.is_hashed:
+        stored: dict[str, torch.Tensor] = {}
+        for i, block in enumerate(self._blocks):
+            if isinstance(block.mlp.router, HashRouter):
                 stored[HASH_TABLE.replace("{i}", str(i))] = block.mlp.router.table
-            if self.spec.keeps_mxfp4:
+            if isinstance(block.mlp.experts, PackedExpertWeights):
                 stored |= block.mlp.experts.places(EXPERTS.replace("{i}", str(i)), MATRICES)
         return stored
 
@@ -116,14 +116,14 @@ class DeepseekV4Model(ServedModel):
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach each place's pages and cache group."""
-        places = (place for layer in self.layers for place in layer.attention.places())
+        places = (place for layer in self._blocks for place in layer.attention.places())
         for place, place_pages, group in zip(places, pages, group_of_layer, strict=True):
             place.bind(place_pages, group)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the final norm."""
         streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.spec.hyper.streams, -1)
-        for layer in self.layers:
+        for layer in self._blocks:
             streams = layer(streams, batch)
         return self.norm(self.collapse(streams))
 

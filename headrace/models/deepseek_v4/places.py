@@ -14,11 +14,17 @@ class Place:
 
     def __init__(self) -> None:
         self.group = -1
-        self.pages: KvPages | None = None
+        self._pages: KvPages | None = None
 
-    def bind(self, pages: KvPages, group: int) -> None:
-        """Attach the pages and the cache group they belong to."""
-        self.pages, self.group = pages, group
+    def bind(self, pages: KvPages | None, group: int | None) -> None:
+        """Attach the pages and the cache group they belong to; None lets go of them."""
+        self._pages, self.group = pages, -1 if group is None else group
+
+    @property
+    def pages(self) -> KvPages:
+        """The bound pages."""
+        assert self._pages is not None, "bind first"
+        return self._pages
 
     @property
     def slots(self) -> Slots:

@@ -36,7 +36,8 @@ class StatePool(Pool):
         spec = group.spec
         shape = (group.num_pages, slots_per_page(spec, page_size), spec.head_dim)
         self._layers = {
-            layer: tuple(allocate_zeros(shape, torch.float32, device) for _ in range(2)) for layer in group.layers
+            layer: (allocate_zeros(shape, torch.float32, device), allocate_zeros(shape, torch.float32, device))
+            for layer in group.layers
         }
         self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
 

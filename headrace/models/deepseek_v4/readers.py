@@ -94,8 +94,8 @@ class EntriesReader(_Reader):
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
         ratio, spans = self.spec.compress_ratio, Spans.of(inputs)
-        requests, numbers = spans.finished(ratio)
-        self.write_slots = self.find_slots(inputs, self.upload(requests), self.upload(numbers))
+        finished_requests, finished_numbers = spans.finished(ratio)
+        self.write_slots = self.find_slots(inputs, self.upload(finished_requests), self.upload(finished_numbers))
         self.visible, self.requests = self.upload((spans.positions + 1) // ratio), self.upload(spans.requests)
         numbers = torch.arange(inputs.max_kv_len // ratio, device=self.device).expand(inputs.num_requests, -1)
         self.slots = self.find_slots(

@@ -148,7 +148,10 @@ def _read_ropes(fields: Fields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
         stretch.get("rope_theta") if "compress" in nested else fields.number("compress_rope_theta", 160000.0)
     )
     plain = {"rope_theta": (nested.get("main") or {}).get("rope_theta") or fields.number("rope_theta", 10000.0)}
-    return tuple(make_rope(rotated, parameters, theta=10000.0, interleaved=True) for parameters in (plain, stretch))
+    return (
+        make_rope(rotated, plain, theta=10000.0, interleaved=True),
+        make_rope(rotated, stretch, theta=10000.0, interleaved=True),
+    )
 
 
 def _read_layers(fields: Fields) -> tuple[V4LayerSpec, ...]:
