@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import workloads
 from benchmarks.roofline import Shape, floor_of
+from headrace.serving.bench import offline as workloads
 
 HERE = Path(__file__).parent
 PEERS = json.loads((HERE / "peers_h200.json").read_text())

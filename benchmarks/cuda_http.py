@@ -18,8 +18,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from benchmarks import workloads
 from benchmarks.cuda import model_folder
+from headrace.serving.bench import offline as workloads
 
 PORT = 8123
 OFFLINE = "offline seconds"

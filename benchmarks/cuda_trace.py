@@ -17,8 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import workloads
 from benchmarks.cuda import build, model_folder, run_workload
+from headrace.serving.bench import offline as workloads
 
 KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 KINDS = {

@@ -186,8 +186,12 @@ def measure(args: argparse.Namespace) -> None:
             num_tokens = args.streams * args.waves * args.tokens
             rounds.append([s / num_tokens * 1e6 for s in spent])
             tpot = report.latencies["tpot_ms"]
-            print(f"  http {rounds[-1][0]:.1f}, engine {rounds[-1][1]:.1f}, client {rounds[-1][2]:.1f} us a token; {report.output_throughput:.0f} tokens/s, "
-                  f"TPOT {tpot.mean:.2f} ms (p99 {tpot.p99:.2f}), TTFT {report.latencies['ttft_ms'].p50:.1f} ms", flush=True)
+            http, engine, client = rounds[-1]
+            print(
+                f"  http {http:.1f}, engine {engine:.1f}, client {client:.1f} us a token; "
+                f"{report.output_throughput:.0f} tokens/s, TPOT {tpot.mean:.2f} ms (p99 {tpot.p99:.2f}), "
+                f"TTFT {report.latencies['ttft_ms'].p50:.1f} ms", flush=True
+            )
         medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
         print(
             f"{args.streams} streams, {args.endpoint}: http {medians[0]:.1f}, engine {medians[1]:.1f}, client "

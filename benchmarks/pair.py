@@ -2,8 +2,8 @@
 
     python -m benchmarks.pair OLD_FOLDER NEW_FOLDER --rounds 3 -- benchmarks.cuda --models qwen3-0.6b
 
-Runs ``python -m BENCHMARK ARGUMENTS --json FILE`` in each folder, old and new in turns and in changing order, and prints
-for every number in the JSON the median of both and new / old, with the ratio of each round. A benchmark without
+Runs ``python -m BENCHMARK ARGUMENTS --json FILE`` in each folder, old and new in turns and in changing order, and
+prints for every number in the JSON the median of both and new / old, with the ratio of each round. A benchmark without
 ``--json`` cannot be compared.
 """
 

@@ -1,5 +1,5 @@
-"""Decode steps on a CPU with all layers in one call and by parts, in turns: ``python -m benchmarks.cpu_together MODEL
-[--rows 1,4,16] [flags of serve]``.
+"""Decode steps on a CPU with all layers fused in one call and as separate operators, in turns: ``python -m
+benchmarks.cpu_fused MODEL [--rows 1,4,16] [flags of serve]``.
 
 ``benchmarks/models/mixture-small --load-format dummy --quantization int4`` is a mixture of experts with random weights.
 Milliseconds a step, the least and the median; the first two steps of each turn do not count.
@@ -26,10 +26,10 @@ CONTEXT, TURNS, STEPS = 256, 24, 8
 
 
 def measure(model: str, flags: list[str], rows: int) -> dict[str, list[float]]:
-    """Seconds of steps of ``rows`` requests, by the way that layers were called."""
+    """Seconds of steps of ``rows`` requests, by how layers were called."""
     engine, rng = build_engine(engine_config(model, ["--max-model-len", "2048", *flags])), random.Random(0)
     decoder = engine.executor._runner._model
-    found: dict[str, list[float]] = {"by parts": [], "in one call": []}
+    found: dict[str, list[float]] = {"separate": [], "fused": []}
     try:
         for i in range(rows):
             prompt = [rng.randrange(3, 20_000) for _ in range(CONTEXT)]
@@ -42,10 +42,10 @@ def measure(model: str, flags: list[str], rows: int) -> dict[str, list[float]]:
             engine.step()
         table, decodes = decoder._table, decoder._decodes
         if table is None:
-            raise SystemExit(f"the layers of {model} are not run in one call")
+            raise SystemExit(f"the layers of {model} are not fused")
         for turn in range(TURNS):
             way = list(found)[turn % 2]
-            decoder._table, decoder._decodes = (table, decodes) if way == "in one call" else (None, None)
+            decoder._table, decoder._decodes = (table, decodes) if way == "fused" else (None, None)
             for i in range(STEPS):
                 began = time.perf_counter()
                 engine.step()
@@ -56,7 +56,7 @@ def measure(model: str, flags: list[str], rows: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_together", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_fused", description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--rows", default="1,4,16")
     options, flags = parser.parse_known_args()
