@@ -36,9 +36,8 @@ from headrace.kernels.packed_linear.forms import OnednnWeight, PanelWeight, Turn
 from headrace.kernels.packed_linear.layout import PackedMatrix, pack_floats
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
 from headrace.layers.build import Build
-from headrace.layers.moe.adapters import group_choices
 from headrace.layers.moe.contract import ChosenTokens
-from headrace.layers.moe.grouped import GroupedExperts
+from headrace.layers.moe.grouped import GroupedExperts, group_choices
 from headrace.layers.moe.stored import StoredExperts
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization.storage import find_storable

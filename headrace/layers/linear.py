@@ -17,9 +17,15 @@ from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.residual import Norm, Residual
 
 
-def choose_joined(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
-    """The best solution of an operation that joins several; None if that is the reference: apart, each has its best
-    kernel."""
+def stack_rows(parts: dict[str, int]) -> dict[str, slice]:
+    """The rows of each part of a stacked weight, by name; ``parts`` are names and sizes in order."""
+    ends = accumulate(parts.values())
+    return {name: slice(end - size, end) for (name, size), end in zip(parts.items(), ends, strict=True)}
+
+
+def choose_fused(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
+    """The best solution of an operation that fuses several. None if that is the reference: one by one, each has its
+    best kernel."""
     chosen = operation.choose(query)
     return None if chosen is operation.load("reference") else chosen
 
@@ -42,8 +48,8 @@ class Linear(StorableLayer):
         query = build.query(in_features=in_features, out_features=ends[-1])
         self._linear = LINEAR.choose(query)
         self._linear_sums = LINEAR_SUMS.choose(query)
-        self._norm_linear = choose_joined(NORM_LINEAR, query)
-        self._gated_linear = choose_joined(GATED_LINEAR, query)
+        self._norm_linear = choose_fused(NORM_LINEAR, query)
+        self._gated_linear = choose_fused(GATED_LINEAR, query)
 
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The view of ``weight`` or ``bias`` that holds the named part."""

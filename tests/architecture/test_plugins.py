@@ -154,7 +154,7 @@ def registered_modules() -> list[str]:
 def test_every_plugin_imports_alone():
     """Each module in a process that has torch and nothing of ours; what is missing must be somebody else's package."""
     modules = registered_modules()
-    assert len(modules) > 40
+    assert len(modules) > 30
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALONE, *modules], cwd=ROOT, capture_output=True, text=True, timeout=240
     )

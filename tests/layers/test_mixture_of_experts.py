@@ -15,11 +15,11 @@ from headrace.kernels.moe import MASK_CHOICES
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.forms import keep_in_panels
 from headrace.layers.build import Build
-from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS, joined, packed
+from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS, grouped, mxfp4
 from headrace.layers.moe.contract import ChosenTokens
-from headrace.layers.moe.joining import choose_pair, find_adapter, joinable_pairs
 from headrace.layers.moe.layer import MoeMlp
-from headrace.layers.moe.packed import PackedExpertWeights
+from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
+from headrace.layers.moe.pairing import choose_pair, find_adapter, list_pairs
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization.contract import SchemeQuery
 from headrace.layers.quantization.integer import Int8
@@ -72,12 +72,12 @@ def test_layer_equals_all_experts_on_all_tokens(experts: str, clamp: SwigluClamp
 def test_experts_in_four_bits_are_their_matrices_dequantised(
     num_tokens: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """A few pairs, and more than `packed.FEW_PAIRS`, some experts without any; a few matrices at a time."""
-    monkeypatch.setattr(packed, "CHUNK_ELEMENTS", at_once * 64 * 32)
+    """A few pairs, and more than `mxfp4.FEW_PAIRS`, some experts without any; a few matrices at a time."""
+    monkeypatch.setattr(mxfp4, "CHUNK_ELEMENTS", at_once * 64 * 32)
     spec, build, draw = (
         MlpSpec(32, clamp=SwigluClamp(0.7)), Build(CPU, torch.float32), torch.Generator().manual_seed(num_tokens)
     )
-    kept, plain = PackedExpertWeights(7, spec, 32, build), ExpertWeights(7, spec, 32, build)
+    kept, plain = Mxfp4ExpertWeights(7, spec, 32, build), ExpertWeights(7, spec, 32, build)
     for name in ("gate_up", "down"):
         stacked = getattr(kept, name)
         stacked.randomise(0.3, draw)
@@ -103,11 +103,11 @@ def test_nobody_adds_nothing(experts: str):
     expected = layer._run_experts(ChosenTokens(x, ids, weights, NUM_EXPERTS))
     masked = ids.clone()
     MASK_CHOICES.load("reference")(masked, torch.tensor([4]))
-    padded = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_nobody=True))
+    padded = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_padding=True))
     torch.testing.assert_close(padded[:4], expected[:4])
     assert (padded[4:] == 0).all()
     masked[1, 0] = -1
-    alone = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_nobody=True))
+    alone = layer._run_experts(ChosenTokens(x, masked, weights, NUM_EXPERTS, has_padding=True))
     torch.testing.assert_close(
         alone[1], layer._run_experts(ChosenTokens(x[1:2], ids[1:2, 1:], weights[1:2, 1:], NUM_EXPERTS))[0]
     )
@@ -156,17 +156,17 @@ def test_matrices_that_are_read_as_they_are_stay_plain(width: int, expert_width:
 
 
 @pytest.mark.parametrize("is_few", [True, False])
-@pytest.mark.parametrize("has_nobody", [False, True])
-def test_joined_experts_with_few_tokens_and_many(is_few: bool, has_nobody: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_fused_experts_with_few_tokens_and_many(is_few: bool, has_padding: bool, monkeypatch: pytest.MonkeyPatch):
     """Which choose them only on a GPU; here their kernels' references do."""
-    monkeypatch.setattr(joined, "is_few", lambda *_: is_few)
+    monkeypatch.setattr(grouped, "is_few", lambda *_: is_few)
     layer = build_layer("reference")
     x = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(5))
     ids, weights = layer.router(x)
-    if has_nobody:
+    if has_padding:
         ids[3], ids[5, 1] = -1, -1
-    tokens = ChosenTokens(x, ids, weights, NUM_EXPERTS, has_nobody=has_nobody)
-    out = joined.JoinedExperts(layer.experts, MlpSpec(24), Build(CPU, torch.float32)).run(tokens)
+    tokens = ChosenTokens(x, ids, weights, NUM_EXPERTS, has_padding=has_padding)
+    out = grouped.FusedExperts(layer.experts, MlpSpec(24), Build(CPU, torch.float32)).run(tokens)
     torch.testing.assert_close(out, layer._run_experts(tokens), atol=1e-5, rtol=1e-5)
 
 
@@ -196,7 +196,7 @@ def test_choices_cross_the_adapter_in_order():
 def test_the_best_pair_is_chosen_and_a_name_overrules():
     assert choose_pair(QUERY) == ("none", "grouped")
     assert choose_pair(QUERY, experts="reference") == ("none", "reference")
-    assert joinable_pairs(QUERY) == [("none", "grouped"), ("none", "reference")]
+    assert list_pairs(QUERY) == [("none", "grouped"), ("none", "reference")]
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_dispatcher_and_experts_of_a_format_of_their_own(strangers: None):
     )
     query = KernelQuery("cpu", "float32", shape={"ranks": 1, "masked": 1})
     assert choose_pair(query, dispatcher="masked", experts="masked") == ("masked", "masked")
-    assert choose_pair(query, dispatcher="masked")[1] == "masked" and ("masked", "masked") in joinable_pairs(query)
+    assert choose_pair(query, dispatcher="masked")[1] == "masked" and ("masked", "masked") in list_pairs(query)
     layer, x = build_layer("reference"), torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1))
     ids, weights = layer.router(x)
     dispatcher, tokens = MaskedDispatcher(Build(CPU, torch.float32)), ChosenTokens(x, ids, weights, NUM_EXPERTS)

@@ -18,7 +18,7 @@ from headrace.models.weights.dummy import fill_dummy_weights
 
 MAY_WAIT = {
     "tolist kernels/moe/reference.py grouped_linear", "where layers/attention/reference.py _make_bucket",
-    "tolist layers/moe/packed.py run"
+    "tolist layers/moe/mxfp4.py run"
 }
 """The plain products of groups of rows and plain attention, which a GPU has better ones for; experts in 4 bits when
 tokens are many."""

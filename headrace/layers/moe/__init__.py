@@ -1,36 +1,72 @@
-"""Mixtures of experts: the contract, and the dispatchers, experts and adapters, registered here by what they can
-serve."""
+"""Mixtures of experts: the contract, and the dispatchers, experts and adapters, registered here with the layers they
+support. The predicates are evaluated before a plug-in is imported; their queries have the shape that `MoeMlp` gives.
+"""
 
-from headrace.layers.moe import support
+from __future__ import annotations
+
+from headrace.kernels.moe import RUN_EXPERTS
+from headrace.kernels.operation import KernelQuery
+from headrace.kernels.packed_linear.layout import PANEL
 from headrace.layers.moe.contract import ADAPTERS, CHOICES, DISPATCHERS, EXPERTS, GROUPED, adapter_name
 
+
+def reason_against_many_ranks(query: KernelQuery) -> str | None:
+    """For dispatchers that move no tokens between devices."""
+    ranks = query.shape.get("ranks", 1)
+    return f"keeps tokens on one device, and the experts are on {ranks}" if ranks > 1 else None
+
+
+def reason_against_encoded(query: KernelQuery) -> str | None:
+    """For experts that take plain matrices."""
+    return "takes plain matrices, and the experts are kept in 4 bits" if query.shape.get("mxfp4") else None
+
+
+def reason_against_plain(query: KernelQuery) -> str | None:
+    """For experts that take MXFP4 alone."""
+    return None if query.shape.get("mxfp4") else "takes experts that are kept in MXFP4"
+
+
+def reason_against_fused(query: KernelQuery) -> str | None:
+    """For own GPU kernels: half precision, on a device that has a solution for the whole of it."""
+    if query.device != "cuda" or RUN_EXPERTS.reason_against("triton_pdl", query):
+        return "has no kernels for this device and dtype"
+    return reason_against_encoded(query)
+
+
+def reason_against_stored(query: KernelQuery) -> str | None:
+    """For matrices in packed layout: on a CPU, in whole panels."""
+    if query.device != "cpu" or query.dtype not in ("float32", "bfloat16"):
+        return "takes float32 and bfloat16 on a CPU"
+    if any(width % PANEL for width in (query.shape.get("width", 1), 2 * query.shape.get("expert_width", 1))):
+        return f"takes widths in steps of {PANEL}"
+    return reason_against_encoded(query)
+
+
 DISPATCHERS.add(
-    "none", "headrace.layers.moe.local:LocalDispatcher", speaks=CHOICES, supports=support.reason_against_many_ranks,
+    "none", "headrace.layers.moe.reference:LocalDispatcher", speaks=CHOICES, supports=reason_against_many_ranks,
     doc="every expert is on this device",
 )
 EXPERTS.add(
-    "reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES,
-    supports=support.reason_against_packed,
+    "reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES, supports=reason_against_encoded,
     doc="plain torch, an expert at a time",
 )
 EXPERTS.add(
-    "grouped", "headrace.layers.moe.grouped:GroupedExperts", speaks=GROUPED, supports=support.reason_against_packed,
-    priority=10,
-    doc="all experts in one product",
+    "grouped", "headrace.layers.moe.grouped:GroupedExperts", speaks=GROUPED, supports=reason_against_encoded,
+    priority=10, doc="all experts in one product",
 )
 EXPERTS.add(
-    "stored", "headrace.layers.moe.stored:StoredExperts", supports=support.reason_against_stored, priority=15,
+    "stored", "headrace.layers.moe.stored:StoredExperts", supports=reason_against_stored, priority=15,
     doc="on a CPU: one native call, matrices plain or in 8 or 4 bits",
 )
 EXPERTS.add(
-    "joined", "headrace.layers.moe.joined:JoinedExperts", supports=support.reason_against_joined, priority=20,
+    "fused", "headrace.layers.moe.grouped:FusedExperts", supports=reason_against_fused, priority=20,
     doc="on a GPU: few kernels from choices to sums for few tokens, as grouped for many",
 )
 EXPERTS.add(
-    "mxfp4", "headrace.layers.moe.packed:PackedExperts", speaks=GROUPED, supports=support.reason_against_plain,
+    "mxfp4", "headrace.layers.moe.mxfp4:Mxfp4Experts", speaks=GROUPED, supports=reason_against_plain,
     doc="experts kept in MXFP4, dequantised a few at a time",
 )
 ADAPTERS.add(
-    adapter_name(CHOICES, GROUPED), "headrace.layers.moe.adapters:group_choices",
-    doc="sort pairs of token and expert by expert"
+    adapter_name(CHOICES, GROUPED), "headrace.layers.moe.grouped:group_choices",
+    doc="sort pairs of token and expert by expert",
 )

@@ -52,8 +52,12 @@ def _split_turns(tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
     return {f"gate_proj.{kind}": gate, f"up_proj.{kind}": up}
 
 
+def _keep(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: tensor}
+
+
 _MATRICES: dict[str, Split] = {
-    own: lambda tensor, own=own: {own: tensor}
+    own: partial(_keep, own)
     for own in (f"{matrix}_proj.{kind}" for matrix in ("gate", "up", "down") for kind in ("weight", "bias"))
 }
 """``gate_proj.weight`` [X, F, D] and so on, as in GGUF files."""
@@ -95,7 +99,7 @@ def unstack_experts(tensors: Iterable[Named], stacked_experts: str, *, keeps_blo
             continue
         halves = waiting.setdefault(stem, {})
         if not halves:
-            halves[kind] = tensor.clone()  # a tensor is ours until the next one is asked for
+            halves[kind] = tensor.clone()  # a tensor is valid only until the next one is requested
             continue
         halves = {kind: tensor, **waiting.pop(stem)}
         for expert, (blocks, scales) in enumerate(zip(halves["blocks"], halves["scales"], strict=True)):

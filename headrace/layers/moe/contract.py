@@ -1,8 +1,8 @@
-"""The contract of a mixture of experts: who brings tokens to experts, who computes, and the formats they meet in.
+"""The contract of a mixture of experts: dispatchers, experts, and the token formats they exchange.
 
-A `Dispatcher` and an `Experts` each speak one format, declared where they are registered; an adapter joins two formats.
-So N dispatchers and M experts are N + M implementations. T tokens, D width, k experts a token, N pairs of token and
-expert, X experts.
+A `Dispatcher` and an `Experts` each speak one format, declared where they are registered; an adapter converts between
+two. So N dispatchers and M experts are N + M implementations, not N * M. T tokens, D hidden size, k experts a token,
+N pairs of token and expert, X experts.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ CHOICES = "choices"
 """Format: `ChosenTokens` go in, their weighted sums over experts [T, D] come out."""
 
 GROUPED = "grouped"
-"""Format: `GroupedTokens` go in, one unweighted row for each of theirs [N, D] comes out."""
+"""Format: `GroupedTokens` go in, one unweighted row for each pair [N, D] comes out."""
 
 
 @dataclass(slots=True)
 class ChosenTokens:
-    """Tokens as they are, and whom of ``num_experts`` they chose: ``hidden`` [T, D], ``ids`` [T, k] int64, ``weights``
-    [T, k] float32. ``has_nobody``: some ids are -1, which stands for no expert here and adds nothing."""
+    """Tokens in step order, and which of ``num_experts`` each chose: ``hidden`` [T, D], ``ids`` [T, k] int64,
+    ``weights`` [T, k] float32. ``has_padding``: some ids are -1, no expert, and add nothing."""
 
     hidden: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     num_experts: int
-    has_nobody: bool = False
+    has_padding: bool = False
 
 
 @dataclass(slots=True)
 class GroupedTokens:
-    """A row for each pair of token and expert, in the order of experts: ``hidden`` [N, D]; ``ends`` [X] int32, one past
-    each expert's last row; ``experts`` [N] int64, each row's expert. Rows behind the last end are nobody's: what comes
-    out for them is open, even NaN, and ``experts`` has any number in range."""
+    """A row for each pair of token and expert, sorted by expert: ``hidden`` [N, D]; ``ends`` [X] int32, one past each
+    expert's last row; ``experts`` [N] int64, each row's expert. Rows after the last end are padding: their ``experts``
+    are any numbers in range, their results undefined, even NaN."""
 
     hidden: torch.Tensor
     ends: torch.Tensor
@@ -50,7 +50,7 @@ class GroupedTokens:
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to the device where their experts are, and results back. Built once per layer."""
+    """Sends tokens to the devices of their experts, and brings results back. Built once per layer."""
 
     def __init__(self, build: Build): ...
 
@@ -58,33 +58,33 @@ class Dispatcher(Protocol):
         """The tokens for this device's experts, in the dispatcher's format."""
 
     def combine(self, results: Any) -> torch.Tensor:
-        """What experts made of them, in the same format, to weighted sums [T, D] for the tokens given to `dispatch`."""
+        """The experts' results, in the same format, to weighted sums [T, D] for the tokens given to `dispatch`."""
 
 
 class Experts(Protocol):
-    """Computes this device's experts. Nothing may wait for the device on CUDA. Built once per layer."""
+    """Computes this device's experts, on CUDA without waiting for the device. Built once per layer."""
 
     def __init__(self, weights: Any, spec: MlpSpec, build: Build):
-        """``weights``: `ExpertWeights`, or `PackedExpertWeights` where the query says ``mxfp4``."""
+        """``weights``: `ExpertWeights`, or `Mxfp4ExpertWeights` where the query says ``mxfp4``."""
 
     def run(self, tokens: Any) -> Any:
         """Tokens to results in the format it speaks."""
 
 
 Adapter = Callable[[Any, Callable[[Any], Any]], Any]
-"""``adapter(tokens, run)``: tokens of one format, and a function from tokens to results in another, to results of the
-first."""
+"""``adapter(tokens, run)``: ``tokens`` in an outer format and ``run``, from tokens to results in an inner one, to
+results in the outer."""
 
 
 class SpeakerRegistry(Registry[T]):
-    """Plug-ins that speak a token format, known without loading them."""
+    """Plug-ins that speak a token format, which is known without loading them."""
 
     def __init__(self, noun: str):
         super().__init__(noun)
         self._formats: dict[str, str] = {}
 
     def add(self, name: str, target: str, *, speaks: str = CHOICES, **options: Any) -> None:
-        """See `Registry.add`; ``speaks`` names the format."""
+        """See `Registry.add`; ``speaks`` is the token format."""
         super().add(name, target, **options)
         self._formats[name] = speaks
 
@@ -100,5 +100,5 @@ ADAPTERS: Registry[Adapter] = Registry("MoE adapter")
 
 
 def adapter_name(outer: str, inner: str) -> str:
-    """Under which the adapter between two formats is registered."""
+    """The name under which the adapter between two formats is registered."""
     return f"{outer}->{inner}"

@@ -1,27 +1,96 @@
-"""`GroupedExperts`: two grouped products with the activation between them."""
+"""Experts as products over rows sorted by expert: `GroupedExperts`, the adapter that sorts for them, `FusedExperts`.
+
+T tokens, D hidden size, k experts a token, N = T * k pairs of token and expert, X experts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from headrace.kernels.moe import GROUPED_LINEAR
+from headrace.kernels.moe import GROUP_PAIRS, GROUPED_LINEAR, RUN_EXPERTS, SUM_PAIRS, is_few
 from headrace.layers.build import Build
 from headrace.layers.mlp import choose_activation
-from headrace.layers.moe.contract import GroupedTokens
-from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
+from headrace.layers.moe.weights import ExpertWeights, describe_gate
 from headrace.layers.spec import MlpSpec
 
 
 class GroupedExperts:
-    """See `Experts`; speaks `GROUPED`."""
+    """See `Experts`; speaks `GROUPED`. Two grouped products with the activation between them."""
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down = weights.gate_up, weights.down
-        width = weights.down.weight.shape[1]
-        self._first = GROUPED_LINEAR.choose(build.query(in_features=width, out_features=2 * spec.intermediate_size))
-        self._second = GROUPED_LINEAR.choose(build.query(in_features=spec.intermediate_size, out_features=width))
+        hidden_size, size = weights.down.weight.shape[1], spec.intermediate_size
+        self._first = GROUPED_LINEAR.choose(build.query(in_features=hidden_size, out_features=2 * size))
+        self._second = GROUPED_LINEAR.choose(build.query(in_features=size, out_features=hidden_size))
         self._activate = choose_activation(spec, build)
 
     def run(self, tokens: GroupedTokens) -> torch.Tensor:
         x = self._first(tokens.hidden, self._gate_up.weight, self._gate_up.bias, tokens.ends, tokens.experts)
         return self._second(self._activate(x), self._down.weight, self._down.bias, tokens.ends, tokens.experts)
+
+
+class FusedExperts:
+    """See `Experts`; speaks `CHOICES`. From choices to sums in a few kernels while a step is bound by reading matrices;
+    with more tokens as `GroupedExperts`."""
+
+    def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
+        self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
+        num_experts, hidden_size, _ = weights.down.weight.shape
+        query = build.query(width=hidden_size, expert_width=spec.intermediate_size, num_experts=num_experts)
+        self._run, self._group, self._sum = (
+            RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), SUM_PAIRS.choose(query)
+        )
+        self._grouped = GroupedExperts(weights, spec, build)
+
+    def run(self, tokens: ChosenTokens) -> torch.Tensor:
+        """`ChosenTokens` to weighted sums [T, D]."""
+        num_tokens, top_k = tokens.ids.shape
+        if not is_few(num_tokens, top_k, tokens.num_experts):
+            return self._run_grouped(tokens)
+        gate_up, down = self._gate_up, self._down
+        return self._run(
+            tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.bias), (down.weight, down.bias),
+            self._gate
+        )
+
+    def _run_grouped(self, tokens: ChosenTokens) -> torch.Tensor:
+        order, place, ends = self._group(tokens.ids, tokens.num_experts)
+        hidden = tokens.hidden.index_select(0, order // tokens.ids.shape[1])
+        experts = tokens.ids.flatten().index_select(0, order)
+        if tokens.has_padding:
+            experts = experts.clamp_(min=0)
+        rows = self._grouped.run(GroupedTokens(hidden, ends, experts))
+        if tokens.has_padding:  # rows after the last end are undefined, perhaps NaN, which a weight of 0 would keep
+            rows = rows.masked_fill((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(-1), 0)
+        return self._sum(rows, place, tokens.weights)
+
+
+def group_choices(tokens: ChosenTokens, run: Callable[[GroupedTokens], torch.Tensor]) -> torch.Tensor:
+    """The `Adapter` from `CHOICES` to `GROUPED`: sort the pairs by expert, run, and sum each token's weighted rows.
+
+    Nothing waits for the device. Sums are in the order of choice, so that equal inputs give equal outputs.
+    """
+    num_tokens, top_k = tokens.ids.shape
+    ids = tokens.ids.flatten()
+    if tokens.has_padding:  # as expert X, which sorts last and belongs to no group
+        ids = torch.where(ids < 0, tokens.num_experts, ids)
+    experts, order = ids.sort(stable=True)
+    ends = _group_ends(experts, tokens.num_experts)
+    hidden, in_range = (
+        tokens.hidden.index_select(0, order // top_k),
+        experts.clamp(max=tokens.num_experts - 1) if tokens.has_padding else experts
+    )
+    rows = run(GroupedTokens(hidden, ends, in_range))
+    if tokens.has_padding:
+        rows = rows.masked_fill((experts == tokens.num_experts).unsqueeze(-1), 0)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    by_choice = rows.index_select(0, place).view(num_tokens, top_k, -1)  # [T, k, D]
+    return torch.bmm(tokens.weights.to(rows.dtype).unsqueeze(1), by_choice).squeeze(1)
+
+
+def _group_ends(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[X] int32: for each expert, one past its last row among the sorted ``experts`` [N]."""
+    return torch.searchsorted(experts, torch.arange(num_experts, device=experts.device), right=True, out_int32=True)

@@ -1,23 +1,47 @@
-"""`MoeMlp`: router, experts and shared MLP. Knows neither how tokens travel nor how experts compute. T tokens, D hidden
-size."""
+"""`MoeMlp`: router, experts and shared MLP. How tokens travel and experts compute is chosen in `pairing`.
+
+T tokens, D hidden size, X experts, k experts a token.
+"""
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
+import torch
+from torch import nn
+
+from headrace.kernels.moe import ROUTE, RouteShape
 from headrace.layers.build import Build
+from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
-from headrace.layers.moe.joined import describe_gate
-from headrace.layers.moe.joining import join_experts
-from headrace.layers.moe.router import Router
-from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.moe.pairing import pair_experts
+from headrace.layers.moe.weights import ExpertWeights, describe_gate
 from headrace.layers.residual import Branch
-from headrace.layers.spec import MoeSpec
+from headrace.layers.spec import MoeSpec, RoutingSpec
+
+
+class Router(nn.Module):
+    """``x [T, D] -> (ids [T, k] int64, weights [T, k] float32)``; see `RoutingSpec`."""
+
+    def __init__(self, spec: RoutingSpec, hidden_size: int, build: Build):
+        super().__init__()
+        build = build.in_float32() if spec.in_float32 else build
+        self.logits = Linear(build, hidden_size, spec.num_experts, bias=spec.bias, is_storable=False)
+        self.choice_bias = build.in_float32().parameter(spec.num_experts) if spec.choice_bias else None
+        self.shape: RouteShape = {
+            "top_k": spec.top_k, "score": spec.score, "renormalise": spec.renormalise, "scale": spec.scale,
+            "num_groups": spec.num_groups, "top_groups": spec.top_groups, "group_best": spec.group_best,
+        }
+        query = build.query(num_experts=spec.num_experts, top_k=spec.top_k, num_groups=spec.num_groups)
+        self._route = partial(ROUTE.choose(query), **self.shape)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._route(self.logits(x.to(self.logits.weight.dtype)), self.choice_bias)
 
 
 class MoeMlp(Branch):
-    """``x [T, D] -> [T, D]``: the weighted sum of each token's experts, and the shared MLP's output if there is one."""
+    """``x [T, D] -> [T, D]``: the weighted sum of each token's experts, plus the shared MLP's output if it has one."""
 
     def __init__(self, spec: MoeSpec, hidden_size: int, build: Build):
         super().__init__()
@@ -30,7 +54,7 @@ class MoeMlp(Branch):
             width=hidden_size, expert_width=spec.expert.intermediate_size, num_experts=routing.num_experts,
             top_k=routing.top_k, ranks=1,
         )
-        self._run_experts = join_experts(self.experts, spec.expert, build, query)
+        self._run_experts = pair_experts(self.experts, spec.expert, build, query)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ids, weights = self.router(x)

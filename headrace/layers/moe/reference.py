@@ -1,4 +1,4 @@
-"""`ReferenceExperts`: one expert at a time, only those that were chosen. The oracle of all other experts."""
+"""`LocalDispatcher` and `ReferenceExperts`: one device, plain torch; the oracles of all others."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ import torch
 from headrace.kernels.moe import RUN_EXPERTS
 from headrace.layers.build import Build
 from headrace.layers.moe.contract import ChosenTokens
-from headrace.layers.moe.joined import describe_gate
-from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.moe.weights import ExpertWeights, describe_gate
 from headrace.layers.spec import MlpSpec
 
 
+class LocalDispatcher:
+    """See `Dispatcher`; speaks `CHOICES`. All experts are on this device, so no token moves."""
+
+    def __init__(self, build: Build):
+        pass
+
+    def dispatch(self, tokens: ChosenTokens) -> ChosenTokens:
+        return tokens
+
+    def combine(self, results: torch.Tensor) -> torch.Tensor:
+        return results
+
+
 class ReferenceExperts:
-    """See `Experts`; speaks `CHOICES`. Sums in float32. On a GPU it waits for the choices."""
+    """See `Experts`; speaks `CHOICES`. One expert at a time, only those that were chosen; sums in float32. On a GPU it
+    waits for the choices."""
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)

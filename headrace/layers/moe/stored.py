@@ -1,5 +1,4 @@
-"""`StoredExperts`: on a CPU, all experts in one native call once their matrices are stored; until then in plain
-torch."""
+"""`StoredExperts`: on a CPU, all experts in one native call once their matrices are packed; plain torch until then."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ import torch
 from headrace.kernels.moe import PACKED_EXPERTS, RUN_EXPERTS
 from headrace.layers.build import Build
 from headrace.layers.moe.contract import ChosenTokens
-from headrace.layers.moe.joined import describe_gate
-from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.moe.weights import ExpertWeights, describe_gate
 from headrace.layers.quantization.storage import plain_weight
 from headrace.layers.spec import MlpSpec
 
 
 class StoredExperts:
-    """See `Experts`; speaks `CHOICES`."""
+    """See `Experts`; speaks `CHOICES`. Makes the matrices of its layer storable."""
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
@@ -26,17 +24,18 @@ class StoredExperts:
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         """`ChosenTokens` to weighted sums [T, D]."""
         stacks = (self._gate_up, self._down)
-        # asked for first: they may be stored meanwhile, one before the other
+        # read the parameters first: another thread may be storing them, one matrix after the other
         plain = [plain_weight(stack) for stack in stacks]
         choices = (tokens.hidden, tokens.ids, tokens.weights)
         if not any(weight is not None for weight in plain):
-            return self._run_packed(*choices, *((stack.stored.matrix, stack.bias) for stack in stacks), self._gate)
+            gate_up, down = self._gate_up.stored, self._down.stored
+            assert gate_up is not None and down is not None
+            return self._run_packed(
+                *choices, (gate_up.matrix, self._gate_up.bias), (down.matrix, self._down.bias), self._gate
+            )
         dtype = tokens.hidden.dtype
-        return self._run_plain(
-            *choices,
-            *(
-                (stack.unpack(dtype) if weight is None else weight, stack.bias) for stack,
-                weight in zip(stacks, plain, strict=True)
-            ),
-            self._gate
+        operands = (
+            (stack.unpack(dtype) if weight is None else weight, stack.bias)
+            for stack, weight in zip(stacks, plain, strict=True)
         )
+        return self._run_plain(*choices, *operands, self._gate)

@@ -15,9 +15,9 @@ from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
-from headrace.layers.moe.joining import join_experts
-from headrace.layers.moe.packed import PackedExpertWeights
-from headrace.layers.moe.router import Router
+from headrace.layers.moe.layer import Router
+from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
+from headrace.layers.moe.pairing import pair_experts
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.spec import RoutingSpec
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
@@ -50,7 +50,7 @@ class V4Moe(nn.Module):
             HashRouter(routing, spec.hidden_size, spec.vocab_size, build) if layer.is_hashed
             else Router(routing, spec.hidden_size, build)
         )
-        weights: type[ExpertWeights | PackedExpertWeights] = PackedExpertWeights if spec.keeps_mxfp4 else ExpertWeights
+        weights: type[ExpertWeights | Mxfp4ExpertWeights] = Mxfp4ExpertWeights if spec.keeps_mxfp4 else ExpertWeights
         self.experts = weights(routing.num_experts, expert, spec.hidden_size, build)
         assert spec.moe.shared is not None, "every layer has an MLP that all tokens share"
         self.shared = GatedMlp(spec.moe.shared, spec.hidden_size, build)
@@ -58,7 +58,7 @@ class V4Moe(nn.Module):
             width=spec.hidden_size, expert_width=expert.intermediate_size, num_experts=routing.num_experts,
             top_k=routing.top_k, ranks=1,
         )
-        self._run_experts = join_experts(self.experts, expert, build, build.query(**shape, mxfp4=int(spec.keeps_mxfp4)))
+        self._run_experts = pair_experts(self.experts, expert, build, build.query(**shape, mxfp4=int(spec.keeps_mxfp4)))
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)

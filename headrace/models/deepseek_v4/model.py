@@ -17,7 +17,7 @@ from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.checkpoint import unstack_experts
-from headrace.layers.moe.packed import PackedExpertWeights
+from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.names import CheckpointNames
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
@@ -98,7 +98,7 @@ class DeepseekV4Model(ServedModel):
         for i, block in enumerate(self._blocks):
             if isinstance(block.mlp.router, HashRouter):
                 stored[HASH_TABLE.replace("{i}", str(i))] = block.mlp.router.table
-            if isinstance(block.mlp.experts, PackedExpertWeights):
+            if isinstance(block.mlp.experts, Mxfp4ExpertWeights):
                 stored |= block.mlp.experts.places(EXPERTS.replace("{i}", str(i)), MATRICES)
         return stored
 

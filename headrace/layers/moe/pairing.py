@@ -1,4 +1,4 @@
-"""Which dispatcher meets which experts: the best pair that can serve a layer here and whose formats can be joined."""
+"""`pair_experts`: the best dispatcher and experts that support a layer here and whose formats have an adapter."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from headrace.layers.spec import MlpSpec
 Pair = tuple[str, str]
 
 
-def join_experts(
+def pair_experts(
     weights: Any, spec: MlpSpec, build: Build, query: KernelQuery
 ) -> Callable[[ChosenTokens], torch.Tensor]:
     """Dispatcher, adapter and experts as one function from chosen tokens to weighted sums [T, D].
 
-    Raises `ConfigError` listing the pairs that can be joined when the wanted one cannot.
+    Raises `ConfigError` listing the pairs that are possible when the wanted one is not.
     """
     dispatcher_name, experts_name = choose_pair(
         query, experts=None if build.moe_experts == "auto" else build.moe_experts
@@ -39,16 +39,15 @@ def _exchange(dispatcher: Any, adapt: Adapter, run: Callable[[Any], Any], tokens
 
 
 def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: str | None = None) -> Pair:
-    """Names of a dispatcher and experts, those given or the best that serve the query, load, and can be joined."""
+    """Names of a dispatcher and experts: those given, or the best that support the query, load and can be paired."""
     faults: list[str] = []
     dispatchers = _find_able(DISPATCHERS, query, dispatcher, faults)
     able = _find_able(EXPERTS, query, experts, faults)
     for pair in [(d, e) for d in dispatchers for e in able]:
         outer, inner = DISPATCHERS.format_of(pair[0]), EXPERTS.format_of(pair[1])
-        if not can_join(outer, inner):
+        if not has_adapter(outer, inner):
             faults.append(
-                f"dispatcher {pair[0]!r} speaks {outer}, experts {pair[1]!r} speak {inner}, and no adapter joins the "
-                "two"
+    """A dispatcher and experts by name: those given, or the best that support the query, load and can be paired."""
             )
             continue
         try:
@@ -57,7 +56,7 @@ def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: s
             faults.append(str(error))
             continue
         return pair
-    pairs = ", ".join(f"{d} + {e}" for d, e in joinable_pairs(query)) or "none"
+    pairs = ", ".join(f"{d} + {e}" for d, e in list_pairs(query)) or "none"
     raise ConfigError(
         f"no way to compute the experts of this model: {'; '.join(faults)}. Dispatcher + experts that can be joined "
         f"here: {pairs}",
@@ -65,16 +64,16 @@ def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: s
     )
 
 
-def joinable_pairs(query: KernelQuery) -> list[Pair]:
-    """All pairs that serve the query and speak formats that can be joined, best first; nothing is loaded."""
+def list_pairs(query: KernelQuery) -> list[Pair]:
+    """All pairs that support the query and have an adapter, best first; nothing is loaded."""
     return [
         (d, e) for d in _find_able(DISPATCHERS, query, None, []) for e in _find_able(EXPERTS, query, None, [])
-        if can_join(DISPATCHERS.format_of(d), EXPERTS.format_of(e))
+        if has_adapter(DISPATCHERS.format_of(d), EXPERTS.format_of(e))
     ]
 
 
 def _find_able(registry: Registry[Any], query: KernelQuery, wanted: str | None, faults: list[str]) -> list[str]:
-    """Those that serve the query, best first; why others do not goes to ``faults``."""
+    """Names of those that support the query, best first; reasons against the others are added to ``faults``."""
     if wanted is not None and wanted not in registry:
         faults.append(f"there is no {registry.noun} {wanted!r}, only {', '.join(registry.names())}")
     able = []
@@ -85,13 +84,13 @@ def _find_able(registry: Registry[Any], query: KernelQuery, wanted: str | None, 
     return able
 
 
-def can_join(outer: str, inner: str) -> bool:
-    """Whether a dispatcher's format and that of experts can meet."""
+def has_adapter(outer: str, inner: str) -> bool:
+    """Whether there is an adapter from a dispatcher's format to that of experts."""
     return outer == inner or adapter_name(outer, inner) in ADAPTERS
 
 
 def find_adapter(outer: str, inner: str) -> Adapter:
-    """What joins the two formats; nothing needs to between equal ones."""
+    """The adapter between two formats; `pass_through` between equal ones."""
     return pass_through if outer == inner else ADAPTERS.load(adapter_name(outer, inner))
 
 

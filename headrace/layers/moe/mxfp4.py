@@ -1,12 +1,11 @@
-"""Experts kept in MXFP4: a quarter of the memory; matrices are dequantised when they are used, a few at a time.
+"""Experts kept in MXFP4, a quarter of the memory of bfloat16; matrices are dequantised when used, a few at a time.
 
-X experts, O outputs, I inputs, F expert width, D model width, N pairs of token and expert.
+X experts, O outputs, I inputs, F expert intermediate size, D hidden size, N pairs of token and expert.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -14,25 +13,25 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from headrace.kernels.block_scaled import DEQUANTISE_MXFP4, MXFP4_BLOCK
 from headrace.layers.build import Build
+from headrace.layers.linear import stack_rows
 from headrace.layers.mlp import choose_activation
 from headrace.layers.moe.contract import GroupedTokens
 from headrace.layers.quantization.storage import EncodedWeight
 from headrace.layers.spec import MlpSpec
 
 CHUNK_ELEMENTS = 2**28
-"""Of dequantised weights that are held at a time."""
+"""Most dequantised weights that exist at a time."""
 
 FEW_PAIRS = 64
-"""Up to here each pair gets a copy of its expert's matrix: hardly two have the same, and nobody need know who chose
-whom."""
+"""Up to so many pairs, each has its own copy of its expert's matrix: few share one, and row counts are not needed."""
 
 CODE_RMS = 2.926
-"""Of the 16 values of a code, all equally likely."""
+"""Root mean square of the 16 values of an E2M1 code."""
 
 
-class PackedLinear(EncodedWeight):
+class Mxfp4Linear(EncodedWeight):
     """``codes`` [X, O, I / 2] and ``scales`` [X, O, I / 32], uint8; zero until a checkpoint fills them. ``parts`` names
-    the stacked outputs and their widths in order."""
+    the stacked outputs and their sizes in order."""
 
     def __init__(self, build: Build, num_stacked: int, in_features: int, parts: dict[str, int]):
         super().__init__()
@@ -41,16 +40,15 @@ class PackedLinear(EncodedWeight):
                 f"experts {in_features} wide cannot be kept in MXFP4, which takes multiples of {MXFP4_BLOCK}",
                 param="moe_experts"
             )
-        ends = list(accumulate(parts.values()))
-        self.num_stacked = num_stacked
-        self.rows = {name: slice(end - width, end) for (name, width), end in zip(parts.items(), ends, strict=True)}
+        self.num_stacked, self.rows, out_features = num_stacked, stack_rows(parts), sum(parts.values())
         self.codes, self.scales = (
             nn.Buffer(
-                torch.zeros(num_stacked, ends[-1], width, dtype=torch.uint8, device=build.device), persistent=False
+                torch.zeros(num_stacked, out_features, columns, dtype=torch.uint8, device=build.device),
+                persistent=False,
             )
-            for width in (in_features // 2, in_features // MXFP4_BLOCK)
+            for columns in (in_features // 2, in_features // MXFP4_BLOCK)  # two codes to a byte, a scale per block
         )
-        self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_features=in_features, out_features=ends[-1]))
+        self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_features=in_features, out_features=out_features))
 
     @property
     def num_at_once(self) -> int:
@@ -58,29 +56,29 @@ class PackedLinear(EncodedWeight):
         return max(1, CHUNK_ELEMENTS // (2 * self.codes[0].numel()))
 
     def randomise(self, std: float, generator: torch.Generator) -> None:
-        """See `EncodedWeight`."""
+        """See `EncodedWeight`. Codes are uniform, all scales alike: E8M0 exponents with a bias of 127."""
         self.codes.view(torch.int64).random_(-(2**63), None, generator=generator)
         self.scales.fill_(127 + round(math.log2(std / CODE_RMS)))
 
     def matrices(self, experts: torch.Tensor | slice, dtype: torch.dtype) -> torch.Tensor:
-        """Those of some experts, by index or a range: [n, O, I]."""
+        """Dequantised matrices of some experts, by index or range: [n, O, I]."""
         return self._dequantise(self.codes[experts], self.scales[experts], dtype)
 
 
-class PackedExpertWeights(nn.Module):
+class Mxfp4ExpertWeights(nn.Module):
     """``gate_up`` with the gate's rows first, and ``down``; as `ExpertWeights`, without biases."""
 
-    def __init__(self, num_experts: int, spec: MlpSpec, width: int, build: Build):
+    def __init__(self, num_experts: int, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()
         self.num_experts = num_experts
         size = spec.intermediate_size
-        self.gate_up = PackedLinear(build, num_experts, width, {"gate": size, "up": size})
-        self.down = PackedLinear(build, num_experts, size, {"down": width})
+        self.gate_up = Mxfp4Linear(build, num_experts, hidden_size, {"gate": size, "up": size})
+        self.down = Mxfp4Linear(build, num_experts, size, {"down": hidden_size})
 
     def places(self, prefix: str, matrices: dict[str, str]) -> dict[str, torch.Tensor]:
-        """Checkpoint names of codes and scales to the places that they fill. ``matrices`` has the checkpoint's names of
+        """Checkpoint names of codes and scales to the views that they fill. ``matrices`` has the checkpoint's names of
         ``gate``, ``up`` and ``down``; experts are numbered after ``prefix``."""
-        places = {}
+        places: dict[str, torch.Tensor] = {}
         for linear in (self.gate_up, self.down):
             for part, rows in linear.rows.items():
                 for x in range(self.num_experts):
@@ -89,27 +87,29 @@ class PackedExpertWeights(nn.Module):
         return places
 
 
-class PackedExperts:
-    """See `Experts`; speaks `GROUPED`. On a GPU it waits for the row counts where there are more than `FEW_PAIRS`."""
+class Mxfp4Experts:
+    """See `Experts`; speaks `GROUPED`. On a GPU it waits for the row counts of steps with more than `FEW_PAIRS`."""
 
-    def __init__(self, weights: PackedExpertWeights, spec: MlpSpec, build: Build):
+    def __init__(self, weights: Mxfp4ExpertWeights, spec: MlpSpec, build: Build):
         self._weights = weights
         self._activate = choose_activation(spec, build)
 
     def run(self, tokens: GroupedTokens) -> torch.Tensor:
-        weights, few = self._weights, tokens.hidden.shape[0] <= FEW_PAIRS
-        multiply = _multiply_pairs if few else _multiply_groups
-        rows = tokens.experts if few else tokens.ends.tolist()
-        return multiply(weights.down, self._activate(multiply(weights.gate_up, tokens.hidden, rows)), rows)
+        gate_up, down = self._weights.gate_up, self._weights.down
+        if tokens.hidden.shape[0] <= FEW_PAIRS:
+            x = self._activate(_multiply_pairs(gate_up, tokens.hidden, tokens.experts))
+            return _multiply_pairs(down, x, tokens.experts)
+        ends = tokens.ends.tolist()
+        return _multiply_groups(down, self._activate(_multiply_groups(gate_up, tokens.hidden, ends)), ends)
 
 
-def _multiply_pairs(linear: PackedLinear, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """``x`` [N, I], each row through the matrix of its expert: [N, O]."""
+def _multiply_pairs(linear: Mxfp4Linear, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """``x`` [N, I], each row times the matrix of its expert: [N, O]."""
     parts = zip(x.unsqueeze(-1).split(linear.num_at_once), experts.split(linear.num_at_once), strict=True)
     return torch.cat([torch.bmm(linear.matrices(chosen, x.dtype), rows) for rows, chosen in parts]).squeeze(-1)
 
 
-def _multiply_groups(linear: PackedLinear, x: torch.Tensor, ends: list[int]) -> torch.Tensor:
+def _multiply_groups(linear: Mxfp4Linear, x: torch.Tensor, ends: list[int]) -> torch.Tensor:
     """The same of rows sorted by expert; those of expert e are ``ends[e - 1]`` to ``ends[e]``."""
     out = x.new_empty(x.shape[0], linear.codes.shape[1])
     starts = [0, *ends[:-1]]
