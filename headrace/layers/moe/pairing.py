@@ -47,7 +47,8 @@ def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: s
         outer, inner = DISPATCHERS.format_of(pair[0]), EXPERTS.format_of(pair[1])
         if not has_adapter(outer, inner):
             faults.append(
-    """A dispatcher and experts by name: those given, or the best that support the query, load and can be paired."""
+                f"dispatcher {pair[0]!r} speaks {outer}, experts {pair[1]!r} speak {inner}, and no adapter joins the "
+                "two"
             )
             continue
         try:
