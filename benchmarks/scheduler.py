@@ -92,7 +92,7 @@ def measure_admission() -> dict[str, float]:
     planned = time.process_time_ns()
     assert plan is not None and len(plan.rows) == NUM_SHARED and set(plan.begins) == {SHARED_LEN}
     sample = requests[0]
-    tokens = scheduler._roster.requests[sample.request_id].token_bytes(0, SHARED_LEN)
+    tokens = scheduler._running.requests[sample.request_id].token_bytes(0, SHARED_LEN)
     rounds = 2000
     start = time.process_time_ns()
     for _ in range(rounds):

@@ -1,5 +1,5 @@
-"""What may be asked of an engine as a whole, between two steps: give memory back and take it again, replace weights,
-profile.
+"""Admin calls, which concern the engine as a whole and run between two steps: release and acquire memory (sleep),
+replace weights, profile.
 
 Each record is the ``arguments`` of the `Call` whose method it names.
 """
@@ -19,9 +19,8 @@ VITAL_PARTS: frozenset[DevicePart] = frozenset({"kv_cache", "weights"})
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True):
-    """Take parts off the device; answered with all that are off it then. Refused with `Conflict` while there are
-    requests. Weights move to host memory, or with ``discards_weights`` nowhere: they are read again when they come
-    back."""
+    """Take parts off the device; the reply lists all released parts. Refused with `Conflict` while there are requests.
+    Weights move to host memory; with ``discards_weights`` they are dropped, and read again when they come back."""
 
     method: ClassVar[str] = "release_memory"
     parts: list[DevicePart]
@@ -29,7 +28,7 @@ class ReleaseMemory(msgspec.Struct, frozen=True):
 
 
 class AcquireMemory(msgspec.Struct, frozen=True):
-    """Bring parts back; answered with those that are still off the device."""
+    """Bring parts back; the reply lists the parts that are still released."""
 
     method: ClassVar[str] = "acquire_memory"
     parts: list[DevicePart]
@@ -57,10 +56,10 @@ class StartProfile(msgspec.Struct, frozen=True):
 
 
 class StopProfile(msgspec.Struct, frozen=True):
-    """Write the trace; answered with the file's name."""
+    """Write the trace; the reply is the file's name."""
 
     method: ClassVar[str] = "stop_profile"
 
 
-UpkeepCall = ReleaseMemory | AcquireMemory | ReplaceWeights | StartProfile | StopProfile
-UPKEEP_CALLS: dict[str, type] = {record.method: record for record in get_args(UpkeepCall)}
+AdminCall = ReleaseMemory | AcquireMemory | ReplaceWeights | StartProfile | StopProfile
+ADMIN_CALLS: dict[str, type] = {record.method: record for record in get_args(AdminCall)}

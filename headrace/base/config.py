@@ -69,7 +69,7 @@ class ModelConfig(_Section):
     tokenizer: str | None = option(None, "where the tokenizer is, when not beside the model", metavar="NAME")
     skip_tokenizer: bool = option(False, "serve token ids only; text in requests is refused")
     load_format: str = option(
-        "auto", "how weights are read; dummy draws them at random from the config alone",
+        "auto", "how weights are read; dummy makes random ones from the config alone",
         choices=("auto", "safetensors", "gguf", "dummy")
     )
     dtype: str = option(
@@ -181,7 +181,7 @@ class DeviceConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AccessConfig(_Section):
-    """Who may ask the HTTP process."""
+    """Who may send requests to the HTTP process."""
 
     api_key: str | None = option(None, "clients must send Authorization: Bearer KEY", metavar="KEY")
     admin_api_key: str | None = option(
@@ -297,7 +297,7 @@ def flatten(config: Any) -> dict[str, Any]:
     return flat
 
 
-DEVICE_DEFAULTS = {
+DEVICE_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"max_running_requests": 64, "max_step_tokens": 1024, "overlap_depth": 1},
     "cuda": {"max_running_requests": 512, "max_step_tokens": 8192, "overlap_depth": 2},
 }

@@ -53,8 +53,8 @@ class RequestError(HeadraceError, ValueError):
 
 
 class ContextLengthExceeded(RequestError):
-    """Prompt (plus requested output) does not fit ``max_model_len``. Clients that shorten and try again know it by its
-    code, or by the words "this model's maximum context length is"."""
+    """Prompt (plus requested output) does not fit ``max_model_len``. Clients that shorten the prompt and retry recognise
+    it by its code, or by the words "this model's maximum context length is"."""
 
     kind = "context_length_exceeded"
 
@@ -80,14 +80,14 @@ class Unauthorized(HeadraceError):
 
 
 class Forbidden(HeadraceError):
-    """Nobody may do this here, as the server was started."""
+    """The way the server was started forbids this; no key allows it."""
 
     status = 403
     kind = "forbidden"
 
 
 class Conflict(HeadraceError):
-    """It cannot be done now, as things stand; the message says what stands in the way."""
+    """It cannot be done in the current state; the message says what prevents it."""
 
     status = 409
     kind = "conflict"
@@ -132,7 +132,7 @@ class EngineUnavailable(HeadraceError):
 
 
 class EngineAsleep(EngineUnavailable):
-    """The engine has given its memory back and takes no requests until it is woken."""
+    """The engine sleeps: its memory is released, and it takes no requests until it is woken."""
 
     kind = "engine_asleep"
 
@@ -141,7 +141,8 @@ def error_from_kind(
     kind: str, message: str, *, param: str | None = None, retry_after: float | None = None
 ) -> HeadraceError:
     """Rebuild the typed error that crossed a process boundary as ``(kind, message)``."""
-    pending, known = [HeadraceError], {}
+    pending: list[type[HeadraceError]] = [HeadraceError]
+    known: dict[str, type[HeadraceError]] = {}
     while pending:
         cls = pending.pop()
         known.setdefault(cls.kind, cls)

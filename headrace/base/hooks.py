@@ -1,7 +1,7 @@
-"""Step hooks: plug-ins that are told how requests come and go and what steps are planned, and may hold requests back.
-Packages outside this one add theirs through the entry-point group ``headrace.hooks``; what is installed is used.
+"""Step hooks: plug-ins that are notified of requests and planned steps, and may hold requests back. Installed packages
+add theirs through the entry-point group ``headrace.hooks``; every hook that supports the configuration is used.
 
-Refuses: letting a hook's failure be anybody else's. One that raises is not called again, and a warning names it.
+A failing hook fails alone: one that raises is not called again, and a warning names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "headrace.hooks"
 
 
-class RequestNews(msgspec.Struct, frozen=True):
+class RequestUpdate(msgspec.Struct, frozen=True):
     """A request at the moment of an event; lengths in tokens. ``row`` is -1 where it never ran."""
 
     request_id: str
@@ -39,26 +39,26 @@ class StepHook(Protocol):
     def __init__(self, config: EngineConfig): ...
 
     def holds_request(self, request: EngineRequest) -> bool:
-        """Whether a new request shall not run yet. It waits, and may be aborted, like any other in the queue."""
+        """Whether a new request must not run yet. It waits, and may be aborted, like any other in the queue."""
 
     def ready_requests(self) -> list[str]:
-        """Ids of requests held that may run now. Asked in every step while any is held."""
+        """Ids of held requests that may run now. Called in every step while any is held."""
 
-    def request_admitted(self, news: RequestNews) -> None:
-        """The prompt is computed, and the first token drawn."""
+    def request_admitted(self, update: RequestUpdate) -> None:
+        """The prompt is computed, and the first token sampled."""
 
-    def request_retracted(self, news: RequestNews) -> None:
+    def request_retracted(self, update: RequestUpdate) -> None:
         """It gave its pages and row back, and will resume later."""
 
-    def request_finished(self, news: RequestNews, reason: str) -> None:
-        """It has ended in whatever state; told once for each request."""
+    def request_finished(self, update: RequestUpdate, reason: str) -> None:
+        """It has ended, in any state; called once for each request."""
 
     def step_planned(self, plan: StepPlan) -> None:
-        """Pages and positions of a step are settled; it is launched next."""
+        """Pages and positions of a step are decided; it is launched next."""
 
 
 HOOKS: Registry[type[StepHook]] = Registry("step hook")
-"""Asked with an `EngineConfig`; all that support it are used, in order of priority."""
+"""Queried with an `EngineConfig`; all that support it are used, in order of priority."""
 
 
 class Hooks:
@@ -76,16 +76,16 @@ class Hooks:
         return list(self._hooks)
 
     def dispatch(self, event: str, *args: Any) -> None:
-        """Tell every hook."""
+        """Notify every hook."""
         for _ in self._answers(event, args):
             pass
 
     def any(self, event: str, *args: Any) -> bool:
-        """Whether some hook says yes; later ones are not asked then."""
+        """Whether some hook says yes; later ones are not called then."""
         return any(self._answers(event, args))
 
     def collect(self, event: str, *args: Any) -> list[Any]:
-        """The lists that hooks answer with, one after the other."""
+        """The lists that hooks return, concatenated."""
         return [item for answer in self._answers(event, args) if answer for item in answer]
 
     def _answers(self, event: str, args: tuple[Any, ...]) -> Iterator[Any]:

@@ -62,7 +62,10 @@ class OptionInfo:
             raise ConfigError(
                 f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}", param=self.name
             )
-        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
+        is_number = isinstance(value, int | float)
+        if is_number and (
+            (self.low is not None and value < self.low) or (self.high is not None and value > self.high)
+        ):
             bounds = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
             raise ConfigError(f"{self.name} must be {bounds}; got {value!r}", param=self.name)
         return value

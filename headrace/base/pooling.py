@@ -1,4 +1,4 @@
-"""What is asked of a model besides tokens: a vector or scores of a whole text, and what the edges must know to ask.
+"""Pooling: results other than tokens, a vector or scores of a whole text, and what the edges must know of such models.
 
 Refuses: torch, and how a result is computed (``execution/pooling``).
 """
@@ -35,7 +35,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolingFacts(msgspec.Struct, frozen=True):
-    """A model that reads instead of generating. ``width`` is that of its embeddings, or the number of its classes,
+    """A pooling model. ``width`` is the size of its embeddings, or the number of its classes,
     whose names are ``labels``. ``activation`` turns the logits of classes into what users expect. ``takes_pairs``: it
     was made to judge two texts together."""
 

@@ -1,6 +1,6 @@
 """``Registry[T]``: lazy, capability-tagged plug-ins. Nothing is imported until an entry is asked for.
 
-Refuses: knowing what T is, and swallowing errors: a failed load is kept with its original cause and told on request.
+Refuses: knowing what T is, and swallowing errors: a failed load keeps its original cause and reports it on request.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _always(_: Any) -> str | None:
 @dataclass(frozen=True)
 class Entry:
     """One plug-in. ``supports(query)`` returns None when it can serve the query, else the reason why not; it must be
-    cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen. ``is_foreign``: it comes
+    cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen. ``is_out_of_tree``: it comes
     from another package and must say that it was made for our `PLUGIN_API`."""
 
     name: str
@@ -64,7 +64,7 @@ class Entry:
     supports: Callable[[Any], str | None] = field(default=_always)
     priority: int = 0
     doc: str = ""
-    is_foreign: bool = False
+    is_out_of_tree: bool = False
 
 
 class Registry(Generic[T]):
@@ -78,7 +78,7 @@ class Registry(Generic[T]):
 
     def add(
         self, name: str, target: str, *, supports: Callable[[Any], str | None] = _always, priority: int = 0,
-        doc: str = "", is_foreign: bool = False,
+        doc: str = "", is_out_of_tree: bool = False,
     ) -> None:
         """Register lazily. Adding the same name and target twice is a no-op; another target is an error."""
         known = self._entries.get(name)
@@ -86,7 +86,7 @@ class Registry(Generic[T]):
             raise PluginError(
                 f"{self.noun} {name!r} is already registered as {known.target}; {target} must take another name"
             )
-        self._entries[name] = Entry(name, target, supports, priority, doc, is_foreign)
+        self._entries[name] = Entry(name, target, supports, priority, doc, is_out_of_tree)
 
     def add_installed(
         self, group: str, *, supports: Callable[[str], Callable[[Any], str | None]] = lambda name: _always,
@@ -98,7 +98,7 @@ class Registry(Generic[T]):
         names = []
         for point in installed_points(group):
             try:
-                self.add(point.name, point.value, supports=supports(point.name), priority=priority, is_foreign=True)
+                self.add(point.name, point.value, supports=supports(point.name), priority=priority, is_out_of_tree=True)
             except PluginError as error:
                 logger.warning("left out: %s", error)
                 continue
@@ -139,7 +139,7 @@ class Registry(Generic[T]):
         except Exception as error:  # a plug-in load: any failure belongs to the plug-in
             self._failures[name] = error
             raise PluginError(f"{self.noun} {name!r} failed to load: {type(error).__name__}: {error}") from error
-        if entry.is_foreign:
+        if entry.is_out_of_tree:
             self._check_api(name)
         return self._loaded[name]
 
@@ -197,8 +197,8 @@ class Registry(Generic[T]):
 PLUGIN_GROUP = "headrace.plugins"
 
 PLUGINS: Registry[Callable[[], None]] = Registry("plug-in package")
-"""Functions without arguments, with an attribute ``plugin_api``. They may be called again, and then change nothing, as
-registries do not mind being told twice."""
+"""Functions without arguments, with an attribute ``plugin_api``. Calling one again must change nothing; adding the same
+entry to a registry twice does nothing."""
 
 
 def start_plugins() -> None:

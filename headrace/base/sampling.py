@@ -1,4 +1,4 @@
-"""How a token is drawn and when output stops: the user's `SamplingParams` and the engine's records made from it.
+"""How a token is sampled and when output stops: the user's `SamplingParams` and the engine's records made from it.
 
 Refuses: torch, tokenizers. Strings (stop strings, bad words) are resolved by ``service/tokenization``.
 """
@@ -33,8 +33,8 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a user asks of sampling; names and meaning as in vLLM's class of the same name.
 
-    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the likeliest alone. ``logprobs=k`` returns
-    the drawn token's logprob and the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes draws
+    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the most likely alone. ``logprobs=k`` returns
+    the sampled token's logprob and the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes sampling
     reproducible whatever else runs. ``keep_special_tokens`` are texts: special tokens that occur in them are not
     skipped. ``grammar`` confines the output; it ends where the grammar leaves nothing to write, whatever ``min_tokens``
     and ``ignore_eos`` say.
@@ -188,12 +188,12 @@ class LogitRules(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_length_only(self) -> bool:
-        """Whether they ask for nothing but a minimum length."""
+        """Whether a minimum length is the only rule."""
         return not (self.bias or self.allowed_ids or self.bad_words or self.thinking is not None)
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
-    """What the device needs to draw a row's tokens. ``seed`` is always set: the client draws one if the user did not.
+    """What the device needs to sample a row's tokens. ``seed`` is always set: the client makes one if the user did not.
 
     ``num_logprobs`` and ``num_prompt_logprobs``: -1 none, 0 the token itself, k the k best besides.
     ``penalties``, ``rules`` and ``grammar`` are None in the common case so that the sampler can skip them.

@@ -15,7 +15,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     """A request enters (or, after a retraction, re-enters) a row of the device-side request state.
 
     ``token_ids`` are all tokens known so far: the prompt and, on re-entry, the output too; ``prompt_len`` says where
-    output begins (penalties, min_tokens and seeds count from there). With ``pooling`` the row draws no token: its
+    output begins (penalties, min_tokens and seeds count from there). With ``pooling`` the row samples no token: its
     result is made of its hidden states, and due in the step that computes its last token.
     """
 
@@ -52,7 +52,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     lengths[i])`` of row ``rows[i]``; all earlier positions are in the cache. The first ``num_decodes`` spans have
     length 1 and take their input token from device memory, where the previous step's sampler wrote it (with two plans
     in flight the host does not know it yet). The other spans take tokens from their row's `RowStart`, or a `RowGrowth`
-    since. ``samples[i]`` is 1 when a token shall be drawn after the span's last position, 0 for a prefill chunk that
+    since. ``samples[i]`` is 1 when a token is sampled after the span's last position, 0 for a prefill chunk that
     does not reach the end and for rows with ``pooling``; decodes always sample.
     """
 
@@ -90,14 +90,14 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What one step did. ``token_ids[j]`` is the token drawn by the j-th span that has ``samples == 1``, in plan order.
+    """What one step did. ``token_ids[j]`` is the token sampled by the j-th span that has ``samples == 1``, in plan order.
 
     ``logprobs`` is None unless a row asked; else aligned with ``token_ids`` with None for rows that did not.
     ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone. ``refused_rows`` are
     those of rows whose own grammar or limits allow no token: the request was wrong. ``pooled`` are ``(row, float32
     values, little-endian)`` of the rows with ``pooling`` whose last token was computed. ``forced`` are ``(row, token
-    ids)`` that a row's grammar leaves no choice about behind the token drawn here: they are part of the output at once,
-    and what a later step in flight draws at their positions means nothing.
+    ids)`` that a row's grammar forces behind the token sampled here: they are output at once, and tokens that later
+    steps in flight sample at their positions are void.
     """
 
     step_id: int

@@ -1,4 +1,5 @@
-"""Who gets in, and how much output is reserved for them so that memory is used well and retraction stays rare."""
+"""`Admission`: which waiting request starts, and how many pages are promised to it, so that memory is well used and
+retraction stays rare."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.cache.prefix_tree import PrefixMatch
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Counters, Request
-from headrace.scheduling.running import Roster
+from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
 
 
 class Verdict(Enum):
-    """What became of the request that was next: it runs, it waits for another's prefill, or there is no room."""
+    """What became of the next request: it runs, it waits for another's prefill of the same tokens, or lacks room."""
 
     ADMITTED = 1
     FOLLOWS = 2
@@ -30,7 +31,7 @@ class OutputForecast:
     """
 
     START, STEP, RAISE = 0.7, 0.05, 0.1
-    MOST_TOKENS = 4096  # promised for output at most, or a huge max_tokens would keep everybody else out
+    MOST_TOKENS = 4096  # bound of the promise: a huge max_tokens must not keep all others out
 
     def __init__(self) -> None:
         self.share = self.START
@@ -77,7 +78,7 @@ class Admission:
         self,
         *,
         ledger: CacheLedger,
-        roster: Roster,
+        running: RunningSet,
         queue: WaitingQueue,
         sharing: SharedPrefills,
         counters: Counters,
@@ -86,7 +87,7 @@ class Admission:
         clock: Callable[[], float],
     ):
         self._ledger = ledger
-        self._roster = roster
+        self._running = running
         self._queue = queue
         self._sharing = sharing
         self._counters = counters
@@ -97,7 +98,7 @@ class Admission:
         self.forecast = OutputForecast()
 
     def check(self, request: Request) -> None:
-        """Refuse what can never run, and everybody while the queue is full."""
+        """Raise for a request that can never run, and `QueueFull` for any while the queue is full."""
         if request.prompt_len == 0:
             raise RequestError("the prompt is empty; send at least one token", param="prompt")
         if request.prompt_len > self._max_model_len - (request.pooling is None):
@@ -113,7 +114,7 @@ class Admission:
                 f"there are {lack[1]}; lower max_tokens, shorten the prompt, or serve with more kv_pages",
                 param="max_tokens",
             )
-        num_waiting = len(self._queue) + self._sharing.num_following + len(self._roster.held)
+        num_waiting = len(self._queue) + self._sharing.num_following + len(self._running.held)
         if num_waiting >= self._max_queued:
             raise QueueFull(
                 f"{num_waiting} requests are waiting, the limit is max_queued",
@@ -127,12 +128,12 @@ class Admission:
         if leader is not None:
             self._sharing.follow(request, leader)
             return Verdict.FOLLOWS
-        is_alone = self._roster.num_running == 0  # then it fits: what can never fit was refused on arrival
+        is_alone = self._running.num_running == 0  # then it fits: what can never fit was refused on arrival
         holding = self._ledger.open(match, self.forecast.expect_len(request), force=is_alone)
         if holding is None:
             return Verdict.BLOCKED
         self._queue.admit(request)
-        self._roster.seat(request)
+        self._running.start_prefill(request)
         request.holding = holding
         request.cached_len = request.computed_len = request.planned_len = holding.capacity
         request.goal_len = request.known_len

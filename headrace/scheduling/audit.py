@@ -8,16 +8,16 @@ from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.cache.node import Node
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
-from headrace.scheduling.running import Roster
+from headrace.scheduling.running import RunningSet
 
 
-def audit_requests(roster: Roster, queue: WaitingQueue) -> None:
-    """Each request is in exactly one place, and each row is free or has one request."""
+def audit_requests(running: RunningSet, queue: WaitingQueue) -> None:
+    """Each request is prefilling, decoding, queued, following or held; each row is free or has one request."""
     rows = []
-    for request in roster.requests.values():
+    for request in running.requests.values():
         where = (
-            request in roster.prefilling, request in roster.decoding, request in queue, request.leader is not None,
-            request in roster.held
+            request in running.prefilling, request in running.decoding, request in queue, request.leader is not None,
+            request in running.held
         )
         assert sum(where) == 1, f"{request} is in {sum(where)} places: {where}"
         assert request.is_running == (where[0] or where[1]) == (request.holding is not None), request
@@ -32,14 +32,14 @@ def audit_requests(roster: Roster, queue: WaitingQueue) -> None:
             assert request.leader.is_running and request in request.leader.followers, (
                 f"{request} follows {request.leader}, which does not run"
             )
-    free = roster.free_rows()
-    assert sorted(rows + free) == list(range(roster.num_rows)), f"rows in use {sorted(rows)}, free {sorted(free)}"
+    free = running.free_rows()
+    assert sorted(rows + free) == list(range(running.num_rows)), f"rows in use {sorted(rows)}, free {sorted(free)}"
 
 
-def audit_pages(ledger: CacheLedger, roster: Roster) -> None:
+def audit_pages(ledger: CacheLedger, running_set: RunningSet) -> None:
     """Each page is free, in one holding, or in the tree; pins, promises and evictable counts are what they should
     be."""
-    running = list(roster.running())
+    running = list(running_set)
     nodes = list(ledger.tree.walk())
     _audit_nodes(ledger, nodes, running)
     for group, account in enumerate(ledger.accounts):

@@ -1,6 +1,6 @@
 """`Committer`: what a step's result means for its requests: tokens appended, stops found, pages stored.
 
-Refuses: news of requests that have finished or were retracted since the step was planned.
+Ignores results for requests that have finished or were retracted since the step was planned.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import msgspec
 from headrace.base.errors import HeadraceError, RequestError, StepFailed
 from headrace.base.messages import ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepResult, TokenLogprobs
-from headrace.scheduling.lifecycle import Exits
+from headrace.scheduling.lifecycle import Lifecycle
 from headrace.scheduling.planner import Flight
 from headrace.scheduling.request import Counters, Request
-from headrace.scheduling.running import Roster
+from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
 
 
 class Committer:
     """Applies results in plan order."""
 
-    def __init__(self, *, exits: Exits, roster: Roster, sharing: SharedPrefills, counters: Counters):
-        self._exits = exits
-        self._roster = roster
+    def __init__(self, *, lifecycle: Lifecycle, running: RunningSet, sharing: SharedPrefills, counters: Counters):
+        self._lifecycle = lifecycle
+        self._running = running
         self._sharing = sharing
         self._counters = counters
 
     def commit(self, flight: Flight, result: StepResult, later: Iterable[Flight]) -> list[RequestOutput]:
-        """One output for every request with news. ``later`` are the steps in flight behind this one."""
+        """One output for every request that progressed. ``later`` are the steps in flight behind this one."""
         outputs = self._end_failed(flight, result) if result.failed_rows or result.refused_rows else []
         self._commit_decodes(flight, result, outputs)
         self._commit_prefills(flight, result, outputs)
@@ -51,7 +51,7 @@ class Committer:
         for request in flight.live_requests():
             if request.row in errors:
                 error = ErrorInfo.of(errors[request.row])
-                outputs.append(self._exits.finish(request, Finish("error", error=error), [], keep_pages=False))
+                outputs.append(self._lifecycle.finish(request, Finish("error", error=error), [], keep_pages=False))
         return outputs
 
     def _commit_decodes(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
@@ -66,54 +66,53 @@ class Committer:
             tokens.append(token)
             request.computed_len += 1
             num_generated += 1
-            news = None if logprobs is None or logprobs[index] is None else [logprobs[index]]
+            entries = None if logprobs is None or (entry := logprobs[index]) is None else [entry]
             if token in request.stop_ids or len(tokens) >= request.max_len:
                 finish = self._find_finish(request, token)
                 if finish is not None:
-                    append(self._exits.finish(request, finish, [token], logprobs=news))
+                    append(self._lifecycle.finish(request, finish, [token], logprobs=entries))
                     continue
-            append(RequestOutput(request.request_id, [token], None, request.num_cached_tokens, news))
+            append(RequestOutput(request.request_id, [token], None, request.num_cached_tokens, entries))
         self._counters.generation_tokens += num_generated
 
     def _commit_prefills(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
         plan = flight.plan
-        prompt_news, pooled = {news.row: news for news in result.prompt_logprobs}, dict(result.pooled)
-        drawn = plan.num_decodes  # index of the next drawn token
+        chunks, pooled = {chunk.row: chunk for chunk in result.prompt_logprobs}, dict(result.pooled)
+        sampled = plan.num_decodes  # index of the next sampled token
         for index in range(plan.num_decodes, len(plan.rows)):
-            request, token, news = flight.requests[index], None, None
+            request, token, entry = flight.requests[index], None, None
             if plan.samples[index]:
-                token = result.token_ids[drawn]
-                if result.logprobs is not None and result.logprobs[drawn] is not None:
-                    news = [result.logprobs[drawn]]
-                drawn += 1
+                token = result.token_ids[sampled]
+                entry = None if result.logprobs is None else result.logprobs[sampled]
+                sampled += 1
             if request.epoch != flight.epochs[index]:
                 continue
             request.computed_len = plan.begins[index] + plan.lengths[index]
-            self._exits.store_computed(request)
+            self._lifecycle.store_computed(request)
             self._sharing.update(request)
             prompt = None
-            if request.row in prompt_news:
-                chunk = prompt_news[request.row]
+            if request.row in chunks:
+                chunk = chunks[request.row]
                 prompt = self._take_prompt_logprobs(request, chunk.start, chunk.entries)
             if request.row in pooled:
-                outputs.append(self._exits.finish(request, Finish("stop"), [], pooled=pooled[request.row]))
+                outputs.append(self._lifecycle.finish(request, Finish("stop"), [], pooled=pooled[request.row]))
             elif token is not None:
-                outputs.append(self._append_first(request, token, news, prompt))
+                outputs.append(self._append_first(request, token, None if entry is None else [entry], prompt))
             elif prompt:
                 outputs.append(RequestOutput(request.request_id, [], None, request.num_cached_tokens, None, prompt))
 
     def _append_first(
         self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, prompt: list[TokenLogprobs] | None
     ) -> RequestOutput:
-        """The token drawn at the end of a prefill, the first of this run."""
-        if request.max_output_len == 0:  # only the prompt was asked about
-            return self._exits.finish(request, Finish("length"), [], prompt_logprobs=prompt)
+        """Append the token sampled at the end of a prefill, the first since admission."""
+        if request.max_output_len == 0:  # only the prompt's logprobs were wanted
+            return self._lifecycle.finish(request, Finish("length"), [], prompt_logprobs=prompt)
         request.tokens.append(token)
         self._counters.generation_tokens += 1
-        self._exits.note_admission(request)
+        self._lifecycle.note_admission(request)
         finish = self._find_finish(request, token)
         if finish is not None:
-            return self._exits.finish(request, finish, [token], logprobs=logprobs, prompt_logprobs=prompt)
+            return self._lifecycle.finish(request, finish, [token], logprobs=logprobs, prompt_logprobs=prompt)
         return RequestOutput(
             request.request_id, [token], None, request.num_cached_tokens, logprobs, prompt, queued_s=request.queued_s
         )
@@ -121,31 +120,31 @@ class Committer:
     def _commit_forced(
         self, flight: Flight, result: StepResult, later: Iterable[Flight], outputs: list[RequestOutput]
     ) -> None:
-        """Tokens that come without a draw, behind those just appended."""
+        """Append tokens that a grammar forced, behind those just sampled."""
         live = {request.row: request for request in flight.live_requests()}
-        places = {output.request_id: place for place, output in enumerate(outputs)}
+        positions = {output.request_id: position for position, output in enumerate(outputs)}
         for row, token_ids in result.forced:
             if row in live:
-                place = places[live[row].request_id]
-                outputs[place] = self._extend(live[row], token_ids, later, outputs[place])
+                position = positions[live[row].request_id]
+                outputs[position] = self._extend(live[row], token_ids, later, outputs[position])
 
     def _extend(
-        self, request: Request, token_ids: list[int], later: Iterable[Flight], news: RequestOutput
+        self, request: Request, token_ids: list[int], later: Iterable[Flight], output: RequestOutput
     ) -> RequestOutput:
-        finish, told = None, list(news.token_ids)
+        finish, new_ids = None, list(output.token_ids)
         for token in token_ids:
             request.tokens.append(token)
-            told.append(token)
+            new_ids.append(token)
             finish = self._find_finish(request, token)
             if finish is not None:
                 break
-        self._counters.generation_tokens += len(told) - len(news.token_ids)
+        self._counters.generation_tokens += len(new_ids) - len(output.token_ids)
         if finish is not None:
-            return self._exits.finish(request, finish, told, prompt_logprobs=news.prompt_logprobs)
+            return self._lifecycle.finish(request, finish, new_ids, prompt_logprobs=output.prompt_logprobs)
         for flight in later:
-            flight.void_draw(request)
-        self._roster.resume_prefill(request)
-        return msgspec.structs.replace(news, token_ids=told)
+            flight.void_sample(request)
+        self._running.restart_prefill(request)
+        return msgspec.structs.replace(output, token_ids=new_ids)
 
     @staticmethod
     def _find_finish(request: Request, token: int) -> Finish | None:
@@ -158,7 +157,7 @@ class Committer:
 
     @staticmethod
     def _take_prompt_logprobs(request: Request, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs] | None:
-        """What of a chunk was not reported yet: after a retraction the prompt is computed again."""
+        """The part of a chunk that was not reported yet: after a retraction the prompt is computed again."""
         fresh = entries[max(0, request.prompt_logprobs_len - start) :]
         request.prompt_logprobs_len = max(request.prompt_logprobs_len, start + len(entries))
         return fresh or None

@@ -1,28 +1,31 @@
-"""`Exits`: the two ways out of running, for good or back to the queue. Every path that ends a request comes through."""
+"""`Lifecycle`: how a request leaves the running set, finished or retracted; `Retraction` chooses who is retracted.
+
+Every path that ends a request comes through `Lifecycle.finish`, so pages, row and followers are released once.
+"""
 
 from __future__ import annotations
 
-from headrace.base.hooks import Hooks, RequestNews
+from headrace.base.hooks import Hooks, RequestUpdate
 from headrace.base.messages import Finish, RequestOutput
 from headrace.base.step import TokenLogprobs
 from headrace.scheduling.admission import OutputForecast
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Counters, Request, State
-from headrace.scheduling.running import Roster
+from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
 
 
-class Exits:
-    """Gives back pages, row, place in the queue and followers, each exactly once."""
+class Lifecycle:
+    """Releases pages, row, queue entry and followers of a request, each exactly once."""
 
     def __init__(
-        self, *, ledger: CacheLedger, roster: Roster, queue: WaitingQueue, sharing: SharedPrefills,
+        self, *, ledger: CacheLedger, running: RunningSet, queue: WaitingQueue, sharing: SharedPrefills,
         forecast: OutputForecast, counters: Counters,
         hooks: Hooks,
     ):
         self._ledger = ledger
-        self._roster = roster
+        self._running = running
         self._queue = queue
         self._sharing = sharing
         self._forecast = forecast
@@ -40,14 +43,14 @@ class Exits:
         prompt_logprobs: list[TokenLogprobs] | None = None,
         pooled: bytes | None = None,
     ) -> RequestOutput:
-        """End a request in whatever state it is; the returned output is its last. ``keep_pages`` stores what it has
-        computed in the prefix tree; a request that failed must not."""
+        """End a request in any state; the returned output is its last. ``keep_pages`` stores its computed pages in the
+        prefix tree; a request whose step failed must not, as their content is unknown."""
         if self._hooks:
-            self._hooks.dispatch("request_finished", tell_news(request), finish.reason)
+            self._hooks.dispatch("request_finished", update_of(request), finish.reason)
         if request in self._queue:
             self._queue.remove(request)
         self._give_up_pages(request, keep_pages=keep_pages)
-        self._roster.leave(request, State.FINISHED)
+        self._running.leave(request, State.FINISHED)
         if finish.reason in ("stop", "length"):
             self._forecast.note_finish(request)
         elif finish.reason == "abort":
@@ -58,19 +61,19 @@ class Exits:
         )
 
     def retract(self, request: Request) -> None:
-        """Back to the queue, to resume later from the tokens known now. What it has computed stays in the prefix tree
-        for as long as nobody needs the pages."""
+        """Return a running request to the queue; it resumes later from the tokens known now. Its computed pages stay in
+        the prefix tree until they are evicted."""
         if self._hooks:
-            self._hooks.dispatch("request_retracted", tell_news(request))
+            self._hooks.dispatch("request_retracted", update_of(request))
         self._give_up_pages(request, keep_pages=True)
-        self._roster.leave(request, State.RETRACTED)
+        self._running.leave(request, State.RETRACTED)
         self._queue.push(request)
         self._counters.retracted += 1
 
     def note_admission(self, request: Request) -> None:
-        """The first token of a run is drawn."""
+        """The first token since admission was sampled: tell the hooks."""
         if self._hooks:
-            self._hooks.dispatch("request_admitted", tell_news(request))
+            self._hooks.dispatch("request_admitted", update_of(request))
 
     def store_computed(self, request: Request) -> None:
         """Put the whole pages computed so far into the prefix tree."""
@@ -79,7 +82,7 @@ class Exits:
         if end > holding.stored and self._ledger.use_prefixes:
             run = request.token_bytes(holding.stored * page_size, end * page_size)
             if self._ledger.store(holding, run):
-                self._roster.rewired[request] = None
+                self._running.rewired[request] = None
 
     def _give_up_pages(self, request: Request, *, keep_pages: bool) -> None:
         if request.is_running:
@@ -90,30 +93,30 @@ class Exits:
         self._sharing.leave(request)
 
 
-def tell_news(request: Request) -> RequestNews:
-    """What hooks are told of a request."""
+def update_of(request: Request) -> RequestUpdate:
+    """The record that step hooks get."""
     row = request.row if request.is_running else -1
-    return RequestNews(request.request_id, row, request.prompt_len, request.computed_len, request.output_len)
+    return RequestUpdate(request.request_id, row, request.prompt_len, request.computed_len, request.output_len)
 
 
 class Retraction:
     """The lowest priority goes first, then the youngest; the oldest running request never goes.
 
-    So there is always progress: the oldest keeps what it computed and is given whatever the others leave, and alone it
-    fits, or it would have been refused on arrival.
+    So there is always progress: the oldest keeps what it computed and gets the pages that the others release, and alone
+    it fits, or it would have been refused on arrival.
     """
 
     def __init__(
-        self, *, ledger: CacheLedger, roster: Roster, exits: Exits, forecast: OutputForecast, by_priority: bool
+        self, *, ledger: CacheLedger, running: RunningSet, lifecycle: Lifecycle, forecast: OutputForecast, by_priority: bool
     ):
         self._ledger = ledger
-        self._roster = roster
-        self._exits = exits
+        self._running = running
+        self._lifecycle = lifecycle
         self._forecast = forecast
         self._by_priority = by_priority
 
     def make_room(self, count: int) -> bool:
-        """One victim, if ``count`` pages cannot be had in every group otherwise; returns whether there was one."""
+        """Retract one request if ``count`` pages cannot be freed in every group by eviction; returns whether it did."""
         if self._ledger.reserve(count):
             return False
         self.retract_one()
@@ -122,12 +125,12 @@ class Retraction:
     def retract_one(self) -> Request:
         """Send one running request back to the queue."""
         victim = self._choose_victim()
-        self._exits.retract(victim)
+        self._lifecycle.retract(victim)
         self._forecast.note_retraction()
         return victim
 
     def _choose_victim(self) -> Request:
-        running = list(self._roster.running())
+        running = list(self._running)
         oldest = min(running, key=lambda request: request.seq)
         others = [request for request in running if request is not oldest]
         assert others, f"{oldest} runs alone and does not fit; it should have been refused on arrival"

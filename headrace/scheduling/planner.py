@@ -1,6 +1,6 @@
 """`Planner`: what the next step computes, under one token budget. Decodes first, then prefill chunks, then newcomers.
 
-Refuses: waiting for results. Lengths advance here as if every step in flight succeeded; commit settles the truth.
+Refuses: waiting for results. ``planned_len`` advances as if every step in flight succeeded; commit corrects it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.lifecycle import Retraction
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
-from headrace.scheduling.running import Roster
+from headrace.scheduling.running import RunningSet
 
 VOID = -1
 
 
 class Flight:
-    """``requests[i]`` is the request of span i, and ``epochs[i]`` its epoch when planned: where the request's own has
-    moved on since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans of which only the
-    draw is."""
+    """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the request's
+    own has changed since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans whose sampled
+    token is void but whose computed positions count."""
 
     __slots__ = ("computed", "epochs", "plan", "requests")
 
@@ -29,15 +29,16 @@ class Flight:
         self.epochs = [request.epoch for request in requests]
         self.computed: list[tuple[Request, int, int]] = []
 
-    def void_draw(self, request: Request) -> None:
-        """The token that this step draws for the request is known by now; what it computes counts all the same."""
+    def void_sample(self, request: Request) -> None:
+        """Ignore the token that this step samples for the request: a forced token took its position. The KV that the
+        step computes is valid all the same."""
         for index, (other, epoch) in enumerate(zip(self.requests, self.epochs, strict=True)):
             if other is request and epoch == request.epoch:
                 self.epochs[index] = VOID
                 self.computed.append((request, epoch, self.plan.begins[index] + self.plan.lengths[index]))
 
     def live_requests(self) -> list[Request]:
-        """Those that still are in the run this plan belongs to."""
+        """Requests that have not left the running set since this plan was made."""
         return [request for request, epoch in zip(self.requests, self.epochs, strict=True) if request.epoch == epoch]
 
 
@@ -46,15 +47,15 @@ CALM_STEPS = 512
 
 
 class StepLimit:
-    """All that is configured, until the device runs out of memory: that halves ``tokens``, and every `CALM_STEPS` steps
-    without another double it again."""
+    """The token budget of a step: what is configured, halved when the device runs out of memory, and doubled again
+    after every `CALM_STEPS` steps without another such failure."""
 
     def __init__(self, most: int):
         self.tokens = self._most = most
         self._calm = 0
 
     def shrink(self) -> bool:
-        """Halve; False, and nothing done, when a step cannot get any smaller."""
+        """Halve the budget; False, and unchanged, when it cannot get any smaller."""
         if self.tokens <= LEAST_TOKENS:
             return False
         self.tokens, self._calm = max(LEAST_TOKENS, self.tokens // 2), 0
@@ -90,7 +91,7 @@ class Planner:
         self,
         *,
         ledger: CacheLedger,
-        roster: Roster,
+        running: RunningSet,
         queue: WaitingQueue,
         admission: Admission,
         retraction: Retraction,
@@ -98,7 +99,7 @@ class Planner:
         max_running: int,
     ):
         self._ledger = ledger
-        self._roster = roster
+        self._running = running
         self._queue = queue
         self._admission = admission
         self._retraction = retraction
@@ -111,11 +112,11 @@ class Planner:
         return self._next_step_id
 
     def plan(self, *, is_idle: bool) -> Flight | None:
-        """The next step, or None when nothing can run before another step is committed. ``is_idle``: none is in
-        flight. Then somebody must get on: requests give way, one at a time, until the oldest can."""
+        """The next step, or None when nothing can run before another step is committed. ``is_idle``: no step is in
+        flight, so no commit will free pages; requests are retracted, one at a time, until the oldest can go on."""
         draft = self._compose()
         while not draft.requests:
-            if not is_idle or not self._roster.num_running:
+            if not is_idle or not self._running.num_running:
                 return None
             self._retraction.retract_one()
             draft = self._compose()
@@ -125,7 +126,7 @@ class Planner:
         draft = Draft()
         self._add_decodes(draft)
         budget = self._limit.tokens - draft.num_decodes
-        for request in list(self._roster.prefilling):
+        for request in list(self._running.prefilling):
             if budget <= 0:
                 break
             length = self._add_chunk(draft, request, budget)
@@ -138,7 +139,7 @@ class Planner:
 
     def _add_decodes(self, draft: Draft) -> None:
         """One token for every decoding request whose output may still grow, counting tokens in flight."""
-        ledger, make_room, decoding = self._ledger, self._retraction.make_room, self._roster.decoding
+        ledger, make_room, decoding = self._ledger, self._retraction.make_room, self._running.decoding
         ready = [request for request in decoding if request.planned_len < request.limit_len]
         growing = [request for request in ready if request.planned_len == request.holding.capacity]
         if growing:
@@ -173,7 +174,7 @@ class Planner:
         request.planned_len = end
         is_last = end == request.goal_len
         if is_last:
-            self._roster.start_decoding(request)
+            self._running.start_decoding(request)
         draft.requests.append(request)
         draft.begins.append(begin)
         draft.lengths.append(end - begin)
@@ -181,11 +182,11 @@ class Planner:
         return end - begin
 
     def _admit(self, draft: Draft, budget: int) -> None:
-        """Let waiting requests in while there are tokens, rows and pages. Who is next and does not fit blocks the
-        rest: otherwise a large request would wait for ever behind small ones. Where nothing is kept between steps, a
-        request is computed whole."""
-        queue, roster, is_whole = self._queue, self._roster, self._ledger.keeps_nothing
-        while budget > 0 and roster.has_free_row and roster.num_running < min(self._max_running, self._limit.tokens):
+        """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those behind
+        it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between steps,
+        so their requests are computed whole."""
+        queue, running, is_whole = self._queue, self._running, self._ledger.keeps_nothing
+        while budget > 0 and running.has_free_row and running.num_running < min(self._max_running, self._limit.tokens):
             request = queue.peek()
             if request is None or (is_whole and request.known_len > budget):
                 break
@@ -199,12 +200,12 @@ class Planner:
         queue.end_step()
 
     def _seal(self, draft: Draft) -> Flight:
-        roster = self._roster
-        if roster.rewired:
-            for request in roster.rewired:
+        running = self._running
+        if running.rewired:
+            for request in running.rewired:
                 self._ledger.take_appends(request.holding, request.row, draft.appends)
-            roster.rewired = {}
-        releases, starts, growths = roster.take_changes()
+            running.rewired = {}
+        releases, starts, growths = running.take_changes()
         plan = StepPlan(
             step_id=self._next_step_id,
             num_decodes=draft.num_decodes,

@@ -1,4 +1,5 @@
-"""`WaitingQueue`: requests that wait for a row, and the policies that choose the next: arrival, priority, longest prefix.
+"""`WaitingQueue`: requests that wait for a row, and the policies that choose the next (arrival, priority, longest
+prefix).
 
 Refuses: followers of another request's prefill; ``sharing`` keeps those until the prefix tree holds what they wait for.
 """
@@ -32,7 +33,7 @@ class Policy(Protocol):
 
 
 class FcfsPolicy:
-    """First come, first served. A retracted request keeps its place in line."""
+    """First come, first served, by arrival: a retracted request is as old as before."""
 
     def __init__(self, waiting: dict[int, Request], hit_pages: HitPages):
         pass

@@ -1,6 +1,6 @@
-"""`Request`: one user ask through its whole life, as the scheduler sees it. Integers only.
+"""`Request`: the scheduler's record of one request, integers only; `Counters`: totals since start.
 
-Refuses: deciding anything. Planner, admission and commit move a request on; this is the record they share.
+Refuses: deciding anything. Admission, planner and commit change a request's state; this is the record they share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.scheduling.cache.ledger import Holding
 
 
 def _pack(ids: list[int]) -> array[int]:
-    """Twice as fast as making the array of the list. Raises `TypeError` for what is not a 32-bit integer."""
+    """Token ids as int32. Twice as fast as ``array("i", ids)``. Raises `TypeError` for what is not a 32-bit integer."""
     try:
         return array("i", struct.pack(f"{len(ids)}i", *ids))
     except struct.error as error:
@@ -37,17 +37,17 @@ class Request:
 
     ======================  ==============================================================================
     ``prompt_len``          tokens the user sent
-    ``output_len``          tokens drawn and committed
+    ``output_len``          tokens sampled and committed
     ``known_len``           both together
     ``cached_len``          tokens found in the prefix tree at the latest admission
     ``computed_len``        positions whose KV is in the cache for certain: their step was committed
     ``planned_len``         the same, counting steps still in flight
     ``goal_len``            where the current prefill ends: ``known_len`` at the latest admission
-    ``limit_len``           positions that can ever need computing: the last token drawn is not computed
+    ``limit_len``           positions that can ever need computing: the last sampled token is not computed
     ======================  ==============================================================================
 
-    ``epoch`` counts exits from running. A step in flight remembers the epoch it was planned in; when they differ at
-    commit, the request has finished or been retracted meanwhile and the step's news of it is void.
+    ``epoch`` counts how often the request left the running set. A step in flight remembers the epoch it was planned in;
+    when they differ at commit, the request has finished or been retracted meanwhile and the result is ignored.
     """
 
     __slots__ = (
@@ -59,24 +59,24 @@ class Request:
         "request_id", "row", "sampling", "seq", "shared_pages", "state", "stop_ids", "tokens", "wait_mark",
     )  # fmt: skip
 
-    def __init__(self, ask: EngineRequest, *, seq: int, max_model_len: int, deadline: float | None):
-        self.request_id = ask.request_id
+    def __init__(self, submitted: EngineRequest, *, seq: int, max_model_len: int, deadline: float | None):
+        self.request_id = submitted.request_id
         self.seq = seq  # arrival number: the age of a request, kept through retractions
-        self.prompt_token_ids = ask.prompt_token_ids
-        self.tokens = _pack(ask.prompt_token_ids)
-        self.sampling = ask.sampling
-        self.pooling = ask.pooling
-        self.namespace = ask.namespace
-        self.priority = ask.priority
+        self.prompt_token_ids = submitted.prompt_token_ids
+        self.tokens = _pack(submitted.prompt_token_ids)
+        self.sampling = submitted.sampling
+        self.pooling = submitted.pooling
+        self.namespace = submitted.namespace
+        self.priority = submitted.priority
         self.deadline = deadline
 
         self.prompt_len = len(self.tokens)
-        most = 0 if ask.pooling is not None else ask.stop.max_tokens
+        most = 0 if submitted.pooling is not None else submitted.stop.max_tokens
         self.max_output_len = max(0, min(most, max_model_len - self.prompt_len))
         self.max_len = self.prompt_len + max(1, self.max_output_len)
         self.limit_len = self.max_len - 1
-        self.min_tokens = ask.stop.min_tokens
-        self.stop_ids = frozenset(ask.stop.eos_ids) | frozenset(ask.stop.stop_ids)
+        self.min_tokens = submitted.stop.min_tokens
+        self.stop_ids = frozenset(submitted.stop.eos_ids) | frozenset(submitted.stop.stop_ids)
 
         self.state = State.QUEUED
         self.epoch = 0
@@ -87,15 +87,15 @@ class Request:
 
         self.arrived_at = 0.0  # by the scheduler's clock
         self.queued_s: float | None = None  # from then to the first admission
-        self.num_cached_tokens = -1  # what users are told: the hit of the first admission
+        self.num_cached_tokens = -1  # reported to users: the hit of the first admission
         self.prompt_logprobs_len = 1  # prompt positions already reported; position 0 has no logprob
 
         self.wait_mark: int | None = None  # the queue's clock of overtakings when it began to wait
-        self.leader: Request | None = None  # whose prefill it waits for (in-batch prefix sharing)
+        self.leader: Request | None = None  # the request whose prefill it waits for (in-batch prefix sharing)
         self.followers: list[Request] = []
         self.shared_pages = 0
         self.num_shared_waits = 0
-        self.hit_pages = 0  # the longest-prefix policy's last look, valid for this version of the tree
+        self.hit_pages = 0  # prefix hit as of the tree's ``hit_version``, for the longest-prefix policy
         self.hit_version = -1
 
     @property

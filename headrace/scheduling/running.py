@@ -1,4 +1,4 @@
-"""`Roster`: the requests that exist, those that run, and the device rows they sit in.
+"""`RunningSet`: the requests that run and their device rows; it also knows all that have not finished, by id.
 
 Refuses: pages, order of admission, and what a step computes.
 """
@@ -11,19 +11,22 @@ from headrace.base.step import RowGrowth, RowStart
 from headrace.scheduling.request import Request, State
 
 
-class Roster:
-    """Rows are handed on at once: plans run in order, and a plan releases rows before it starts requests in them."""
+class RunningSet:
+    """Iterating yields the requests that have a row.
+
+    A row is reused at once: plans run in order, and each releases rows before it starts requests in them.
+    """
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self.requests: dict[str, Request] = {}
-        self.held: dict[Request, None] = {}  # not to be queued yet
+        self.held: dict[Request, None] = {}  # added, but not to be queued before `Scheduler.release`
         self.prefilling: dict[Request, None] = {}  # in order of admission
         self.decoding: dict[Request, None] = {}
-        self.rewired: dict[Request, None] = {}  # their page tables changed behind the device's back
+        self.rewired: dict[Request, None] = {}  # page tables in which entries that the device knows were replaced
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._newcomers: list[Request] = []
-        self._grown: dict[Request, int] = {}  # from which position on the device does not know their tokens
+        self._grown: dict[Request, int] = {}  # first position whose token the device does not know
         self._released: list[int] = []
 
     @property
@@ -34,26 +37,25 @@ class Roster:
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
 
-    def running(self) -> Iterator[Request]:
-        """All requests that have a row."""
+    def __iter__(self) -> Iterator[Request]:
         yield from self.prefilling
         yield from self.decoding
 
-    def seat(self, request: Request) -> None:
-        """Give a request a row; it starts to prefill."""
+    def start_prefill(self, request: Request) -> None:
+        """Give a request a row; it starts to prefill in the next plan."""
         request.row = self._free_rows.pop()
         request.state = State.PREFILLING
         self.prefilling[request] = None
         self._newcomers.append(request)
 
     def start_decoding(self, request: Request) -> None:
-        """All of the known tokens are planned."""
+        """All known tokens of the request are planned; from now on it takes one token a step."""
         request.state = State.DECODING
         del self.prefilling[request]
         self.decoding[request] = None
 
-    def resume_prefill(self, request: Request) -> None:
-        """More tokens are known than were drawn: they are computed before anything else is."""
+    def restart_prefill(self, request: Request) -> None:
+        """Tokens were appended without being sampled (a grammar forced them): compute them before any other prefill."""
         request.state = State.PREFILLING
         request.goal_len = request.known_len
         del self.decoding[request]
@@ -61,7 +63,7 @@ class Roster:
         self._grown[request] = request.planned_len
 
     def leave(self, request: Request, state: State) -> None:
-        """Take the row away; steps in flight no longer count for the request."""
+        """Take the row away. The new epoch makes results of steps in flight void for this request."""
         if request.is_running:
             del (self.prefilling if request.state == State.PREFILLING else self.decoding)[request]
             self.rewired.pop(request, None)
@@ -96,5 +98,5 @@ class Roster:
         return list(self._free_rows)
 
     def forget_device(self) -> None:
-        """The device dropped all rows; nothing needs releasing."""
+        """The executor was reset and has no rows: nothing needs releasing."""
         self._released.clear()

@@ -1,4 +1,4 @@
-"""`Scheduler`: the room's face. The engine adds requests, asks for plans, and commits or fails them in plan order.
+"""`Scheduler`: the room's interface. The engine adds requests, takes plans, and commits or fails them in plan order.
 
 Refuses: tensors, threads, processes. Nothing here waits; time enters through ``clock`` alone.
 """
@@ -20,11 +20,11 @@ from headrace.scheduling.admission import Admission
 from headrace.scheduling.audit import audit_pages, audit_requests
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.commit import Committer
-from headrace.scheduling.lifecycle import Exits, Retraction
+from headrace.scheduling.lifecycle import Lifecycle, Retraction
 from headrace.scheduling.planner import Flight, Planner, StepLimit
 from headrace.scheduling.queue import POLICIES, WaitingQueue
 from headrace.scheduling.request import Counters, Request
-from headrace.scheduling.running import Roster
+from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
 
 _DEFAULTS = DEVICE_DEFAULTS["cpu"]
@@ -48,31 +48,33 @@ class Scheduler:
 
         self._counters = Counters()
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
-        self._roster = Roster(layout.max_rows)
+        self._running = RunningSet(layout.max_rows)
         self._queue = WaitingQueue(
             POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r)
         )
         self._sharing = SharedPrefills(
             self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and self._ledger.use_prefixes
         )
-        parts = {"ledger": self._ledger, "roster": self._roster}
         self._admission = Admission(
-            **parts, queue=self._queue, sharing=self._sharing, counters=self._counters,
+            ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing, counters=self._counters,
             max_model_len=layout.max_model_len, max_queued=config.max_queued, clock=clock,
         )  # fmt: skip
         forecast = self._admission.forecast
-        self._exits = Exits(
-            **parts, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters,
+        self._lifecycle = Lifecycle(
+            ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters,
             hooks=Hooks() if hooks is None else hooks,
         )  # fmt: skip
-        retraction = Retraction(**parts, exits=self._exits, forecast=forecast, by_priority=config.policy == "priority")
+        retraction = Retraction(
+            ledger=self._ledger, running=self._running, lifecycle=self._lifecycle, forecast=forecast,
+            by_priority=config.policy == "priority",
+        )
         self._limit = StepLimit(max_step_tokens)
         self._planner = Planner(
-            **parts, queue=self._queue, admission=self._admission, retraction=retraction,
+            ledger=self._ledger, running=self._running, queue=self._queue, admission=self._admission, retraction=retraction,
             limit=self._limit, max_running=max_running,
         )  # fmt: skip
         self._committer = Committer(
-            exits=self._exits, roster=self._roster, sharing=self._sharing, counters=self._counters
+            lifecycle=self._lifecycle, running=self._running, sharing=self._sharing, counters=self._counters
         )
 
         self._flights: deque[Flight] = deque()
@@ -82,26 +84,26 @@ class Scheduler:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, ask: EngineRequest, *, is_held: bool = False) -> None:
+    def add(self, submitted: EngineRequest, *, is_held: bool = False) -> None:
         """Queue a request, or hold it until `release`. Raises, and keeps nothing, when it is wrong (`RequestError`),
         can never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
-        wait = ask.deadline_s if ask.deadline_s is not None else self._default_deadline_s
+        wait = submitted.deadline_s if submitted.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
         try:
-            request = Request(ask, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline)
+            request = Request(submitted, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline)
         except (OverflowError, TypeError) as error:
             raise RequestError(
                 f"prompt_token_ids must be 32-bit token ids: {error}", param="prompt_token_ids"
             ) from error
-        if ask.request_id in self._roster.requests:
-            raise RequestError(f"request id {ask.request_id!r} is already in use; choose another", param="request_id")
+        if submitted.request_id in self._running.requests:
+            raise RequestError(f"request id {submitted.request_id!r} is already in use; choose another", param="request_id")
         self._admission.check(request)
         request.arrived_at = self._clock()
         self._next_seq += 1
         self._counters.requests += 1
-        self._roster.requests[request.request_id] = request
+        self._running.requests[request.request_id] = request
         if is_held:
-            self._roster.held[request] = None
+            self._running.held[request] = None
         else:
             self._queue.push(request)
         if deadline is not None:
@@ -109,32 +111,32 @@ class Scheduler:
 
     def release(self, request_id: str) -> None:
         """Queue a request that was held; nothing for one that has ended meanwhile."""
-        request = self._roster.requests.get(request_id)
-        if request is not None and request in self._roster.held:
-            del self._roster.held[request]
+        request = self._running.requests.get(request_id)
+        if request is not None and request in self._running.held:
+            del self._running.held[request]
             self._queue.push(request)
 
     def refuse(self, request_id: str, error: HeadraceError) -> RequestOutput | None:
         """End a request that was held with an error; None when there is none."""
-        request = self._roster.requests.get(request_id)
-        if request is None or request not in self._roster.held:
+        request = self._running.requests.get(request_id)
+        if request is None or request not in self._running.held:
             return None
-        return self._exits.finish(request, Finish("error", error=ErrorInfo.of(error)), [])
+        return self._lifecycle.finish(request, Finish("error", error=ErrorInfo.of(error)), [])
 
     def abort(self, request_id: str, reason: str = "abort") -> RequestOutput | None:
         """End a request now, in whatever state; None for an id that is unknown or has finished."""
-        request = self._roster.requests.get(request_id)
-        return None if request is None else self._exits.finish(request, Finish(reason), [])
+        request = self._running.requests.get(request_id)
+        return None if request is None else self._lifecycle.finish(request, Finish(reason), [])
 
     def expire(self) -> list[RequestOutput]:
         """End the requests whose deadline has passed. Free when none has."""
         outputs: list[RequestOutput] = []
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, seq, request_id = heapq.heappop(self._deadlines)
-            request = self._roster.requests.get(request_id)
+            request = self._running.requests.get(request_id)
             if request is not None and request.seq == seq:
                 error = DeadlineExceeded(f"the request's deadline passed after {request.output_len} output tokens")
-                outputs.append(self._exits.finish(request, Finish("error", error=ErrorInfo.of(error)), []))
+                outputs.append(self._lifecycle.finish(request, Finish("error", error=ErrorInfo.of(error)), []))
         return outputs
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -150,8 +152,8 @@ class Scheduler:
         return flight.plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take in a step's result; one output per request with news. Results of steps launched before a failure that
-        was told by `fail` are ignored."""
+        """Take in a step's result; one output per request that progressed. Results of steps launched before a failure
+        (see `fail`) are ignored."""
         flight = self._take_flight(plan)
         return [] if flight is None else self._committer.commit(flight, result, self._flights)
 
@@ -163,8 +165,8 @@ class Scheduler:
         if not isinstance(error, HeadraceError):
             error = StepFailed(f"the step this request was part of failed: {type(error).__name__}: {error}")
         finish = Finish("error", error=ErrorInfo.of(error))
-        doomed = flight.live_requests() if flight is not None else []
-        outputs = [self._exits.finish(request, finish, [], keep_pages=False) for request in doomed]
+        failed = flight.live_requests() if flight is not None else []
+        outputs = [self._lifecycle.finish(request, finish, [], keep_pages=False) for request in failed]
         self._forget_device()
         self._counters.failed_steps += flight is not None
         return outputs
@@ -179,9 +181,9 @@ class Scheduler:
         return True
 
     def _forget_device(self) -> None:
-        for request in list(self._roster.running()):
-            self._exits.retract(request)
-        self._roster.forget_device()
+        for request in list(self._running):
+            self._lifecycle.retract(request)
+        self._running.forget_device()
         self._flights.clear()
         self._first_valid_step = self._planner.next_step_id
 
@@ -197,7 +199,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended or any step has not been committed."""
-        return bool(self._roster.requests or self._flights)
+        return bool(self._running.requests or self._flights)
 
     def reset_prefix_cache(self, *, retracts: bool = False) -> bool:
         """Drop all stored prefixes that no running request reads; True when none is left. With ``retracts`` running
@@ -213,8 +215,8 @@ class Scheduler:
         accounts, counters, tree = self._ledger.accounts, self._counters, self._ledger.tree
         num_pages, num_evictable = sum(a.capacity for a in accounts), sum(tree.num_evictable)
         return EngineStats(
-            num_queued=len(self._queue) + self._sharing.num_following + len(self._roster.held),
-            num_running=self._roster.num_running,
+            num_queued=len(self._queue) + self._sharing.num_following + len(self._running.held),
+            num_running=self._running.num_running,
             num_pages=num_pages,
             num_used_pages=num_pages - num_evictable - sum(a.num_free for a in accounts),
             num_evictable_pages=num_evictable,
@@ -232,5 +234,5 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless every page, row and request is accounted for exactly once."""
-        audit_requests(self._roster, self._queue)
-        audit_pages(self._ledger, self._roster)
+        audit_requests(self._running, self._queue)
+        audit_pages(self._ledger, self._running)

@@ -13,7 +13,7 @@ from headrace.base import env
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError
 from headrace.base.grammar import Vocabulary
-from headrace.base.hooks import HOOKS, RequestNews, load_hooks
+from headrace.base.hooks import HOOKS, RequestUpdate, load_hooks
 from headrace.base.registry import start_plugins
 from headrace.base.step import StepPlan
 from headrace.execution.executor import build_executor
@@ -76,17 +76,17 @@ class StepLog:
             len(chunks), sum(chunks), num_pages
         )
 
-    def request_admitted(self, news: RequestNews) -> None:
+    def request_admitted(self, update: RequestUpdate) -> None:
         """Its prompt is computed."""
-        logger.debug("request %s: prompt of %d tokens computed, in row %d", news.request_id, news.prompt_len, news.row)
+        logger.debug("request %s: prompt of %d tokens computed, in row %d", update.request_id, update.prompt_len, update.row)
 
-    def request_retracted(self, news: RequestNews) -> None:
+    def request_retracted(self, update: RequestUpdate) -> None:
         """It lost its pages."""
-        logger.debug("request %s: back to the queue with %d computed tokens", news.request_id, news.computed_len)
+        logger.debug("request %s: back to the queue with %d computed tokens", update.request_id, update.computed_len)
 
-    def request_finished(self, news: RequestNews, reason: str) -> None:
+    def request_finished(self, update: RequestUpdate, reason: str) -> None:
         """It has ended."""
-        logger.debug("request %s: ended (%s) after %d tokens", news.request_id, reason, news.output_len)
+        logger.debug("request %s: ended (%s) after %d tokens", update.request_id, reason, update.output_len)
 
 
 def sweep_stale_locks(folder: Path, *, max_age_s: float = MAX_AGE_S) -> int:

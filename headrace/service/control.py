@@ -11,14 +11,14 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.base.admin import (
-    UPKEEP_CALLS,
+    ADMIN_CALLS,
     VITAL_PARTS,
     AcquireMemory,
+    AdminCall,
     ReleaseMemory,
     ReplaceWeights,
     StartProfile,
     StopProfile,
-    UpkeepCall,
 )
 from headrace.base.errors import Conflict, HeadraceError, ModelError, RequestError
 from headrace.base.messages import Call, ErrorInfo, Reply
@@ -51,7 +51,7 @@ class Control:
         except OSError as error:
             return Reply(call.call_id, error=ErrorInfo.of(ModelError(f"cannot read: {error.strerror or error}")))
 
-    def _keep_up(self, asked: UpkeepCall) -> object:
+    def _keep_up(self, asked: AdminCall) -> object:
         executor = self._engine.executor
         match asked:
             case StartProfile():
@@ -68,15 +68,15 @@ class Control:
         executor = self._engine.executor
         match asked:
             case ReleaseMemory(parts, discards_weights):
-                self._engine.vacate()
+                self._engine.drain()
                 executor.release_memory(parts, discards_weights=discards_weights)
             case AcquireMemory(parts) if set(parts) & executor.released:
-                self._engine.vacate()
+                self._engine.drain()
                 executor.acquire_memory(parts)
             case ReplaceWeights(model, load_format):
                 if "weights" in executor.released:
                     raise Conflict("the weights are off the device; bring them back before they are replaced")
-                self._engine.vacate(retracts=True)
+                self._engine.drain(retracts=True)
                 executor.replace_weights(model, load_format)
 
 
@@ -86,8 +86,8 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def _read(call: Call) -> UpkeepCall:
-    record = UPKEEP_CALLS.get(call.method)
+def _read(call: Call) -> AdminCall:
+    record = ADMIN_CALLS.get(call.method)
     if record is None:
         raise RequestError(f"unknown call {call.method!r}", param="method")
     try:

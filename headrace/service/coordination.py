@@ -78,7 +78,7 @@ def create_coordinators(executor: Executor, hooks: Hooks) -> list[RequestCoordin
         try:
             coordinators.append(create_coordinator(name, executor, hooks))
         except PluginError as error:
-            if not COORDINATORS.entry(name).is_foreign:
+            if not COORDINATORS.entry(name).is_out_of_tree:
                 raise
             logger.warning("served without it: %s", error)
     return coordinators

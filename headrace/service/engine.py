@@ -154,7 +154,7 @@ class Engine:
         """Forget all cached prefixes; False when some are in use and therefore stayed."""
         return self._scheduler.reset_prefix_cache()
 
-    def vacate(self, *, retracts: bool = False) -> None:
+    def drain(self, *, retracts: bool = False) -> None:
         """Leave nothing of any request on the device, which may forget everything then. Raises `Conflict` while there
         are requests, unless they may be retracted: they resume from the tokens they have."""
         while self._in_flight:

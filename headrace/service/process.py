@@ -82,12 +82,12 @@ class EngineLoop:
         """Serve until stopped. An exception from here means that the engine cannot be trusted any more."""
         while not self._is_stopping and self._channel.is_open:
             is_first = not self._engine.has_work
-            has_news = self._take_messages(self._patience_ms())
+            has_messages = self._take_messages(self._patience_ms())
             if self._gathering.is_due and self._engine.has_work:
                 is_first = self._gather()
             if self._engine.has_work:
                 self._step(is_first=is_first)
-            elif not has_news:
+            elif not has_messages:
                 self._has_idle_work = self._engine.executor.use_idle_moment()
 
     def _patience_ms(self) -> int:

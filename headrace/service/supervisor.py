@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from headrace.base.admin import UPKEEP_CALLS
+from headrace.base.admin import ADMIN_CALLS
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
@@ -70,7 +70,7 @@ class SilenceWatch:
 
     def note_sent(self, message: ToEngine) -> None:
         """A message to the engine. Admin calls move memory or read weights, which no step bounds."""
-        if isinstance(message, Call) and message.method in UPKEEP_CALLS:
+        if isinstance(message, Call) and message.method in ADMIN_CALLS:
             self._calls.add(message.call_id)
 
     def note_heard(self, message: FromEngine) -> None:

@@ -115,7 +115,7 @@ def test_prompt_logprobs_are_computed_in_full_and_reported_once() -> None:
     engine.add(make_ask("a", prompt, 4, prompt_logprobs=0))
     engine.step()
     assert engine.prompt_positions["a"] == list(range(1, 9))
-    engine.scheduler._exits.retract(engine.scheduler._roster.requests["a"])
+    engine.scheduler._lifecycle.retract(engine.scheduler._running.requests["a"])
     engine.drain()
     engine.check_outputs()
     assert engine.finishes["a"].num_cached_tokens == 0
@@ -194,7 +194,7 @@ def test_a_request_can_be_ended_in_every_state(state: str, depth: int, how: str)
     )
     if state == "following":
         engine.launch()
-        assert scheduler._roster.requests["x"].leader is not None
+        assert scheduler._running.requests["x"].leader is not None
     elif state == "prefilling":
         engine.step()
     elif state == "in flight":
@@ -203,7 +203,7 @@ def test_a_request_can_be_ended_in_every_state(state: str, depth: int, how: str)
         for _ in range(4):
             engine.step()
     if state == "retracted":
-        scheduler._exits.retract(scheduler._roster.requests["x"])
+        scheduler._lifecycle.retract(scheduler._running.requests["x"])
     if state == "finished":
         engine.drain()
     now[0] = 6.0
@@ -314,8 +314,8 @@ def test_the_youngest_or_least_important_gives_way(policy: str, victim: str) -> 
         engine.scheduler.check()
         if first is None and engine.scheduler.stats().retracted_total:
             first = (
-                {r.request_id for r in engine.scheduler._roster.requests.values()}
-                - {r.request_id for r in engine.scheduler._roster.running()}
+                {r.request_id for r in engine.scheduler._running.requests.values()}
+                - {r.request_id for r in engine.scheduler._running}
             )
     assert first == {victim}
     engine.check_outputs()
@@ -329,7 +329,7 @@ def test_the_oldest_running_request_never_gives_way() -> None:
     for index in range(4):
         engine.add(make_ask(f"proud{index}", [2, index] * 4, 30, priority=9))
     while "meek" not in engine.finishes:
-        assert engine.scheduler._roster.requests["meek"].is_running
+        assert engine.scheduler._running.requests["meek"].is_running
         engine.step()
     assert engine.scheduler.stats().retracted_total > 0
     engine.drain()
@@ -440,7 +440,7 @@ def test_a_window_group_uses_no_more_pages_than_its_window() -> None:
     most = 0
     while engine.scheduler.has_work:
         engine.step()
-        holding = next((r.holding for r in engine.scheduler._roster.running()), None)
+        holding = next((r.holding for r in engine.scheduler._running), None)
         most = max(most, sum(1 for page in holding.tables[1] if page) if holding else 0)
     assert most == 3
     engine.check_outputs()

@@ -14,7 +14,7 @@ from fakes import FakeExecutor, continuation
 
 from headrace.base.config import engine_config
 from headrace.base.errors import PluginError
-from headrace.base.hooks import HOOKS, Hooks, RequestNews, load_hooks
+from headrace.base.hooks import HOOKS, Hooks, RequestUpdate, load_hooks
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import StepPlan
@@ -30,14 +30,14 @@ class Recorder:
         self.told: list[tuple[Any, ...]] = []
         self.plans: list[StepPlan] = []
 
-    def request_admitted(self, news: RequestNews) -> None:
-        self.told.append(("admitted", news))
+    def request_admitted(self, update: RequestUpdate) -> None:
+        self.told.append(("admitted", update))
 
-    def request_retracted(self, news: RequestNews) -> None:
-        self.told.append(("retracted", news))
+    def request_retracted(self, update: RequestUpdate) -> None:
+        self.told.append(("retracted", update))
 
-    def request_finished(self, news: RequestNews, reason: str) -> None:
-        self.told.append(("finished", news, reason))
+    def request_finished(self, update: RequestUpdate, reason: str) -> None:
+        self.told.append(("finished", update, reason))
 
     def step_planned(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -73,13 +73,13 @@ def test_a_request_is_told_of_from_its_first_token_to_its_end():
     engine.submit(request("a", [1, 2, 3]))
     run(engine)
     admitted, finished = hook.told
-    assert admitted == ("admitted", RequestNews("a", admitted[1].row, 3, 3, 1)) and admitted[1].row >= 0
+    assert admitted == ("admitted", RequestUpdate("a", admitted[1].row, 3, 3, 1)) and admitted[1].row >= 0
     assert finished[:1] == ("finished",) and finished[1].output_len == 4 and finished[2] == "length"
     assert [plan.num_decodes for plan in hook.plans] == [0, 1, 1, 1]
     engine.submit(request("b", [1], max_tokens=50))
     engine.abort("b")
     run(engine)
-    assert hook.told[2:] == [("finished", RequestNews("b", -1, 1, 0, 0), "abort")]
+    assert hook.told[2:] == [("finished", RequestUpdate("b", -1, 1, 0, 0), "abort")]
 
 
 def test_retractions_are_told():
@@ -87,9 +87,9 @@ def test_retractions_are_told():
     engine = engine_with(("recorder", hook))
     engine.submit(request("a", [1, 2, 3], max_tokens=6))
     run(engine, 3)
-    engine.vacate(retracts=True)
+    engine.drain(retracts=True)
     assert tokens(run(engine)["a"])[-2:] == continuation([1, 2, 3], 6)[-2:]
-    assert [news[0] for news in hook.told] == ["admitted", "retracted", "admitted", "finished"]
+    assert [update[0] for update in hook.told] == ["admitted", "retracted", "admitted", "finished"]
 
 
 class Faulty:
@@ -122,7 +122,7 @@ def test_a_hook_that_raises_is_switched_off_and_named_and_hurts_nobody(event: st
         outputs = run(engine)
     assert tokens(outputs["a"]) == continuation([1], 4) and tokens(outputs["b"]) == continuation([2], 4)
     assert faulty.num_calls == 1 and "'acme_faulty' is switched off" in caplog.text and event in caplog.text
-    assert [news[0] for news in other.told].count("finished") == 2 and not engine.has_work
+    assert [update[0] for update in other.told].count("finished") == 2 and not engine.has_work
     engine.check()
 
 

@@ -1,4 +1,4 @@
-"""`Upkeep`: what is done to an engine as a whole, in the right order: sleep and wake, weights, pauses, profiles.
+"""`EngineAdmin`: what is done to an engine as a whole, in the right order: sleep and wake, weights, pauses, profiles.
 Torch-free."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ABORT_S = 30.0
 SleepMode = Literal["refuse", "abort", "wait"]
 
 
-class Upkeep:
+class EngineAdmin:
     """Over one client; its calls take turns. ``is_paused`` and the sleep end with the engine process, which is started
     anew with the weights that were loaded last."""
 

@@ -124,7 +124,7 @@ class _Choice:
         return finish.stop_id if finish.stop_id in (self._params.stop_token_ids or ()) else None
 
 
-class ReadAssembler:
+class PooledAssembler:
     """What `OutputAssembler` is for generation: passes the one result on."""
 
     can_end_early = False

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.base.admin import UpkeepCall
+from headrace.base.admin import AdminCall
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineAsleep, EngineUnavailable, HeadraceError, RequestError
 from headrace.base.messages import (
@@ -35,7 +35,7 @@ from headrace.base.messages import (
 )
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
-from headrace.service.client.prompts import draw_request_id, encode_prompt, open_request, with_seed
+from headrace.service.client.prompts import encode_prompt, new_request_id, open_request, with_seed
 from headrace.service.client.stream import RequestStream
 from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine
 from headrace.service.supervisor import STALL_TIMEOUT_S, Supervisor
@@ -51,7 +51,7 @@ RETRY_AFTER_S = 5.0
 class EngineClient:
     """Requests in, streams out, over one supervised engine process. Belongs to the event loop that ran `start`.
 
-    ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is given back, see `Upkeep`), ``restarting``,
+    ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is given back, see `EngineAdmin`), ``restarting``,
     ``draining`` or ``stopped``; requests are taken when ready. ``facts``, ``memory`` and ``tokenizer`` are known from
     then on; ``last_stats`` is at most a step old under load. ``stall_timeout_s``, ``builder`` and ``engine`` are the
     supervisor's.
@@ -143,7 +143,7 @@ class EngineClient:
         """Check a request and send it to the engine. Raises typed errors: `RequestError` for what is wrong with it,
         `EngineUnavailable` when the engine takes none now. What the engine refuses (`QueueFull`) is the first delta."""
         self._require_ready()
-        request_id = request_id or draw_request_id()
+        request_id = request_id or new_request_id()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be text, got {request_id!r}", param="request_id")
         prompt_ids = encode_prompt(
@@ -181,10 +181,10 @@ class EngineClient:
         return bool(await self._call("reset_prefix_cache"))
 
     async def control(
-        self, method: Literal["pause", "continue", "freeze_gc"] | UpkeepCall, *, timeout_s: float = CALL_TIMEOUT_S
+        self, method: Literal["pause", "continue", "freeze_gc"] | AdminCall, *, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
         """Hold all generation (requests wait), go on with it, take the engine's heap out of garbage collection, or what
-        base/admin has; `Upkeep` knows when. A new engine after a crash is neither paused nor asleep."""
+        base/admin has; `EngineAdmin` knows when. A new engine after a crash is neither paused nor asleep."""
         if isinstance(method, str):
             return await self._call(method)
         return await self._call(method.method, msgspec.to_builtins(method), timeout_s)

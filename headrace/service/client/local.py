@@ -23,7 +23,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingParams
 from headrace.service.bytecode import keep_bytecode
-from headrace.service.client.assembler import OutputAssembler, ReadAssembler
+from headrace.service.client.assembler import OutputAssembler, PooledAssembler
 from headrace.service.client.outputs import Collector, GenerationOutput
 from headrace.service.client.prompts import encode_prompt, open_request, with_seed
 from headrace.service.spawn import ENGINE_BUILDER
@@ -42,7 +42,7 @@ class Job:
     """One prompt to be run: its engine requests, checked, and what gathers their output."""
 
     requests: list[EngineRequest]
-    assembler: OutputAssembler | ReadAssembler
+    assembler: OutputAssembler | PooledAssembler
     collector: Collector
 
 

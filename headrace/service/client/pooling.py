@@ -60,12 +60,12 @@ class Reader:
             return Reading(tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
         return Reading(list(text)[: self.limit])
 
-    def read_pair(self, first: str, second: str) -> Reading:
+    def encode_pair(self, first: str, second: str) -> Reading:
         """Two texts as one, with the tokens between them that the model expects."""
         ids, second_start = require_tokenizer(self.tokenizer).encode_pair(first, second, limit=self.limit)
         return Reading(ids, PoolingSpec(second_start=second_start))
 
-    def read_question(self, query: str, document: str, instruction: str) -> Reading:
+    def encode_question(self, query: str, document: str, instruction: str) -> Reading:
         """The question whether a document suits a query, as the model's chat template words it; the document's end is
         cut off where the whole is too long."""
         tokenizer = require_tokenizer(self.tokenizer)
@@ -107,9 +107,9 @@ def plan_scores(pairs: Sequence[tuple[str, str]], reader: Reader, *, instruct: s
             param="model"
         )
     if pooling.takes_pairs:
-        readings = [reader.read_pair(*pair) for pair in pairs]
+        readings = [reader.encode_pair(*pair) for pair in pairs]
     else:
-        readings = [reader.read_question(*pair, instruct or INSTRUCTION) for pair in pairs]
+        readings = [reader.encode_question(*pair, instruct or INSTRUCTION) for pair in pairs]
     return ScorePlan(
         readings, lambda results: [activate(unpack_floats(packed), pooling.activation)[0] for packed in results]
     )
@@ -159,7 +159,7 @@ def _ask_yes_or_no(pairs: Sequence[tuple[str, str]], reader: Reader, instruction
             "this model cannot be asked for a score: yes and no are not single tokens of its vocabulary", param="model"
         )
     spec = PoolingSpec(label_ids=[ids[0] for ids in answers])
-    readings = [Reading(reader.read_question(*pair, instruction).token_ids, spec) for pair in pairs]
+    readings = [Reading(reader.encode_question(*pair, instruction).token_ids, spec) for pair in pairs]
 
     def finish(results: list[bytes]) -> list[float]:
         return [_sigmoid(yes - no) for yes, no in map(unpack_floats, results)]

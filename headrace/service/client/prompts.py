@@ -15,14 +15,14 @@ from headrace.base.errors import ContextLengthExceeded, RequestError
 from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
-from headrace.service.client.assembler import OutputAssembler, ReadAssembler
-from headrace.service.client.requests import build_reading, build_requests
+from headrace.service.client.assembler import OutputAssembler, PooledAssembler
+from headrace.service.client.requests import build_pooling_request, build_requests
 from headrace.service.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def draw_request_id() -> str:
+def new_request_id() -> str:
     """An id no other request has."""
     return uuid.uuid4().hex
 
@@ -88,11 +88,11 @@ def open_request(
     request_id: str, token_ids: list[int], params: SamplingParams | PoolingSpec, *, facts: ModelFacts,
     tokenizer: Tokenizer | None,
     namespace: str = "", priority: int = 0, deadline_s: float | None = None,
-) -> tuple[list[EngineRequest], OutputAssembler | ReadAssembler]:
+) -> tuple[list[EngineRequest], OutputAssembler | PooledAssembler]:
     """Engine requests of a prompt to be continued, or of a text to be read, and what puts their outputs together."""
     options = dict(facts=facts, namespace=namespace, priority=priority, deadline_s=deadline_s)
     if isinstance(params, PoolingSpec):
-        return [build_reading(request_id, token_ids, params, **options)], ReadAssembler()
+        return [build_pooling_request(request_id, token_ids, params, **options)], PooledAssembler()
     requests = build_requests(request_id, token_ids, params, tokenizer=tokenizer, **options)
     return requests, OutputAssembler(requests, params, tokenizer)
 

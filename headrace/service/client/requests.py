@@ -230,7 +230,7 @@ def _wrap_64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def build_reading(
+def build_pooling_request(
     request_id: str, token_ids: Sequence[int], spec: PoolingSpec, *, facts: ModelFacts, namespace: str = "",
     priority: int = 0,
     deadline_s: float | None = None,

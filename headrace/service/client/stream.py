@@ -66,7 +66,7 @@ class RequestStream:
         self._assembler = assembler
         self._send = send
         self._pending: dict[int, ChoiceDelta] = {}
-        self._news = asyncio.Event()
+        self._updated = asyncio.Event()
         self._take: Callable[[ChoiceDelta], bool] | None = None
 
     @property
@@ -120,8 +120,8 @@ class RequestStream:
                     yield self._pending.pop(next(iter(self._pending)))
                 if self.is_finished:
                     return
-                self._news.clear()
-                await self._news.wait()
+                self._updated.clear()
+                await self._updated.wait()
         finally:
             self.abort()
 
@@ -130,7 +130,7 @@ class RequestStream:
             return False
         if delta.finish_reason is not None:
             self._unfinished.discard(delta.index)
-            self._news.set()  # the reader sees whether that was all
+            self._updated.set()  # the reader sees whether that was all
         return True
 
     def _keep(self, delta: ChoiceDelta) -> None:
@@ -138,7 +138,7 @@ class RequestStream:
         self._pending[delta.index] = delta if earlier is None else merge_deltas(earlier, delta)
         if delta.finish_reason is not None:
             self._unfinished.discard(delta.index)
-        self._news.set()
+        self._updated.set()
 
     def _break(self, error: Exception) -> None:
         logger.error("output of request %s cannot be assembled", self.request_id, exc_info=error)

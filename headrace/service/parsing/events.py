@@ -70,7 +70,7 @@ NAME = re.compile(r"[\w.:/-]+")
 MAX_CALLS = 1024
 
 
-def draw_call_id(length: int | None = None) -> str:
+def new_call_id(length: int | None = None) -> str:
     """An id no other call has; ``length`` letters and digits where a template insists on that."""
     return uuid.uuid4().hex[:length] if length else f"call_{uuid.uuid4().hex[:24]}"
 
@@ -114,7 +114,7 @@ class CallWriter:
         self.is_open = True
         self._num_calls += 1
         if self._is_told:
-            self._emit(CallStart(self._num_calls - 1, self._call_id or draw_call_id(self._id_length), self.name))
+            self._emit(CallStart(self._num_calls - 1, self._call_id or new_call_id(self._id_length), self.name))
 
     def add(self, text: str) -> None:
         """More of the arguments."""

@@ -37,7 +37,7 @@ _GGUF_IDS = {
 }
 _GGUF_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _PIECE_FILES = ("tokenizer.model", "spiece.model")
-_FOREIGN_FILES = ("tekken.json", "vocab.json", "vocab.txt", "sentencepiece.bpe.model")
+_UNREADABLE_FILES = ("tekken.json", "vocab.json", "vocab.txt", "sentencepiece.bpe.model")
 """Vocabularies whose ids follow from rules outside the file; the last one's are shifted by one."""
 
 
@@ -118,7 +118,7 @@ def _load_folder(folder: Path) -> tuple[Backend, TokenizerFacts]:
     for name in _PIECE_FILES:
         if (folder / name).is_file():
             return _load_pieces(folder / name, folder)
-    other = sorted(p.name for p in folder.iterdir() if p.name in _FOREIGN_FILES or p.suffix == ".tiktoken")
+    other = sorted(p.name for p in folder.iterdir() if p.name in _UNREADABLE_FILES or p.suffix == ".tiktoken")
     found = (
         f"; {', '.join(other)} must be converted first: load it once with transformers and call save_pretrained"
         if other else ""

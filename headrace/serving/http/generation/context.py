@@ -12,7 +12,7 @@ from starlette.requests import Request
 from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.base.errors import EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
-from headrace.service.client.admin import Upkeep
+from headrace.service.client.admin import EngineAdmin
 from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.generation.response_store import ResponseStore
 from headrace.serving.http.transport.errors import ModelNotFound
@@ -45,7 +45,7 @@ class AppContext:
     _formats: Formats | None = None
 
     def __post_init__(self) -> None:
-        self.upkeep = Upkeep(self.client)
+        self.admin = EngineAdmin(self.client)
         self.tracing = open_tracing(self.operations)
         limit = self.operations.dump_limit_mib * 2**20
         self.dump = DumpFolder(self.operations.dump_requests, limit) if self.operations.dump_requests else None

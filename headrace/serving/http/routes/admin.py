@@ -78,7 +78,7 @@ def _memory_handler(*, is_release: bool) -> Handler:
         context = context_of(request)
         body = await MEMORY_BODY.read_optional(request, context.server.max_body_bytes)
         _check_running(context)
-        await (context.upkeep.sleep if is_release else context.upkeep.wake)(body.tags or DEVICE_PARTS)
+        await (context.admin.sleep if is_release else context.admin.wake)(body.tags or DEVICE_PARTS)
         return _tell_memory(context)
 
     return change
@@ -90,7 +90,7 @@ async def sleep(request: Request) -> JsonResponse:
     context = context_of(request)
     level, mode = _read_choice(request, "level", ("1", "2")), _read_choice(request, "mode", tuple(SLEEP_MODES))
     _check_running(context)
-    await context.upkeep.sleep(DEVICE_PARTS, discards_weights=level == "2", mode=SLEEP_MODES[mode])
+    await context.admin.sleep(DEVICE_PARTS, discards_weights=level == "2", mode=SLEEP_MODES[mode])
     return _tell_memory(context)
 
 
@@ -98,24 +98,24 @@ async def wake_up(request: Request) -> JsonResponse:
     """Take all memory again, or what ``tags`` name (vLLM's name)."""
     context, tags = context_of(request), _read_tags(request)
     _check_running(context)
-    await context.upkeep.wake(tags)
+    await context.admin.wake(tags)
     return _tell_memory(context)
 
 
 def _tell_memory(context: AppContext) -> JsonResponse:
-    return JsonResponse(AdminAnswer(True, "the engine sleeps" if context.upkeep.is_asleep else "the engine is awake"))
+    return JsonResponse(AdminAnswer(True, "the engine sleeps" if context.admin.is_asleep else "the engine is awake"))
 
 
 async def tell_sleeping(request: Request) -> JsonResponse:
     """Whether the engine sleeps."""
-    return JsonResponse(SleepState(context_of(request).upkeep.is_asleep))
+    return JsonResponse(SleepState(context_of(request).admin.is_asleep))
 
 
 async def pause(request: Request) -> JsonResponse:
     """Hold all generation (vLLM's name)."""
     context, mode = context_of(request), _read_choice(request, "mode", PAUSE_MODES)
     context.check_available()
-    await context.upkeep.pause()
+    await context.admin.pause()
     if mode == "abort":
         await context.client.abort(None)
     return JsonResponse(AdminAnswer(True, "generation is paused"))
@@ -125,13 +125,13 @@ async def resume(request: Request) -> JsonResponse:
     """Go on after a pause (vLLM's name)."""
     context = context_of(request)
     context.check_available()
-    await context.upkeep.pause(False)
+    await context.admin.pause(False)
     return JsonResponse(AdminAnswer(True, "generation goes on"))
 
 
 async def tell_paused(request: Request) -> JsonResponse:
     """Whether generation is held."""
-    return JsonResponse(PauseState(context_of(request).upkeep.is_paused))
+    return JsonResponse(PauseState(context_of(request).admin.is_paused))
 
 
 async def update_weights(request: Request) -> JsonResponse:
@@ -148,7 +148,7 @@ async def update_weights(request: Request) -> JsonResponse:
         await context.client.abort(None)
     same_format = context.client.config.model.load_format if body.model_path is None else "auto"
     try:
-        num_kept = await context.upkeep.replace_weights(
+        num_kept = await context.admin.replace_weights(
             model, load_format=body.load_format or same_format, version=body.weight_version
         )
     except (ModelError, ConfigError) as error:
@@ -194,7 +194,7 @@ async def start_profile(request: Request) -> JsonResponse:
             "there is no folder for profiles: start the server with --profile-folder", param="profile_folder"
         )
     context.check_available()
-    await context.upkeep.start_profile(StartProfile(
+    await context.admin.start_profile(StartProfile(
         os.path.abspath(folder), num_steps=body.num_steps, has_stacks=bool(body.with_stack),
         has_shapes=bool(body.record_shapes),
         has_device=body.activities is None or bool({"GPU", "CUDA"} & set(body.activities)),
@@ -210,7 +210,7 @@ async def stop_profile(request: Request) -> JsonResponse:
             "there is no folder for profiles: start the server with --profile-folder", param="profile_folder"
         )
     context.check_available()
-    return JsonResponse(AdminAnswer(True, f"written: {await context.upkeep.stop_profile()}"))
+    return JsonResponse(AdminAnswer(True, f"written: {await context.admin.stop_profile()}"))
 
 
 def _admin(
@@ -245,7 +245,7 @@ async def pause_generation(request: Request) -> JsonResponse:
     context = context_of(request)
     mode = (await PAUSE_BODY.read_optional(request, context.server.max_body_bytes)).mode
     context.check_available()
-    await context.upkeep.pause()
+    await context.admin.pause()
     num_ended = sum(context.abort(request_id) for request_id in list(context.running)) if mode != "in_place" else 0
     return JsonResponse(AdminAnswer(True, f"generation is paused; {num_ended} running requests were ended"))
 
@@ -254,7 +254,7 @@ async def continue_generation(request: Request) -> JsonResponse:
     """Go on after a pause."""
     context = context_of(request)
     context.check_available()
-    await context.upkeep.pause(False)
+    await context.admin.pause(False)
     return JsonResponse(AdminAnswer(True, "generation goes on"))
 
 

@@ -177,7 +177,7 @@ async def show_model_info(request: Request) -> JsonResponse:
         architectures=[facts.architecture], model_type=facts.family, max_model_len=facts.max_model_len,
         dtype=facts.dtype, device=facts.device,
         num_parameters=facts.num_parameters, preferred_sampling_params=facts.default_sampling,
-        weight_version=context.upkeep.weight_version,
+        weight_version=context.admin.weight_version,
     ))
 
 

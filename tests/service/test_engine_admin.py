@@ -15,7 +15,7 @@ from headrace.base.config import engine_config
 from headrace.base.errors import Conflict, EngineAsleep, EngineUnavailable, ModelError
 from headrace.base.messages import Call, EngineRequest
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
-from headrace.service.client.admin import Upkeep
+from headrace.service.client.admin import EngineAdmin
 from headrace.service.control import Control
 from headrace.service.engine import Engine
 
@@ -131,40 +131,40 @@ async def collect(client, prompt: list[int], count: int) -> tuple[list[int], str
 async def test_over_a_process(start_client):
     """Sleep with requests in the way, a crash in the sleep, and weights that outlive a crash."""
     client = await start_client(seed=5, kv_pages=256)  # five milliseconds a step
-    upkeep = Upkeep(client)
+    admin = EngineAdmin(client)
     running = asyncio.create_task(collect(client, PROMPT, 2000))
     await asyncio.sleep(0.05)
     assert not running.done(), await running
     with pytest.raises(Conflict):
-        await upkeep.sleep()
-    await upkeep.sleep(mode="abort")
-    assert (await running)[1] == "abort" and client.state == "asleep" and upkeep.is_asleep
+        await admin.sleep()
+    await admin.sleep(mode="abort")
+    assert (await running)[1] == "abort" and client.state == "asleep" and admin.is_asleep
     with pytest.raises(EngineAsleep):
         client.submit(PROMPT, SamplingParams(max_tokens=1))
     assert (await client.stats()).num_running == 0
-    await upkeep.wake(["weights"])
-    await upkeep.start_profile(StartProfile("folder", num_steps=7))
-    assert await upkeep.stop_profile() == "7 steps"
-    assert await upkeep.replace_weights("9", version="nine") == 0 and client.state == "asleep"
-    await upkeep.wake()
+    await admin.wake(["weights"])
+    await admin.start_profile(StartProfile("folder", num_steps=7))
+    assert await admin.stop_profile() == "7 steps"
+    assert await admin.replace_weights("9", version="nine") == 0 and client.state == "asleep"
+    await admin.wake()
     assert client.state == "ready" and await collect(client, PROMPT, 1) == ([(next_token(PROMPT) + 9) % 250], "length")
-    assert (client.config.model.model, upkeep.weight_version) == ("9", "nine")
+    assert (client.config.model.model, admin.weight_version) == ("9", "nine")
     with pytest.raises(ModelError):
-        await upkeep.replace_weights("broken")
-    await upkeep.pause()
-    assert upkeep.is_paused
+        await admin.replace_weights("broken")
+    await admin.pause()
+    assert admin.is_paused
     late = asyncio.create_task(collect(client, PROMPT, 3))
     await asyncio.sleep(0.05)
     assert not late.done()
     with pytest.raises(Conflict):
-        await upkeep.sleep()
-    await upkeep.pause(False)
+        await admin.sleep()
+    await admin.pause(False)
     assert (await late)[1] == "length"
-    waiting = asyncio.create_task(upkeep.sleep(mode="wait"))
+    waiting = asyncio.create_task(admin.sleep(mode="wait"))
     await waiting
     os.kill(client.engine_pid, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
-        await upkeep.wake()
+        await admin.wake()
     await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
-    assert client.state == "ready" and not upkeep.is_asleep
+    assert client.state == "ready" and not admin.is_asleep
     assert client.config.model.model == "9"
