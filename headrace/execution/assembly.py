@@ -1,70 +1,143 @@
-"""`Assembly`: how a model is loaded and a runner built over it, the same way at the start and whenever either comes
-back.
+"""`Assembly`: what runners are built from: a loaded model, its configuration, and an attention backend for each cache
+group. Backends are chosen by what they declare; nothing here knows a name.
 
-Refuses: deciding sizes; they are in the resolved configuration and the layout.
+Refuses: deciding how many pages there are; that is in the layout.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
 
-from headrace.base.cache import CacheLayout
-from headrace.base.config import DeviceConfig, EngineConfig, ModelConfig
-from headrace.base.errors import ConfigError
-from headrace.execution.backends import ChosenBackends, choose_backends
-from headrace.execution.captures import NoRecorder, Recorder
+from headrace.base.cache import CACHE_BACKENDS, CacheGroup, CacheLayout
+from headrace.base.config import CacheConfig, EngineConfig
+from headrace.base.errors import ConfigError, PluginError
+from headrace.execution.captures import Recorder
 from headrace.execution.device import is_out_of_memory
 from headrace.execution.graphs import GraphSizes, bucket_sizes, step_sizes
-from headrace.execution.loading import LoadedModel, Progress, load_model
+from headrace.execution.loading import LoadedModel, Progress
 from headrace.execution.runner import Runner
-from headrace.execution.warmup import measure_largest_steps, measure_peak, run_tiny_steps
+from headrace.layers.attention import ATTENTION_BACKENDS
+from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry
 from headrace.layers.build import Build
+from headrace.layers.model import ServedModel
+from headrace.layers.self_attention import AttentionLayer
 from headrace.memory.plan import CachePlan, free_bytes
+
+DEFAULT_PAGE_SIZE = 16
 
 DRIVER_BYTES_PER_LAYER = 64 * 2**10
 """Launch parameters and node state of a layer in a captured step: twice what was measured."""
 LIBRARY_BYTES = 64 * 2**20
-"""What a library of products takes for the stream that records."""
+"""What a matrix library takes for the stream that records."""
 
 
 @dataclass(frozen=True)
-class StepBytes:
-    """What steps take beyond what is there before them: the largest as written, and the largest ones that graphs are
-    made of, one for each kind, together."""
+class ChosenBackends:
+    """One backend per cache group, all made for ``page_size``; a `CacheBackend` of the family's own for kinds that have
+    one, whose layers know its class."""
 
-    largest: int = 0
-    captured: int = 0
+    page_size: int
+    backends: list[AttentionBackend]
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """``config`` has no device default left open; ``layout`` has the pages of all cache groups."""
+    """``config`` has no device default left open. ``backends[g]`` reads cache group g."""
 
     config: EngineConfig
-    layout: CacheLayout
+    loaded: LoadedModel
+    backends: list[AttentionBackend]
     device: torch.device
 
-    def load(self, model: ModelConfig, progress: Progress) -> LoadedModel:
-        """Read a model; raises what `load_model` does."""
-        return load_model(replace(self.config, model=model), self.device, progress)
+    @classmethod
+    def of(cls, config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Assembly:
+        """Choose backends, and settle the page size and whether there are graphs."""
+        build = Build(device=device, dtype=loaded.dtype)
+        chosen = choose_backends(loaded.model, loaded.groups, build, config.cache, config.device.attention_backend)
+        is_capturable = loaded.model.is_capturable and all(backend.is_capturable for backend in chosen.backends)
+        graphs = config.device.graphs if is_capturable else "off"
+        config = replace(
+            config, cache=replace(config.cache, page_size=chosen.page_size),
+            device=replace(config.device, graphs=graphs),
+        )
+        return cls(config, loaded, chosen.backends, device)
 
-    def build_runner(self, loaded: LoadedModel, chosen: ChosenBackends) -> Runner:
-        """Pools, page tables, rows and sampler over a model, and a first step."""
-        runner = build_runner(self.config, loaded, chosen, self.layout, self.device)
-        run_tiny_steps(runner.execute, self.layout, is_reader=loaded.pooling is not None)
-        return runner
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the model computes embeddings, scores or classes instead of tokens."""
+        return self.loaded.pooling is not None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are captured."""
+        return self.device.type == "cuda" and self.config.device.graphs != "off"
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of the largest step."""
+        assert self.config.scheduler.max_step_tokens
+        return self.config.scheduler.max_step_tokens
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that run at a time."""
+        assert self.config.scheduler.max_running_requests
+        return self.config.scheduler.max_running_requests
+
+    def graph_sizes(self) -> GraphSizes:
+        """Buckets to capture."""
+        decodes = bucket_sizes(self.max_rows)
+        if not all(backend.supports_dynamic_lengths for backend in self.backends):
+            return GraphSizes(decodes, [])
+        return GraphSizes(decodes, step_sizes(self.max_step_tokens, self.loaded.num_parameters))
+
+    def graph_reserve(self, captured: int) -> int:
+        """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses):
+        ``captured``, since all sizes share the memory of the largest, and what the driver takes for each. The same
+        whenever they are captured."""
+        if not self.has_graphs:
+            return 0
+        return captured + len(self.graph_sizes()) * self.loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
+
+    def layout_of(self, plan: CachePlan) -> CacheLayout:
+        """The layout of a planned cache."""
+        assert self.config.cache.page_size
+        return CacheLayout(self.config.cache.page_size, self.max_rows, plan.max_model_len, plan.groups)
+
+    def build_runner(self, layout: CacheLayout) -> Runner:
+        """Pools, page tables, rows and sampler over the model; raises `ConfigError` when the pools do not fit the
+        device."""
+        try:
+            return Runner(
+                self.loaded.model, layout, self.backends, num_layers=self.loaded.num_layers,
+                vocab_size=self.loaded.vocab_size, max_tokens=self.max_step_tokens, device=self.device,
+                check_finite=self.config.device.check_finite,
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                "the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction"
+            ) from error
+
+    def build_small_runner(self) -> Runner:
+        """A runner with two pages per group: for steps before it is known how many pages there will be."""
+        groups = [msgspec.structs.replace(group, num_pages=2) for group in self.loaded.groups]
+        return self.build_runner(self.layout_of(CachePlan(groups, self.loaded.max_model_len)))
 
     @torch.inference_mode()
-    def capture_graphs(self, runner: Runner, loaded: LoadedModel, chosen: ChosenBackends, progress: Progress) -> int:
-        """Let steps run as graphs where there is anything to capture: all recorded now, or the largest alone and the
-        others when they are wanted. Returns the bytes that those recorded take."""
-        if not has_graphs(self.config, self.device):
+    def capture_graphs(self, runner: Runner, progress: Progress) -> int:
+        """Let steps run as graphs where they can: all recorded now, or the largest alone and the others when they are
+        needed. Returns the bytes that those recorded take."""
+        if not self.has_graphs:
             return 0
-        sizes, done, free = graph_sizes(self.config, loaded, chosen), itertools.count(1), free_bytes(self.device)
+        sizes, done, free = self.graph_sizes(), itertools.count(1), free_bytes(self.device)
         captured = runner.capture(sizes, Recorder(self.device))
         progress("capturing graphs", 0.9)
         if self.config.device.graphs == "lazy":
@@ -73,98 +146,69 @@ class Assembly:
             captured.record_all(lambda: progress("capturing graphs", 0.9 + 0.1 * next(done) / len(sizes)))
         return max(0, free - free_bytes(self.device))
 
-    def rebuild_runner(self, loaded: LoadedModel, *, captures: bool, progress: Progress) -> Runner:
-        """What the start does once the layout is known: measure, allocate, run, capture."""
-        build = Build(device=self.device, dtype=loaded.dtype)
-        chosen = choose_backends(
-            loaded.model, loaded.groups, build, self.config.cache, self.config.device.attention_backend
-        )
-        measure_steps(self.config, loaded, chosen, self.device)
-        runner = self.build_runner(loaded, chosen)
-        if captures:
-            self.capture_graphs(runner, loaded, chosen, progress)
-        return runner
+
+@dataclass(frozen=True)
+class _Choice:
+    """The backend of a group: ``make`` builds it."""
+
+    preferred_page_size: int | None
+    make: Callable[[], AttentionBackend]
 
 
-def limit_graphs(device: DeviceConfig, loaded: LoadedModel, chosen: ChosenBackends) -> DeviceConfig:
-    """Without graphs where the model or a backend says that it cannot be captured."""
-    is_capturable = loaded.model.is_capturable and all(backend.is_capturable for backend in chosen.backends)
-    return device if is_capturable else replace(device, graphs="off")
-
-
-def has_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Whether steps are captured."""
-    return device.type == "cuda" and config.device.graphs != "off"
-
-
-def graph_sizes(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends) -> GraphSizes:
-    """Buckets to capture."""
-    assert config.scheduler.max_running_requests and config.scheduler.max_step_tokens
-    decodes = bucket_sizes(config.scheduler.max_running_requests)
-    if not all(backend.supports_dynamic_lengths for backend in chosen.backends):
-        return GraphSizes(decodes, [])
-    return GraphSizes(decodes, step_sizes(config.scheduler.max_step_tokens, loaded.num_parameters))
-
-
-def graph_reserve(
-    config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, captured: int, device: torch.device
-) -> int:
-    """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses): what was
-    ``captured`` by `measure_steps`, since all sizes share the memory of the largest, and what the driver takes for
-    each. The same whenever they are captured."""
-    if not has_graphs(config, device):
-        return 0
-    return (
-        captured + len(graph_sizes(config, loaded, chosen)) * loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
-    )
-
-
-def layout_of(config: EngineConfig, plan: CachePlan) -> CacheLayout:
-    """The layout that a plan of the cache amounts to."""
-    assert config.cache.page_size and config.scheduler.max_running_requests
-    return CacheLayout(config.cache.page_size, config.scheduler.max_running_requests, plan.max_model_len, plan.groups)
-
-
-def build_runner(
-    config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, layout: CacheLayout, device: torch.device
-) -> Runner:
-    """A runner over a model; raises `ConfigError` when its pools do not fit the device."""
-    assert config.scheduler.max_step_tokens
+def choose_backends(
+    model: ServedModel, groups: list[CacheGroup], build: Build, cache: CacheConfig, name: str
+) -> ChosenBackends:
+    """Take the named attention backend, or the best that can serve each group. The page size is the user's, else the
+    one that the first group's backend prefers, else 16."""
+    wanted = None if name == "auto" else name
+    page_size = cache.page_size or DEFAULT_PAGE_SIZE
     try:
-        return Runner(
-            loaded.model, layout, chosen.backends, num_layers=loaded.num_layers, vocab_size=loaded.vocab_size,
-            max_tokens=config.scheduler.max_step_tokens, device=device, check_finite=config.device.check_finite,
-        )
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            "the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction"
-        ) from error
+        choices = _choose(model, groups, build, page_size, wanted)
+        preferred = choices[0].preferred_page_size if choices else None
+        if cache.page_size is None and preferred is not None and preferred != page_size:
+            page_size = preferred
+            choices = _choose(model, groups, build, page_size, wanted)
+    except PluginError as error:
+        raise ConfigError(f"attention_backend {name}: {error}", param="attention_backend") from error
+    return ChosenBackends(page_size, [choice.make() for choice in choices])
 
 
-def build_small_runner(
-    config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device
-) -> Runner:
-    """A runner with two pages per group: for steps before it is known how many pages there will be."""
-    groups = [msgspec.structs.replace(group, num_pages=2) for group in loaded.groups]
-    return build_runner(config, loaded, chosen, layout_of(config, CachePlan(groups, loaded.max_model_len)), device)
+def _choose(
+    model: ServedModel, groups: list[CacheGroup], build: Build, page_size: int, wanted: str | None
+) -> list[_Choice]:
+    by_layer = _attention_by_layer(model, groups)
+    return [_choose_one(group, by_layer, build, page_size, wanted) for group in groups]
 
 
-def measure_steps(config: EngineConfig, loaded: LoadedModel, chosen: ChosenBackends, device: torch.device) -> StepBytes:
-    """Run the largest steps over two pages per group and keep torch's pool warm for them. A CPU has nothing to
-    reserve."""
-    if device.type != "cuda":
-        return StepBytes()
-    runner = build_small_runner(config, loaded, chosen, device)
-    assert config.scheduler.max_step_tokens
-    largest = measure_largest_steps(
-        runner.execute, runner.layout, config.scheduler.max_step_tokens, device, is_reader=loaded.pooling is not None
+def _choose_one(
+    group: CacheGroup, by_layer: dict[int, AttentionLayer], build: Build, page_size: int, wanted: str | None
+) -> _Choice:
+    kind = group.spec.kind
+    if kind in CACHE_BACKENDS:
+        own: Any = CACHE_BACKENDS.load(kind)
+        return _Choice(own.preferred_page_size, lambda: own(group.spec, page_size, build.device))
+    geometry = _geometry(group, [by_layer[layer] for layer in group.layers], build, page_size)
+    backend: Any = ATTENTION_BACKENDS.choose(geometry, wanted)
+    return _Choice(backend.preferred_page_size, lambda: backend(geometry, build.device))
+
+
+def _attention_by_layer(model: ServedModel, groups: list[CacheGroup]) -> dict[int, AttentionLayer]:
+    """The attention layers of the groups that attention backends read."""
+    cached = sorted(layer for group in groups if group.spec.kind not in CACHE_BACKENDS for layer in group.layers)
+    attentions = [module for module in model.modules() if isinstance(module, AttentionLayer)]
+    assert len(attentions) == len(cached), f"{len(attentions)} attention layers, {len(cached)} layers with a cache"
+    return dict(zip(cached, attentions, strict=True))
+
+
+def _geometry(group: CacheGroup, attentions: list[AttentionLayer], build: Build, page_size: int) -> AttentionGeometry:
+    spec = group.spec
+    heads = {attention.num_heads for attention in attentions}
+    assert len(heads) == 1, "layers of one cache group have the same number of heads"
+    return AttentionGeometry(
+        device=build.device.type, dtype=str(build.dtype).removeprefix("torch."), kv_dtype=spec.dtype,
+        capability=build.capability, num_heads=heads.pop(), num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        value_dim=spec.value_dim, page_size=page_size, window=spec.window,
+        has_softcap=any(a.params.softcap > 0 for a in attentions),
+        has_sinks=any(a.params.sinks is not None for a in attentions),
+        values_in_keys=any(a.values_in_keys for a in attentions),
     )
-    if not has_graphs(config, device):
-        return StepBytes(largest)
-    sizes = graph_sizes(config, loaded, chosen)
-    ends = (GraphSizes(sizes.decodes[-1:], []), GraphSizes([], sizes.tokens[-1:]))
-    with torch.inference_mode():
-        captured = sum(measure_peak(runner.capture(end, NoRecorder()).record_largest, device) for end in ends)
-    return StepBytes(largest, captured)

@@ -1,14 +1,19 @@
-"""Which device, in what type, with how many threads. Probes the machine when called, never at import."""
+"""Which device, in which dtype, with how many threads. Probes the machine when called, never at import."""
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.base import env
+from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
-from headrace.execution.cores import count_cores
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -59,3 +64,38 @@ def has_fast_bfloat16() -> bool:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device had no memory; what torch raises of a CPU's has no type of its own."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def count_cores() -> int:
+    """At least 1. Two logical processors of one core count once: they share what multiplies."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    cores = {_core_of(cpu) for cpu in os.sched_getaffinity(0)}
+    quota = read_quota()
+    return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
+
+
+def _core_of(cpu: int) -> tuple[str, ...]:
+    """Socket and core of a logical processor; where the system does not say, each counts as one."""
+    folder = TOPOLOGY / f"cpu{cpu}" / "topology"
+    try:
+        return tuple((folder / name).read_text().strip() for name in ("physical_package_id", "die_id", "core_id"))
+    except OSError:
+        return (str(cpu),)
+
+
+def read_quota() -> float | None:
+    """Processors' worth of time that a container leaves this process, None for all: the least of its control group and
+    those around it, in either version of control groups."""
+    quotas = [_read_group(folder) for folder in find_groups("cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _read_group(folder: Path) -> float | None:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((folder / name).read_text().strip() for name in names).split()[:2]
+        except (OSError, ValueError):
+            continue
+        return float(quota) / float(period) if quota.isdigit() and float(period) > 0 else None
+    return None

@@ -21,20 +21,17 @@ from headrace.base.errors import OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.step import StepPlan
-from headrace.execution.assembly import Assembly, graph_reserve, layout_of, limit_graphs
-from headrace.execution.backends import choose_backends
+from headrace.execution.assembly import Assembly
 from headrace.execution.device import resolve_device, set_threads
-from headrace.execution.facts import read_facts
-from headrace.execution.loading import LoadedModel, Progress, load_model
+from headrace.execution.loading import LoadedModel, Progress, load_model, read_facts
 from headrace.execution.profiling import Profiler
-from headrace.execution.rehearsal import prepare_steps
-from headrace.execution.residence import Residence
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
+from headrace.execution.sleep import DeviceModel
 from headrace.execution.structured.library import CompiledGrammar
 from headrace.execution.structured.store import GrammarStore
+from headrace.execution.warmup import prepare_steps
 from headrace.kernels.precompile import start_triton
-from headrace.layers.build import Build
 from headrace.memory.plan import CacheDemand, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
 
 logger = logging.getLogger(__name__)
@@ -44,24 +41,32 @@ class LocalExecutor:
     """Runs plans in this process; see `headrace.service.executor.Executor`."""
 
     def __init__(
-        self, assembly: Assembly, residence: Residence, *, facts: ModelFacts, memory: list[MemoryLine],
-        progress: Progress
+        self, model: DeviceModel, *, facts: ModelFacts, memory: list[MemoryLine], progress: Progress
     ):
-        self.config, self.facts, self.memory = assembly.config, facts, memory
-        self.layout: CacheLayout = assembly.layout
-        self._residence, self._progress = residence, progress
-        self._device = assembly.device
-        self._profiler = Profiler(assembly.device)
+        self.facts, self.memory = facts, memory
+        self._model, self._progress = model, progress
+        self._device = model.device
+        self._profiler = Profiler(model.device)
         self._grammars: GrammarStore | None = None
 
     @property
+    def config(self) -> EngineConfig:
+        """No device default is left open; the model may have been replaced since the start."""
+        return self._model.config
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The pages of all cache groups."""
+        return self._model.layout
+
+    @property
     def _runner(self) -> Runner | None:
-        return self._residence.runner
+        return self._model.runner
 
     @property
     def released(self) -> frozenset[DevicePart]:
         """What is off the device; nothing runs without `VITAL_PARTS`."""
-        return self._residence.released
+        return self._model.released
 
     def execute(self, plan: StepPlan) -> PendingSample:
         """Launch a plan. On a CPU the step is done when this returns."""
@@ -86,7 +91,7 @@ class LocalExecutor:
         of them comes, on another thread."""
         assert self._runner is not None, "the executor is closed"
         store = self._grammars = GrammarStore(read_vocabulary, self.facts.vocab_size, self.facts.eos_ids)
-        self._residence.equip = lambda runner: runner.serve_grammars(store)
+        self._model.equip = lambda runner: runner.serve_grammars(store)
         self._runner.serve_grammars(store)
 
     def prepare_grammar(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -107,17 +112,16 @@ class LocalExecutor:
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
         """Take parts off the device; see `headrace.base.admin`. Nothing may be running."""
-        self._residence.release(parts, self._progress, discards_weights=discards_weights)
+        self._model.release(parts, self._progress, discards_weights=discards_weights)
 
     def acquire_memory(self, parts: Collection[DevicePart]) -> None:
         """Bring them back."""
-        self._residence.acquire(parts, self._progress)
+        self._model.acquire(parts, self._progress)
 
     def replace_weights(self, model: str, load_format: str) -> None:
         """Serve another checkpoint of the same shapes; nothing of a row is kept."""
         wanted = replace(self.config.model, model=model, load_format=load_format, revision=None)
-        self._residence.replace_weights(wanted, self._progress)
-        self.config = replace(self.config, model=wanted)
+        self._model.replace_weights(wanted, self._progress)
 
     def start_profile(self, options: StartProfile) -> None:
         """Record what this process and its device do."""
@@ -129,14 +133,14 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Free the device; idempotent."""
-        self._residence.close()
+        self._model.close()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
 
 
 def ignore_progress(stage: str, fraction: float) -> None:
-    """A `Progress` that tells nobody."""
+    """A `Progress` that reports to nobody."""
 
 
 def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -> LocalExecutor:
@@ -146,37 +150,29 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     config = resolve_for_device(config, device.type)
     start_triton(device)
     loaded = load_model(config, device, progress)
-    config = _fit_steps(config, loaded)
-    chosen = choose_backends(
-        loaded.model, loaded.groups, Build(device=device, dtype=loaded.dtype), config.cache,
-        config.device.attention_backend,
-    )
-    config = replace(
-        config, cache=replace(config.cache, page_size=chosen.page_size),
-        device=limit_graphs(config.device, loaded, chosen)
-    )
+    assembly = Assembly.of(_fit_steps(config, loaded), loaded, device)
+    config = assembly.config
     progress("running the largest steps", 0.8)
-    measured = prepare_steps(config, loaded, chosen, device)
+    measured = prepare_steps(assembly)
     progress("sizing the KV cache", 0.85)
-    free, reserve = free_bytes(device), graph_reserve(config, loaded, chosen, measured.captured, device)
+    free, reserve = free_bytes(device), assembly.graph_reserve(measured.captured)
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
-    plan = plan_cache(_demand(config, loaded), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
-    assembly = Assembly(config, layout_of(config, plan), device)
+    plan = plan_cache(_demand(assembly), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
     progress("running a first step", 0.9)
-    runner = assembly.build_runner(loaded, chosen)
-    graphs = assembly.capture_graphs(runner, loaded, chosen, progress)
+    model = DeviceModel(assembly, assembly.layout_of(plan))
+    assert model.runner is not None
+    graphs = assembly.capture_graphs(model.runner, progress)
     if config.device.graphs == "lazy":
         graphs = max(graphs, reserve)  # most are still to come
-    kv_bytes = sum(pool.num_bytes for pool in runner.pools)
+    kv_bytes = sum(pool.num_bytes for pool in model.runner.pools)
     memory = memory_lines(
         weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, plan=plan,
-        page_size=assembly.layout.page_size,
-        free=free - kv_bytes - graphs,
+        page_size=model.layout.page_size, free=free - kv_bytes - graphs,
     )
-    facts = read_facts(loaded, assembly.layout, str(device))
+    facts = read_facts(loaded, model.layout, str(device))
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
     progress("ready", 1.0)
-    return LocalExecutor(assembly, Residence(assembly, loaded, runner), facts=facts, memory=memory, progress=progress)
+    return LocalExecutor(model, facts=facts, memory=memory, progress=progress)
 
 
 def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
@@ -190,11 +186,11 @@ def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     return replace(config, scheduler=replace(config.scheduler, max_step_tokens=loaded.max_model_len))
 
 
-def _demand(config: EngineConfig, loaded: LoadedModel) -> CacheDemand:
-    scheduler = config.scheduler
-    assert config.cache.page_size and scheduler.max_step_tokens and scheduler.max_running_requests
+def _demand(assembly: Assembly) -> CacheDemand:
+    config, loaded = assembly.config, assembly.loaded
+    assert config.cache.page_size
     return CacheDemand(
         loaded.groups, config.cache.page_size, loaded.max_model_len,
-        is_len_fixed=config.model.max_model_len is not None,
-        max_step_tokens=scheduler.max_step_tokens, max_rows=scheduler.max_running_requests,
+        is_len_fixed=config.model.max_model_len is not None, max_step_tokens=assembly.max_step_tokens,
+        max_rows=assembly.max_rows,
     )

@@ -1,36 +1,48 @@
-"""`load_model`: from a model's name to a built and filled model, with what the rest must know of it.
+"""`load_model`: from a model's name to a built and filled model; `read_facts`: what other processes may know of it.
 
 Refuses: pools and page counts. Architectures are known to the catalog alone.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
-from headrace.base.cache import CacheGroup, CacheSpec, group_layers
+from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
-from headrace.base.errors import ConfigError, RequestError
+from headrace.base.errors import ConfigError, ModelError, RequestError
+from headrace.base.messages import ModelFacts
+from headrace.base.sampling import SamplingParams
 from headrace.execution.device import is_out_of_memory, resolve_dtype
-from headrace.execution.pooling_head import attach_pooling_head
 from headrace.layers.build import Build
+from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
+from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
 from headrace.layers.quantization.storage import can_store_blocks, count_bytes, count_elements, store_fastest
+from headrace.memory.plan import base_group
 from headrace.memory.pools import CODES, POOLS
 from headrace.models.catalog import find_family
 from headrace.models.checkpoint import open_weights
 from headrace.models.config_fields import Fields, explain_errors
 from headrace.models.family import Family
+from headrace.models.finding import find_safetensors
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
+from headrace.models.weights.safetensors_file import read_safetensors
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 AS_PLAIN, AS_STORED = "none", "stored"
 """Values of ``quantization`` that are no scheme's name: everything expanded; blocks kept even if native products must
@@ -87,7 +99,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         if device.type == "cpu":
             store_fastest(model)
         if pooling is not None:
-            attach_pooling_head(model, pooling, build)
+            _attach_pooling_head(model, pooling, build)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -213,3 +225,75 @@ def _watch(
             progress("loading weights", 0.1 + 0.7 * min(1.0, seen / max(total, 1)))
         yield name, tensor
         seen += tensor.numel()
+
+
+@torch.no_grad()
+def _attach_pooling_head(model: ServedModel, plan: PoolingPlan, build: Build) -> None:
+    """Set ``model.pooling_head``. Dense layers of an embedding are in folders of their own; raises `WeightError`."""
+    if plan.kind == "classify":
+        assert model.scores is not None, "a family that classifies builds its classifier"
+        model.pooling_head = PoolingHead(plan.reduction, model.scores, takes=build.dtype)
+    else:
+        model.pooling_head = PoolingHead(plan.reduction, _embedding_head(plan, build))
+    model.is_capturable = False  # texts are read in steps of their own length
+
+
+def _embedding_head(plan: PoolingPlan, build: Build) -> EmbeddingHead:
+    shapes = [(layer.in_features, layer.out_features, layer.has_bias, layer.activation) for layer in plan.dense]
+    head = EmbeddingHead(build, shapes, normalise=plan.normalise)
+    for layer, module in zip(plan.dense, head.dense, strict=True):
+        files = find_safetensors(layer.folder)
+        if not files:
+            raise ModelError(f"{layer.folder} has no *.safetensors with the weights of the dense layer it describes")
+        fill_targets(
+            find_targets(module, {"linear.weight": "weight", "linear.bias": "bias"}, 0), read_safetensors(files)
+        )
+    return head
+
+
+def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str) -> ModelFacts:
+    """Facts of a loaded model under a layout."""
+    tokens = (base_group(layout.groups).num_pages - 1) * layout.page_size if layout.groups else 0
+    return ModelFacts(
+        model=loaded.source.name, architecture=loaded.source.architecture, family=loaded.family.name,
+        dtype=str(loaded.dtype).removeprefix("torch."), device=device, max_model_len=layout.max_model_len,
+        vocab_size=loaded.vocab_size, eos_ids=read_eos_ids(loaded.source, loaded.vocab_size),
+        num_parameters=loaded.num_parameters, page_size=layout.page_size, num_kv_tokens=tokens,
+        default_sampling=read_default_sampling(loaded.source.generation_config),
+        tool_parser=loaded.family.tool_parser, reasoning_parser=loaded.family.reasoning_parser,
+        pooling=loaded.pooling.facts(loaded.spec.hidden_size) if loaded.pooling else None,
+    )
+
+
+def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:
+    """End-of-text ids of generation_config.json and config.json, each once."""
+    found: list[int] = []
+    for config in (source.generation_config, source.config, source.config.get("text_config") or {}):
+        stated = config.get("eos_token_id")
+        found.extend(stated if isinstance(stated, list) else [] if stated is None else [stated])
+    if any(type(token) is not int for token in found):
+        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {found}", param="eos_token_id")
+    return [token for token in dict.fromkeys(found) if 0 <= token < vocab_size]
+
+
+def read_default_sampling(generation_config: dict[str, Any]) -> dict[str, int | float]:
+    """The sampling values a model's makers recommend, under the names of `SamplingParams`. One that requests may
+    not have is left out: it would be refused as if users had sent it."""
+    stated = {key: generation_config.get(key) for key in SAMPLING_KEYS}
+    numbers = {
+        key: value for key, value in stated.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    return {
+        key: int(value) if key == "top_k" else float(value)
+        for key, value in numbers.items() if _is_valid_default(key, value)
+    }
+
+
+def _is_valid_default(key: str, value: float) -> bool:
+    try:
+        stated = int(value) if key == "top_k" and math.isfinite(value) else value
+        msgspec.structs.replace(SamplingParams(), **{key: stated}).validate()
+    except RequestError as error:
+        logger.warning("generation_config.json: %s; it is ignored", error)
+        return False
+    return True

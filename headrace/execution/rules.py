@@ -1,7 +1,5 @@
-"""`RuleState`: bias, allowed tokens, bad words, minimum length and thinking limits of the rows that have such rules. V
-vocabulary.
-
-What a set of rows needs is joined into flat index tensors once and kept while the set stays the same.
+"""State of the rows whose logits are edited before sampling: `RuleState` (bias, allowed tokens, bad words, minimum
+length, thinking limits) and `PenaltyState` (token counts). V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.base.sampling import LogitRules
+from headrace.base.sampling import LogitRules, Penalties, ThinkingLimit
 from headrace.execution.rows import RowTokens
-from headrace.execution.thinking import ThinkingState
 from headrace.execution.upload import Upload, to_device
 
 NO_TOKEN = -1
@@ -22,7 +19,7 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class _JoinedRules:
+class _FlatRules:
     """Rules of n rows; indices are flat into their logits [n, V]. ``kept`` are allowed tokens of the rows ``confined``.
     ``word_*``: bad words of several tokens: last ids, prefixes [words, W] right-aligned, and whose they are."""
 
@@ -36,25 +33,84 @@ class _JoinedRules:
     word_row: torch.Tensor
 
 
+class ThinkingState:
+    """Ends reasoning where a row's limit is reached. ``is_thinking`` [max_rows + 1] bool: whether the row's output so
+    far ends inside reasoning; only the device knows, since the latest token may not have reached the host."""
+
+    def __init__(self, max_rows: int, device: torch.device):
+        self._is_thinking = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)
+        self._limits: dict[int, ThinkingLimit] = {}
+
+    def start(self, row: int, known: RowTokens) -> None:
+        """Take a row's limit, and whether its known output ends inside reasoning."""
+        rules = known.sampling.rules
+        if rules is None or rules.thinking is None:
+            return
+        limit = self._limits[row] = rules.thinking
+        output = known.token_ids[known.prompt_len :]
+        marks = output[(output == limit.end_id) | (output == limit.start_id)]
+        is_open = marks[-1] == limit.start_id if len(marks) else limit.start_id < 0
+        self._is_thinking[row : row + 1].fill_(bool(is_open))
+
+    def release(self, row: int) -> None:
+        """Forget a row's limit, if it has one."""
+        self._limits.pop(row, None)
+
+    def pack(self, rows: np.ndarray, output_lens: np.ndarray, upload: Upload) -> None:
+        """Add what `apply` and `push` need for those of these rows that have a limit."""
+        indices = [index for index, row in enumerate(rows) if int(row) in self._limits]
+        if not indices:
+            return
+        limits = [self._limits[int(rows[index])] for index in indices]
+        upload.add("thinking_indices", indices)
+        upload.add("thinking_rows", rows[indices])
+        upload.add(
+            "thinking_left",
+            [limit.limit - int(output_lens[index]) for index, limit in zip(indices, limits, strict=True)]
+        )
+        upload.add("thinking_ends", [limit.end_id for limit in limits])
+        upload.add("thinking_starts", [limit.start_id for limit in limits])
+
+    def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
+        """Force the end of reasoning on rows beyond their limit; logits [n, V], in place."""
+        if "thinking_indices" not in sent:
+            return
+        indices = sent["thinking_indices"]
+        own = logits.index_select(0, indices)
+        forced = torch.full_like(own, -torch.inf).scatter_(1, sent["thinking_ends"].unsqueeze(1), 0.0)
+        is_over = self._is_thinking.index_select(0, sent["thinking_rows"]) & (sent["thinking_left"] <= 0)
+        logits.index_copy_(0, indices, torch.where(is_over.unsqueeze(1), forced, own))
+
+    def push(self, ids: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
+        """Note where the tokens [n] sampled for the packed rows begin or end reasoning."""
+        if "thinking_indices" not in sent:
+            return
+        rows, ids = sent["thinking_rows"], ids.index_select(0, sent["thinking_indices"])
+        was_thinking = self._is_thinking.index_select(0, rows)
+        is_thinking = (was_thinking | (ids == sent["thinking_starts"])) & (ids != sent["thinking_ends"])
+        self._is_thinking.index_copy_(0, rows, is_thinking)
+
+
 class RuleState:
     """``recent`` [max_rows + 1, W] int64: the latest tokens of every row with bad words, newest last; W is the longest
-    prefix of a bad word so far."""
+    prefix of a bad word so far. What a set of rows needs is flattened into index tensors once and kept while the set
+    stays the same."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device):
         self._device, self._vocab_size = device, vocab_size
         self._recent = torch.full((max_rows + 1, 0), NO_TOKEN, dtype=torch.int64, device=device)
         self._rules: dict[int, LogitRules] = {}
         self._thinking = ThinkingState(max_rows, device)
-        self._joined: tuple[tuple[tuple[int, bool], ...], _JoinedRules] | None = None
+        self._flat: tuple[tuple[tuple[int, bool], ...], _FlatRules] | None = None
 
     def start(self, row: int, known: RowTokens) -> None:
         """Take a row's rules and the tail of its tokens."""
         rules = known.sampling.rules
         assert rules is not None
-        if known.sampling.grammar is not None:  # its masks see to the minimum length
+        if known.sampling.grammar is not None:  # its bitmasks enforce the minimum length
             rules = msgspec.structs.replace(rules, min_tokens=0)
         self._rules[row] = rules
-        self._joined = None
+        self._flat = None
         self._thinking.start(row, known)
         width = max((len(word) - 1 for word in rules.bad_words), default=0)
         if not width:
@@ -71,47 +127,48 @@ class RuleState:
     def release(self, row: int) -> None:
         """Forget a row's rules, if it has any."""
         if self._rules.pop(row, None) is not None:
-            self._joined = None
+            self._flat = None
             self._thinking.release(row)
 
     def pack(self, rows: np.ndarray, output_lens: np.ndarray, upload: Upload) -> None:
-        """Join the rules of these rows, whose next tokens have these indices in their outputs."""
+        """Add what `apply` and `push` need for these rows, whose next tokens have these indices in their outputs."""
         upload.add("rule_rows", rows)
         self._thinking.pack(rows, output_lens, upload)
         key = tuple(
-            (int(row), int(length) < self._rules[int(row)].min_tokens) for row,
-            length in zip(rows, output_lens, strict=True)
+            (int(row), int(length) < self._rules[int(row)].min_tokens)
+            for row, length in zip(rows, output_lens, strict=True)
         )
-        if self._joined is None or self._joined[0] != key:
-            self._joined = (key, self._join(key))
+        if self._flat is None or self._flat[0] != key:
+            self._flat = (key, self._flatten(key))
 
     def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
         """Edit logits [n, V], contiguous, of the packed rows in place: bias, allowed, bad words, minimum length,
         thinking."""
-        assert self._joined is not None
-        joined, flat = self._joined[1], logits.view(-1)
-        flat.index_add_(0, joined.bias_index, joined.bias)
-        if joined.confined.numel():
-            kept = flat.index_select(0, joined.kept)
-            logits.index_fill_(0, joined.confined, -torch.inf)
-            flat.index_copy_(0, joined.kept, kept)
-        flat.index_fill_(0, joined.banned, -torch.inf)
-        if joined.word_last.numel():
-            recent = self._recent.index_select(0, joined.word_row)
-            is_due = ((recent == joined.word_prefix) | (joined.word_prefix == NO_TOKEN)).all(-1)
+        assert self._flat is not None
+        rules, flat = self._flat[1], logits.view(-1)
+        flat.index_add_(0, rules.bias_index, rules.bias)
+        if rules.confined.numel():
+            kept = flat.index_select(0, rules.kept)
+            logits.index_fill_(0, rules.confined, -torch.inf)
+            flat.index_copy_(0, rules.kept, kept)
+        flat.index_fill_(0, rules.banned, -torch.inf)
+        if rules.word_last.numel():
+            recent = self._recent.index_select(0, rules.word_row)
+            is_due = ((recent == rules.word_prefix) | (rules.word_prefix == NO_TOKEN)).all(-1)
             limit = torch.where(is_due, -torch.inf, torch.inf)
-            flat.scatter_reduce_(0, joined.word_last, limit, "amin")
+            flat.scatter_reduce_(0, rules.word_last, limit, "amin")
         self._thinking.apply(logits, sent)
 
     def push(self, ids: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
-        """Remember the tokens [n] drawn for the packed rows."""
+        """Remember the tokens [n] sampled for the packed rows."""
         if self._recent.shape[1]:
             rows = sent["rule_rows"]
             self._recent[rows] = torch.cat((self._recent[rows, 1:], ids.unsqueeze(1)), dim=1)
         self._thinking.push(ids, sent)
 
-    def _join(self, key: tuple[tuple[int, bool], ...]) -> _JoinedRules:
-        bias_index, bias, confined, kept, banned = [], [], [], [], []
+    def _flatten(self, key: tuple[tuple[int, bool], ...]) -> _FlatRules:
+        bias: list[float] = []
+        bias_index, confined, kept, banned = list[int](), list[int](), list[int](), list[int]()
         words: list[tuple[int, list[int], int]] = []
         for local, (row, is_short) in enumerate(key):
             rules, base = self._rules[row], local * self._vocab_size
@@ -127,7 +184,7 @@ class RuleState:
         prefix = np.full((len(words), self._recent.shape[1]), NO_TOKEN, dtype=np.int64)
         for i, (_, ids, _) in enumerate(words):
             prefix[i, prefix.shape[1] - len(ids) :] = ids
-        return _JoinedRules(
+        return _FlatRules(
             self._send(bias_index), to_device(np.array(bias, dtype=np.float32), self._device), self._send(confined),
             self._send(kept),
             self._send(banned), self._send([w[0] for w in words]), to_device(prefix, self._device),
@@ -136,3 +193,72 @@ class RuleState:
 
     def _send(self, values: list[int]) -> torch.Tensor:
         return to_device(np.array(values, dtype=np.int64), self._device)
+
+
+class PenaltyState:
+    """Token counts of the rows with penalties. Each has a slot: ``in_prompt`` [slots, V] bool and ``counts`` [slots, V]
+    int32 of its output. Slots are allocated when first needed, doubling."""
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self._device, self._vocab_size = device, vocab_size
+        self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._slots: dict[int, int] = {}
+        self._penalties: dict[int, Penalties] = {}
+        self._free: list[int] = []
+
+    def start(self, row: int, known: RowTokens) -> None:
+        """Take a slot for a row and count the tokens it starts with."""
+        penalties = known.sampling.penalties
+        assert penalties is not None
+        self.release(row)
+        if not self._free:
+            self._grow()
+        slot = self._slots[row] = self._free.pop()
+        self._penalties[row] = penalties
+        tokens = to_device(known.token_ids, self._device)
+        prompt, output = tokens[: known.prompt_len], tokens[known.prompt_len :]
+        self._in_prompt[slot] = False
+        self._in_prompt[slot].index_fill_(0, prompt, True)
+        self._counts[slot] = 0
+        self._counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def release(self, row: int) -> None:
+        """Give a row's slot back, if it has one."""
+        if row in self._slots:
+            self._free.append(self._slots.pop(row))
+            del self._penalties[row]
+
+    def pack(self, rows: np.ndarray, upload: Upload) -> None:
+        """Add what `apply` and `count` need for these rows."""
+        upload.add("penalty_slots", [self._slots[int(row)] for row in rows])
+        chosen = [self._penalties[int(row)] for row in rows]
+        upload.add(
+            "penalties", np.array([(p.repetition, p.frequency, p.presence) for p in chosen], dtype=np.float64).T.ravel()
+        )
+
+    def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Penalise logits [n, V] of the packed rows: a positive logit of a token seen anywhere is divided by the
+        repetition penalty, a negative one multiplied (Keskar et al., CTRL, section 4.1); then ``frequency * count`` and
+        ``presence * (count > 0)`` are subtracted (OpenAI's definition)."""
+        slots = sent["penalty_slots"]
+        repetition, frequency, presence = sent["penalties"].float().view(3, -1, 1)
+        counts = self._counts.index_select(0, slots)
+        in_output = counts > 0
+        is_seen = self._in_prompt.index_select(0, slots).logical_or_(in_output)
+        penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(is_seen, penalised, logits)
+        return logits.sub_(counts * frequency).sub_(in_output * presence)
+
+    def count(self, ids: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
+        """Count the tokens [n] sampled for the packed rows."""
+        ones = torch.ones_like(ids, dtype=torch.int32)
+        self._counts.view(-1).index_add_(0, sent["penalty_slots"] * self._vocab_size + ids, ones)
+
+    def _grow(self) -> None:
+        old = len(self._counts)
+        new = max(4, old)
+        shape = (new, self._vocab_size)
+        self._in_prompt = torch.cat((self._in_prompt, torch.zeros(shape, dtype=torch.bool, device=self._device)))
+        self._counts = torch.cat((self._counts, torch.zeros(shape, dtype=torch.int32, device=self._device)))
+        self._free.extend(range(old, old + new))

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from headrace.execution.logprobs import Logprobs, compute_logprobs
-from headrace.execution.penalties import PenaltyState
 from headrace.execution.rows import Rows, RowTokens
-from headrace.execution.rules import RuleState
+from headrace.execution.rules import PenaltyState, RuleState
 from headrace.execution.step import SampleBatch
 from headrace.execution.structured.mask_table import RowMasks
 from headrace.execution.upload import Upload

@@ -1,18 +1,28 @@
-"""Steps of our own before the first request: a tiny one on every device, the largest one on a GPU to see what it
-takes."""
+"""Steps of our own before the first request: a tiny one on every device; on a GPU also the largest, to measure their
+memory, and the same without launches, to find the kernels that must be compiled.
+
+Refuses: compiling (``kernels/precompile.py``), and sizes beyond those of `_thin`, whose kernels are compiled when they
+are captured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from headrace.base.cache import NULL_PAGE, CacheLayout
 from headrace.base.errors import ModelError
 from headrace.base.pooling import PoolingSpec
-from headrace.base.sampling import SamplingSpec
+from headrace.base.sampling import Penalties, SamplingSpec
 from headrace.base.step import PageAppend, RowStart, StepPlan
+from headrace.execution.assembly import Assembly
+from headrace.execution.captures import NoRecorder
+from headrace.execution.graphs import GraphSizes
 from headrace.execution.result import PendingSample
+from headrace.kernels.precompile import precompile
 
 Execute = Callable[[StepPlan], PendingSample]
 
@@ -21,12 +31,75 @@ PROMPT_LEN = 3
 OWN_STEP = -1
 """``step_id`` of steps that no scheduler planned."""
 
+SAMPLED_WAYS = (SamplingSpec(temperature=1.0), SamplingSpec(penalties=Penalties(presence=0.5)))
+"""Ways to sample that have kernels of their own; all others branch within these."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that steps take beyond what is allocated before them: ``largest`` as written, ``captured`` for the largest
+    graphs, one of each kind, together."""
+
+    largest: int = 0
+    captured: int = 0
+
+
+def prepare_steps(assembly: Assembly) -> StepBytes:
+    """Compile for the first steps, the largest ones and those with graphs, unless that was done before on this machine.
+    Returns what the largest steps take; a run without launches allocates the same and measures it as well."""
+    measured: list[StepBytes] = []
+    config, loaded = assembly.config, assembly.loaded
+    about = (config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype))
+    precompile(
+        lambda: measured.append(_run_steps(assembly)), msgspec.json.encode(about).decode(), assembly.device
+    )
+    return measured[0] if measured else measure_steps(assembly)
+
+
+@torch.inference_mode()
+def _run_steps(assembly: Assembly) -> StepBytes:
+    """Run each kind of step once."""
+    measured = measure_steps(assembly)
+    runner = assembly.build_small_runner()
+    is_pooling = assembly.is_pooling
+    for sampling in (SamplingSpec(), *(() if is_pooling else SAMPLED_WAYS)):
+        run_tiny_steps(runner.execute, runner.layout, is_pooling=is_pooling, sampling=sampling)
+    if assembly.has_graphs:
+        runner.capture(_thin(assembly.graph_sizes()), NoRecorder()).record_all(lambda: None)
+    runner.detach()
+    return measured
+
+
+def _thin(sizes: GraphSizes) -> GraphSizes:
+    """The sizes at which kernels change: powers of two, all of the small ones, and the ends."""
+    decodes = [size for size in sizes.decodes if size & (size - 1) == 0 or size < 32]
+    return GraphSizes(sorted({*decodes, sizes.decodes[-1]}), sorted({*sizes.tokens[:1], *sizes.tokens[-1:]}))
+
+
+def measure_steps(assembly: Assembly) -> StepBytes:
+    """Run the largest steps over two pages per group, which leaves torch's allocator warm for them. A CPU has nothing
+    to reserve."""
+    device = assembly.device
+    if device.type != "cuda":
+        return StepBytes()
+    runner = assembly.build_small_runner()
+    largest = measure_largest_steps(
+        runner.execute, runner.layout, assembly.max_step_tokens, device, is_pooling=assembly.is_pooling
+    )
+    if not assembly.has_graphs:
+        return StepBytes(largest)
+    sizes = assembly.graph_sizes()
+    ends = (GraphSizes(sizes.decodes[-1:], []), GraphSizes([], sizes.tokens[-1:]))
+    with torch.inference_mode():
+        captured = sum(measure_peak(runner.capture(end, NoRecorder()).record_largest, device) for end in ends)
+    return StepBytes(largest, captured)
+
 
 def run_tiny_steps(
-    execute: Execute, layout: CacheLayout, *, is_reader: bool = False, sampling: SamplingSpec | None = None
+    execute: Execute, layout: CacheLayout, *, is_pooling: bool = False, sampling: SamplingSpec | None = None
 ) -> None:
-    """Prefill and decode one request (a model that reads: prefill it), greedily if nothing else is said, then give its
-    row back; raises `ModelError` when the model yields no numbers."""
+    """Prefill and decode one request (with ``is_pooling`` prefill alone), greedily by default, then give its row back;
+    raises `ModelError` when the model's results are not finite."""
     num_pages = -(-(PROMPT_LEN + 1) // layout.page_size)
     pages = [
         FIRST_PAGE + i if FIRST_PAGE + i < group.num_pages else NULL_PAGE
@@ -35,10 +108,10 @@ def run_tiny_steps(
     ]
     appends = [PageAppend(g, 0, 0, pages[g * num_pages : (g + 1) * num_pages]) for g in range(len(layout.groups))]
     start = RowStart(
-        0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, sampling or SamplingSpec(), PoolingSpec() if is_reader else None
+        0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, sampling or SamplingSpec(), PoolingSpec() if is_pooling else None
     )
-    prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_reader)], starts=[start], appends=appends)
-    decodes = [] if is_reader else [StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1])]
+    prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_pooling)], starts=[start], appends=appends)
+    decodes = [] if is_pooling else [StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1])]
     for plan in (prefill, *decodes, StepPlan(OWN_STEP, 0, [], [], [], [], releases=[0])):
         result = execute(plan).result()
         if result.failed_rows:
@@ -49,25 +122,22 @@ def run_tiny_steps(
 
 
 def measure_largest_steps(
-    execute: Execute, layout: CacheLayout, max_tokens: int, device: torch.device, *, is_reader: bool = False
+    execute: Execute, layout: CacheLayout, max_tokens: int, device: torch.device, *, is_pooling: bool = False
 ) -> int:
-    """Bytes that the largest steps take beyond what is allocated now: one of as many requests as can be, all drawing at
-    random, and one of the longest. Reads and writes the null page only, so two pages per group are enough."""
+    """Bytes that the largest steps take beyond what is allocated now: one of as many requests as possible, all
+    sampling at random, and one of the longest. Reads and writes the null page only, so two pages per group are
+    enough."""
     def run() -> None:
         many = min(layout.max_rows, max_tokens)
         few = min(layout.max_rows, -(-max_tokens // layout.max_model_len))
         for num_rows in (many, few):
             length = min(max(1, max_tokens // num_rows), layout.max_model_len)
             spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
-            pooling = PoolingSpec() if is_reader else None
+            pooling = PoolingSpec() if is_pooling else None
             starts = [RowStart(row, "measure", [0] * length, length, spec, pooling) for row in range(num_rows)]
             rows = list(range(num_rows))
-            execute(
-                StepPlan(
-                    OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, [int(not is_reader)] * num_rows,
-                    starts=starts
-                )
-            ).result()
+            samples = [int(not is_pooling)] * num_rows
+            execute(StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, samples, starts=starts)).result()
 
     return measure_peak(run, device)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.execution.residence import sweep
+from headrace.execution.sleep import sweep
 
 pytestmark = pytest.mark.cuda
 

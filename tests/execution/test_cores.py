@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base import env
-from headrace.execution import cores
+from headrace.execution import device
 
 
 @pytest.fixture
@@ -18,10 +18,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir(parents=True)
         for name, value in (("physical_package_id", 0), ("die_id", 0), ("core_id", cpu % 2)):
             (folder / name).write_text(f"{value}\n")
-    monkeypatch.setattr(cores, "TOPOLOGY", tmp_path / "cpu")
+    monkeypatch.setattr(device, "TOPOLOGY", tmp_path / "cpu")
     monkeypatch.setattr(env, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(env, "OWN_GROUP", tmp_path / "own")
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     return tmp_path
 
 
@@ -31,14 +31,14 @@ def write(path: Path, text: str) -> None:
 
 
 def test_siblings_count_once(machine, monkeypatch):
-    assert cores.count_cores() == 2
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 2})
-    assert cores.count_cores() == 1
+    assert device.count_cores() == 2
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: {0, 2})
+    assert device.count_cores() == 1
 
 
 def test_where_nothing_is_told_each_processor_counts(machine, monkeypatch):
-    monkeypatch.setattr(cores, "TOPOLOGY", machine / "nowhere")
-    assert cores.count_cores() == 4
+    monkeypatch.setattr(device, "TOPOLOGY", machine / "nowhere")
+    assert device.count_cores() == 4
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_quotas(machine, limit, count):
     write(machine / "own", "0::/a/b\n")
     write(machine / "groups" / "a" / "cpu.max", limit)
     write(machine / "groups" / "a" / "b" / "cpu.max", "max 100000\n")
-    assert cores.count_cores() == count
+    assert device.count_cores() == count
 
 
 def test_quotas_of_the_first_version(machine):
     write(machine / "own", "5:memory:/x\n4:cpu,cpuacct:/docker/1\n")
     for name, value in (("cpu.cfs_quota_us", "150000"), ("cpu.cfs_period_us", "100000")):
         write(machine / "groups" / "cpu" / name, value)
-    assert cores.read_quota() == 1.5
+    assert device.read_quota() == 1.5
     write(machine / "groups" / "cpu" / "cpu.cfs_quota_us", "-1")
-    assert cores.read_quota() is None
+    assert device.read_quota() is None

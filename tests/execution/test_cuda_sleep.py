@@ -17,7 +17,7 @@ from headrace.base.config import engine_config
 from headrace.base.errors import EngineAsleep, WeightError
 from headrace.base.sampling import SamplingSpec
 from headrace.execution.executor import LocalExecutor, build_executor
-from headrace.execution.residence import sweep
+from headrace.execution.sleep import sweep
 
 pytestmark = pytest.mark.cuda
 

@@ -20,8 +20,7 @@ from headrace.execution import device as device_module
 from headrace.execution import warmup
 from headrace.execution.device import resolve_device, resolve_dtype, set_threads
 from headrace.execution.executor import build_executor
-from headrace.execution.facts import read_default_sampling
-from headrace.execution.loading import _check_codes, load_model
+from headrace.execution.loading import _check_codes, load_model, read_default_sampling
 from headrace.execution.result import PendingSample
 from headrace.layers.rotary import RotaryTable
 from headrace.memory.pools import KeyValuePool

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 from headrace.base.cache import CacheLayout, group_layers
 from headrace.base.config import CacheConfig
 from headrace.base.sampling import SamplingSpec
-from headrace.execution.backends import choose_backends
+from headrace.execution.assembly import choose_backends
 from headrace.execution.graphs import GraphSizes
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.runner import Runner

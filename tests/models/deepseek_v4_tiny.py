@@ -12,7 +12,7 @@ from harness import CPU, Harness, Sequence
 
 from headrace.base.cache import group_layers
 from headrace.base.config import CacheConfig
-from headrace.execution.backends import choose_backends
+from headrace.execution.assembly import choose_backends
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.build import Build

@@ -1,4 +1,4 @@
-"""What is rehearsed before the first step, and whose word on its memory is taken."""
+"""What runs before the first step, and which measure of its memory is taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from headrace.base.config import engine_config
 from headrace.base.sampling import SamplingSpec
-from headrace.execution import assembly, rehearsal
+from headrace.execution import warmup
 from headrace.execution.executor import build_executor
 from headrace.execution.graphs import GraphSizes, bucket_sizes
 
@@ -24,10 +24,10 @@ CONFIG = {
 
 
 def test_few_sizes_stand_for_all():
-    thin = rehearsal._thin(GraphSizes(bucket_sizes(512), [64, 128, 8192]))
+    thin = warmup._thin(GraphSizes(bucket_sizes(512), [64, 128, 8192]))
     assert thin == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512], [64, 8192])
     assert (
-        rehearsal._thin(GraphSizes(bucket_sizes(300), []))
+        warmup._thin(GraphSizes(bucket_sizes(300), []))
         == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 300], [])
     )
 
@@ -36,17 +36,17 @@ def test_few_sizes_stand_for_all():
 def test_the_largest_step_runs_once(is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     asked: list[str] = []
-    measured = iter([assembly.StepBytes(111), assembly.StepBytes(222)])
+    measured = iter([warmup.StepBytes(111), warmup.StepBytes(222)])
     steps: list[int] = []
 
-    def pretend(rehearse: Callable[[], None], about: str, device: torch.device) -> int:
+    def pretend(run: Callable[[], None], about: str, device: torch.device) -> int:
         asked.append(about)
         if not is_known:
-            rehearse()
+            run()
         return 0
 
-    monkeypatch.setattr(rehearsal, "precompile", pretend)
-    monkeypatch.setattr(rehearsal, "measure_steps", lambda *about: steps.append(1) or next(measured))
+    monkeypatch.setattr(warmup, "precompile", pretend)
+    monkeypatch.setattr(warmup, "measure_steps", lambda *about: steps.append(1) or next(measured))
     executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
     lines = {line.name: line.num_bytes for line in executor.memory}
     assert lines["activations"] == 111 and len(steps) == 1
@@ -54,15 +54,15 @@ def test_the_largest_step_runs_once(is_known: bool, tmp_path: Path, monkeypatch:
     executor.close()
 
 
-def test_a_rehearsal_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_warmup_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The runner that comes next binds its own."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(rehearsal, "precompile", lambda rehearse, about, device: rehearse())
+    monkeypatch.setattr(warmup, "precompile", lambda run, about, device: run())
     ran: list[SamplingSpec] = []
-    real = assembly.run_tiny_steps
+    real = warmup.run_tiny_steps
     monkeypatch.setattr(
-        rehearsal, "run_tiny_steps", lambda *args, **options: ran.append(options["sampling"]) or real(*args, **options)
+        warmup, "run_tiny_steps", lambda *args, **options: ran.append(options["sampling"]) or real(*args, **options)
     )
     executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
-    assert ran == [SamplingSpec(), *rehearsal.DRAWS]
+    assert ran == [SamplingSpec(), *warmup.SAMPLED_WAYS]
     executor.close()

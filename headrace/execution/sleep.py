@@ -1,8 +1,7 @@
-"""`Residence`: what of a model is on its device. Parts leave, come back, and weights are replaced, all between two
-steps.
+"""`DeviceModel`: what of a model is on its device. Parts are offloaded, come back, and weights are replaced, all
+between two steps.
 
-Refuses: requests. Whoever calls sees to it that none is running: a runner that comes back knows nothing of the last
-one.
+Refuses: requests. The caller sees to it that none is running: a runner that comes back knows nothing of the last one.
 """
 
 from __future__ import annotations
@@ -14,39 +13,39 @@ from dataclasses import replace
 import torch
 
 from headrace.base.admin import VITAL_PARTS, DevicePart
+from headrace.base.cache import CacheLayout
 from headrace.base.config import ModelConfig
 from headrace.base.errors import EngineAsleep, HeadraceError
 from headrace.execution.assembly import Assembly
-from headrace.execution.loading import LoadedModel, Progress, check_alike
+from headrace.execution.loading import LoadedModel, Progress, check_alike, load_model
 from headrace.execution.runner import Runner
+from headrace.execution.warmup import measure_steps, run_tiny_steps
 
 HOST = torch.device("cpu")
 RETRY_AFTER_S = 5.0
 
 
-class Residence:
+class DeviceModel:
     """``runner`` is None while a part it needs is away. ``equip`` is called with every new runner. Graphs hold
-    addresses of pools and weights, so each runner captures its own: whatever leaves takes the runner with it."""
+    addresses of pools and weights, so each runner captures its own: a part that leaves takes the runner with it."""
 
-    def __init__(self, assembly: Assembly, loaded: LoadedModel, runner: Runner):
-        self.runner: Runner | None = runner
+    def __init__(self, assembly: Assembly, layout: CacheLayout):
+        self.layout, self.device, self.config = layout, assembly.device, assembly.config
         self.released: frozenset[DevicePart] = frozenset()
         self.equip: Callable[[Runner], None] = lambda runner: None
-        self.model_config = assembly.config.model
-        self._assembly, self._loaded = assembly, loaded
-        self._is_discarded = False
+        self._loaded: LoadedModel | None = assembly.loaded  # None while the weights are discarded
+        self.runner: Runner | None = self._build_runner(assembly)
 
     def release(self, parts: Collection[DevicePart], progress: Progress, *, discards_weights: bool = False) -> None:
         """Take parts off the device. On a CPU, weights that are not discarded stay where they are."""
         self._drop_runner()
         if "weights" in parts:
-            self._is_discarded = self._is_discarded or discards_weights
-            if self._is_discarded:
-                self._loaded = replace(self._loaded, model=None)
-            else:
+            if discards_weights:
+                self._loaded = None
+            elif self._loaded is not None:
                 self._loaded.model.to(HOST)
         self.released |= set(parts)
-        sweep(self._assembly.device)
+        sweep(self.device)
         self._restore(progress)
 
     def acquire(self, parts: Collection[DevicePart], progress: Progress) -> None:
@@ -64,58 +63,69 @@ class Residence:
     def replace_weights(self, model: ModelConfig, progress: Progress) -> None:
         """Load another model of the same shapes in the place of this one, which waits in host memory meanwhile and
         comes back when that fails. Raises `RequestError` for one of another kind, and what loading raises."""
-        assert "weights" not in self.released, "there is nothing to replace"
+        assert self._loaded is not None and "weights" not in self.released, "there is nothing to replace"
         check_alike(model, self._loaded)
         self._drop_runner()
         self._loaded.model.to(HOST)
-        sweep(self._assembly.device)
+        sweep(self.device)
         fresh = None
         try:
-            fresh = self._assembly.load(model, progress)
+            fresh = self._load(model, progress)
         finally:
             if fresh is None:
-                sweep(self._assembly.device)
-                self._loaded.model.to(self._assembly.device)
+                sweep(self.device)
+                self._loaded.model.to(self.device)
             else:
-                self._loaded, self.model_config = fresh, model
-            sweep(self._assembly.device)
+                self._loaded, self.config = fresh, replace(self.config, model=model)
+            sweep(self.device)
             self._restore(progress)
 
     def close(self) -> None:
         """Free everything."""
-        self.runner = None
-        self._loaded = replace(self._loaded, model=None)
-        sweep(self._assembly.device)
+        self.runner = self._loaded = None
+        sweep(self.device)
+
+    def _load(self, model: ModelConfig, progress: Progress) -> LoadedModel:
+        return load_model(replace(self.config, model=model), self.device, progress)
 
     def _load_back(self, progress: Progress) -> None:
-        if self._is_discarded:
-            self._loaded = self._assembly.load(self.model_config, progress)
-            self._is_discarded = False
+        if self._loaded is None:
+            self._loaded = self._load(self.config.model, progress)
             return
+        model = self._loaded.model
         try:
-            self._loaded.model.to(self._assembly.device)
+            model.to(self.device)
         except torch.OutOfMemoryError as error:
-            self._loaded.model.to(HOST)
-            sweep(self._assembly.device)
+            model.to(HOST)
+            sweep(self.device)
             raise EngineAsleep(f"the device has no room for the weights: {error}", retry_after=RETRY_AFTER_S) from error
 
     def _restore(self, progress: Progress) -> None:
-        """A runner, when all that it needs is there."""
+        """Build a runner once all that it needs is there: measure, allocate, run, capture, as the start does."""
         if self.runner is not None or self.released & VITAL_PARTS:
             return
+        assert self._loaded is not None
         try:
-            runner = self._assembly.rebuild_runner(
-                self._loaded, captures="cuda_graph" not in self.released, progress=progress
-            )
+            assembly = Assembly.of(self.config, self._loaded, self.device)
+            measure_steps(assembly)
+            runner = self._build_runner(assembly)
+            if "cuda_graph" not in self.released:
+                assembly.capture_graphs(runner, progress)
         except (HeadraceError, torch.OutOfMemoryError) as error:
             self.released |= {"kv_cache"}
-            sweep(self._assembly.device)
+            sweep(self.device)
             raise EngineAsleep(
                 f"the device has no room for the KV cache: {error}", retry_after=RETRY_AFTER_S
             ) from error
         self.equip(runner)
         self.runner = runner
         refreeze()
+
+    def _build_runner(self, assembly: Assembly) -> Runner:
+        """A runner that has run a first step."""
+        runner = assembly.build_runner(self.layout)
+        run_tiny_steps(runner.execute, self.layout, is_pooling=assembly.is_pooling)
+        return runner
 
     def _drop_runner(self) -> None:
         if self.runner is not None:
@@ -136,7 +146,7 @@ def sweep(device: torch.device) -> None:
 
 
 def refreeze() -> None:
-    """Keep what has come to stay out of garbage collection, if that was done before."""
+    """Keep long-lived objects out of garbage collection, if that was done before."""
     if gc.get_freeze_count():
         gc.collect()
         gc.freeze()

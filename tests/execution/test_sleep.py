@@ -158,7 +158,7 @@ def test_no_room_to_come_back(executor, expected, monkeypatch):
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(assembly, "build_runner", refuse)
+        patched.setattr(assembly.Assembly, "build_runner", refuse)
         with pytest.raises(EngineAsleep, match="no room"):
             executor.acquire_memory(DEVICE_PARTS)
     assert executor.released == {"kv_cache"}
