@@ -153,7 +153,8 @@ class Step:
     def follow(self, plan: StepPlan, rows: Rows) -> Step:
         """Read the plan behind this one. Where the same rows decode again, everything moves on by one token. No row may
         have been started in between: a step with its prefill would have come first."""
-        if self.order is None or plan.rows != self.plan.rows or plan.begins != [b + 1 for b in self.plan.begins]:
+        are_decodes = self.order is not None and plan.num_decodes == len(plan.rows)  # a row may have got forced tokens
+        if not are_decodes or plan.rows != self.plan.rows or plan.begins != [b + 1 for b in self.plan.begins]:
             return Step.of(plan, rows)
         requests = self.shape.requests.copy()
         requests[1] += 1

@@ -55,6 +55,8 @@ def test_a_step_behind_another():
         plan = plan_of([0, 1, 2, 3], begins)
         step = step.follow(plan, rows)
         assert_equal(step, Step.of(plan, rows))
+    forced = StepPlan(0, 3, [0, 1, 2, 3], [7, 13, 5, 12], [1, 1, 1, 9], [1] * 4)
+    assert_equal(step.follow(forced, rows), Step.of(forced, rows))
     plan = plan_of([3, 1], [30, 40])
     assert_equal(step.follow(plan, rows), Step.of(plan, rows))
     rows.release(1)
