@@ -332,7 +332,7 @@ def _part_kernel(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.const
     tl.store(ids_ptr + row * PARTS + part, find_first(x, index, V - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])  # a part of an upload, at any offset
 def _combine_kernel(
     part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, rows_ptr, last_token_ptr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, KEEP: tl.constexpr,
