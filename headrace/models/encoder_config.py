@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.base.errors import ConfigError
-from headrace.layers.encoder.spec import EncoderSpec, EncoderTables
+from headrace.layers.spec import EncoderSpec, EncoderTables
 from headrace.models.config_fields import Fields, read_num_classes, read_num_layers
 from headrace.models.decoder_config import read_mlp
 

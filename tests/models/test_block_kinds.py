@@ -1,5 +1,5 @@
-"""Blocks that no family here has, against transformers: parallel branches with one norm or two, layer norms, MLPs without
-a gate, a bias of the head; and a layer whose attention is of an out-of-tree type."""
+"""Blocks that no family here has, against transformers: parallel branches with one norm or two, a bias of the head; and
+a layer whose attention is of an out-of-tree type."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def test_one_family_is_imported_and_no_torch():
 import sys
 from headrace.models.catalog import find_family
 family = find_family("Qwen3ForCausalLM")
-config = dict(architectures=["Qwen3ForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+config = dict(architectures=["Qwen3ForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+              num_attention_heads=2)
 specs = family.cache_specs(family.read_config(config), "float32")
 assert len(specs) == 2 and specs[0].head_dim == 128
 assert "torch" not in sys.modules

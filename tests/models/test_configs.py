@@ -36,7 +36,8 @@ def metadata(architecture: str, **more: Any) -> dict[str, Any]:
 GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}, {}),
     "qwen2": ("Qwen2ForCausalLM", {}, {}),
-    "qwen3": ("Qwen3ForCausalLM", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+    "qwen3": ("Qwen3ForCausalLM",
+              {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
               {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
     "gemma3": ("Gemma3ForCausalLM", {"attention.sliding_window": 16, "attention.head_count_kv": [2] * 7},
                {"sliding_window": 16, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
@@ -45,8 +46,10 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 20, "partial_rotary_factor": 0.75}
     ),
     "olmo2": ("Olmo2ForCausalLM", {}, {}),
-    "granite": ("GraniteForCausalLM", {"attention.scale": 0.1, "embedding_scale": 12.0, "residual_scale": 0.2, "logit_scale": 8.0},
-                {"attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.2, "logits_scaling": 8.0}),
+    "granite": ("GraniteForCausalLM",
+                {"attention.scale": 0.1, "embedding_scale": 12.0, "residual_scale": 0.2, "logit_scale": 8.0},
+                {"attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.2,
+                 "logits_scaling": 8.0}),
     "glm4": ("Glm4ForCausalLM", {"rope.dimension_count": 16}, {"partial_rotary_factor": 0.5}),
 }
 

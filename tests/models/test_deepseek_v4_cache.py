@@ -19,9 +19,9 @@ from headrace.layers.attention.contract import KvPages
 from headrace.memory.pools import build_pool, group_page_bytes
 from headrace.models.catalog import find_family
 from headrace.models.deepseek_v4 import layout, packed_pools
-from headrace.models.deepseek_v4.accounting import CompressorStatePolicy
 from headrace.models.deepseek_v4.attention import attend_slots
-from headrace.models.deepseek_v4.slots import open_slots
+from headrace.models.deepseek_v4.layout import CompressorStatePolicy
+from headrace.models.deepseek_v4.places import open_slots
 from headrace.models.deepseek_v4.spec import cache_specs, places
 
 CPU = torch.device("cpu")

@@ -38,7 +38,8 @@ RESULTS = [
     {"role": "tool", "tool_call_id": "c2", "content": "res2"}, {"role": "tool", "tool_call_id": "c1", "content": "res1"}
 ]
 F_CALL = (
-    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
+    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
+    '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
 )
 

@@ -12,7 +12,7 @@ import transformers
 from headrace.base.errors import ConfigError, WeightError
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.encoder.spans import group_lengths
+from headrace.layers.encoder import group_lengths
 from headrace.models.catalog import find_family
 
 VOCAB = 97

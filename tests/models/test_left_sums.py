@@ -31,9 +31,8 @@ def decode(harness: Harness) -> torch.Tensor:
     first, second = harness.start(), harness.start()
     logits = harness.step((first, prompt(0, 5)), (second, prompt(1, 9)))
     logits += harness.step((first, [3]), (second, [4]))
-    return torch.cat(
-        logits + harness.step((first, [5]), (second, prompt(2, 6)), wanted=[0] if harness.model.prunes_last_layer else None)
-    )
+    wanted = [0] if harness.model.prunes_last_layer else None
+    return torch.cat(logits + harness.step((first, [5]), (second, prompt(2, 6)), wanted=wanted))
 
 
 @pytest.mark.parametrize("case", LEAVES)

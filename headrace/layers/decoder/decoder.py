@@ -28,7 +28,7 @@ from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec, RopeSpec
 
 HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
-"""Name endings of tensors that old checkpoints carry and nobody needs."""
+"""Name endings of tensors that old checkpoints have and no model needs."""
 
 
 class Decoder(ServedModel):
@@ -79,20 +79,20 @@ class Decoder(ServedModel):
         """Attach each layer's pages and cache group."""
         for layer, layer_pages, group in zip(self._blocks, pages, group_of_layer, strict=True):
             layer.attention.bind(layer_pages, group)
-        self._table, self._decodes, self._is_table_due = None, None, True  # it keeps the pages alive
+        self._table, self._decodes, self._is_table_due = None, None, True  # the table keeps the pages alive
 
     def notice_stored(self) -> None:
         """See `StorableModel`."""
         self._is_table_due = True
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm; of the batch's wanted tokens alone, if it says so."""
+        """Hidden states [T, D] after the final norm, or [S, D] of the wanted tokens where the batch names them."""
         self.step.batch = batch
         x = self.embedding(batch.token_ids)
         return self.norm.add(self._run_together(x, batch) or self._run_layers(x, batch))
 
     def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
-        """All layers by one kernel, where there is one that can, for the step and for the layers."""
+        """All layers in one native call; None where the layers or the step do not allow it."""
         table = self._find_table()
         return None if table is None else run_layers(table, x, batch)
 
@@ -103,7 +103,7 @@ class Decoder(ServedModel):
 
     def _find_table(self) -> LayerTable | None:
         if self._is_table_due:
-            self._is_table_due = False  # first: it may become due again meanwhile
+            self._is_table_due = False  # before the table is made: another thread may set it again meanwhile
             self._table = fuse_layers(self._blocks)
             self._decodes = None if self._table is None else fuse_step(self._table, self)
         return self._table

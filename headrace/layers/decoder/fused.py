@@ -1,7 +1,7 @@
 """Whether one native kernel can run all layers of a decoder, and their parts if so. Decided from what each layer is
 made of.
 
-Refuses: knowing families. Anything that is not exactly what the kernel computes is a reason against; the layers are then
+Refuses: knowing families. Anything that is not exactly what the kernel computes is a reason against; layers are then
 called one after the other.
 """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.layers.encoder.spec import EncoderSpec, encoder_cache_specs
 from headrace.layers.names import ENCODER_NAMES, CheckpointNames
+from headrace.layers.spec import EncoderSpec, encoder_cache_specs
 from headrace.models.config_fields import Fields
 from headrace.models.encoder_config import read_encoder
 from headrace.models.family import Family
@@ -22,6 +22,6 @@ FAMILY = Family(
     read_config=read_config,
     cache_specs=encoder_cache_specs,
     names=CheckpointNames(ENCODER_NAMES, renames={"bert.": ""}),
-    model="headrace.layers.encoder.encoder:Encoder",
+    model="headrace.layers.encoder:Encoder",
     generates=False,
 )

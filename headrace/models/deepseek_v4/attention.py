@@ -15,12 +15,10 @@ from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
-from headrace.models.deepseek_v4.compressor import Compressor
+from headrace.models.deepseek_v4.compressor import Compressor, rotate_last
 from headrace.models.deepseek_v4.indexer import Indexer
 from headrace.models.deepseek_v4.layout import OVERLAPPING
-from headrace.models.deepseek_v4.places import Place
-from headrace.models.deepseek_v4.rotation import rotate_last
-from headrace.models.deepseek_v4.slots import Slots
+from headrace.models.deepseek_v4.places import Place, Slots
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 
 TILE_ELEMENTS = 2**26
@@ -68,9 +66,9 @@ class V4Attention(nn.Module):
         q = rotate_last(
             (q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self.norm_eps)).to(q.dtype), cos_sin
         )
-        window, reader = self.window.step(batch), self.window.reader(batch)
+        window, backend = self.window.step(batch), self.window.backend(batch)
         self.window.slots.write(window.inputs.slots, rotate_last(kv.unsqueeze(1), cos_sin).squeeze(1))
-        seen = [(self.window.slots, reader.seen)]
+        seen = [(self.window.slots, backend.seen)]
         if self.compressor is not None:
             self.compressor(x, batch)
             seen.append((self.compressor.entries.slots, self._find_entries(self.compressor, x, latent, batch)))
@@ -81,11 +79,11 @@ class V4Attention(nn.Module):
         self, compressor: Compressor, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """Slots [T, n] of the compressed entries that each token sees, -1 for none."""
-        reader = compressor.entries.reader(batch)
+        backend = compressor.entries.backend(batch)
         if self.indexer is None:
-            return reader.all_seen()
+            return backend.all_seen()
         chosen = self.indexer(x, latent, batch)
-        slots = reader.slots.index_select(0, reader.requests)
+        slots = backend.slots.index_select(0, backend.requests)
         return slots.gather(1, chosen.clamp(min=0)).masked_fill_(chosen < 0, -1) if slots.shape[1] else chosen
 
 

@@ -1,7 +1,7 @@
-"""DeepSeek-V4: attention over a window and over compressed entries, hyper-connections, experts chosen by token or by
+"""DeepSeek-V4: attention over a window and over compressed entries, hyper-connections, experts routed by token id or by
 score.
 
-All that is special is in this folder; its kinds of cache are registered when it is loaded.
+Registers its kinds of cache when it is imported.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _CHAINED = "headrace.scheduling.cache.groups:FullPolicy"
 _WINDOWED = "headrace.scheduling.cache.groups:SlidingWindowPolicy"
 _OWN = "headrace.models.deepseek_v4"
 
-for _kind, _policy, _pool, _reader, _doc in (
-    (layout.WINDOW, _WINDOWED, "pools:VectorPool", "readers:WindowReader", "vectors of the latest tokens"),
-    (layout.WINDOW_FP8, _WINDOWED, "packed_pools:PackedVectorPool", "readers:WindowReader", "the same in 8 bits"),
-    (layout.ENTRIES, _CHAINED, "pools:VectorPool", "readers:EntriesReader", "a vector for each window of tokens"),
-    (layout.ENTRIES_FP8, _CHAINED, "packed_pools:PackedVectorPool", "readers:EntriesReader", "the same in 8 bits"),
-    (layout.INDEX_KEYS, _CHAINED, "pools:VectorPool", "readers:EntriesReader", "what chooses among entries"),
-    (layout.INDEX_KEYS_FP8, _CHAINED, "packed_pools:PackedKeyPool", "readers:EntriesReader", "the same in 8 bits"),
+for _kind, _policy, _pool, _backend, _doc in (
+    (layout.WINDOW, _WINDOWED, "pools:VectorPool", "backends:WindowBackend", "vectors of the latest tokens"),
+    (layout.WINDOW_FP8, _WINDOWED, "packed_pools:PackedVectorPool", "backends:WindowBackend", "the same in 8 bits"),
+    (layout.ENTRIES, _CHAINED, "pools:VectorPool", "backends:EntriesBackend", "a vector for each window of tokens"),
+    (layout.ENTRIES_FP8, _CHAINED, "packed_pools:PackedVectorPool", "backends:EntriesBackend", "the same in 8 bits"),
+    (layout.INDEX_KEYS, _CHAINED, "pools:VectorPool", "backends:EntriesBackend", "what chooses among entries"),
+    (layout.INDEX_KEYS_FP8, _CHAINED, "packed_pools:PackedKeyPool", "backends:EntriesBackend", "the same in 8 bits"),
     (
-        layout.STATE, f"{_OWN}.accounting:CompressorStatePolicy", "pools:StatePool", "readers:StateReader",
+        layout.STATE, f"{_OWN}.layout:CompressorStatePolicy", "pools:StatePool", "backends:StateBackend",
         "tokens of unfinished windows"
     ),
 ):
-    add_cache_kind(_kind, policy=_policy, pool=f"{_OWN}.{_pool}", backend=f"{_OWN}.{_reader}", doc=_doc)
+    add_cache_kind(_kind, policy=_policy, pool=f"{_OWN}.{_pool}", backend=f"{_OWN}.{_backend}", doc=_doc)
 
 FAMILY = Family(
     name="deepseek_v4",

@@ -13,10 +13,9 @@ from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.rotary import RotaryTable
-from headrace.models.deepseek_v4.compressor import Compressor
+from headrace.models.deepseek_v4.backends import EntriesBackend
+from headrace.models.deepseek_v4.compressor import Compressor, rotate_last
 from headrace.models.deepseek_v4.layout import OVERLAPPING
-from headrace.models.deepseek_v4.readers import EntriesReader
-from headrace.models.deepseek_v4.rotation import rotate_last
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec
 
 TILE_ELEMENTS = 2**25
@@ -41,25 +40,25 @@ class Indexer(nn.Module):
         # In 8 bits, values spread over all dims lose least; turning both sides changes no product.
         basis = hadamard(self.spec.head_dim, x.device) if slots.pack else None
         self.compressor(x, batch, basis)
-        reader: EntriesReader = self.compressor.entries.reader(batch)
-        if reader.slots.shape[1] <= self.spec.top_k:
-            return choose_entries(None, reader.visible, reader.slots.shape[1])
+        backend: EntriesBackend = self.compressor.entries.backend(batch)
+        if backend.slots.shape[1] <= self.spec.top_k:
+            return choose_entries(None, backend.visible, backend.slots.shape[1])
         q = self.q(latent).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         q = rotate_last(q, self.rotary.cos_sin.index_select(0, batch.positions)).float()
         q = q if basis is None else q @ basis
         weights = self.weights(x).float() * (self.spec.head_dim * self.spec.num_heads) ** -0.5
-        return choose_entries(self._score(q, weights, reader), reader.visible, self.spec.top_k)
+        return choose_entries(self._score(q, weights, backend), backend.visible, self.spec.top_k)
 
-    def _score(self, q: torch.Tensor, weights: torch.Tensor, reader: EntriesReader) -> torch.Tensor:
+    def _score(self, q: torch.Tensor, weights: torch.Tensor, backend: EntriesBackend) -> torch.Tensor:
         """``q`` [T, H, E] and ``weights`` [T, H] to [T, N] float32; what a token may not see has any score."""
-        slots, num_decodes = self.compressor.entries.slots, reader.num_decodes
-        scores = q.new_zeros(q.shape[0], reader.slots.shape[1])
+        slots, num_decodes = self.compressor.entries.slots, backend.num_decodes
+        scores = q.new_zeros(q.shape[0], backend.slots.shape[1])
         if num_decodes:
-            keys = slots.gather(reader.slots[:num_decodes], torch.float32)
+            keys = slots.gather(backend.slots[:num_decodes], torch.float32)
             hits = torch.einsum("the,tne->thn", q[:num_decodes], keys).relu_()
             scores[:num_decodes] = torch.einsum("thn,th->tn", hits, weights[:num_decodes])
-        for request, start, count, num_entries in reader.prefills:
-            keys = slots.gather(reader.slots[request, :num_entries], torch.float32)
+        for request, start, count, num_entries in backend.prefills:
+            keys = slots.gather(backend.slots[request, :num_entries], torch.float32)
             tile = max(1, TILE_ELEMENTS // max(1, q.shape[1] * num_entries))
             for low in range(start, start + count, tile):
                 span = slice(low, min(low + tile, start + count))

@@ -1,6 +1,7 @@
-"""How DeepSeek-V4's caches lie in memory, as plain numbers. Torch-free.
+"""Memory layout of DeepSeek-V4's caches as plain numbers, and which pages of compressor state are kept. Torch-free: the
+scheduler loads the policy by name.
 
-Every page of every group stands for the same ``page_size`` tokens; what a group keeps of them differs. N plain and R
+A page of every group stands for the same ``page_size`` tokens; groups differ in what they keep of them. N plain and R
 rotated dims of a vector.
 """
 
@@ -80,3 +81,20 @@ def token_bytes(specs: list[CacheSpec], window_share: float) -> float:
         slot_bytes(spec) * slots_per_page(spec, PAGE_SIZE) / PAGE_SIZE * (window_share if spec.window else 1.0)
         for spec in specs
     )
+
+
+class CompressorStatePolicy:
+    """State is kept for tokens of unfinished windows and, where windows overlap, of the window before. At the end of a
+    page all windows are finished: a prefix hit needs the last page for overlapping windows, and none for others."""
+
+    is_chained = False
+
+    def __init__(self, spec: CacheSpec, page_size: int):
+        self._page_size, self._ratio = page_size, spec.compress_ratio
+        self._back = spec.window - spec.compress_ratio  # how far before an unfinished window rows are read
+
+    def first_needed(self, length: int) -> int:
+        return max(0, length - length % self._ratio - self._back) // self._page_size
+
+    def peak_pages(self, length: int) -> int:
+        return min(-(-length // self._page_size), 2 if self._back else 1)

@@ -1,16 +1,61 @@
-"""`Place`: one thing that a layer caches: its pages once bound, and its group's part of a step."""
+"""`Place`: one cache of a layer, with its pages and its group's part of a step. `Slots`: vectors by slot number.
+
+Slot = page * S + slot in the page. P pages, S slots of a page.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch, GroupStep
-from headrace.models.deepseek_v4.slots import Slots, open_slots
+
+
+@dataclass(frozen=True)
+class Slots:
+    """``pages.k`` and ``pages.v`` are [P, S, ...]. ``pack`` and ``unpack`` convert between vectors and these two; None
+    where a page holds the vectors themselves."""
+
+    pages: KvPages
+    pack: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
+        """Write ``x`` [n, E] to ``slots`` [n] int64; only slots of the null page may occur twice."""
+        per_page = self.pages.k.shape[1]
+        place = (slots // per_page, slots % per_page)
+        if self.pack is None:
+            self.pages.k.index_put_(place, x.to(self.pages.k.dtype))
+            return
+        for stored, part in zip((self.pages.k, self.pages.v), self.pack(x), strict=True):
+            stored.index_put_(place, part)
+
+    def gather(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The vectors at ``slots`` [...] int64, [..., E] in ``dtype``."""
+        per_page = self.pages.k.shape[1]
+        place = (slots // per_page, slots % per_page)
+        if self.unpack is None:
+            return self.pages.k[place].to(dtype)
+        return self.unpack(self.pages.k[place], self.pages.v[place]).to(dtype)
+
+
+def open_slots(pages: KvPages) -> Slots:
+    """The slots of a layer's pages, packed or plain."""
+    if pages.k.dtype != torch.uint8:
+        return Slots(pages)
+    from headrace.models.deepseek_v4 import packed_pools  # only where the pool is one of those
+
+    if pages.v.shape[-1] == packed_pools.INDEX_SCALE_BYTES:
+        return Slots(pages, packed_pools.pack_keys, packed_pools.unpack_keys)
+    return Slots(pages, packed_pools.pack_vectors, packed_pools.unpack_vectors)
 
 
 class Place:
-    """Bound before the first step. ``slots`` are for kinds that keep vectors."""
+    """Bound before the first step. ``slots`` is for kinds of cache that keep vectors."""
 
     def __init__(self) -> None:
         self.group = -1
@@ -35,6 +80,6 @@ class Place:
         """The group in this step."""
         return batch.groups[self.group]
 
-    def reader(self, batch: ForwardBatch) -> Any:
-        """The group's prepared reader."""
+    def backend(self, batch: ForwardBatch) -> Any:
+        """The group's prepared backend."""
         return self.step(batch).backend

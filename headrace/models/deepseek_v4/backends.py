@@ -1,8 +1,8 @@
-"""What all layers of a cache group share in a step, worked out once: where each token's window lies, which compressed
-entries the step finishes and where they go, which rows of state it reads and leaves behind.
+"""Cache backends: index tensors that all layers of a group share in a step. Slots of each token's window, the
+compressed entries that the step finishes, the rows of state that it reads and writes.
 
-T tokens, R requests, C windows of tokens that the step finishes, n tokens that make an entry. Index tensors are made on
-the host from the step's lengths and copied: a reader waits for the device.
+T tokens, R requests, C windows of tokens that the step finishes, n tokens that make an entry. The tensors are made on
+the host from the step's lengths and copied, which synchronises with the device: no graph is captured.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Spans:
         return requests, np.arange(len(requests)) + (firsts - (counts.cumsum() - counts))[requests]
 
 
-class _Reader(CacheBackend):
-    """What the readers have in common."""
+class _Backend(CacheBackend):
+    """What the backends have in common."""
 
     preferred_page_size = PAGE_SIZE
     is_capturable = False
@@ -65,7 +65,7 @@ class _Reader(CacheBackend):
         return pages.long() * self.per_page + numbers % self.per_page
 
 
-class WindowReader(_Reader):
+class WindowBackend(_Backend):
     """``seen`` [T, window] int64: slots of the latest positions, -1 before the first."""
 
     seen: torch.Tensor
@@ -79,7 +79,7 @@ class WindowReader(_Reader):
         self.seen = self.find_slots(inputs, requests, positions.clamp(min=0)).masked_fill_(positions < 0, -1)
 
 
-class EntriesReader(_Reader):
+class EntriesBackend(_Backend):
     """``write_slots`` [C] for the entries of finished windows. ``visible`` [T]: how many entries each token may see,
     the first ones of its request. ``slots`` [R, longest]: those of all entries. ``requests`` [T]. Of requests beyond
     the first ``num_decodes``, which have a token each: ``prefills`` (request, first token, tokens, entries)."""
@@ -113,7 +113,7 @@ class EntriesReader(_Reader):
         return self.slots.index_select(0, self.requests).masked_fill(numbers >= self.visible[:, None], -1)
 
 
-class StateReader(_Reader):
+class StateBackend(_Backend):
     """How a compressor gets the tokens of windows finished in this step: of the step itself, of rows kept from before,
     and, before a request's first window, nothing.
 

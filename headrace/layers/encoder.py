@@ -1,11 +1,14 @@
-"""`Encoder`: a transformer of the BERT line from an `EncoderSpec`; Devlin et al., arXiv:1810.04805. T tokens, D width.
+"""`Encoder`: a transformer of the BERT line from an `EncoderSpec`; Devlin et al., arXiv:1810.04805. T tokens, D hidden
+size.
 
-Refuses: knowing any family; a family brings its spec and its checkpoint names.
+n texts of a batch, L tokens of the longest of them. Attention is bidirectional within each text. Refuses: knowing any
+family, and keeping anything between steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +17,23 @@ from torch import nn
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.encoder.spans import TextSpans
-from headrace.layers.encoder.spec import EncoderSpec
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.mlp import Mlp
 from headrace.layers.model import ServedModel
 from headrace.layers.names import CheckpointNames, drop_training_heads
 from headrace.layers.norm import LayerNorm
+from headrace.layers.spec import EncoderSpec
+
+MAX_PADDING = 1.25
+"""The longest text of a batch is at most so many times as long as its shortest."""
 
 HARMLESS = ("embeddings.position_ids",)
-"""Name endings of tensors that old checkpoints carry and nobody needs."""
+"""Name endings of tensors that old checkpoints have and no model needs."""
 
 
 class EncoderEmbedding(nn.Module):
-    """Word, position and kind of each token, added up and normalised."""
+    """Sum of word, position and token-type embeddings, normalised."""
 
     def __init__(self, spec: EncoderSpec, build: Build):
         super().__init__()
@@ -105,3 +110,67 @@ class Encoder(ServedModel):
         for layer in self.layers:
             x = layer(x, spans)
         return x
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """n texts of similar length. ``tokens`` [n * L]: index of each token in the step, any index for padding. ``mask``
+    [n, 1, 1, L] is added to the logits (None: no padding). ``real``: indices into [n * L] that are no padding."""
+
+    num_texts: int
+    tokens: torch.Tensor
+    mask: torch.Tensor | None
+    real: torch.Tensor | None
+
+
+class TextSpans:
+    """The texts of a step, batched by similar ``lengths``; made once, used by every layer. Index tensors are copied
+    from the host every step."""
+
+    def __init__(self, lengths: list[int], *, dtype: torch.dtype, device: torch.device):
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        self._batches = [
+            _make_batch([(starts[i], lengths[i]) for i in chosen], dtype, device) for chosen in group_lengths(lengths)
+        ]
+
+    def attend(self, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """``qkv`` [T, 3 * D], queries first, to [T, D]; logits are scaled by 1 / sqrt(head dim)."""
+        size = qkv.shape[1] // 3
+        out = qkv.new_empty(qkv.shape[0], size)
+        for batch in self._batches:
+            heads = qkv.index_select(0, batch.tokens).view(batch.num_texts, -1, 3, num_heads, size // num_heads)
+            q, k, v = heads.permute(2, 0, 3, 1, 4)
+            found = F.scaled_dot_product_attention(q, k, v, batch.mask).transpose(1, 2).reshape(-1, size)
+            if batch.real is None:
+                out.index_copy_(0, batch.tokens, found)
+            else:
+                out.index_copy_(0, batch.tokens[batch.real], found[batch.real])
+        return out
+
+
+def group_lengths(lengths: list[int]) -> list[list[int]]:
+    """Indices of the texts in each batch: lengths differ by at most `MAX_PADDING`."""
+    groups: list[list[int]] = []
+    shortest = 0
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not groups or lengths[index] > shortest * MAX_PADDING:
+            groups.append([])
+            shortest = lengths[index]
+        groups[-1].append(index)
+    return groups
+
+
+def _make_batch(spans: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> TextBatch:
+    longest = max(length for _, length in spans)
+    begin, length = (torch.tensor(column, device=device)[:, None] for column in zip(*spans, strict=True))
+    places = torch.arange(longest, device=device)
+    if all(length == longest for _, length in spans):
+        return TextBatch(len(spans), (begin + places).flatten(), None, None)
+    is_real = places < length
+    mask = torch.zeros(is_real.shape, dtype=dtype, device=device).masked_fill_(~is_real, float("-inf"))
+    return TextBatch(
+        len(spans), (begin + places.clamp(max=length - 1)).flatten(), mask[:, None, None],
+        torch.where(is_real.flatten())[0]
+    )
