@@ -73,5 +73,5 @@ def test_find_best(vocab: int):
 def test_wrong_shapes_are_refused():
     with pytest.raises(RuntimeError, match="float32"):
         cpu.argmax(torch.zeros(2, 8, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="belongs to a row"):
+    with pytest.raises(RuntimeError, match="per-row arguments"):
         cpu.sample_rows(torch.zeros(3, 8), sample_params(2))

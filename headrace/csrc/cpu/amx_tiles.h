@@ -1,4 +1,4 @@
-// How AMX tiles are set up, and what the compiler is not told of them. Included by sources compiled for amx.
+// AMX tile configuration, and a compiler fence for tile loads. Included by sources compiled for amx.
 #pragma once
 
 #include <immintrin.h>
@@ -15,18 +15,21 @@ struct alignas(64) TileConfig {
 };
 static constexpr TileConfig kTileConfig;  // constant data: the compiler need not know that all of it is read
 
-// The compiler does not know what tile loads read: everything written before must be in memory.
+// The compiler does not know what tile loads read: this forces all earlier writes to memory.
 inline __attribute__((always_inline)) void settle() { asm volatile("" ::: "memory"); }
 
-// Products of two tiles of rows (4, 5) with two of columns (6, 7), which add to tiles 0 to 3; `steps` times, each with tiles of
-// their own. `product<c>` and `load<o>(step)`: the four products come in a ring in which neighbours share an operand, and
-// operand o is that of products o and o + 1. It is loaded anew as soon as both are done, at least two instructions before it is
-// used, and each step starts one product further on: so loads wait for nothing, neither alone on a core nor beside another
-// thread's. `between<i>` is called after the i-th product of each step, and `begin` when the first loads are under way: sums
-// of products before are best stored there, as loads behind such a store wait until the sums are there.
+// Products of two tiles of rows (4, 5) with two of columns (6, 7), which add to tiles 0 to 3; `steps` times, each with
+// tiles of their own. `product<c>` and `load<o>(step)`: the four products come in a ring in which neighbours share an
+// operand, and operand o is that of products o and o + 1. It is loaded anew as soon as both are done, at least two
+// instructions before it is used, and each step starts one product further on: so loads wait for nothing, neither alone
+// on a core nor beside another thread's. `between<i>` is called after the i-th product of each step, and `begin` when
+// the first loads are under way: sums of products before are best stored there, as loads behind such a store wait until
+// the sums are there.
 template <class Product, class Load, class Begin, class Between>
-inline __attribute__((always_inline)) void weave(int64_t steps, const Product& product, const Load& load, const Begin& begin, const Between& between) {
-  load.template operator()<3>(0), load.template operator()<0>(0), load.template operator()<1>(0), load.template operator()<2>(0);
+inline __attribute__((always_inline)) void weave(int64_t steps, const Product& product, const Load& load,
+                                                 const Begin& begin, const Between& between) {
+  load.template operator()<3>(0), load.template operator()<0>(0), load.template operator()<1>(0),
+      load.template operator()<2>(0);
   begin();
   int64_t next = 1;
   const auto step = [&]<int s>() __attribute__((always_inline)) {
@@ -41,8 +44,8 @@ inline __attribute__((always_inline)) void weave(int64_t steps, const Product& p
     ++next;
     return !is_last;
   };
-  while (step.template operator()<0>() && step.template operator()<1>() && step.template operator()<2>() && step.template operator()<3>()) {
-  }
+  while (step.template operator()<0>() && step.template operator()<1>() && step.template operator()<2>() &&
+         step.template operator()<3>()) {}
 }
 
 // For `weave`, by an instruction on tiles; a macro, as tiles are taken from the text.

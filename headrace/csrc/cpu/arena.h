@@ -1,4 +1,4 @@
-// Scratch memory that is laid out anew for every step.
+// Scratch memory, laid out again for every step.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace headrace {
 
-// Memory of the calling thread, cut anew for every step.
+// A bump allocator of the calling thread, reset by `reserve`.
 class Arena {
  public:
   void reserve(size_t bytes) {

@@ -20,15 +20,21 @@ static void decode(const Attention& a, const KeyRange& range, float* partial, fl
   decode_of_floats(a, range, partial, scratch);
 }
 
-static int64_t decode_scratch(const Attention& a, int64_t num_kv_heads) { return a.kv_type == kCodes ? decode_scratch_of_codes(a, num_kv_heads) : decode_scratch_of_floats(a, num_kv_heads); }
+static int64_t decode_scratch(const Attention& a, int64_t num_kv_heads) {
+  return a.kv_type == kCodes ? decode_scratch_of_codes(a, num_kv_heads) : decode_scratch_of_floats(a, num_kv_heads);
+}
 
 #ifdef HEADRACE_IS_AVX512
 static void tile(const Attention& a, const Tile& tile, float* scratch) {
   if (!is_narrow(a)) return tile_of_floats(a, tile, scratch);
   a.kv_type == kCodes ? tile_of_panels<true>(a, tile, scratch) : tile_of_panels<false>(a, tile, scratch);
 }
-static int64_t tile_scratch(const Attention& a, int64_t num_rows) { return is_narrow(a) ? PanelBuffers::floats(a, num_rows) + LotRoom::floats(a) : TileBuffers::floats(a, num_rows); }
-static int64_t tile_rows(const Attention& a) { return is_narrow(a) ? PanelBuffers::most_rows(a) : TileBuffers::most_rows(a); }
+static int64_t tile_scratch(const Attention& a, int64_t num_rows) {
+  return is_narrow(a) ? PanelBuffers::floats(a, num_rows) + LotRoom::floats(a) : TileBuffers::floats(a, num_rows);
+}
+static int64_t tile_rows(const Attention& a) {
+  return is_narrow(a) ? PanelBuffers::most_rows(a) : TileBuffers::most_rows(a);
+}
 #else
 static void tile(const Attention& a, const Tile& tile, float* scratch) { tile_of_floats(a, tile, scratch); }
 static int64_t tile_scratch(const Attention& a, int64_t num_rows) { return TileBuffers::floats(a, num_rows); }

@@ -1,6 +1,6 @@
-// Paged causal attention: what kernels of all instruction sets take. H heads, K kv heads, G = H / K, E head dim of queries
-// and keys, V of values. Softmax in float32 with a running maximum (Milakov & Gimelshein, arXiv:1805.02867; Dao,
-// arXiv:2307.08691); decode split over keys as in Flash-Decoding.
+// Paged causal attention: arguments of the kernels of all instruction sets. H heads, K kv heads, G = H / K, E head dim
+// of queries and keys, V of values. Softmax in float32 with a running maximum (Milakov & Gimelshein, arXiv:1805.02867;
+// Dao, arXiv:2307.08691); decode split over keys as in Flash-Decoding.
 #pragma once
 
 #include "types.h"
@@ -12,12 +12,12 @@ struct PageStrides {
   int64_t page, token, head;
 };
 
-// Of the scales of codes: those of a page, and from a key's to its value's. Those of a head's tokens lie side by side.
+// Strides of the scales of int8 pages: page to page, keys to values. A head's tokens are contiguous.
 struct ScaleStrides {
   int64_t page, values;
 };
 
-// Partial results of some rows: the largest logit of each, the sum of e^(logit - largest), and the sum of values so weighted.
+// Partial results of rows (online softmax): maximum logit, sum of e^(logit - maximum), and sum of values so weighted.
 struct Partial {
   float *top = nullptr, *total = nullptr, *sums = nullptr;  // [M], [M], [M, padded V]
 };
@@ -38,27 +38,30 @@ struct Attention {
   float scale, softcap;
   int64_t window;      // 0: all
   const float* sinks;  // [H], or null
-  const float* scales = nullptr;  // of kv_type kCodes, whose lots of tokens take the place of tokens in the strides: see codes.h
+  const float* scales =
+      nullptr;  // of kv_type kCodes, whose lots of tokens take the place of tokens in the strides: see codes.h
   ScaleStrides scale_strides = {};
-  Partial partial;     // where tiles leave the partial results of a request's rows instead of `out`, if there is room
+  Partial partial;     // set: tiles write partial results here instead of `out`
 
   int64_t group() const { return num_heads / num_kv_heads; }
 };
 
-constexpr int64_t kMostDecodeGroup = 8;  // decodes with more query heads a kv head are tiles
+constexpr int64_t kMostDecodeGroup = 8;  // decodes with more query heads per kv head use tiles
 constexpr int64_t kDecodeKeys = 32;      // keys of a block in decode
 constexpr int64_t kMostLanes = 16;
 
-// Widths are padded to whole vectors of any instruction set.
+// Dims are padded to whole vectors of any instruction set.
 inline int64_t padded(int64_t size, int64_t step = kMostLanes) { return (size + step - 1) / step * step; }
 
-// Keys [first, last) of a request with one query, and the query heads of some kv heads that lie side by side.
+// Keys [first, last) of a request with one query, for the query heads of `num_heads` kv heads from `first_head` on.
 struct KeyRange {
   int64_t request, first_head, num_heads, first, last;
 };
 
-// Partial results of `num_rows` rows lie together: all tops, all sums of weights, then the sums of values.
-inline int64_t partial_size(const Attention& a, int64_t num_rows) { return padded(2 * num_rows) + num_rows * padded(a.value_dim); }
+// Partial results of `num_rows` rows are contiguous: maxima [M], sums of weights [M], sums of values [M, padded V].
+inline int64_t partial_size(const Attention& a, int64_t num_rows) {
+  return padded(2 * num_rows) + num_rows * padded(a.value_dim);
+}
 inline Partial partial_at(const Attention& a, float* start, int64_t num_rows, int64_t first = 0) {
   return {start + first, start + num_rows + first, start + padded(2 * num_rows) + first * padded(a.value_dim)};
 }
@@ -80,7 +83,7 @@ struct AttentionKernels {
   void (*finish)(const Attention& a, const PartialRows& rows, const Partial& partial);  // sinks, division, to `out`
   void (*tile)(const Attention& a, const Tile& tile, float* scratch);
   int64_t (*tile_scratch)(const Attention& a, int64_t num_rows);
-  int64_t (*tile_rows)(const Attention& a);  // how many rows are worth a tile where there are plenty
+  int64_t (*tile_rows)(const Attention& a);  // best rows of a tile when there are many
 };
 
 }  // namespace headrace

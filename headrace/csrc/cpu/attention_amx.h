@@ -1,11 +1,12 @@
-// Tiles of bfloat16, or of codes, by AMX: 32 query rows at a time against a step of keys that are packed once for all rows of the tile.
-// Intel's software developer's manual, volume 1, chapter 18. TDPBF16PS multiplies a tile [16, 32] by one of 32 inputs by 16
-// outputs whose rows hold two inputs each: (input 2i, input 2i + 1) of output 0, of output 1, ...
+// Tiles of bfloat16, or of codes, by AMX: 32 query rows at a time against a step of keys that are packed once for all
+// rows of the tile. Intel's software developer's manual, volume 1, chapter 18. TDPBF16PS multiplies a tile [16, 32] by
+// one of 32 inputs by 16 outputs whose rows hold two inputs each: (input 2i, input 2i + 1) of output 0, of output 1,
+// ...
 //
-// Products and softmax are of different units of the processor, so they go on side by side: while tiles multiply the weighted
-// values of one unit (32 rows by one step of keys) and then, into the memory that this leaves, the logits of the unit after
-// next, vectors turn the logits of the unit between into weights, which take their place. What one needs of another was done a
-// turn ago, and all of it fits the first-level cache.
+// Products and softmax are of different units of the processor, so they go on side by side: while tiles multiply the
+// weighted values of one unit (32 rows by one step of keys) and then, into the memory that this leaves, the logits of
+// the unit after next, vectors turn the logits of the unit between into weights, which take their place. What one needs
+// of another was done a turn ago, and all of it fits the first-level cache.
 #pragma once
 
 #include "amx_tiles.h"
@@ -16,10 +17,11 @@ namespace headrace::HEADRACE_ISA {
 constexpr int64_t kAmxStep = 128;  // keys of a unit
 constexpr int64_t kAmxRows = 32;   // rows of a unit
 constexpr int64_t kTileValues = 512;
-constexpr int64_t kSkew = 144;     // floats between buffers, so that equal places of them do not share the low bits of an address
+constexpr int64_t kSkew =
+    144;  // floats between buffers, so that equal places of them do not share the low bits of an address
 
-// Of codes, keys and queries are bytes, twice as many to a tile: E counts pairs of them then, and what their products are multiplied
-// with lies beside. Values become bfloat16.
+// Of codes, keys and queries are bytes, twice as many to a tile: E counts pairs of them then, and what their products
+// are multiplied with lies beside. Values become bfloat16.
 struct AmxBuffers {
   int64_t rows, dim, width, keys_of_block;  // M, E and V, padded to 32; N
   bf16 *q, *keys, *values;                  // [M, E]; [N / 16, E / 32] and [N / 32, V / 16] tiles of 512
@@ -28,18 +30,27 @@ struct AmxBuffers {
   float *query_scales, *key_scales;                      // [M], [N]; of codes
 
   // The rows of a tile that are worth packing keys for, and the keys of a block: both stay in the second-level cache.
-  static int64_t most_rows(const Attention& a) { return clamp(600 * 1024 / (2 * a.head_dim + 4 * a.value_dim) / kAmxRows * kAmxRows, 192, 1536); }
-  static int64_t block_keys(int64_t dim, int64_t width) { return clamp((int64_t{1} << 17) / (dim + width) / kAmxStep * kAmxStep, kAmxStep, 1024); }
-  static int64_t dim_of(const Attention& a) { return a.kv_type == kCodes ? padded(a.head_dim, 64) / 2 : padded(a.head_dim, 32); }
+  static int64_t most_rows(const Attention& a) {
+    return clamp(600 * 1024 / (2 * a.head_dim + 4 * a.value_dim) / kAmxRows * kAmxRows, 192, 1536);
+  }
+  static int64_t block_keys(int64_t dim, int64_t width) {
+    return clamp((int64_t{1} << 17) / (dim + width) / kAmxStep * kAmxStep, kAmxStep, 1024);
+  }
+  static int64_t dim_of(const Attention& a) {
+    return a.kv_type == kCodes ? padded(a.head_dim, 64) / 2 : padded(a.head_dim, 32);
+  }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kAmxRows), e = dim_of(a), v = padded(a.value_dim, 32), n = block_keys(e, v);
     return m * e / 2 + n * (e + v) / 2 + 2 * (kAmxRows * kAmxStep + kSkew) + m * v + m * 19 + n;
   }
-  AmxBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kAmxRows)), dim(dim_of(a)), width(padded(a.value_dim, 32)), keys_of_block(block_keys(dim, width)) {
+  AmxBuffers(const Attention& a, int64_t num_rows, float* scratch)
+      : rows(padded(num_rows, kAmxRows)), dim(dim_of(a)), width(padded(a.value_dim, 32)),
+        keys_of_block(block_keys(dim, width)) {
     float* at = scratch;
     const auto take = [&](int64_t size) { return (at += size) - size; };
     q = reinterpret_cast<bf16*>(take(rows * dim / 2));
-    keys = reinterpret_cast<bf16*>(take(keys_of_block * dim / 2)), values = reinterpret_cast<bf16*>(take(keys_of_block * width / 2));
+    keys = reinterpret_cast<bf16*>(take(keys_of_block * dim / 2)),
+    values = reinterpret_cast<bf16*>(take(keys_of_block * width / 2));
     for (int i = 0; i < 2; ++i) logits[i] = take(kAmxRows * kAmxStep + kSkew);
     sums = take(rows * width), total = take(rows * 16), top = take(rows), shift = take(rows);
     query_scales = take(rows), key_scales = take(keys_of_block);
@@ -61,8 +72,10 @@ static void store_transposed(__m512i (&r)[16], void* out) {
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
   for (int i = 0; i < 4; ++i) {
-    const __m512i even_low = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), odd_low = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-    const __m512i even_high = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88), odd_high = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    const __m512i even_low = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88),
+                  odd_low = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    const __m512i even_high = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88),
+                  odd_high = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
     t[i] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);       // lane 0 of all: word i
     t[4 + i] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);     // lane 1: word 4 + i
     t[8 + i] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);   // lane 2
@@ -71,18 +84,21 @@ static void store_transposed(__m512i (&r)[16], void* out) {
   for (int i = 0; i < 16; ++i) _mm512_store_si512(static_cast<char*>(out) + 64 * i, t[i]);
 }
 
-// The rows of 16 tokens from a position on, null where there are fewer than that. They are asked for, as hardware does not foresee them.
+// The rows of 16 tokens from a position on, null where there are fewer than that. They are asked for, as hardware does
+// not foresee them.
 struct TokenRows {
   const bf16 *keys[16], *values[16];
 
-  HEADRACE_INLINE void enter(const Attention& a, const int32_t* table, int64_t position, int64_t count, int64_t kv_head) {
+  HEADRACE_INLINE void enter(const Attention& a, const int32_t* table, int64_t position, int64_t count,
+                             int64_t kv_head) {
     const int64_t page_size = page_size_of(a);
     for (int64_t i = 0; i < 16;) {
       if (i >= count) {
         keys[i] = values[i] = nullptr, ++i;
         continue;
       }
-      const int64_t left = page_size - ((position + i) & (page_size - 1)), end = clamp(i + left, 0, count < 16 ? count : 16);
+      const int64_t left = page_size - ((position + i) & (page_size - 1)),
+                    end = clamp(i + left, 0, count < 16 ? count : 16);
       const bf16* key = static_cast<const bf16*>(row_at(a.k, a.k_strides, a, table, position + i, kv_head));
       const bf16* value = static_cast<const bf16*>(row_at(a.v, a.v_strides, a, table, position + i, kv_head));
       for (; i < end; ++i, key += a.k_strides.token, value += a.v_strides.token) {
@@ -96,13 +112,14 @@ struct TokenRows {
 
 // Of values of two tokens, 32 numbers: pairs of the first 16 and pairs of the others.
 HEADRACE_INLINE void store_pairs(__m512i even, __m512i odd, bf16* first, bf16* second) {
-  const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);  // of each lane of 8 numbers, 4 and 4
+  const __m512i low = _mm512_unpacklo_epi16(even, odd),
+                high = _mm512_unpackhi_epi16(even, odd);  // of each lane of 8 numbers, 4 and 4
   _mm512_store_si512(first, _mm512_permutex2var_epi64(low, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high));
   _mm512_store_si512(second, _mm512_permutex2var_epi64(low, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), high));
 }
 
-// Weights leave the vectors as VPACKUSDW leaves them: of 32 keys, 0 to 3, 16 to 19, 4 to 7, 20 to 23, ... So do values: keys
-// 2 pair and 2 pair + 1 are in row
+// Weights leave the vectors as VPACKUSDW leaves them: of 32 keys, 0 to 3, 16 to 19, 4 to 7, 20 to 23, ... So do values:
+// keys 2 pair and 2 pair + 1 are in row
 HEADRACE_INLINE int64_t row_of_pair(int64_t pair) { return pair % 8 / 2 * 4 + pair % 2 + pair / 8 * 2; }
 
 // Keys [at, at + n) and their values, zeros beyond up to whole steps.
@@ -118,12 +135,15 @@ static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile
     for (int64_t e = 0; e < t.dim; e += 32) {
       const __mmask32 inside = first_halves(a.head_dim - e);
       __m512i r[16];
-      for (int i = 0; i < 16; ++i) r[i] = now.keys[i] ? _mm512_maskz_loadu_epi16(inside, now.keys[i] + e) : _mm512_setzero_si512();
+      for (int i = 0; i < 16; ++i)
+        r[i] = now.keys[i] ? _mm512_maskz_loadu_epi16(inside, now.keys[i] + e) : _mm512_setzero_si512();
       store_transposed(r, t.keys + (j / 16 * (t.dim / 32) + e / 32) * kTileValues);
     }
     for (int64_t e = 0; e < t.width; e += 32) {
       const __mmask32 inside = first_halves(a.value_dim - e);
-      const auto load = [&](int64_t i) { return now.values[i] ? _mm512_maskz_loadu_epi16(inside, now.values[i] + e) : _mm512_setzero_si512(); };
+      const auto load = [&](int64_t i) {
+        return now.values[i] ? _mm512_maskz_loadu_epi16(inside, now.values[i] + e) : _mm512_setzero_si512();
+      };
       bf16* const tiles = t.values + j / 32 * t.width * 32 + e / 16 * kTileValues;
       for (int64_t i = 0; i < 16; i += 2) {
         bf16* const out = tiles + row_of_pair((j + i) % 32 / 2) * 32;
@@ -133,24 +153,28 @@ static void pack_block(const AmxBuffers& t, const Attention& a, const Tile& tile
   }
 }
 
-// Codes in the top bytes of words times their scales, as pairs of bfloat16. Both are cut, not rounded, from numbers which `kRounding`
-// makes larger by half of what that takes away in the mean.
+// Codes in the top bytes of words times their scales, as pairs of bfloat16. Both are cut, not rounded, from numbers
+// which `kRounding` makes larger by half of what that takes away in the mean.
 constexpr float kRounding = 0x1p-24f * (1.0f + 0x1p-9f * 1.44f);
 
 HEADRACE_INLINE __m512i pair_of(__m512i even, float even_scale, __m512i odd, float odd_scale) {
-  const __m512 first = _mm512_mul_ps(_mm512_cvtepi32_ps(even), _mm512_set1_ps(even_scale)), second = _mm512_mul_ps(_mm512_cvtepi32_ps(odd), _mm512_set1_ps(odd_scale));
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(first), 16), _mm512_castps_si512(second));
+  const __m512 first = _mm512_mul_ps(_mm512_cvtepi32_ps(even), _mm512_set1_ps(even_scale)),
+               second = _mm512_mul_ps(_mm512_cvtepi32_ps(odd), _mm512_set1_ps(odd_scale));
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(first), 16),
+                                 _mm512_castps_si512(second));
 }
 
 // The same of codes; what lies before `low` is nobody's.
-static void pack_codes(const AmxBuffers& t, const Attention& a, const Tile& tile, int64_t low, int64_t at, int64_t n, const LotRoom& room) {
+static void pack_codes(const AmxBuffers& t, const Attention& a, const Tile& tile, int64_t low, int64_t at, int64_t n,
+                       const LotRoom& room) {
   const int32_t* table = a.table + tile.request * a.table_stride;
   const __m512 zero = _mm512_setzero_ps();
   const __m512i kTopByte = _mm512_set1_epi32(static_cast<int>(0xff000000));
   for (int64_t j = 0; j < padded(n, 32); j += 16) {
     const int64_t position = j < n ? at + j : at;
     const uint32_t seen = j < n ? seen_of_block(low, at + n, position) & 0xffff : 0;
-    const Lot lot = page_size_of(a) < kMostLot ? room.collect(a, table, position, at + n, tile.kv_head) : lot_at(a, table, position, tile.kv_head);
+    const Lot lot = page_size_of(a) < kMostLot ? room.collect(a, table, position, at + n, tile.kv_head)
+                                               : lot_at(a, table, position, tile.kv_head);
     if (j + 48 < n && page_size_of(a) >= kMostLot) {
       const Lot later = lot_at(a, table, at + j + 48, tile.kv_head);
       for (int64_t i = 0; i < 16 * a.head_dim; i += 64) fetch(later.keys + i);
@@ -160,48 +184,56 @@ static void pack_codes(const AmxBuffers& t, const Attention& a, const Tile& tile
     memcpy(t.keys + j / 16 * (t.dim / 32) * kTileValues, lot.keys, 16 * a.head_dim);
     _mm512_store_ps(t.key_scales + j, _mm512_mask_loadu_ps(zero, static_cast<__mmask16>(seen), lot.key_scales));
     alignas(64) float scales[16];
-    _mm512_store_ps(scales, _mm512_mul_ps(_mm512_mask_loadu_ps(zero, static_cast<__mmask16>(seen), lot.value_scales), _mm512_set1_ps(kRounding)));
+    _mm512_store_ps(scales, _mm512_mul_ps(_mm512_mask_loadu_ps(zero, static_cast<__mmask16>(seen), lot.value_scales),
+                                          _mm512_set1_ps(kRounding)));
     for (int64_t i = 0; i < 16; i += 4) {
       bf16* first_out = t.values + j / 32 * t.width * 32 + row_of_pair((j + i) % 32 / 2) * 32;
       bf16* second_out = t.values + j / 32 * t.width * 32 + row_of_pair((j + i) % 32 / 2 + 1) * 32;
       for (int64_t e = 0; e < t.width; e += 16, first_out += kTileValues, second_out += kTileValues) {
         const __mmask16 inside = first(static_cast<int>(clamp(a.value_dim - e, 0, 16)));
         const __m512i codes = _mm512_maskz_loadu_epi32(inside, lot.values + (i / 4 * a.value_dim + e) * 4);
-        _mm512_store_si512(first_out, pair_of(_mm512_slli_epi32(codes, 24), scales[i], _mm512_and_si512(_mm512_slli_epi32(codes, 16), kTopByte), scales[i + 1]));
-        _mm512_store_si512(second_out, pair_of(_mm512_and_si512(_mm512_slli_epi32(codes, 8), kTopByte), scales[i + 2], _mm512_and_si512(codes, kTopByte), scales[i + 3]));
+        _mm512_store_si512(first_out, pair_of(_mm512_slli_epi32(codes, 24), scales[i],
+                                              _mm512_and_si512(_mm512_slli_epi32(codes, 16), kTopByte), scales[i + 1]));
+        _mm512_store_si512(second_out, pair_of(_mm512_and_si512(_mm512_slli_epi32(codes, 8), kTopByte), scales[i + 2],
+                                               _mm512_and_si512(codes, kTopByte), scales[i + 3]));
       }
     }
   }
 }
 
-// 32 rows, or the last 16, by keys [at, at + n) of the packed block at `begin`; n is a step, or less where no row sees more.
+// 32 rows, or the last 16, by keys [at, at + n) of the packed block at `begin`; n is a step, or less where no row sees
+// more.
 struct Unit {
   int64_t row, rows, begin, at, n;
   bool is_plain;          // all rows see all n keys, n is a whole step, and there is no soft-cap
   bool is_whole = false;  // its logits are products of codes still
 };
 
-// As weights keep bfloat16's exponents, the top is any number that is not 2^64 times too small or too large: that of the first keys.
-// Where the sum of weights says that it was not, the tile is done again from the true tops.
+// As weights keep bfloat16's exponents, the top is any number that is not 2^64 times too small or too large: that of
+// the first keys. Where the sum of weights says that it was not, the tile is done again from the true tops.
 constexpr float kMostTotal = 0x1p64f;
 
 static constexpr Arc<uint8_t> kArc;
 
-// Weights 2^x of two vectors as bfloat16. Of x = i + f, i becomes the exponent and f, less its distance from 2^f - 1, the mantissa.
+// Weights 2^x of two vectors as bfloat16. Of x = i + f, i becomes the exponent and f, less its distance from 2^f - 1,
+// the mantissa.
 HEADRACE_INLINE __m512i weigh(__m512 low, __m512 high, __m512 scale, __m512 shift, __m512i arc) {
-  const __m512i a = _mm512_cvtps_epi32(_mm512_fmadd_ps(low, scale, shift)), b = _mm512_cvtps_epi32(_mm512_fmadd_ps(high, scale, shift));
+  const __m512i a = _mm512_cvtps_epi32(_mm512_fmadd_ps(low, scale, shift)),
+                b = _mm512_cvtps_epi32(_mm512_fmadd_ps(high, scale, shift));
   const __m512i x = _mm512_packus_epi32(a, b);
-  return _mm512_srli_epi16(_mm512_subs_epu16(x, _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(x, 2), arc)), 1);
+  return _mm512_srli_epi16(
+      _mm512_subs_epu16(x, _mm512_maskz_permutexvar_epi8(0x5555555555555555, _mm512_srli_epi16(x, 2), arc)), 1);
 }
 
 constexpr int64_t kPiece = 32, kPieces = kAmxStep / kPiece;  // logits whose weights are found at a time
 
-// The softmax of a unit's rows, each a whole step: logits, or products of codes, become weights in their place. `kPace` pieces go
-// with each product.
+// The softmax of a unit's rows, each a whole step: logits, or products of codes, become weights in their place. `kPace`
+// pieces go with each product.
 template <bool kIsBytes, int kPace>
 struct Softening {
   float* logits;
-  const float *shift, *key_scales, *query_scales;  // of the keys and queries whose products are not logits yet; else null
+  const float *shift, *key_scales,
+      *query_scales;  // of the keys and queries whose products are not logits yet; else null
   float* total;  // sums of each lane
   __m512 scale;
   int64_t row = 0, rows = 0;
@@ -236,8 +268,11 @@ struct Softening {
     const __m512 shifted = _mm512_set1_ps(shift[row]);
     __m512i weight;
     if (kIsBytes && key_scales) {
-      const auto load = [&](int64_t j) { return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(at + j)), _mm512_load_ps(key_scales + j)); };
-      weight = weigh(load(n * kPiece), load(n * kPiece + 16), _mm512_mul_ps(scale, _mm512_set1_ps(query_scales[row])), shifted, arc);
+      const auto load = [&](int64_t j) {
+        return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(at + j)), _mm512_load_ps(key_scales + j));
+      };
+      weight = weigh(load(n * kPiece), load(n * kPiece + 16), _mm512_mul_ps(scale, _mm512_set1_ps(query_scales[row])),
+                     shifted, arc);
     } else {
       weight = weigh(_mm512_load_ps(at + n * kPiece), _mm512_load_ps(at + n * kPiece + 16), scale, shifted, arc);
     }
@@ -267,7 +302,8 @@ struct Nothing {
     if (is_tall) instruction;         \
   } while (false)
 
-// Sums in tiles 0 to 3, to be stored at c (16 rows, then 16 more, `c_row` floats apart) when the next loads are under way; null: none.
+// Sums in tiles 0 to 3, to be stored at c (16 rows, then 16 more, `c_row` floats apart) when the next loads are under
+// way; null: none.
 struct Held {
   float* c = nullptr;
   int64_t c_row = 0;
@@ -284,12 +320,13 @@ struct Held {
   }
 };
 
-// Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b, held. Tiles of a and b: of the second 16 rows or columns
-// `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. b passes the first-level cache by, which
-// holds what the softmax beside works on.
+// Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b, held. Tiles of a and b: of the second 16
+// rows or columns `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. b passes the
+// first-level cache by, which holds what the softmax beside works on.
 template <bool kAccumulates, bool kIsBytes, class Beside>
-HEADRACE_INLINE void multiply_tiles(bool is_tall, const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step, const bf16* b, int64_t b_next, int64_t b_step, float* c,
-                                    int64_t c_row, int64_t lots, Held& held, Beside& beside) {
+HEADRACE_INLINE void multiply_tiles(bool is_tall, const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step,
+                                    const bf16* b, int64_t b_next, int64_t b_step, float* c, int64_t c_row,
+                                    int64_t lots, Held& held, Beside& beside) {
   const int64_t a_bytes = a_row * 2, c_bytes = c_row * 4;
   const auto begin = [&]() __attribute__((always_inline)) {
     held.store();
@@ -323,7 +360,8 @@ HEADRACE_INLINE void multiply_tiles(bool is_tall, const bf16* a, int64_t a_row, 
 
 // Logits where all of 32 queries fits half of the tiles, and stays there: half the loads. Keys are loaded ahead.
 template <bool kIsBytes, class Beside>
-HEADRACE_INLINE void multiply_short_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n, Held& held, Beside& beside) {
+HEADRACE_INLINE void multiply_short_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n,
+                                           Held& held, Beside& beside) {
   _tile_loadd(4, q, 128);
   _tile_loadd(5, q + 32, 128);
   HEADRACE_IF_TALL(_tile_loadd(6, q + 16 * 64, 128));
@@ -352,7 +390,8 @@ HEADRACE_INLINE void multiply_short_logits(bool is_tall, const bf16* q, const bf
 
 // The same where they fit two tiles, for 32 keys at a time: codes of up to 64 dimensions.
 template <class Beside>
-HEADRACE_INLINE void multiply_shortest_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n, Held& held, Beside& beside) {
+HEADRACE_INLINE void multiply_shortest_logits(bool is_tall, const bf16* q, const bf16* keys, float* logits, int64_t n,
+                                              Held& held, Beside& beside) {
   _tile_loadd(4, q, 64);
   HEADRACE_IF_TALL(_tile_loadd(6, q + 16 * 32, 64));
   _tile_stream_loadd(5, keys, 64);
@@ -389,16 +428,19 @@ HEADRACE_INLINE void multiply_logits(const AmxBuffers& t, const Unit& u, float* 
   if (kIsBytes && lots == 1) return multiply_shortest_logits(is_tall, q, keys, logits, n, held, beside);
   if (lots == 2) return multiply_short_logits<kIsBytes>(is_tall, q, keys, logits, n, held, beside);
   for (int64_t j = 0; j < n; j += 32, keys += 2 * lots * kTileValues)
-    multiply_tiles<false, kIsBytes>(is_tall, q, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues, logits + j, kAmxStep, lots, held, beside);
+    multiply_tiles<false, kIsBytes>(is_tall, q, t.dim, 16 * t.dim, 32, keys, lots * kTileValues, kTileValues,
+                                    logits + j, kAmxStep, lots, held, beside);
 }
 
 template <class Beside>
-HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const float* logits, Held& held, Beside& beside) {
+HEADRACE_INLINE void multiply_values(const AmxBuffers& t, const Unit& u, const float* logits, Held& held,
+                                     Beside& beside) {
   const bf16* weights = reinterpret_cast<const bf16*>(logits);
   float* sums = t.sums + u.row * t.width;
   for (int64_t e = 0; e < t.width; e += 32) {
     const bf16* values = t.values + (u.at - u.begin) * t.width + e * 32;
-    multiply_tiles<true, false>(u.rows > 16, weights, 2 * kAmxStep, 32 * kAmxStep, 32, values, kTileValues, 32 * t.width, sums + e, t.width, (u.n + 31) / 32, held, beside);
+    multiply_tiles<true, false>(u.rows > 16, weights, 2 * kAmxStep, 32 * kAmxStep, 32, values, kTileValues,
+                                32 * t.width, sums + e, t.width, (u.n + 31) / 32, held, beside);
   }
 }
 
@@ -412,7 +454,8 @@ HEADRACE_INLINE void hide_before(float* logits, int64_t end) {
 }
 HEADRACE_INLINE void hide_from(float* logits, int64_t start) {
   int64_t i = start / 16 * 16;
-  if (i < start) _mm512_mask_store_ps(logits + i, ~first(static_cast<int>(start - i)), _mm512_set1_ps(kUnseen)), i += 16;
+  if (i < start)
+    _mm512_mask_store_ps(logits + i, ~first(static_cast<int>(start - i)), _mm512_set1_ps(kUnseen)), i += 16;
   for (; i < kAmxStep; i += 16) _mm512_store_ps(logits + i, _mm512_set1_ps(kUnseen));
 }
 
@@ -424,7 +467,8 @@ HEADRACE_INLINE void set_top(const AmxBuffers& t, int64_t row, float found, floa
 // The top of a row that has none yet is that of the first logits that it sees: any of them is near enough.
 static void find_top(const AmxBuffers& t, int64_t row, const float* logits, float factor) {
   float found = kUnseen;
-  for (int64_t i = 0; i < kAmxStep && found <= kUnseen; i += 16) found = _mm512_reduce_max_ps(_mm512_load_ps(logits + i));
+  for (int64_t i = 0; i < kAmxStep && found <= kUnseen; i += 16)
+    found = _mm512_reduce_max_ps(_mm512_load_ps(logits + i));
   set_top(t, row, found, factor);
 }
 
@@ -440,20 +484,25 @@ HEADRACE_INLINE bool has_tops(const AmxBuffers& t, const Unit& u) {
   return _mm512_cmp_ps_mask(least, _mm512_set1_ps(kMasked), _CMP_LE_OQ) == 0;
 }
 
-// Products of a unit that are not done yet become logits; those of keys that a row does not see, and what lies beyond the unit's
-// keys, are hidden.
+// Products of a unit that are not done yet become logits; those of keys that a row does not see, and what lies beyond
+// the unit's keys, are hidden.
 template <bool kIsBytes>
-static void settle_logits(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u, float* logits) {
+static void settle_logits(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Unit& u,
+                          float* logits) {
   const int64_t padded_n = padded(u.n, 32);
   int64_t position = span.position(u.row), head = (span.first_row + u.row) % span.group;
   for (int64_t r = 0; r < u.rows; ++r) {
-    if (r > 0 && u.row + r < tile.num_rows && ++head == span.group) head = 0, ++position;  // rows behind the last are as the last
+    if (r > 0 && u.row + r < tile.num_rows && ++head == span.group)
+      head = 0, ++position;  // rows behind the last are as the last
     float* row = logits + r * kAmxStep;
     const __m512 scale = kIsBytes ? _mm512_set1_ps(t.query_scales[u.row + r]) : _mm512_setzero_ps();
     for (int64_t j = 0; j < padded_n && kIsBytes; j += 16)
-      _mm512_store_ps(row + j, _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(row + j)), _mm512_load_ps(t.key_scales + u.at - u.begin + j)), scale));
+      _mm512_store_ps(row + j, _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(row + j)),
+                                                           _mm512_load_ps(t.key_scales + u.at - u.begin + j)),
+                                             scale));
     if (u.is_plain) continue;
-    for (int64_t j = 0; j < padded_n && a.softcap > 0.0f; j += kLanes) store(row + j, Vec(a.softcap) * tanh(load(row + j) * Vec(product_scale(a))));
+    for (int64_t j = 0; j < padded_n && a.softcap > 0.0f; j += kLanes)
+      store(row + j, Vec(a.softcap) * tanh(load(row + j) * Vec(product_scale(a))));
     const int64_t end = clamp(position + 1 - u.at, 0, u.n);
     if (a.window > 0) hide_before(row, clamp(position - a.window + 1 - u.at, 0, end));
     hide_from(row, end);
@@ -462,7 +511,8 @@ static void settle_logits(const AmxBuffers& t, const Attention& a, const Tile& t
 
 // What is done to the products of a unit before their softmax.
 template <bool kIsBytes>
-static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u, float* logits, float factor) {
+static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u,
+                         float* logits, float factor) {
   const bool is_known = has_tops(t, u);
   u.is_whole = kIsBytes && u.is_plain && is_known;
   if (!u.is_whole && (kIsBytes || !u.is_plain)) settle_logits<kIsBytes>(t, a, tile, span, u, logits);
@@ -473,14 +523,18 @@ static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& ti
 // The units of a packed block of keys, one after the other.
 class Units {
  public:
-  Units(const Attention& a, const Tile& tile, const Span& span, int64_t begin, int64_t end) : a_(a), tile_(tile), span_(span), begin_(begin), end_(end) { enter_rows(); }
+  Units(const Attention& a, const Tile& tile, const Span& span, int64_t begin, int64_t end)
+      : a_(a), tile_(tile), span_(span), begin_(begin), end_(end) {
+    enter_rows();
+  }
 
   bool take(Unit& u) {
     while (at_ >= seen_) {
       if ((row_ += kAmxRows) >= tile_.num_rows) return false;
       enter_rows();
     }
-    u = {row_, tile_.num_rows - row_ > 16 ? kAmxRows : 16, begin_, at_, seen_ - at_ < kAmxStep ? seen_ - at_ : kAmxStep};
+    u = {row_, tile_.num_rows - row_ > 16 ? kAmxRows : 16, begin_, at_,
+         seen_ - at_ < kAmxStep ? seen_ - at_ : kAmxStep};
     u.is_plain = u.n == kAmxStep && at_ + kAmxStep <= seen_by_all_ && at_ >= low_of_all_;
     at_ += kAmxStep;
     return true;
@@ -489,7 +543,8 @@ class Units {
  private:
   // What the rows from `row_` on see of the block: [low, seen) by any of them, [low_of_all, seen_by_all) by all.
   void enter_rows() {
-    const int64_t first = span_.position(row_), last = span_.position(row_ + kAmxRows < tile_.num_rows ? row_ + kAmxRows - 1 : tile_.num_rows - 1);
+    const int64_t first = span_.position(row_),
+                  last = span_.position(row_ + kAmxRows < tile_.num_rows ? row_ + kAmxRows - 1 : tile_.num_rows - 1);
     seen_ = last + 1 < end_ ? last + 1 : end_;
     seen_by_all_ = a_.softcap == 0.0f ? first + 1 : begin_;
     low_of_all_ = a_.window > 0 ? last - a_.window + 1 : begin_;
@@ -503,9 +558,11 @@ class Units {
   int64_t begin_, end_, at_ = 0, row_ = 0, seen_ = 0, seen_by_all_ = 0, low_of_all_ = 0;
 };
 
-// All units of a packed block. Turn by turn: weighted values of unit i - 1, logits of unit i + 1, and softmax of unit i.
+// All units of a packed block. Turn by turn: weighted values of unit i - 1, logits of unit i + 1, and softmax of unit
+// i.
 template <bool kIsBytes, int kPace>
-static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
+static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units,
+                       float factor) {
   Unit before, now, next;
   Nothing nothing;
   Held held;
@@ -516,10 +573,12 @@ static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile
   for (int64_t turn = 0; has_now || has_before; ++turn) {
     float *const here = t.logits[turn % 2], *const other = t.logits[1 - turn % 2];
     const bool has_next = has_now && units.take(next);
-    Softening<kIsBytes, kPace> softening{here, t.shift + now.row, nullptr, nullptr, t.total + now.row * 16, _mm512_set1_ps(factor * kFixedOne)};
+    Softening<kIsBytes, kPace> softening{here,    t.shift + now.row,      nullptr,
+                                         nullptr, t.total + now.row * 16, _mm512_set1_ps(factor * kFixedOne)};
     if (has_now) {
       prepare_rows<kIsBytes>(t, a, tile, span, now, here, factor);
-      if (now.is_whole) softening.key_scales = t.key_scales + now.at - now.begin, softening.query_scales = t.query_scales + now.row;
+      if (now.is_whole)
+        softening.key_scales = t.key_scales + now.at - now.begin, softening.query_scales = t.query_scales + now.row;
       softening.rows = now.rows;
     }
     if (has_before) multiply_values(t, before, other, held, softening);
@@ -534,7 +593,8 @@ static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile
 
 // As many pieces of softmax go with a product as there are for each, so that both end together.
 template <bool kIsBytes>
-static void pass_block(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Units& units, float factor) {
+static void pass_block(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Units& units,
+                       float factor) {
   const int64_t products = kAmxStep / 16 * (t.dim / 32 * 2 + t.width / 16), pieces = kAmxRows * kPieces;
   if (products >= pieces) return pass_units<kIsBytes, 1>(t, a, tile, span, units, factor);
   if (2 * products >= pieces) return pass_units<kIsBytes, 2>(t, a, tile, span, units, factor);
@@ -543,7 +603,8 @@ static void pass_block(const AmxBuffers& t, const Attention& a, const Tile& tile
 
 // The tops of all rows, by all logits of a packed block.
 template <bool kIsBytes>
-static void raise_tops(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units, float factor) {
+static void raise_tops(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Units units,
+                       float factor) {
   Nothing nothing;
   Held held;
   for (Unit u; units.take(u);) {
@@ -560,14 +621,17 @@ static void pack_queries(const AmxBuffers& t, const Attention& a, const Tile& ti
   if (kIsBytes || t.rows > tile.num_rows || t.dim > a.head_dim) memset(t.q, 0, t.rows * t.dim * sizeof(bf16));
   for (int64_t r = 0; r < tile.num_rows; ++r) {
     if (!kIsBytes) memcpy(t.q + r * t.dim, query_row(a, tile, r), a.head_dim * sizeof(bf16));
-    else widen_values(a.q_type, query_row(a, tile, r), t.logits[0], a.head_dim), t.query_scales[r] = encode(t.logits[0], a.head_dim, reinterpret_cast<int8_t*>(t.q + r * t.dim));
+    else
+      widen_values(a.q_type, query_row(a, tile, r), t.logits[0], a.head_dim),
+          t.query_scales[r] = encode(t.logits[0], a.head_dim, reinterpret_cast<int8_t*>(t.q + r * t.dim));
   }
   for (int64_t r = tile.num_rows; r < t.rows && kIsBytes; ++r) t.query_scales[r] = 0.0f;
 }
 
 // f(units) for the keys of a tile, packed block by block.
 template <bool kIsBytes, class F>
-static void over_blocks(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const LotRoom& room, const F& f) {
+static void over_blocks(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span,
+                        const LotRoom& room, const F& f) {
   for (int64_t at = kIsBytes ? span.low / kMostLot * kMostLot : span.low; at < span.end; at += t.keys_of_block) {
     const int64_t n = span.end - at < t.keys_of_block ? span.end - at : t.keys_of_block;
     if constexpr (kIsBytes) pack_codes(t, a, tile, span.low, at, n, room);
@@ -578,16 +642,19 @@ static void over_blocks(const AmxBuffers& t, const Attention& a, const Tile& til
 }
 
 template <bool kIsBytes>
-static void add_up(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const LotRoom& room, float factor) {
+static void add_up(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const LotRoom& room,
+                   float factor) {
   memset(t.sums, 0, t.rows * t.width * sizeof(float));
   memset(t.total, 0, t.rows * 16 * sizeof(float));
-  over_blocks<kIsBytes>(t, a, tile, span, room, [&](const Units& units) { pass_block<kIsBytes>(t, a, tile, span, units, factor); });
+  over_blocks<kIsBytes>(t, a, tile, span, room,
+                        [&](const Units& units) { pass_block<kIsBytes>(t, a, tile, span, units, factor); });
 }
 
 // Whether some weights came near the end of their range, or are beyond it and no numbers.
 static bool is_over(const AmxBuffers& t) {
   __mmask16 over = 0;
-  for (int64_t i = 0; i < t.rows * 16; i += 16) over |= _mm512_cmp_ps_mask(_mm512_load_ps(t.total + i), _mm512_set1_ps(kMostTotal), _CMP_NLT_UQ);
+  for (int64_t i = 0; i < t.rows * 16; i += 16)
+    over |= _mm512_cmp_ps_mask(_mm512_load_ps(t.total + i), _mm512_set1_ps(kMostTotal), _CMP_NLT_UQ);
   return over != 0;
 }
 
@@ -603,12 +670,14 @@ static void tile_by_amx(const Attention& a, const Tile& tile, float* scratch) {
   _tile_loadconfig(&kTileConfig);
   add_up<kIsBytes>(t, a, tile, span, room, factor);
   if (is_over(t)) {
-    over_blocks<kIsBytes>(t, a, tile, span, room, [&](const Units& units) { raise_tops<kIsBytes>(t, a, tile, span, units, factor); });
+    over_blocks<kIsBytes>(t, a, tile, span, room,
+                          [&](const Units& units) { raise_tops<kIsBytes>(t, a, tile, span, units, factor); });
     add_up<kIsBytes>(t, a, tile, span, room, factor);
   }
   _tile_release();
   for (int64_t r = 0; r < tile.num_rows; ++r)
-    write_row(a, tile, r, t.sums + r * t.width, t.top[r] * kLn2, _mm512_reduce_add_ps(_mm512_load_ps(t.total + r * 16)));
+    write_row(a, tile, r, t.sums + r * t.width, t.top[r] * kLn2,
+              _mm512_reduce_add_ps(_mm512_load_ps(t.total + r * 16)));
 }
 
 }  // namespace headrace::HEADRACE_ISA

@@ -1,4 +1,4 @@
-// What decode and tiles share: where a key's row lies, and the softmax of a row of logits.
+// Shared by decode and tiles: addresses of keys in pages, and the online softmax of a row of logits.
 #pragma once
 
 #include "attention.h"
@@ -6,12 +6,15 @@
 
 namespace headrace::HEADRACE_ISA {
 
-HEADRACE_INLINE const void* row_at(const void* pages, const PageStrides& strides, const Attention& a, const int32_t* table, int64_t position, int64_t kv_head) {
+HEADRACE_INLINE const void* row_at(const void* pages, const PageStrides& strides, const Attention& a,
+                                   const int32_t* table, int64_t position, int64_t kv_head) {
   const int64_t page = table[position >> a.page_bits], place = position & ((int64_t{1} << a.page_bits) - 1);
-  return static_cast<const char*>(pages) + (page * strides.page + place * strides.token + kv_head * strides.head) * size_of(a.kv_type);
+  return static_cast<const char*>(pages) +
+         (page * strides.page + place * strides.token + kv_head * strides.head) * size_of(a.kv_type);
 }
 
-// Bring rows of keys and values of positions [at, end), at most n, near: they are far apart, which hardware does not foresee.
+// Prefetch rows of keys and values of positions [at, end), at most n: they are strided, which hardware does not
+// predict.
 inline void fetch_rows(const Attention& a, const int32_t* table, int64_t at, int64_t n, int64_t end, int64_t kv_head) {
   const int64_t size = size_of(a.kv_type);
   if (a.kv_type == kCodes) return;
@@ -28,8 +31,8 @@ inline void cap_logits(float* logits, int64_t n, float softcap) {
   over_lanes(n, [&](int64_t i, auto part) { part.store(logits + i, Vec(softcap) * tanh(part.load(logits + i))); });
 }
 
-// One step of the running softmax over n logits, which become weights e^(logit - top); those up to `padded_n`, a whole number
-// of vectors, become 0. Returns the factor by which what was summed before fades.
+// One step of online softmax over n logits, which become weights e^(logit - top); those up to `padded_n`, a whole
+// number of vectors, become 0. Returns the factor that rescales the sums so far.
 inline float soften(float* logits, int64_t n, int64_t padded_n, float& top, float& total) {
   for (int64_t i = n; i < padded_n; ++i) logits[i] = -INFINITY;
   Vec most(-INFINITY);

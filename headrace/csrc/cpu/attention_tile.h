@@ -1,6 +1,6 @@
-// Many query rows of one request and kv head, in float32 by vectors. Rows lie side by side in the lanes, a panel of two vectors
-// of them at a time: logits are keys by rows, sums are values by rows, and softmax runs down the lanes. What a panel needs
-// beside keys and values stays in the first-level cache.
+// Many query rows of one request and kv head, in float32 by vectors. Rows lie side by side in the lanes, a panel of two
+// vectors of them at a time: logits are keys by rows, sums are values by rows, and softmax runs down the lanes. What a
+// panel needs beside keys and values stays in the first-level cache.
 #pragma once
 
 #include "attention_codes.h"
@@ -9,20 +9,26 @@ namespace headrace::HEADRACE_ISA {
 
 constexpr int64_t kTileKeys = 96;  // whole blocks whatever the lanes
 constexpr int64_t kWide = 2 * kLanes;  // rows of a panel
-constexpr int kBlock = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // keys, or dimensions of values, whose sums fill the registers
+constexpr int kBlock = kLanes == 16  ? 12
+                       : kLanes == 8 ? 6
+                                     : 4;  // keys, or dimensions of values, whose sums fill the registers
 constexpr float kMasked = -1.0e38f;  // finite: a row whose first keys are all masked must not become NaN
 
 HEADRACE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 // Whether products are of pairs of bfloat16 or of codes, where processors have such.
-HEADRACE_INLINE bool is_narrow(const Attention& a) { return a.kv_type == kCodes || (a.kv_type == kBFloat16 && a.q_type == kBFloat16); }
+HEADRACE_INLINE bool is_narrow(const Attention& a) {
+  return a.kv_type == kCodes || (a.kv_type == kBFloat16 && a.q_type == kBFloat16);
+}
 
-// Weights that are found in 16 bits: of a logit in units of log2 a number near the row's top is taken away and 8 bits are kept below
-// the point, which are the exponent and the mantissa of a bfloat16 with a bit more, but for the distance of an arc from its chord.
+// Weights that are found in 16 bits: of a logit in units of log2 a number near the row's top is taken away and 8 bits
+// are kept below the point, which are the exponent and the mantissa of a bfloat16 with a bit more, but for the distance
+// of an arc from its chord.
 constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kFixedOne = 256.0f, kFixedTop = 127 * kFixedOne + 0.5f;  // a factor of two, the weight 1
 
-// That distance, 1 + f - 2^f, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004, in units of 1 / 256: one number for four of 8 bits.
+// That distance, 1 + f - 2^f, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004, in units of 1 / 256: one number
+// for four of 8 bits.
 template <class T>
 struct alignas(64) Arc {
   T heights[64] = {};
@@ -34,12 +40,15 @@ struct alignas(64) Arc {
   }
 };
 
-// c [kCount, W] = fades * c + a b, W a panel's rows: a [kCount, depth] at any strides, b [depth, W]; fades [W], or null: c is not read.
+// c [kCount, W] = fades * c + a b, W a panel's rows: a [kCount, depth] at any strides, b [depth, W]; fades [W], or
+// null: c is not read.
 template <int kCount>
-HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t depth, const float* fades) {
+HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c,
+                                    int64_t depth, const float* fades) {
   Vec acc[kCount][2];
   for (int r = 0; r < kCount; ++r)
-    for (int u = 0; u < 2; ++u) acc[r][u] = fades ? load(c + r * kWide + u * kLanes) * load(fades + u * kLanes) : Vec(0.0f);
+    for (int u = 0; u < 2; ++u)
+      acc[r][u] = fades ? load(c + r * kWide + u * kLanes) * load(fades + u * kLanes) : Vec(0.0f);
 #pragma GCC unroll 2
   for (int64_t d = 0; d < depth; ++d) {
     const Vec first = load(b + d * kWide), second = load(b + d * kWide + kLanes);
@@ -55,7 +64,8 @@ HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_dep
 
 // `next` advances once for each block.
 template <class F>
-HEADRACE_INLINE void multiply(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t count, int64_t depth, const float* fades, F& next) {
+HEADRACE_INLINE void multiply(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t count,
+                              int64_t depth, const float* fades, F& next) {
   int64_t r = 0;
   for (; r + kBlock <= count; r += kBlock) {
     next.advance();
@@ -65,19 +75,20 @@ HEADRACE_INLINE void multiply(const float* a, int64_t a_row, int64_t a_depth, co
   for (; r < count; ++r) multiply_block<1>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
 }
 
-// Buffers of a tile in its scratch. M rows, padded to whole panels of W; N keys of a block.
+// Layout of a tile's scratch. M rows, padded to whole panels of W; N keys of a block.
 struct TileBuffers {
   int64_t rows, dim, width;                  // M, E padded, V padded
   float *q, *keys, *values, *logits, *sums;  // [M / W, E, W], [N, E], [N, V], [N, W], [M / W, V, W]
   float *top, *total, *fades;                // [M], [M], [W]
 
-  // Rows that go through keys and values that were laid out once: as many as the second-level cache holds.
+  // Rows that share one packing of keys and values: as many as the L2 cache holds.
   static int64_t most_rows(const Attention& a) { return clamp(98304 / (a.head_dim + a.value_dim) / 32 * 32, 96, 768); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kWide), e = padded(a.head_dim), v = padded(a.value_dim);
     return (e + v) * (m + kTileKeys) + kTileKeys * kWide + 2 * m + kWide;
   }
-  TileBuffers(const Attention& a, int64_t num_rows, float* scratch) : rows(padded(num_rows, kWide)), dim(padded(a.head_dim)), width(padded(a.value_dim)) {
+  TileBuffers(const Attention& a, int64_t num_rows, float* scratch)
+      : rows(padded(num_rows, kWide)), dim(padded(a.head_dim)), width(padded(a.value_dim)) {
     q = scratch, keys = q + dim * rows, values = keys + kTileKeys * dim, logits = values + kTileKeys * width;
     sums = logits + kTileKeys * kWide, top = sums + rows * width, total = top + rows, fades = total + rows;
   }
@@ -85,8 +96,9 @@ struct TileBuffers {
 
 inline const char* query_row(const Attention& a, const Tile& tile, int64_t r) {
   const int64_t group = a.group(), row = tile.first_row + r;
-  return static_cast<const char*>(a.q) +
-         ((a.query_start[tile.request] + row / group) * a.q_stride + (tile.kv_head * group + row % group) * a.head_dim) * size_of(a.q_type);
+  return static_cast<const char*>(a.q) + ((a.query_start[tile.request] + row / group) * a.q_stride +
+                                          (tile.kv_head * group + row % group) * a.head_dim) *
+                                             size_of(a.q_type);
 }
 
 // Writes row r of the tile: its sum of weighted values over its denominator, or all of these as they are.
@@ -102,7 +114,7 @@ inline void write_row(const Attention& a, const Tile& tile, int64_t r, const flo
   narrow_values(a.q_type, sums, static_cast<char*>(a.out) + place * size_of(a.q_type), a.value_dim, 1.0f / total);
 }
 
-// Where the queries of a tile sit and which keys they see: row r is at `position(r)`.
+// Positions of the queries of a tile and the keys they see: row r is at `position(r)`.
 struct Span {
   int64_t group, first_row, begin;  // begin: the position of the request's first query
   int64_t low, end;                 // keys seen by any row
@@ -119,7 +131,7 @@ struct Span {
   int64_t row_at(int64_t position) const { return (position - begin) * group - first_row; }
 };
 
-// One step of the running softmax down the keys of a panel: logits [n, W] become weights.
+// One step of online softmax over the keys of a panel: logits [n, W] become weights.
 static void soften_columns(float* logits, int64_t n, float* tops, float* totals, float* fades) {
   for (int64_t m = 0; m < kWide; m += kLanes) {
     const Vec old = load(tops + m);
@@ -137,7 +149,7 @@ static void soften_columns(float* logits, int64_t n, float* tops, float* totals,
   }
 }
 
-// Hides what rows from m on must not see of keys [at, at + n).
+// Masks keys [at, at + n) for the rows from m on.
 static void mask(const Attention& a, float* logits, const Span& span, int64_t m, int64_t at, int64_t n) {
   for (int64_t j = 0; j < n; ++j) {
     float* row = logits + j * kWide;
@@ -148,7 +160,7 @@ static void mask(const Attention& a, float* logits, const Span& span, int64_t m,
   }
 }
 
-// Keys and values of a block on their way, a row at a time between products: of many lines at once, processors leave most out.
+// Prefetches keys and values of a block, a row at a time between products: processors drop most of a burst.
 struct NextRows {
   const Attention& a;
   const int32_t* table;
@@ -161,7 +173,8 @@ struct NextRows {
 };
 
 // Keys [at, at + n) times the rows of the panel that begins with row m.
-static void run_panel(const Attention& a, const TileBuffers& t, const Span& span, int64_t m, int64_t at, int64_t n, NextRows& next) {
+static void run_panel(const Attention& a, const TileBuffers& t, const Span& span, int64_t m, int64_t at, int64_t n,
+                      NextRows& next) {
   multiply(t.keys, t.dim, 1, t.q + m * t.dim, t.logits, n, a.head_dim, nullptr, next);
   if (a.softcap > 0.0f) cap_logits(t.logits, n * kWide, a.softcap);
   if (at + n - 1 > span.position(m) || a.window > 0) mask(a, t.logits, span, m, at, n);
@@ -186,12 +199,15 @@ static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch)
     if (a.kv_type == kCodes) widen_lots(a, table, at, n, tile.kv_head, t.keys, t.dim, t.values, t.width);
     for (int64_t j = 0; j < n && a.kv_type != kCodes; ++j) {
       widen_values(a.kv_type, row_at(a.k, a.k_strides, a, table, at + j, tile.kv_head), t.keys + j * t.dim, a.head_dim);
-      widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), t.values + j * t.width, a.value_dim);
+      widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), t.values + j * t.width,
+                   a.value_dim);
     }
     const int64_t after = at + kTileKeys, blocks = (n + a.value_dim) / kBlock;
-    NextRows next{a, table, tile.kv_head, after, after + kTileKeys < span.end ? after + kTileKeys : span.end, t.rows / kWide * blocks};
+    NextRows next{a, table, tile.kv_head, after, after + kTileKeys < span.end ? after + kTileKeys : span.end,
+                  t.rows / kWide * blocks};
     for (int64_t m = 0; m < tile.num_rows; m += kWide) {
-      const int64_t last = span.position(m + kWide <= tile.num_rows ? m + kWide - 1 : tile.num_rows - 1), seen = last + 1 - at;
+      const int64_t last = span.position(m + kWide <= tile.num_rows ? m + kWide - 1 : tile.num_rows - 1),
+                    seen = last + 1 - at;
       if (seen > 0) run_panel(a, t, span, m, at, seen < n ? seen : n, next);
     }
   }

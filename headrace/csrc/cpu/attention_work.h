@@ -1,9 +1,9 @@
 // The attention of one step as pieces of work, which the members of a team take one by one. Planned once for all layers
-// that are alike; each layer then runs the pieces over its own pages. Three kinds of pieces:
-//   - tiles of the query rows of requests with several queries, over all keys or those that are not read in common;
-//   - tiles of the query rows of many requests, each with few, over pages that all of them begin with: read once;
-//   - ranges of keys of requests with one query, those of a request that are not read in common.
-// A request that was divided has several partial results, which are joined afterwards.
+// of equal shape; each layer then runs the pieces over its own pages. Three kinds of pieces:
+//   - tiles of query rows of requests with several queries, over all their keys, or those after a shared prefix;
+//   - tiles of query rows of many requests over the pages of their shared prefix, which is read once;
+//   - ranges of keys (split KV) of requests with one query, after a shared prefix if there is one.
+// A request that was divided has several partial results (sums, maxima), which are merged afterwards.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 namespace headrace {
 
-// Memory of one thread, kept from call to call.
+// Scratch of one thread, kept from call to call.
 class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
@@ -39,7 +39,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Codes instead of numbers, in pages that hold nothing else: a head's part of a lot is as long as the lot's tokens (codes.h).
+// Strides of int8 pages, whose heads lie within lots of tokens (codes.h).
 inline void lay_out_codes(Attention& a, int64_t page_size, const float* scales) {
   const int64_t lot = page_size < 16 ? page_size : 16;
   a.k_strides.head = lot * a.head_dim, a.v_strides.head = lot * a.value_dim;
@@ -48,15 +48,17 @@ inline void lay_out_codes(Attention& a, int64_t page_size, const float* scales) 
 
 class AttentionWork {
  public:
-  // `a` is any of the layers that are alike: same page table, lengths, heads and window.
-  AttentionWork(const Attention& a, int64_t num_requests, int64_t num_members) : kernels_(best_attention_kernels()), num_requests_(num_requests), members_(num_members) {
+  // `a` is any of the layers of equal shape: same page table, lengths, heads and window.
+  AttentionWork(const Attention& a, int64_t num_requests, int64_t num_members)
+      : kernels_(best_attention_kernels()), num_requests_(num_requests), members_(num_members) {
     std::vector<int64_t> decodes, others;
     for (int64_t r = 0; r < num_requests; ++r) {
       const int64_t query_len = a.query_start[r + 1] - a.query_start[r];
       if (query_len == 1 && a.group() <= kMostDecodeGroup) decodes.push_back(r);
       else if (query_len > 0) others.push_back(r);
     }
-    for (const int64_t r : decodes) entries_.push_back({r, a.window > 0 ? std::max<int64_t>(0, a.kv_lens[r] - a.window) : 0, a.kv_lens[r]});
+    for (const int64_t r : decodes)
+      entries_.push_back({r, a.window > 0 ? std::max<int64_t>(0, a.kv_lens[r] - a.window) : 0, a.kv_lens[r]});
     if (a.window == 0) find_common(a, decodes, others);
     add_tiles(a, others);
     add_common(a);
@@ -66,13 +68,13 @@ class AttentionWork {
   }
 
   int64_t num_items() const { return items_.size(); }
-  // About the products of a query with a key, all of them.
+  // About the number of products of a query with a key.
   int64_t cost() const {
     int64_t sum = 0;
     for (const Item& item : items_) sum += item.cost;
     return sum;
   }
-  int64_t num_joins() const { return joins_.size(); }
+  int64_t num_merges() const { return merges_.size(); }
 
   // Any member may run any item.
   void run(const Attention& a, int64_t i) {
@@ -85,47 +87,51 @@ class AttentionWork {
     }
   }
 
-  // The i-th request, or some heads of it, that has several partial results; once all items have run.
-  void join(const Attention& a, int64_t i) {
-    const Join& join = joins_[i];
-    if (join.parts.empty()) return;  // these heads were not divided
-    const int64_t count = join.rows.count, per_head = count / join.num_heads;
-    const auto part = [&](int64_t p) { return partial_at(a, partials_.data() + join.parts[p], count); };
-    for (size_t p = 1; p < join.parts.size(); ++p) kernels_.merge(a, count, part(0), part(p));
-    if (join.common >= 0) {
-      const Common& common = commons_[join.common];
-      for (int64_t k = 0; k < join.num_heads; ++k)
+  // Merge the partial results of the i-th divided request, or some heads of it. Only after all items have run.
+  void merge(const Attention& a, int64_t i) {
+    const Merge& merge = merges_[i];
+    if (merge.parts.empty()) return;  // these heads were not divided
+    const int64_t count = merge.rows.count, per_head = count / merge.num_heads;
+    const auto part = [&](int64_t p) { return partial_at(a, partials_.data() + merge.parts[p], count); };
+    for (size_t p = 1; p < merge.parts.size(); ++p) kernels_.merge(a, count, part(0), part(p));
+    if (merge.common >= 0) {
+      const Common& common = commons_[merge.common];
+      for (int64_t k = 0; k < merge.num_heads; ++k)
         for (int64_t chunk = 0; chunk < common.num_chunks; ++chunk)
-          kernels_.merge(a, per_head, partial_at(a, partials_.data() + join.parts[0], count, k * per_head), common_part(a, common, chunk, join.first_head + k, join.first_row));
+          kernels_.merge(a, per_head, partial_at(a, partials_.data() + merge.parts[0], count, k * per_head),
+                         common_part(a, common, chunk, merge.first_head + k, merge.first_row));
     }
-    kernels_.finish(a, join.rows, part(0));
+    kernels_.finish(a, merge.rows, part(0));
   }
 
  private:
   static constexpr int64_t kTilesPerMember = 4;
   static constexpr int64_t kShareValues = 1 << 16;  // fewer are not worth a piece of their own
   static constexpr int64_t kBlocksPerShare = 4;
-  static constexpr int64_t kLeastCommonKeys = 64, kLeastCommonRows = 8;  // from which one tile is faster than a range for each request
+  static constexpr int64_t kLeastCommonKeys = 64,
+                           kLeastCommonRows = 8;  // from which one tile is faster than a range for each request
   static constexpr int64_t kLeastChunk = 256;                            // keys
-  static constexpr int64_t kLeastHeight = 384;                           // rows, for which it pays to lay out the same keys once more
-  static constexpr int64_t kFewRows = 48;                                // of a kv head: requests with more read all keys alone
+  static constexpr int64_t kLeastHeight = 384;  // rows, for which it pays to lay out the same keys once more
+  static constexpr int64_t kFewRows = 48;       // of a kv head: requests with more read all keys alone
 
   enum class Kind { kTile, kOwn, kCommon, kRanges };
   struct Item {
     Kind kind;
     int64_t cost;  // about the products of a query with a key
     Tile tile{};
-    int64_t index = 0, chunk = 0, kv_head = 0;  // of a common tile; for own keys the index is that of a join
+    int64_t index = 0, chunk = 0, kv_head = 0;  // of a common tile; for own keys the index is that of a merge
     int64_t first = 0, last = 0;                // pieces; rows of a common tile
   };
-  struct Entry {  // keys of a request with one query that it does not read in common
-    int64_t request, first, length, start = 0, first_join = -1, common = -1, first_row = 0;  // start: the number of its first block among all
+  struct Entry {  // keys of a request with one query, after its shared prefix
+    int64_t request, first, length, start = 0, first_merge = -1, common = -1,
+                                    first_row = 0;  // start: the number of its first block among all
   };
   struct Piece {
     KeyRange range;
     int64_t part;  // where its partial result goes, -1: it is the whole
   };
-  struct Join {  // some kv heads of a request; of each lie as many rows together, in the common part from `first_row` on
+  struct Merge {  // some kv heads of a request; of each lie as many rows together, in the common part from `first_row`
+                 // on
     PartialRows rows;
     int64_t first_head, num_heads;
     std::vector<int64_t> parts;
@@ -134,11 +140,11 @@ class AttentionWork {
   struct Member {
     int64_t request, entry, pages, num_rows;  // entry: -1 for several queries; pages: that it can share
   };
-  struct Common {  // requests that begin with the same `length` keys
+  struct Common {  // requests with the same first `length` keys
     std::vector<Member> members;
     int64_t length, num_rows = 0, num_chunks = 1, part = 0;
   };
-  struct Shared {  // what a request with several queries reads in common
+  struct Shared {  // the shared prefix of a request with several queries
     int64_t request, common, first_row;
   };
 
@@ -150,7 +156,9 @@ class AttentionWork {
     return start;
   }
 
-  static int64_t query_rows(const Attention& a, int64_t r) { return (a.query_start[r + 1] - a.query_start[r]) * a.group(); }
+  static int64_t query_rows(const Attention& a, int64_t r) {
+    return (a.query_start[r + 1] - a.query_start[r]) * a.group();
+  }
 
   void add_tiles(const Attention& a, const std::vector<int64_t>& requests) {
     int64_t num_rows = 0;
@@ -158,7 +166,8 @@ class AttentionWork {
     const int64_t most = kernels_.tile_rows(a), share = num_rows * a.num_kv_heads / (kTilesPerMember * members_);
     const int64_t highest = members_ == 1 ? most : std::clamp<int64_t>(padded(share, 32), 32, most);
     for (const int64_t r : requests) {
-      const int64_t rows = query_rows(a, r), before = a.kv_lens[r] - rows / a.group(), height = even_height(rows, highest, a.num_kv_heads);
+      const int64_t rows = query_rows(a, r), before = a.kv_lens[r] - rows / a.group(),
+                    height = even_height(rows, highest, a.num_kv_heads);
       for (int64_t first = 0; first < rows; first += height) {
         const int64_t count = std::min(height, rows - first);
         for (int64_t head = 0; head < a.num_kv_heads; ++head)
@@ -168,39 +177,47 @@ class AttentionWork {
     for (const Shared& shared : shared_) add_own(a, shared);
   }
 
-  // The keys that a request does not read in common: all rows of a kv head in one tile.
+  // Keys of a request after its shared prefix: all rows of a kv head in one tile.
   void add_own(const Attention& a, const Shared& shared) {
     const int64_t r = shared.request, rows = query_rows(a, r);
     if (own_lens_.empty()) own_lens_.assign(a.kv_lens, a.kv_lens + num_requests_);
     own_lens_[r] -= commons_[shared.common].length;
     for (int64_t head = 0; head < a.num_kv_heads; ++head) {
       Item item{Kind::kOwn, rows * own_lens_[r], {r, head, 0, rows}};
-      item.index = joins_.size();
+      item.index = merges_.size();
       items_.push_back(item);
-      joins_.push_back({{a.query_start[r], head * a.group(), a.group(), rows}, head, 1, {take(partial_size(a, rows))}, shared.common, shared.first_row});
+      merges_.push_back({{a.query_start[r], head * a.group(), a.group(), rows},
+                        head,
+                        1,
+                        {take(partial_size(a, rows))},
+                        shared.common,
+                        shared.first_row});
     }
   }
 
-  // Of the tiles of a request, no higher than `highest`, such that all members get as many where that takes few more of them.
+  // Of the tiles of a request, no higher than `highest`, such that all members get as many where that takes few more of
+  // them.
   int64_t even_height(int64_t rows, int64_t highest, int64_t num_kv_heads) const {
-    const int64_t least = (rows + highest - 1) / highest, most = least > 1 ? least + std::max<int64_t>(1, least / 3) : 1;
+    const int64_t least = (rows + highest - 1) / highest,
+                  most = least > 1 ? least + std::max<int64_t>(1, least / 3) : 1;
     for (int64_t count = least; count <= most; ++count)
       if (count * num_kv_heads % members_ == 0) return padded((rows + count - 1) / count, 32);
     return highest;
   }
 
-  // How many pages two requests begin with that are the same.
+  // Pages of the common prefix of two requests.
   static int64_t count_equal(const Attention& a, int64_t r, int64_t other, int64_t most) {
     const int32_t *pages = a.table + r * a.table_stride, *others = a.table + other * a.table_stride;
     return std::mismatch(pages, pages + most, others).first - pages;
   }
 
-  // Requests are put in the order of their pages, so that those alike lie side by side, and are taken together as long as
-  // that saves more keys than it costs those who are already together. Of `others` those are left that share nothing.
+  // Sorts requests by their pages, so that those with a common prefix are neighbours, and groups neighbours as long as
+  // that saves more key reads than the shorter common prefix costs the group. Removes grouped requests from `others`.
   void find_common(const Attention& a, const std::vector<int64_t>& decodes, std::vector<int64_t>& others) {
     const int64_t page = int64_t{1} << a.page_bits;
     std::vector<Member> all;
-    for (size_t e = 0; e < decodes.size(); ++e) all.push_back({decodes[e], static_cast<int64_t>(e), (a.kv_lens[decodes[e]] - 1) / page, a.group()});
+    for (size_t e = 0; e < decodes.size(); ++e)
+      all.push_back({decodes[e], static_cast<int64_t>(e), (a.kv_lens[decodes[e]] - 1) / page, a.group()});
     for (const int64_t r : others) {
       const int64_t rows = query_rows(a, r);
       if (rows <= kFewRows) all.push_back({r, -1, (a.kv_lens[r] - rows / a.group()) / page, rows});
@@ -218,7 +235,8 @@ class AttentionWork {
         if (equal * count < pages * (count - 1)) break;
         pages = equal, rows += next.num_rows;
       }
-      if (count > 1 && pages * page >= kLeastCommonKeys && rows >= kLeastCommonRows) take_together({all.begin() + i, all.begin() + i + count}, pages * page, others);
+      if (count > 1 && pages * page >= kLeastCommonKeys && rows >= kLeastCommonRows)
+        take_together({all.begin() + i, all.begin() + i + count}, pages * page, others);
       i += count;
     }
   }
@@ -241,7 +259,8 @@ class AttentionWork {
 
   // The partial results of the rows from `row` on.
   Partial common_part(const Attention& a, const Common& common, int64_t chunk, int64_t kv_head, int64_t row) {
-    float* start = partials_.data() + common.part + (chunk * a.num_kv_heads + kv_head) * partial_size(a, common.num_rows);
+    float* start =
+        partials_.data() + common.part + (chunk * a.num_kv_heads + kv_head) * partial_size(a, common.num_rows);
     return partial_at(a, start, common.num_rows, row);
   }
 
@@ -251,29 +270,34 @@ class AttentionWork {
       Common& common = commons_[i];
       const int64_t rows = common.num_rows, most = kernels_.tile_rows(a), least = (rows + most - 1) / most;
       const int64_t wanted = members_ == 1 ? 1 : kTilesPerMember * members_ / (a.num_kv_heads * commons_.size());
-      const int64_t blocks = std::max(least, std::min(wanted, rows / kLeastHeight)), height = padded((rows + blocks - 1) / blocks, 32);
+      const int64_t blocks = std::max(least, std::min(wanted, rows / kLeastHeight)),
+                    height = padded((rows + blocks - 1) / blocks, 32);
       common.num_chunks = std::clamp<int64_t>(wanted / blocks, 1, std::max<int64_t>(1, common.length / kLeastChunk));
       common.part = take(common.num_chunks * a.num_kv_heads * partial_size(a, rows));
       for (int64_t chunk = 0; chunk < common.num_chunks; ++chunk)
         for (int64_t head = 0; head < a.num_kv_heads; ++head)
           for (int64_t first = 0; first < rows; first += height) {
             Item item{Kind::kCommon, std::min(height, rows - first) * common.length / common.num_chunks};
-            item.index = i, item.chunk = chunk, item.kv_head = head, item.first = first, item.last = std::min(first + height, rows);
+            item.index = i, item.chunk = chunk, item.kv_head = head, item.first = first,
+            item.last = std::min(first + height, rows);
             items_.push_back(item);
           }
     }
   }
 
-  // Blocks of keys of all requests, laid end to end, are cut into equal shares; where there are few of them, kv heads are
-  // laid end to end too, some at a time.
+  // Blocks of keys of all requests, laid end to end, are cut into equal shares; where there are few of them, kv heads
+  // are laid end to end too, some at a time.
   void add_ranges(const Attention& a) {
     if (entries_.empty()) return;
     int64_t num_blocks = 0;
     for (Entry& entry : entries_) entry.start = num_blocks, num_blocks += blocks(entry);
     const int64_t block_values = kDecodeKeys * (a.head_dim + a.value_dim) * a.num_kv_heads * (a.group() + 1);
-    const int64_t shares = members_ == 1 ? 1 : std::clamp<int64_t>(num_blocks * block_values / kShareValues, 1, 2 * members_);
+    const int64_t shares =
+        members_ == 1 ? 1 : std::clamp<int64_t>(num_blocks * block_values / kShareValues, 1, 2 * members_);
     int64_t sets = 1;
-    while (shares > 1 && sets * num_blocks < kBlocksPerShare * shares && sets < a.num_kv_heads) do ++sets; while (a.num_kv_heads % sets);
+    while (shares > 1 && sets * num_blocks < kBlocksPerShare * shares && sets < a.num_kv_heads) do
+        ++sets;
+      while (a.num_kv_heads % sets);
     const int64_t heads = a.num_kv_heads / sets;
     size_t e = 0;
     for (int64_t share = 0; share < shares; ++share) {
@@ -283,9 +307,11 @@ class AttentionWork {
       item.first = pieces_.size();
       while (low < high) {
         Entry& entry = entries_[e];
-        const int64_t all = blocks(entry), at = low - sets * entry.start, block = at % all, count = std::min(all - block, high - low);
+        const int64_t all = blocks(entry), at = low - sets * entry.start, block = at % all,
+                      count = std::min(all - block, high - low);
         const int64_t first = entry.first + block * kDecodeKeys;
-        const KeyRange range{entry.request, at / all * heads, heads, first, std::min(first + count * kDecodeKeys, entry.length)};
+        const KeyRange range{entry.request, at / all * heads, heads, first,
+                             std::min(first + count * kDecodeKeys, entry.length)};
         pieces_.push_back({range, count == all && entry.common < 0 ? -1 : add_part(a, entry, range, at / all, sets)});
         low += count;
         if (low == sets * (entry.start + all)) ++e;
@@ -296,29 +322,37 @@ class AttentionWork {
   }
 
   int64_t add_part(const Attention& a, Entry& entry, const KeyRange& range, int64_t set, int64_t sets) {
-    if (entry.first_join < 0) {
-      entry.first_join = joins_.size();
+    if (entry.first_merge < 0) {
+      entry.first_merge = merges_.size();
       const int64_t rows = range.num_heads * a.group();
       for (int64_t s = 0; s < sets; ++s)
-        joins_.push_back({{a.query_start[entry.request], s * rows, rows, rows}, s * range.num_heads, range.num_heads, {}, entry.common, entry.first_row});
+        merges_.push_back({{a.query_start[entry.request], s * rows, rows, rows},
+                          s * range.num_heads,
+                          range.num_heads,
+                          {},
+                          entry.common,
+                          entry.first_row});
     }
     const int64_t part = take(partial_size(a, range.num_heads * a.group()));
-    joins_[entry.first_join + set].parts.push_back(part);
+    merges_[entry.first_merge + set].parts.push_back(part);
     return part;
   }
 
-  void run_tile(const Attention& a, const Tile& tile) { kernels_.tile(a, tile, Scratch::of_this_thread().floats(kernels_.tile_scratch(a, tile.num_rows))); }
+  void run_tile(const Attention& a, const Tile& tile) {
+    kernels_.tile(a, tile, Scratch::of_this_thread().floats(kernels_.tile_scratch(a, tile.num_rows)));
+  }
 
-  // As if the request began after what it reads in common: whole pages.
+  // As if the request began after its shared prefix, which is whole pages.
   void run_own(const Attention& a, const Item& item) {
-    const Join& join = joins_[item.index];
+    const Merge& merge = merges_[item.index];
     Attention own = a;
-    own.table = a.table + (commons_[join.common].length >> a.page_bits), own.kv_lens = own_lens_.data();
-    own.partial = partial_at(a, partials_.data() + join.parts[0], join.rows.count);
+    own.table = a.table + (commons_[merge.common].length >> a.page_bits), own.kv_lens = own_lens_.data();
+    own.partial = partial_at(a, partials_.data() + merge.parts[0], merge.rows.count);
     run_tile(own, item.tile);
   }
 
-  // The queries of all rows are laid side by side, as if they were the heads of one query that sees the chunk's keys alone.
+  // The queries of all rows are laid side by side, as if they were the heads of one query that sees the chunk's keys
+  // alone.
   void run_common(const Attention& a, const Item& item) {
     const Common& common = commons_[item.index];
     const int64_t rows = item.last - item.first, row_bytes = a.head_dim * type_bytes(a.q_type), group = a.group();
@@ -331,12 +365,15 @@ class AttentionWork {
       const int64_t end = std::min(member.num_rows, item.last - before);
       for (int64_t r = std::max<int64_t>(0, item.first - before); r < end; ++r, q += row_bytes) {
         const int64_t token = a.query_start[member.request] + r / group, head = item.kv_head * group + r % group;
-        memcpy(q, static_cast<const char*>(a.q) + token * a.q_stride * type_bytes(a.q_type) + head * row_bytes, row_bytes);
+        memcpy(q, static_cast<const char*>(a.q) + token * a.q_stride * type_bytes(a.q_type) + head * row_bytes,
+               row_bytes);
       }
       before += member.num_rows;
     }
-    const int64_t blocks = (common.length + kDecodeKeys - 1) / kDecodeKeys, first = blocks * item.chunk / common.num_chunks * kDecodeKeys;
-    const int32_t query_start[] = {0, 1}, last = std::min(common.length, blocks * (item.chunk + 1) / common.num_chunks * kDecodeKeys);
+    const int64_t blocks = (common.length + kDecodeKeys - 1) / kDecodeKeys,
+                  first = blocks * item.chunk / common.num_chunks * kDecodeKeys;
+    const int32_t query_start[] = {0, 1},
+                  last = std::min(common.length, blocks * (item.chunk + 1) / common.num_chunks * kDecodeKeys);
     tile.q = scratch, tile.query_start = query_start, tile.kv_lens = &last, tile.window = first > 0 ? last - first : 0;
     tile.k = static_cast<const char*>(a.k) + item.kv_head * a.k_strides.head * type_bytes(a.kv_type);
     tile.v = static_cast<const char*>(a.v) + item.kv_head * a.v_strides.head * type_bytes(a.kv_type);
@@ -353,7 +390,9 @@ class AttentionWork {
       float* scratch = Scratch::of_this_thread().floats(size + kernels_.decode_scratch(a, piece.range.num_heads));
       float* partial = piece.part < 0 ? scratch : partials_.data() + piece.part;
       kernels_.decode(a, piece.range, partial, scratch + size);
-      if (piece.part < 0) kernels_.finish(a, {a.query_start[piece.range.request], piece.range.first_head * a.group(), rows, rows}, partial_at(a, partial, rows));
+      if (piece.part < 0)
+        kernels_.finish(a, {a.query_start[piece.range.request], piece.range.first_head * a.group(), rows, rows},
+                        partial_at(a, partial, rows));
     }
   }
 
@@ -362,11 +401,11 @@ class AttentionWork {
   const AttentionKernels& kernels_;
   int64_t num_requests_, members_;
   std::vector<Shared> shared_;
-  std::vector<int32_t> own_lens_;  // keys of each request that it does not read in common
+  std::vector<int32_t> own_lens_;  // KV lengths of requests without their shared prefix
   std::vector<Entry> entries_;
   std::vector<Common> commons_;
   std::vector<Piece> pieces_;
-  std::vector<Join> joins_;
+  std::vector<Merge> merges_;
   std::vector<Item> items_;
   std::vector<float> partials_;
   int64_t num_floats_ = 0;

@@ -1,6 +1,5 @@
-// decode_step: a step of decodes alone, from the tokens drawn last to those to be drawn now, in one call: embedding, layers,
-// last norm, the product with the vocabulary, and each row's greatest logit. See kernels/decoder_layers/decode_step.py.
-// R rows, V vocabulary, G cache groups.
+// decode_step: a step of decodes alone in one call: embedding of the last sampled tokens, layers, final norm, LM head
+// and argmax. See `FusedDecode` in kernels/decoder_layers/table.py. R rows, V vocabulary, G cache groups.
 #pragma once
 
 #include <limits>
@@ -14,23 +13,24 @@ namespace headrace {
 
 namespace layers {
 
-// What is before and after the layers, as Python tells it.
+// What comes before and after the layers: the int64 vector that `FusedDecode` writes, same fields, same order.
 struct Ends {
   Product embedding, head;
   Norm norm;
   int64_t type;  // of hidden states
 };
 
-// The inputs of a step, made of its rows and their lengths after it.
+// The inputs of a step (positions, slots, page tables), made from its rows and their lengths after it.
 class Decodes {
  public:
-  // tables [G, num_rows, entries]
-  Decodes(const int64_t* rows, const int64_t* ends, int64_t count, const int64_t* last_token, const int32_t* tables, int64_t num_groups, int64_t num_rows, int64_t entries,
-          int64_t page_size)
+  // rows, ends [R]; last_token [num_rows]; tables [G, num_rows, entries], of which each row's used entries are copied.
+  Decodes(const int64_t* rows, const int64_t* ends, int64_t count, const int64_t* last_token, const int32_t* tables,
+          int64_t num_groups, int64_t num_rows, int64_t entries, int64_t page_size)
       : tokens(count), positions(count), slots_(num_groups * count), query_start_(count + 1), kv_lens_(count) {
     int64_t longest = 0;
     for (int64_t r = 0; r < count; ++r) {
-      STD_TORCH_CHECK(rows[r] >= 0 && rows[r] < num_rows && ends[r] > 0 && ends[r] <= entries * page_size, "there is no such row, or it is too long");
+      STD_TORCH_CHECK(rows[r] >= 0 && rows[r] < num_rows && ends[r] > 0 && ends[r] <= entries * page_size,
+                      "a row does not exist or is too long");
       tokens[r] = last_token[rows[r]], positions[r] = ends[r] - 1;
       kv_lens_[r] = static_cast<int32_t>(ends[r]), query_start_[r + 1] = static_cast<int32_t>(r + 1);
       longest = std::max(longest, ends[r]);
@@ -58,22 +58,24 @@ class Decodes {
   std::vector<int32_t> query_start_, kv_lens_, tables_;
 };
 
-// The greatest logit of each row and the first token that has it, of logits that come in parts, in any order and to several members.
-class Search {
+// Argmax of each row over logits that come in parts, in any order, to several members. Ties go to the lowest id.
+class Argmax {
  public:
-  Search(int64_t rows, int64_t members) : rows_(rows), found_(rows * members), raw_(found_.size()), values_(found_.size()), ids_(found_.size()) {}
+  Argmax(int64_t rows, int64_t members)
+      : rows_(rows), found_(rows * members), raw_(found_.size()), values_(found_.size()), ids_(found_.size()) {}
 
-  // Logits [rows, count] of tokens from `first` on, `stride` apart.
+  // Logits [rows, count] of the tokens from `first` on, rows `stride` values apart.
   void add(int64_t member, float* logits, int64_t stride, int64_t first, int64_t count) {
     const int64_t at = member * rows_;
-    best_sample_kernels().search({logits, stride, count, nullptr, nullptr, raw_.data() + at, values_.data() + at, ids_.data() + at}, 0, rows_);
+    best_sample_kernels().argmax(
+        {logits, stride, count, nullptr, nullptr, raw_.data() + at, values_.data() + at, ids_.data() + at}, 0, rows_);
     for (int64_t i = at; i < at + rows_; ++i) {
       const bool is_broken = values_[i] != values_[i];
       found_[i].add({is_broken ? kNone : values_[i], first + ids_[i], is_broken});
     }
   }
 
-  // Once all members have added theirs: the id of a row, and whether its greatest logit is a number and finite.
+  // After the team has ended: a row's token, and whether its greatest logit is finite and none of them is NaN.
   std::pair<int64_t, bool> result(int64_t row) const {
     Found all;
     for (size_t i = row; i < found_.size(); i += rows_) all.add(found_[i]);
@@ -86,7 +88,7 @@ class Search {
   struct Found {
     float value = kNone;
     int64_t id = std::numeric_limits<int64_t>::max();
-    bool is_broken = false;  // a logit is no number
+    bool is_broken = false;  // a logit is NaN
     void add(const Found& other) {
       is_broken |= other.is_broken;
       if (other.value > value || (other.value == value && other.id < id)) value = other.value, id = other.id;
@@ -101,13 +103,14 @@ class Search {
 
 class DecodeStep {
  public:
-  DecodeStep(const Ends& ends, double embedding_scale, const Reals& reals) : ends_(ends), embedding_scale_(static_cast<float>(embedding_scale)), reals_(reals) {}
+  DecodeStep(const Ends& ends, double embedding_scale, const Reals& reals)
+      : ends_(ends), embedding_scale_(static_cast<float>(embedding_scale)), reals_(reals) {}
 
-  // Rows of the embedding, into the first layer.
-  void embed(const Crew& crew, const Decodes& decodes, const Step& step) const {
+  // Rows of the embedding [R, D], scaled, as input of the first layer.
+  void embed(const Member& member, const Decodes& decodes, const Step& step) const {
     const packed::Weight weight = weight_of(ends_.embedding);
-    char* const x = step.input(crew);
-    step.over_rows(crew, [&](int64_t begin, int64_t end) {
+    char* const x = step.input(member);
+    step.over_rows(member, [&](int64_t begin, int64_t end) {
       best_packed_gather().gather(weight, decodes.tokens.data(), begin, end, x, ends_.type == kBFloat16);
       if (embedding_scale_ == 1.0f) return;
       for (int64_t i = begin * weight.inputs; i < end * weight.inputs; ++i) {
@@ -117,40 +120,46 @@ class DecodeStep {
     });
   }
 
-  // Logits [R, V] of the rows that were entered.
-  void multiply(const Crew& crew, const packed::Rows& rows, float* logits) const {
+  // Logits [R, V].
+  void multiply(const Member& member, const packed::Rows& rows, float* logits) const {
     const packed::Weight weight = weight_of(ends_.head);
-    share_head(crew, weight, [&](int64_t first, int64_t last) { best_packed_kernels().multiply(weight, rows, output(weight, logits, weight.outputs), 0, rows.count, first, last); });
+    share_head(member, weight, [&](int64_t first, int64_t last) {
+      best_packed_kernels().multiply(weight, rows, output(weight, logits, weight.outputs), 0, rows.count, first, last);
+    });
   }
 
-  // Their greatest alone; what is not searched yet stays in the second-level cache.
-  void search(const Crew& crew, const packed::Rows& rows, Search& found) const {
+  // Argmax without storing [R, V]: logits of some panels at a time, read again while they are in the L2 cache.
+  void argmax(const Member& member, const packed::Rows& rows, Argmax& found) const {
     const packed::Weight weight = weight_of(ends_.head);
-    const int64_t most = std::clamp<int64_t>(kSearched / (rows.count * packed::kPanel) / 2 * 2, 2, kSearchedPanels);
+    const int64_t most = std::clamp<int64_t>(kArgmaxLogits / (rows.count * packed::kPanel) / 2 * 2, 2, kArgmaxPanels);
     static thread_local std::vector<float> logits;
     logits.resize(rows.count * most * packed::kPanel);
-    share_head(crew, weight, [&](int64_t first, int64_t last) {
+    share_head(member, weight, [&](int64_t first, int64_t last) {
       for (int64_t p = first; p < last; p += most) {
-        const int64_t end = std::min(p + most, last), token = p * packed::kPanel, count = std::min(end * packed::kPanel, weight.outputs) - token;
-        best_packed_kernels().multiply(weight, rows, output(weight, logits.data() - token, most * packed::kPanel), 0, rows.count, p, end);
-        found.add(crew.member, logits.data(), most * packed::kPanel, token, count);
+        const int64_t end = std::min(p + most, last), token = p * packed::kPanel,
+                      count = std::min(end * packed::kPanel, weight.outputs) - token;
+        best_packed_kernels().multiply(weight, rows, output(weight, logits.data() - token, most * packed::kPanel), 0,
+                                       rows.count, p, end);
+        found.add(member.index, logits.data(), most * packed::kPanel, token, count);
       }
     });
   }
 
  private:
-  static constexpr int64_t kSearched = 1 << 16, kSearchedPanels = 64;  // logits, of all rows; and of each
+  static constexpr int64_t kArgmaxLogits = 1 << 16, kArgmaxPanels = 64;  // logits of all rows; panels of 16 tokens
   static constexpr int64_t kPieceBytes = 64 * 1024;
 
   packed::Output output(const packed::Weight&, float* logits, int64_t stride) const {
     return {logits, stride, false, at(ends_.head.bias), ends_.head.bias_type == kBFloat16};
   }
 
-  // f(first, last) over the panels of the vocabulary, those of a pair together.
+  // f(first, last) over the panels of the vocabulary; kernels take panels in pairs.
   template <class F>
-  void share_head(const Crew& crew, const packed::Weight& weight, const F& f) const {
-    const int64_t pairs = (weight.panels() + 1) / 2, least = kPieceBytes / (2 * weight.num_words() * packed::kPanel * 4) + 1;
-    crew.team.share_parts(pairs, least, pairs, crew.member, [&](int64_t begin, int64_t end) { f(2 * begin, std::min(2 * end, weight.panels())); });
+  void share_head(const Member& member, const packed::Weight& weight, const F& f) const {
+    const int64_t pairs = (weight.panels() + 1) / 2,
+                  least = kPieceBytes / (2 * weight.num_words() * packed::kPanel * 4) + 1;
+    member.team.share_parts(pairs, least, pairs, member.index,
+                          [&](int64_t begin, int64_t end) { f(2 * begin, std::min(2 * end, weight.panels())); });
   }
 
   void scale_half(uint16_t* x) const {
@@ -169,43 +178,57 @@ class DecodeStep {
 
 }  // namespace layers
 
-// requests [2, R]: rows, and their lengths after the step. Sets drawn [2, R] to ids and to 1 where a greatest logit is not
-// finite, and the rows' last tokens to the ids. With logits [R, V] it fills these instead, and draws nothing.
-inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor last_token, Tensor tables, Tensor drawn, std::optional<Tensor> logits) {
+// requests [2, R]: rows, and their lengths after the step. Writes sampled [2, R] (ids, and 1 where the greatest logit
+// is not finite) and the ids to last_token. With logits [R, V] it writes these instead and samples nothing.
+inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor last_token,
+                        Tensor tables, Tensor sampled, std::optional<Tensor> logits) {
   layers::check_table(table, reals);
-  STD_TORCH_CHECK(ends.scalar_type() == ScalarType::Long && ends.is_contiguous() && ends.numel() == sizeof(layers::Ends) / sizeof(int64_t), "the ends are not of this library");
-  STD_TORCH_CHECK(end_reals.scalar_type() == ScalarType::Double && end_reals.numel() == 3, "the ends have a scale, eps and an offset");
-  for (const Tensor* x : {&requests, &last_token, &drawn}) STD_TORCH_CHECK(x->scalar_type() == ScalarType::Long && x->is_contiguous(), "requests, last tokens and draws are dense int64");
-  STD_TORCH_CHECK(tables.scalar_type() == ScalarType::Int && tables.dim() == 3 && tables.is_contiguous() && last_token.numel() >= tables.size(1), "tables must be [G, rows, entries] int32");
+  STD_TORCH_CHECK(ends.scalar_type() == ScalarType::Long && ends.is_contiguous() &&
+                      ends.numel() == sizeof(layers::Ends) / sizeof(int64_t),
+                  "the ends do not match this library's layout");
+  STD_TORCH_CHECK(end_reals.scalar_type() == ScalarType::Double && end_reals.numel() == 3,
+                  "end_reals must be scale, eps and offset");
+  for (const Tensor* x : {&requests, &last_token, &sampled})
+    STD_TORCH_CHECK(x->scalar_type() == ScalarType::Long && x->is_contiguous(),
+                    "requests, last_token and sampled must be contiguous int64");
+  STD_TORCH_CHECK(tables.scalar_type() == ScalarType::Int && tables.dim() == 3 && tables.is_contiguous() &&
+                      last_token.numel() >= tables.size(1),
+                  "tables must be [G, rows, entries] int32");
   const auto* layers_of = pointer<layers::Layer>(table);
   const auto& about = *pointer<layers::Ends>(ends);
   const double* numbers = pointer<double>(end_reals);
   const int64_t count = requests.size(1), *rows = pointer<int64_t>(requests);
-  STD_TORCH_CHECK(requests.dim() == 2 && requests.size(0) == 2 && drawn.numel() == 2 * count && count > 0, "requests and draws are [2, R]");
-  STD_TORCH_CHECK(!logits || (logits->scalar_type() == ScalarType::Float && logits->is_contiguous() && logits->numel() == count * about.head.outputs), "logits are [R, V] float32");
-  const layers::Decodes decodes(rows, rows + count, count, pointer<int64_t>(last_token), pointer<int32_t>(tables), tables.size(0), tables.size(1), tables.size(2), layers_of->page_size);
-  for (const int64_t token : decodes.tokens) STD_TORCH_CHECK(token >= 0 && token < about.embedding.outputs, "there is no such token");
+  STD_TORCH_CHECK(requests.dim() == 2 && requests.size(0) == 2 && sampled.numel() == 2 * count && count > 0,
+                  "requests and sampled must be [2, R]");
+  STD_TORCH_CHECK(!logits || (logits->scalar_type() == ScalarType::Float && logits->is_contiguous() &&
+                              logits->numel() == count * about.head.outputs),
+                  "logits must be [R, V] float32, contiguous");
+  const layers::Decodes decodes(rows, rows + count, count, pointer<int64_t>(last_token), pointer<int32_t>(tables),
+                                tables.size(0), tables.size(1), tables.size(2), layers_of->page_size);
+  for (const int64_t token : decodes.tokens)
+    STD_TORCH_CHECK(token >= 0 && token < about.embedding.outputs, "no such token in the vocabulary");
 
-  const int64_t width = about.embedding.inputs, bytes = count * width * (about.type == kFloat32 ? 4 : 2);
+  const int64_t hidden_size = about.embedding.inputs, bytes = count * hidden_size * (about.type == kFloat32 ? 4 : 2);
   static thread_local Arena arena;
   arena.reserve(2 * Arena::rounded(bytes));
   char *residual = arena.take(bytes), *branch = arena.take(bytes);
-  const layers::Inputs in{static_cast<int>(about.type), count, width, decodes.positions.data(), decodes.groups.data(), decodes.requests()};
+  const layers::Inputs in{static_cast<int>(about.type), count, hidden_size, decodes.positions.data(),
+                          decodes.groups.data(), decodes.requests()};
   layers::Step step(layers_of, pointer<layers::Reals>(reals), table.size(0), in, residual, branch, &about.head);
   const layers::Reals norm{numbers[1], numbers[2], 1.0, 0.0};
   const layers::DecodeStep outside(about, numbers[0], norm);
-  layers::Search found(count, step.num_members());
+  layers::Argmax found(count, step.num_members());
   float* const all = logits ? writable<float>(*logits) : nullptr;
-  run_team(step.num_members(), [&](Team& team, int64_t member) {
-    layers::Crew crew{team, member, count};
-    outside.embed(crew, decodes, step);
-    step.run(crew);
-    step.enter(crew, about.norm, norm, true, about.head);
-    const packed::Rows hidden = step.entered(crew, layers::weight_of(about.head));
-    all ? outside.multiply(crew, hidden, all) : outside.search(crew, hidden, found);
+  run_team(step.num_members(), [&](Team& team, int64_t index) {
+    layers::Member member{team, index, count};
+    outside.embed(member, decodes, step);
+    step.run(member);
+    step.enter(member, about.norm, norm, true, about.head);
+    const packed::Rows hidden = step.entered(member, layers::weight_of(about.head));
+    all ? outside.multiply(member, hidden, all) : outside.argmax(member, hidden, found);
   });
   if (all) return;
-  int64_t *last = writable<int64_t>(last_token), *out = writable<int64_t>(drawn);
+  int64_t *last = writable<int64_t>(last_token), *out = writable<int64_t>(sampled);
   for (int64_t r = 0; r < count; ++r) {
     const auto [id, is_finite] = found.result(r);
     last[rows[r]] = out[r] = id, out[count + r] = !is_finite;
@@ -214,8 +237,8 @@ inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_real
 
 inline void define_decodes(Library& m) {
   m.def(
-      "decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor(a!) last_token, Tensor tables, Tensor(b!) drawn, "
-      "Tensor(c!)? logits) -> ()");
+      "decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor(a!) last_token, "
+      "Tensor tables, Tensor(b!) sampled, Tensor(c!)? logits) -> ()");
 }
 
 inline void implement_decodes(Library& m) { m.impl("decode_step", TORCH_BOX(&decode_step)); }

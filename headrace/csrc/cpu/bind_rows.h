@@ -10,12 +10,15 @@ inline Tensor run_norm(const Tensor& x, const Tensor* residual, const Tensor& we
   check_rows_are_dense(x);
   const int64_t rows = x.size(0), width = x.size(1);
   const int type = float_type(x);
-  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 1 && weight.size(0) == width && weight.is_contiguous(), "x must be [T, D] and weight [D]");
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 1 && weight.size(0) == width && weight.is_contiguous(),
+                  "x must be [T, D] and weight [D]");
   Tensor out = empty({rows, width}, x);
-  NormRows a{pointer(x), x.stride(0), nullptr, 0, pointer(weight), float_type(weight), writable(out), width, static_cast<float>(eps), static_cast<float>(offset)};
+  NormRows a{pointer(x), x.stride(0), nullptr, 0, pointer(weight), float_type(weight), writable(out), width,
+             static_cast<float>(eps), static_cast<float>(offset)};
   if (residual) {
     check_rows_are_dense(*residual);
-    STD_TORCH_CHECK(float_type(*residual) == type && residual->size(0) == rows && residual->size(1) == width, "residual must be like x");
+    STD_TORCH_CHECK(float_type(*residual) == type && residual->size(0) == rows && residual->size(1) == width,
+                    "residual must be like x");
     a.residual = writable(*residual), a.residual_stride = residual->stride(0);
   }
   const auto kernel = best_row_kernels().norm;
@@ -23,9 +26,13 @@ inline Tensor run_norm(const Tensor& x, const Tensor* residual, const Tensor& we
   return out;
 }
 
-inline Tensor rms_norm(Tensor x, Tensor weight, double eps, double offset) { return run_norm(x, nullptr, weight, eps, offset); }
+inline Tensor rms_norm(Tensor x, Tensor weight, double eps, double offset) {
+  return run_norm(x, nullptr, weight, eps, offset);
+}
 
-inline Tensor add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps, double offset) { return run_norm(x, &residual, weight, eps, offset); }
+inline Tensor add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps, double offset) {
+  return run_norm(x, &residual, weight, eps, offset);
+}
 
 inline Tensor gated(Tensor x, int64_t activation) {
   check_rows_are_dense(x);
@@ -35,7 +42,8 @@ inline Tensor gated(Tensor x, int64_t activation) {
   const GatedRows a{pointer(x), x.stride(0), writable(out), width, static_cast<Activation>(activation)};
   const auto kernel = best_row_kernels().gate;
   const int type = float_type(x);
-  over_rows(rows, 4 * width, [&](int64_t begin, int64_t end) { kernel(type, a, begin, end); });  // an exponential each
+  over_rows(rows, 4 * width,
+            [&](int64_t begin, int64_t end) { kernel(type, a, begin, end); });  // an exponential per value
   return out;
 }
 

@@ -1,6 +1,6 @@
 // compiled for: operators
-// The operators of headrace_cpu, through torch's stable ABI: fast to compile, and one library for all torch since 2.11.
-// What each group of operators does is in its bind_*.h; the work is done by kernels that know nothing of torch.
+// The operators of headrace_cpu, through torch's stable ABI: fast to compile, and one library for torch 2.11 and later.
+// Each group of operators is in its bind_*.h; kernels know nothing of torch.
 #include "operators.h"
 
 #include "bind_attention.h"
@@ -20,7 +20,7 @@ namespace headrace {
 // Whether the kernels of this instruction set can run here.
 static bool can_run(int64_t isa) { return has_isa(static_cast<int>(isa)); }
 
-// From now on operators use these kernels, as `headrace_kernels` of a library is.
+// Use the kernel table at this address, `headrace_kernels` of a library.
 static void use_kernels(int64_t address) { kernels_in_use() = reinterpret_cast<const Kernels*>(address); }
 
 }  // namespace headrace

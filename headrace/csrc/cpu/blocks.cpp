@@ -1,5 +1,5 @@
 // compiled with: rows.cpp
-// What lies where is said by ggml's ggml-common.h, and by the functions of its ggml-quants.c that make plain numbers of it.
+// Block layouts: ggml's ggml-common.h, and the dequantize functions of its ggml-quants.c.
 #include "blocks.h"
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace {
 
 using namespace blocks;
 
-// 32 weights of an output: code * scale + min, where both may differ from the first half to the second. Codes are signed bytes, or
-// nibbles as they are.
+// 32 weights of an output: code * scale + min, where both may differ from the first half to the second. Codes are
+// signed bytes, or nibbles as they are.
 struct BlockGroup {
   uint8_t codes[kGroup];
   float scale[2], min[2];
@@ -29,7 +29,7 @@ inline T value_at(const uint8_t* p) {
 }
 inline float half_at(const uint8_t* p) { return to_float(value_at<fp16>(p)); }
 
-// 16 bytes: the low halves of all, then the high ones.
+// 16 bytes: inputs 0 to 15 in the low nibbles, 16 to 31 in the high ones.
 inline void read_nibbles(const uint8_t* from, uint8_t* codes) {
   for (int i = 0; i < 16; ++i) codes[i] = from[i] & 15, codes[16 + i] = from[i] >> 4;
 }
@@ -47,7 +47,8 @@ inline void read_q4_1(const uint8_t* block, int64_t, BlockGroup& group) {
 inline void read_five_bits(const uint8_t* codes, int least, BlockGroup& group) {
   const uint32_t fifth = value_at<uint32_t>(codes - 4);
   read_nibbles(codes, group.codes);
-  for (int i = 0; i < kGroup; ++i) group.codes[i] = static_cast<uint8_t>((group.codes[i] | (fifth >> i & 1) << 4) + least);
+  for (int i = 0; i < kGroup; ++i)
+    group.codes[i] = static_cast<uint8_t>((group.codes[i] | (fifth >> i & 1) << 4) + least);
 }
 inline void read_q5_0(const uint8_t* block, int64_t, BlockGroup& group) {
   read_five_bits(block + 6, -16, group);
@@ -71,7 +72,8 @@ inline void read_q2_k(const uint8_t* block, int64_t g, BlockGroup& group) {
   read_two_bits(block + 16, g, group.codes);
   for (int half = 0; half < 2; ++half) {
     const uint8_t both = block[2 * g + half];
-    group.scale[half] = half_at(block + 80) * static_cast<float>(both & 15), group.min[half] = -half_at(block + 82) * static_cast<float>(both >> 4);
+    group.scale[half] = half_at(block + 80) * static_cast<float>(both & 15),
+    group.min[half] = -half_at(block + 82) * static_cast<float>(both >> 4);
   }
 }
 inline void read_q3_k(const uint8_t* block, int64_t g, BlockGroup& group) {
@@ -89,7 +91,8 @@ inline void read_q3_k(const uint8_t* block, int64_t g, BlockGroup& group) {
 // The scale and the min of a group, six bits each of twelve bytes, times those of the block.
 inline void set_six_bits(const uint8_t* block, int64_t g, BlockGroup& group) {
   const uint8_t* six = block + 4;
-  const int scale = g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[g - 4] >> 6 << 4, min = g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4;
+  const int scale = g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[g - 4] >> 6 << 4,
+            min = g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4;
   group.set(half_at(block) * static_cast<float>(scale), -half_at(block + 2) * static_cast<float>(min));
 }
 // Two groups share 32 bytes.
@@ -108,9 +111,11 @@ inline void read_q5_k(const uint8_t* block, int64_t g, BlockGroup& group) {
 }
 inline void read_q6_k(const uint8_t* block, int64_t g, BlockGroup& group) {
   const uint8_t *low = block + g / 4 * 64 + g % 2 * 32, *high = block + 128 + g / 4 * 32;
-  for (int i = 0; i < kGroup; ++i) group.codes[i] = static_cast<uint8_t>(((low[i] >> (g % 4 / 2 * 4) & 15) | (high[i] >> (g % 4 * 2) & 3) << 4) - 32);
+  for (int i = 0; i < kGroup; ++i)
+    group.codes[i] = static_cast<uint8_t>(((low[i] >> (g % 4 / 2 * 4) & 15) | (high[i] >> (g % 4 * 2) & 3) << 4) - 32);
   group.set(0.0f);
-  for (int64_t half = 0; half < 2; ++half) group.scale[half] = half_at(block + 208) * static_cast<float>(value_at<int8_t>(block + 192 + 2 * g + half));
+  for (int64_t half = 0; half < 2; ++half)
+    group.scale[half] = half_at(block + 208) * static_cast<float>(value_at<int8_t>(block + 192 + 2 * g + half));
 }
 
 inline void read_iq4_nl(const uint8_t* block, int64_t, BlockGroup& group) {
@@ -142,10 +147,20 @@ struct BlockType {
   const packed::Table* table = nullptr;
 };
 constexpr BlockType kTypes[] = {
-    {{18, 1}, read_q4_0},        {{20, 1}, read_q4_1}, {{22, 1}, read_q5_0}, {{24, 1}, read_q5_1},
-    {{34, 1}, read_q8_0},        {{84, 8}, read_q2_k, false}, {{110, 8}, read_q3_k, false}, {{144, 8}, read_q4_k},
-    {{176, 8}, read_q5_k},       {{210, 8}, read_q6_k, false}, {{18, 1}, read_iq4_nl, true, &packed::kIq4}, {{136, 8}, read_iq4_xs, true, &packed::kIq4},
-    {{17, 1}, read_mxfp4, true, &packed::kE2m1}, {{17, 1}, read_mxfp4_pairs, true, &packed::kE2m1},
+    {{18, 1}, read_q4_0},
+    {{20, 1}, read_q4_1},
+    {{22, 1}, read_q5_0},
+    {{24, 1}, read_q5_1},
+    {{34, 1}, read_q8_0},
+    {{84, 8}, read_q2_k, false},
+    {{110, 8}, read_q3_k, false},
+    {{144, 8}, read_q4_k},
+    {{176, 8}, read_q5_k},
+    {{210, 8}, read_q6_k, false},
+    {{18, 1}, read_iq4_nl, true, &packed::kIq4},
+    {{136, 8}, read_iq4_xs, true, &packed::kIq4},
+    {{17, 1}, read_mxfp4, true, &packed::kE2m1},
+    {{17, 1}, read_mxfp4_pairs, true, &packed::kE2m1},
 };
 static_assert(sizeof(kTypes) / sizeof(BlockType) == static_cast<int64_t>(Kind::kCount));
 
@@ -156,21 +171,27 @@ void round_groups(BlockGroup* groups, int64_t first, int64_t last) {
   Group columns = {};
   for (int64_t lane = first; lane < last; ++lane)
     for (int i = 0; i < kGroup; ++i)
-      columns.values[i].at[lane] = static_cast<float>(static_cast<int8_t>(groups[lane].codes[i])) * groups[lane].scale[i / 16] + groups[lane].min[i / 16];
+      columns.values[i].at[lane] =
+          static_cast<float>(static_cast<int8_t>(groups[lane].codes[i])) * groups[lane].scale[i / 16] +
+          groups[lane].min[i / 16];
   quantise_int8(columns);
   for (int64_t lane = first; lane < last; ++lane) {
-    for (int i = 0; i < kGroup; ++i) groups[lane].codes[i] = static_cast<uint8_t>(static_cast<int32_t>(columns.codes[i].at[lane]));
+    for (int i = 0; i < kGroup; ++i)
+      groups[lane].codes[i] = static_cast<uint8_t>(static_cast<int32_t>(columns.codes[i].at[lane]));
     groups[lane].set(columns.scale.at[lane]);
   }
 }
 
 // Outputs [first, last) of a panel, of which `rows` is the first's.
-void pack_panel(const BlockType& type, const uint8_t* rows, int64_t row_bytes, int64_t panel, int64_t first, int64_t last, const Target& to) {
+void pack_panel(const BlockType& type, const uint8_t* rows, int64_t row_bytes, int64_t panel, int64_t first,
+                int64_t last, const Target& to) {
   const int64_t num_groups = row_bytes / type.size.num_bytes * type.size.groups;
   BlockGroup groups[kPanel];
   for (int64_t g = 0; g < to.groups; ++g) {
     for (int64_t lane = first; lane < last; ++lane) {
-      if (g < num_groups) type.read(rows + (lane - first) * row_bytes + g / type.size.groups * type.size.num_bytes, g % type.size.groups, groups[lane]);
+      if (g < num_groups)
+        type.read(rows + (lane - first) * row_bytes + g / type.size.groups * type.size.num_bytes, g % type.size.groups,
+                  groups[lane]);
       else groups[lane] = {};
     }
     if (!type.is_even) round_groups(groups, first, last);
@@ -182,7 +203,9 @@ void pack_panel(const BlockType& type, const uint8_t* rows, int64_t row_bytes, i
       if (type.table != nullptr && to.words_of_group == 8)
         for (uint8_t& code : group.codes) code = static_cast<uint8_t>(type.table->values[code]);
       for (int64_t w = 0; w < to.words_of_group; ++w)
-        words[w * kPanel + lane] = to.words_of_group == 8 ? value_at<uint32_t>(group.codes + 4 * w) : value_at<uint32_t>(group.codes + 8 * w) | value_at<uint32_t>(group.codes + 8 * w + 4) << 4;
+        words[w * kPanel + lane] = to.words_of_group == 8 ? value_at<uint32_t>(group.codes + 4 * w)
+                                                          : value_at<uint32_t>(group.codes + 8 * w) |
+                                                                value_at<uint32_t>(group.codes + 8 * w + 4) << 4;
     }
     fp16 halves[2][kPanel];
     over_column([&](int64_t i) { store(halves[0] + i, load(scale.at + i)), store(halves[1] + i, load(min.at + i)); });
@@ -194,8 +217,10 @@ void pack_panel(const BlockType& type, const uint8_t* rows, int64_t row_bytes, i
 
 void pack(const Source& source, const Target& target, int64_t first, int64_t last) {
   for (int64_t panel = first; panel < last; ++panel) {
-    const int64_t from = std::max(source.at, panel * kPanel), to = std::min(source.at + source.rows, (panel + 1) * kPanel);
-    pack_panel(kTypes[static_cast<int64_t>(source.kind)], source.raw + (from - source.at) * source.row_bytes, source.row_bytes, panel, from - panel * kPanel, to - panel * kPanel, target);
+    const int64_t from = std::max(source.at, panel * kPanel),
+                  to = std::min(source.at + source.rows, (panel + 1) * kPanel);
+    pack_panel(kTypes[static_cast<int64_t>(source.kind)], source.raw + (from - source.at) * source.row_bytes,
+               source.row_bytes, panel, from - panel * kPanel, to - panel * kPanel, target);
   }
 }
 

@@ -8,8 +8,25 @@ namespace headrace {
 
 namespace blocks {
 
-// What a block holds, by ggml's names; numbers are those of kernels/packed_linear/blocks.py. In pairs of MXFP4 two neighbours share a byte.
-enum class Kind : int64_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kMxfp4, kMxfp4Pairs, kCount };
+// What a block holds, by ggml's names; numbers are those of kernels/packed_linear/blocks.py. In pairs of MXFP4 two
+// neighbours share a byte.
+enum class Kind : int64_t {
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ8_0,
+  kQ2K,
+  kQ3K,
+  kQ4K,
+  kQ5K,
+  kQ6K,
+  kIq4Nl,
+  kIq4Xs,
+  kMxfp4,
+  kMxfp4Pairs,
+  kCount
+};
 
 // Rows [at, at + rows) of a weight.
 struct Source {

@@ -1,8 +1,9 @@
-// Keys and values in 8 bits: codes from -127 to 127, and for each token and kv head a float32 scale. E dims of a key, a multiple
-// of 4, and V of a value. Codes of a page lie in the order in which products of bytes take them: in lots of 16 tokens (L, or as
-// many as a page has), in each one kv head after the other, a head's keys as [E / 4][L][4], its values as [L / F][V][F], where F
-// is 4 or as many tokens as a lot has. So a lot of keys is a tile of AMX, and a vector holds what a word of a query is
-// multiplied with. Scales of a page lie as [2, K, page]: those of the keys, then those of the values.
+// KV cache in 8 bits: codes from -127 to 127 with a float32 scale per token and kv head. E dims of a key, a multiple of
+// 4, V of a value. A page is stored in the order in which byte products read it: lots of L = min(16, page size) tokens;
+//   keys   [lots, K, E / 4, L, 4]
+//   values [lots, K, L / F, V, F], F = min(4, L)
+//   scales [2, K, page], keys first.
+// So a lot of keys is an AMX tile, and a vector holds what one 32-bit word of a query is multiplied with.
 #pragma once
 
 #include "convert.h"
@@ -10,7 +11,7 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int64_t kMostLot = 16;
-constexpr float kMostCode = 127.0f, kLeastCoded = 1.0e-30f;  // where nothing is larger, all codes are 0
+constexpr float kMostCode = 127.0f, kLeastCoded = 1.0e-30f;  // rows without anything larger get code 0
 
 // Of pages with `page_size` tokens, a power of two.
 struct CodeOrder {
@@ -18,7 +19,7 @@ struct CodeOrder {
   explicit CodeOrder(int64_t page_size) : lot(page_size < kMostLot ? page_size : kMostLot), quad(lot < 4 ? lot : 4) {}
 };
 
-// What a number is multiplied with to become a code.
+// 1 / scale.
 HEADRACE_INLINE float coding(float most) { return most > kLeastCoded ? kMostCode / most : 0.0f; }
 
 // A vector of whole numbers of at most 8 bits, to bytes.
@@ -35,7 +36,7 @@ HEADRACE_INLINE void store_bytes(int8_t* p, Vec a) {
 #endif
 }
 
-// Codes of n numbers, in room for whole vectors; returns their scale, which is no number if one of them is none.
+// Quantises n numbers, in room for whole vectors; returns their scale, NaN if one of them is NaN.
 inline float encode(const float* x, int64_t n, int8_t* codes) {
   Vec most(0.0f), odd(0.0f);
   over_lanes(n, [&](int64_t i, auto part) {

@@ -1,4 +1,4 @@
-// Sixteen outputs side by side, as they lie in a panel (packed_linear.h).
+// Sixteen outputs side by side, as in a panel (packed_linear.h).
 #pragma once
 
 #include "packed_linear.h"
@@ -43,14 +43,18 @@ struct Group {
 // Symmetric codes of `count` columns, relative to `inverse`.
 HEADRACE_INLINE void round_codes(const Column* x, const Column& inverse, Column* codes, int64_t count) {
   for (int64_t k = 0; k < count; ++k)
-    over_column([&](int64_t i) { store(codes[k].at + i, maximum(Vec(-kMostInt8), minimum(Vec(kMostInt8), round(load(x[k].at + i) * load(inverse.at + i))))); });
+    over_column([&](int64_t i) {
+      store(codes[k].at + i,
+            maximum(Vec(-kMostInt8), minimum(Vec(kMostInt8), round(load(x[k].at + i) * load(inverse.at + i)))));
+    });
 }
 
-// Symmetric codes in 8 bits of values that are there, and their scale.
+// Symmetric 8-bit codes of `values`, and their scale.
 inline void quantise_int8(Group& group) {
   over_column([&](int64_t i) {
     Vec most(0.0f);
-    for (int64_t k = 0; k < kGroup; ++k) most = maximum(most, maximum(load(group.values[k].at + i), Vec(0.0f) - load(group.values[k].at + i)));
+    for (int64_t k = 0; k < kGroup; ++k)
+      most = maximum(most, maximum(load(group.values[k].at + i), Vec(0.0f) - load(group.values[k].at + i)));
     store(group.scale.at + i, most / Vec(kMostInt8));
   });
   round_to_half(group.scale);

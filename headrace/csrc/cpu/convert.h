@@ -1,4 +1,4 @@
-// Values of a float type told at run time, to and from float32.
+// Values of a float type known at run time, to and from float32.
 #pragma once
 
 #include "vector.h"

@@ -1,4 +1,4 @@
-// From an operator to the kernels of the instruction set in use. Each has a library of its own, which Python loads.
+// The kernel table of the instruction set in use. Each instruction set is a library of its own, loaded by Python.
 #pragma once
 
 #include <atomic>
@@ -7,7 +7,7 @@
 
 namespace headrace {
 
-// Set before any operator is called.
+// Set before any operator is called, so that no ordering is needed.
 inline std::atomic<const Kernels*>& kernels_in_use() {
   static std::atomic<const Kernels*> kernels{nullptr};
   return kernels;

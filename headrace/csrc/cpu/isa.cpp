@@ -29,9 +29,11 @@ static int find_isa() {
   if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return kScalar;
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_F16C)) return kScalar;
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-  if (!has_avx512 || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5)) return has_avx_vnni() ? kAvxVnni : kAvx2;  // AVX512-BF16
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vnni");
+  if (!has_avx512 || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5))
+    return has_avx_vnni() ? kAvxVnni : kAvx2;  // AVX512-BF16
   return has_amx() ? kAmx : kAvx512;
 }
 #else

@@ -1,16 +1,16 @@
-// Which instruction sets there are, and which the kernels may use. No torch here.
+// Instruction sets, and which of them the machine supports. No torch here.
 #pragma once
 
 namespace headrace {
 
-// In the order of ISAS in kernels/native/toolchain.py. Each has what those before it have, but for AVX-VNNI, which some with
-// AVX-512 lack.
+// In the order of ISAS in kernels/native/toolchain.py. Each includes those before it, except AVX-VNNI, which some
+// AVX-512 machines lack.
 enum Isa : int { kScalar = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3, kAmx = 4 };
 
-// The best that the processor and the system have; for AMX the process asks the system for its tiles.
+// The best that processor and system support; for AMX it requests tile permission from Linux.
 int machine_isa();
 
-// Whether the processor has this one, if not the best that it has.
+// Whether the machine supports this one.
 bool has_isa(int isa);
 
 }  // namespace headrace

@@ -1,6 +1,6 @@
 // compiled for: scalar avx2 avxvnni avx512 amx
-// The one name that a library of kernels shows. AVX-VNNI and AMX have some kernels of their own; the others are those of
-// HEADRACE_BASE, the instruction set that they add to.
+// The only symbol that a library of kernels exports. AVX-VNNI and AMX have some kernels of their own and take the
+// others from HEADRACE_BASE, the instruction set that they extend.
 #include "kernels.h"
 
 #ifdef HEADRACE_IS_AMX
@@ -23,8 +23,9 @@ extern const SampleKernels sample_kernels;
 }  // namespace HEADRACE_BASE
 
 extern "C" __attribute__((visibility("default"))) const Kernels headrace_kernels;
-const Kernels headrace_kernels = {
-    &HEADRACE_ATTENTION::attention_kernels, &HEADRACE_BASE::block_kernels, &HEADRACE_BASE::pack_kernels, &HEADRACE_ISA::packed_kernels,
-    &HEADRACE_BASE::packed_gather,          &HEADRACE_BASE::rope_kernels,  &HEADRACE_BASE::row_kernels,  &HEADRACE_BASE::sample_kernels};
+const Kernels headrace_kernels = {&HEADRACE_ATTENTION::attention_kernels, &HEADRACE_BASE::block_kernels,
+                                  &HEADRACE_BASE::pack_kernels, &HEADRACE_ISA::packed_kernels,
+                                  &HEADRACE_BASE::packed_gather, &HEADRACE_BASE::rope_kernels,
+                                  &HEADRACE_BASE::row_kernels, &HEADRACE_BASE::sample_kernels};
 
 }  // namespace headrace

@@ -1,4 +1,4 @@
-// All kernels of one instruction set: what its library hands to the operators. No torch here.
+// All kernels of one instruction set: the table that its library exports. No torch here.
 #pragma once
 
 #include "attention.h"

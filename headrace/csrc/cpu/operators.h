@@ -1,4 +1,4 @@
-// What the bind_*.h files share: tensors of torch's stable ABI, checked and taken apart. Included by binding.cpp alone.
+// What the bind_*.h files share: checks and accessors for tensors of torch's stable ABI. Included by binding.cpp alone.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -15,7 +15,8 @@
 #include "team.h"
 #include "types.h"
 
-// Torch's own of these two make a third of all code that is compiled: texts where they are checked, and tuples of arguments.
+// Torch's own of these two make a third of all code that is compiled: texts where they are checked, and tuples of
+// arguments.
 #undef STD_TORCH_CHECK
 #define STD_TORCH_CHECK(is_right, text) headrace::check(is_right, text)
 #undef TORCH_BOX
@@ -56,7 +57,7 @@ struct Boxed<f> {
   }
 };
 
-// Float types are told to kernels by number.
+// The number by which kernels know a float type (types.h).
 inline int float_type(const Tensor& x) {
   switch (x.scalar_type()) {
     case ScalarType::Float: return kFloat32;
@@ -66,20 +67,26 @@ inline int float_type(const Tensor& x) {
   }
 }
 
-// Of pages, which may hold codes with scales, too.
-inline int page_type(const Tensor& pages) { return pages.scalar_type() == ScalarType::Char ? kCodes : float_type(pages); }
+// The same for pages, which may also hold int8 codes.
+inline int page_type(const Tensor& pages) {
+  return pages.scalar_type() == ScalarType::Char ? kCodes : float_type(pages);
+}
 
 inline void check_scales(const Tensor& pages, const std::optional<Tensor>& scales) {
   const bool has_codes = pages.scalar_type() == ScalarType::Char;
   STD_TORCH_CHECK(has_codes == scales.has_value(), "pages of int8, and no others, have scales");
   if (!has_codes) return;
-  STD_TORCH_CHECK(pages.is_contiguous() && pages.size(3) % 4 == 0, "pages of int8 must be contiguous, head dims multiples of 4");
-  STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->is_contiguous() && scales->dim() == 4 && scales->size(0) == pages.size(0) && scales->size(1) == 2 &&
-                      scales->size(2) == pages.size(2) && scales->size(3) == pages.size(1),
+  STD_TORCH_CHECK(pages.is_contiguous() && pages.size(3) % 4 == 0,
+                  "pages of int8 must be contiguous, head dims multiples of 4");
+  STD_TORCH_CHECK(scales->scalar_type() == ScalarType::Float && scales->is_contiguous() && scales->dim() == 4 &&
+                      scales->size(0) == pages.size(0) && scales->size(1) == 2 && scales->size(2) == pages.size(2) &&
+                      scales->size(3) == pages.size(1),
                   "scales must be float32 [P, 2, K, page]");
 }
 
-inline void check_rows_are_dense(const Tensor& x) { STD_TORCH_CHECK(x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) == 1, "the last dimension must be contiguous"); }
+inline void check_rows_are_dense(const Tensor& x) {
+  STD_TORCH_CHECK(x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) == 1, "the last dimension must be contiguous");
+}
 
 // A new contiguous tensor of x's type; cheaper than torch::stable::empty, which goes through the dispatcher.
 inline Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) {
@@ -91,7 +98,8 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) {
   int32_t dtype;
   aoti_torch_get_dtype(like.get(), &dtype);
   AtenTensorHandle out;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, dtype, aoti_torch_device_type_cpu(), 0, &out));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, dtype, aoti_torch_device_type_cpu(), 0, &out));
   return Tensor(out);
 }
 
@@ -112,8 +120,8 @@ void over_rows(int64_t rows, int64_t values_per_row, const F& f) {
   torch::stable::parallel_for(0, rows, grain, f);
 }
 
-// f(team, member) on a team of at most `size` of torch's threads. OpenMP's parallel region gives each chunk a thread of its
-// own, and inside another region, or with one thread, there is one chunk: no member can be missing.
+// f(team, member) on a team of at most `size` of torch's threads. OpenMP's parallel region gives each chunk a thread of
+// its own, and inside another region, or with one thread, there is one chunk: no member can be missing.
 template <class F>
 void run_team(int64_t size, const F& f) {
   Team::run(size, [](int64_t count, const auto& member) { torch::stable::parallel_for(0, count, 1, member); }, f);

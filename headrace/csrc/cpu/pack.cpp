@@ -15,7 +15,8 @@ constexpr double kShrinks[] = {1.0, 0.92, 0.84};
 
 // Not inlined: so that a product is rounded before it is added to something, as the reference has it.
 __attribute__((noinline)) void square(Column* x, int64_t count) {
-  for (int64_t k = 0; k < count; ++k) over_column([&](int64_t i) { store(x[k].at + i, load(x[k].at + i) * load(x[k].at + i)); });
+  for (int64_t k = 0; k < count; ++k)
+    over_column([&](int64_t i) { store(x[k].at + i, load(x[k].at + i) * load(x[k].at + i)); });
 }
 __attribute__((noinline)) void multiply(const Column& x, float by, Column& out) {
   over_column([&](int64_t i) { store(out.at + i, load(x.at + i) * Vec(by)); });
@@ -24,13 +25,15 @@ __attribute__((noinline)) void multiply(const Column& x, float by, Column& out) 
 // In halves, as the reference adds them.
 void add_up(Column* x, int64_t count) {
   for (int64_t half = count / 2; half > 0; half /= 2)
-    for (int64_t k = 0; k < half; ++k) over_column([&](int64_t i) { store(x[k].at + i, load(x[k].at + i) + load(x[k + half].at + i)); });
+    for (int64_t k = 0; k < half; ++k)
+      over_column([&](int64_t i) { store(x[k].at + i, load(x[k].at + i) + load(x[k + half].at + i)); });
 }
 
 // Where inputs [k, k + count) of a panel's outputs are, as columns; what lies beyond the weight is zero.
 template <class T>
 void read_columns(const PackSource& source, int64_t panel, int64_t k, int64_t count, Column* out) {
-  const int64_t rows = std::min(kPanel, source.outputs - panel * kPanel), known = std::clamp<int64_t>(source.inputs - k, 0, count);
+  const int64_t rows = std::min(kPanel, source.outputs - panel * kPanel),
+                known = std::clamp<int64_t>(source.inputs - k, 0, count);
   if (rows < kPanel || known < count) std::fill_n(out[0].at, count * kPanel, 0.0f);
   for (int64_t row = 0; row < rows; ++row) {
     const T* x = static_cast<const T*>(source.data) + (panel * kPanel + row) * source.stride + k;
@@ -42,7 +45,8 @@ void quantise_int4(Group& group) {
   Column low, range, best;
   over_column([&](int64_t i) {
     Vec least = load(group.values[0].at + i), most = least;
-    for (int64_t k = 1; k < kGroup; ++k) least = minimum(least, load(group.values[k].at + i)), most = maximum(most, load(group.values[k].at + i));
+    for (int64_t k = 1; k < kGroup; ++k)
+      least = minimum(least, load(group.values[k].at + i)), most = maximum(most, load(group.values[k].at + i));
     store(low.at + i, least), store(range.at + i, most - least);
   });
   for (const double shrink : kShrinks) {
@@ -65,11 +69,13 @@ void quantise_int4(Group& group) {
     for (int64_t i = 0; i < kPanel; ++i) {
       const bool is_better = is_first || losses[0].at[i] < best.at[i];
       best.at[i] = is_better ? losses[0].at[i] : best.at[i];
-      group.scale.at[i] = is_better ? scale.at[i] : group.scale.at[i], group.least.at[i] = is_better ? least.at[i] : group.least.at[i];
+      group.scale.at[i] = is_better ? scale.at[i] : group.scale.at[i],
+      group.least.at[i] = is_better ? least.at[i] : group.least.at[i];
       losses[1].at[i] = is_better ? 1.0f : 0.0f;
     }
     for (int64_t k = 0; k < kGroup; ++k)
-      for (int64_t i = 0; i < kPanel; ++i) group.codes[k].at[i] = losses[1].at[i] > 0.0f ? codes[k].at[i] : group.codes[k].at[i];
+      for (int64_t i = 0; i < kPanel; ++i)
+        group.codes[k].at[i] = losses[1].at[i] > 0.0f ? codes[k].at[i] : group.codes[k].at[i];
   }
 }
 
@@ -78,7 +84,8 @@ void put_bytes(const Column* codes, int64_t num_words, uint32_t* words) {
   for (int64_t w = 0; w < num_words; ++w)
     for (int64_t i = 0; i < kPanel; ++i) {
       uint32_t word = 0;
-      for (int64_t j = 0; j < 4; ++j) word |= static_cast<uint32_t>(static_cast<int32_t>(codes[4 * w + j].at[i]) & 255) << (8 * j);
+      for (int64_t j = 0; j < 4; ++j)
+        word |= static_cast<uint32_t>(static_cast<int32_t>(codes[4 * w + j].at[i]) & 255) << (8 * j);
       words[w * kPanel + i] = word;
     }
 }
@@ -89,7 +96,9 @@ void put_nibbles(const Column* codes, int64_t num_words, uint32_t* words) {
     for (int64_t i = 0; i < kPanel; ++i) {
       uint32_t word = 0;
       for (int64_t j = 0; j < 4; ++j)
-        word |= (static_cast<uint32_t>(static_cast<int32_t>(codes[8 * w + j].at[i])) | static_cast<uint32_t>(static_cast<int32_t>(codes[8 * w + 4 + j].at[i])) << 4) << (8 * j);
+        word |= (static_cast<uint32_t>(static_cast<int32_t>(codes[8 * w + j].at[i])) |
+                 static_cast<uint32_t>(static_cast<int32_t>(codes[8 * w + 4 + j].at[i])) << 4)
+                << (8 * j);
       words[w * kPanel + i] = word;
     }
 }
@@ -107,7 +116,8 @@ void pack_groups(const PackSource& source, const PackTarget& target, int64_t pan
     uint32_t* words = target.words + place * num_words * kPanel;
     is_int4 ? put_nibbles(group.codes, num_words, words) : put_bytes(group.codes, num_words, words);
     over_column([&](int64_t i) { store(target.group_scales + place * kPanel + i, load(group.scale.at + i)); });
-    if (is_int4) over_column([&](int64_t i) { store(target.group_mins + place * kPanel + i, load(group.least.at + i)); });
+    if (is_int4)
+      over_column([&](int64_t i) { store(target.group_mins + place * kPanel + i, load(group.least.at + i)); });
   }
 }
 
@@ -118,7 +128,9 @@ void pack_int8(const PackSource& source, const PackTarget& target, int64_t panel
   for (int64_t row = 0; row < std::min(kPanel, source.outputs - panel * kPanel); ++row) {
     const T* x = static_cast<const T*>(source.data) + (panel * kPanel + row) * source.stride;
     Vec most(0.0f);
-    over_lanes(source.inputs, [&](int64_t i, auto part) { most = maximum(most, maximum(part.load(x + i), Vec(0.0f) - part.load(x + i))); });
+    over_lanes(source.inputs, [&](int64_t i, auto part) {
+      most = maximum(most, maximum(part.load(x + i), Vec(0.0f) - part.load(x + i)));
+    });
     scale.at[row] = largest(most) / kMostInt8;
   }
   const Column inverse = invert(scale);
@@ -134,7 +146,8 @@ void pack_int8(const PackSource& source, const PackTarget& target, int64_t panel
 // Words of plain numbers, of which `kPerWord` of type T make one.
 template <class T, int kPerWord>
 void pack_plain(const PackSource& source, const PackTarget& target, int64_t panel) {
-  const int64_t num_words = (source.inputs + kPad - 1) / kPad * kPad / kPerWord, rows = std::min(kPanel, source.outputs - panel * kPanel);
+  const int64_t num_words = (source.inputs + kPad - 1) / kPad * kPad / kPerWord,
+                rows = std::min(kPanel, source.outputs - panel * kPanel);
   uint32_t* words = target.words + panel * num_words * kPanel;
   const int64_t whole = source.inputs / kPerWord;
   if (rows < kPanel) memset(words, 0, num_words * kPanel * 4);

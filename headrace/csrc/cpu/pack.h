@@ -1,5 +1,5 @@
-// Plain weights into packed layout (packed_linear.h), as they are or in 8 or 4 bits, while a model is loaded. What the codes are
-// is said in kernels/packed_linear/quantise.py; panels [first, last) are done by the caller's thread.
+// Plain weights into packed layout (packed_linear.h), as they are or quantised to 8 or 4 bits as in
+// kernels/packed_linear/quantise.py, while a model is loaded. Panels [first, last) are packed by the calling thread.
 #pragma once
 
 #include "packed_linear.h"

@@ -1,5 +1,5 @@
 // compiled with: rows.cpp
-// Rows of a packed weight as plain numbers: what an embedding looks up. A row lies 64 bytes apart in its panel.
+// Rows of a packed weight as plain numbers, for embeddings. Words of a row are 64 bytes apart in its panel.
 #include <vector>
 
 #include "packed_rows.h"
@@ -18,12 +18,14 @@ void read_codes(const Weight& weight, int64_t row, float* out) {
     case Format::kBfloat16:
       for (int64_t w = 0; w < count; ++w) {
         const uint32_t word = at[w * kPanel];
-        out[2 * w] = half_to_float(static_cast<uint16_t>(word)), out[2 * w + 1] = half_to_float(static_cast<uint16_t>(word >> 16));
+        out[2 * w] = half_to_float(static_cast<uint16_t>(word)),
+                out[2 * w + 1] = half_to_float(static_cast<uint16_t>(word >> 16));
       }
       break;
     default: {
       const int64_t per_word = inputs_per_word(weight.format);
-      for (int64_t k = 0; k < weight.padded(); ++k) out[k] = static_cast<float>(code_of(weight.format, at[k / per_word * kPanel], k));
+      for (int64_t k = 0; k < weight.padded(); ++k)
+        out[k] = static_cast<float>(code_of(weight.format, at[k / per_word * kPanel], k));
     }
   }
 }
@@ -34,7 +36,8 @@ void scale_row(const Weight& weight, int64_t row, float* values) {
   } else if (weight.format > Format::kInt8) {
     for (int64_t g = 0; g < weight.groups(); ++g) {
       const int64_t at = (row / kPanel * weight.groups() + g) * kPanel + row % kPanel;
-      const float scale = float16_to_float(weight.group_scales[at]), least = weight.group_mins ? float16_to_float(weight.group_mins[at]) : 0.0f;
+      const float scale = float16_to_float(weight.group_scales[at]),
+                  least = weight.group_mins ? float16_to_float(weight.group_mins[at]) : 0.0f;
       for (int64_t k = g * kGroup; k < (g + 1) * kGroup; ++k) values[k] = values[k] * scale + least;
     }
   }

@@ -53,8 +53,10 @@ void quantise_halves(const Weight& weight, const Input& input, const Rows& rows,
   for (int64_t m = first; m < last; ++m) {
     const bf16* x = static_cast<const bf16*>(input.data) + m * input.stride;
     __m512i top = _mm512_setzero_si512();
-    for (int64_t k = 0; k < inputs; k += 32) top = _mm512_max_epi16(top, _mm512_and_si512(_mm512_maskz_loadu_epi16(first_halves(inputs - k), x + k), unsign));
-    const int32_t most_bits = _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_slli_epi32(top, 16), _mm512_and_si512(top, _mm512_set1_epi32(0x7fff0000))));
+    for (int64_t k = 0; k < inputs; k += 32)
+      top = _mm512_max_epi16(top, _mm512_and_si512(_mm512_maskz_loadu_epi16(first_halves(inputs - k), x + k), unsign));
+    const int32_t most_bits = _mm512_reduce_max_epi32(
+        _mm512_max_epi32(_mm512_slli_epi32(top, 16), _mm512_and_si512(top, _mm512_set1_epi32(0x7fff0000))));
     float most;
     std::memcpy(&most, &most_bits, 4);
     rows.scales[m] = most / 127.0f;
@@ -63,16 +65,19 @@ void quantise_halves(const Weight& weight, const Input& input, const Rows& rows,
     for (int64_t k = 0; k < padded; k += 64) {
       const auto codes = [&](int64_t at) {
         const Halves halves(x + at, first_halves(inputs - at));
-        return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(halves.even.v, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(halves.odd.v, inverse)));
+        return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(halves.even.v, inverse)),
+                                  _mm512_cvtps_epi32(_mm512_mul_ps(halves.odd.v, inverse)));
       };
-      _mm512_storeu_si512(tile + k * 16, _mm512_permutexvar_epi8(in_order, _mm512_packs_epi16(codes(k), codes(k + 32))));
+      _mm512_storeu_si512(tile + k * 16,
+                          _mm512_permutexvar_epi8(in_order, _mm512_packs_epi16(codes(k), codes(k + 32))));
     }
   }
   zero_beyond(rows, padded, last);
 }
 
 void prepare(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
-  rows.form == RowForm::kInt8Tile && input.is_half ? quantise_halves(weight, input, rows, first, last) : prepare_rows(weight, input, rows, first, last);
+  rows.form == RowForm::kInt8Tile&& input.is_half ? quantise_halves(weight, input, rows, first, last)
+                                                  : prepare_rows(weight, input, rows, first, last);
 }
 
 struct Tiles {
@@ -81,7 +86,7 @@ struct Tiles {
 };
 
 // Inputs k and k + 1 of 16 outputs, of which these are the codes, as bfloat16 pairs.
-inline __m512i join_pair(__m512 even, __m512 odd, __m512 scale, __m512 least) {
+inline __m512i interleave_pair(__m512 even, __m512 odd, __m512 scale, __m512 least) {
   const __m512 low = _mm512_fmadd_ps(even, scale, least), high = _mm512_fmadd_ps(odd, scale, least);
   const __m512i low_half = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
   const __m512i high_half = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(high));
@@ -93,25 +98,29 @@ void expand_panel(const Weight& weight, int64_t p, uint32_t* out) {
   const int64_t groups = weight.groups();
   const uint32_t* at = weight.panel(p);
   const bool has_table = is_looked_up(weight.format);
-  const __m512 table = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(weight.format).values))));
+  const __m512 table = _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(weight.format).values))));
   const auto code_of_low_half = [&](__m512i words) {
     const __m512i nibble = _mm512_and_si512(words, _mm512_set1_epi32(15));
     return has_table ? _mm512_permutexvar_ps(nibble, table) : _mm512_cvtepi32_ps(nibble);
   };
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t place = (p * groups + g) * kPanel;
-    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight.group_scales + place)));
-    const __m512 least = weight.group_mins == nullptr
-                             ? _mm512_setzero_ps()
-                             : _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight.group_mins + place)));
+    const __m512 scale =
+        _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight.group_scales + place)));
+    const __m512 least =
+        weight.group_mins == nullptr
+            ? _mm512_setzero_ps()
+            : _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight.group_mins + place)));
     if (weight.format >= Format::kInt4Group) {
       for (int w = 0; w < 4; ++w, at += kPanel, out += 4 * kPanel) {
         const __m512i words = _mm512_loadu_si512(at);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {  // nibbles lie 0 4 1 5 2 6 3 7 from the low end
           const int shift = i % 2 * 16 + i / 2 * 4;
-          const __m512 even = code_of_low_half(_mm512_srli_epi32(words, shift)), odd = code_of_low_half(_mm512_srli_epi32(words, shift + 8));
-          _mm512_storeu_si512(out + i * kPanel, join_pair(even, odd, scale, least));
+          const __m512 even = code_of_low_half(_mm512_srli_epi32(words, shift)),
+                       odd = code_of_low_half(_mm512_srli_epi32(words, shift + 8));
+          _mm512_storeu_si512(out + i * kPanel, interleave_pair(even, odd, scale, least));
         }
       }
     } else {
@@ -121,7 +130,7 @@ void expand_panel(const Weight& weight, int64_t p, uint32_t* out) {
         for (int i = 0; i < 2; ++i) {
           const __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24 - 16 * i), 24));
           const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16 - 16 * i), 24));
-          _mm512_storeu_si512(out + i * kPanel, join_pair(even, odd, scale, least));
+          _mm512_storeu_si512(out + i * kPanel, interleave_pair(even, odd, scale, least));
         }
       }
     }
@@ -154,8 +163,8 @@ struct Columns {
   }
 };
 
-// The sums of a block on their way to the output, a few rows at a time beside the tiles of the next block: short sums take
-// hardly longer than this.
+// The sums of a block on their way to the output, a few rows at a time beside the tiles of the next block: short sums
+// take hardly longer than this.
 template <bool kIsHalf>
 struct Draining {
   const Columns* columns;
@@ -170,9 +179,12 @@ struct Draining {
   HEADRACE_INLINE __m512 finish(int64_t panel) const {
     const __m512i words = _mm512_load_si512(sums[row / 16][panel] + row % 16 * kPanel);
     if constexpr (kIsHalf) return _mm512_add_ps(_mm512_castsi512_ps(words), columns->bias[panel]);
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(words), _mm512_mul_ps(columns->scale[panel], _mm512_set1_ps(row_scales[row])), columns->bias[panel]);
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(words),
+                           _mm512_mul_ps(columns->scale[panel], _mm512_set1_ps(row_scales[row])), columns->bias[panel]);
   }
-  HEADRACE_INLINE __m512 activate(Vec x) const { return (x * sigmoid_coarse(gate == Gate::kSilu ? x : gelu_argument(x))).v; }
+  HEADRACE_INLINE __m512 activate(Vec x) const {
+    return (x * sigmoid_coarse(gate == Gate::kSilu ? x : gelu_argument(x))).v;
+  }
   HEADRACE_INLINE void advance(int64_t rows) {
     for (const int64_t last = row + rows < count ? row + rows : count; row < last; ++row) {
       const __m512 low = finish(0), high = finish(1);
@@ -208,8 +220,8 @@ struct Draining {
       _tile_stream_loadd(tile, from, 64);     \
   } while (false)
 
-// The sums of a block that are still in tiles 0 to 3: R tiles of rows by N of outputs. They are stored when the first loads of the next
-// block are under way.
+// The sums of a block that are still in tiles 0 to 3: R tiles of rows by N of outputs. They are stored when the first
+// loads of the next block are under way.
 struct Held {
   uint32_t (*sums)[2][kTileWords] = nullptr;
   int rows = 0, outputs = 0;
@@ -227,7 +239,8 @@ struct Held {
 
 // `begin` puts sums into tiles 0 to 3, to which the products of two by two tiles are added.
 template <bool kIsHalf, bool kKeepsRows, class Begin>
-HEADRACE_INLINE void multiply_square(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, const Begin& begin, Draining<kIsHalf>& draining) {
+HEADRACE_INLINE void multiply_square(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles,
+                                     const Begin& begin, Draining<kIsHalf>& draining) {
   const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
   const auto load = [&]<int o>(int64_t t) __attribute__((always_inline)) {
     if constexpr (o == 0) HEADRACE_LOAD_TILE(!kKeepsRows, 7, b[1] + t * kTileWords);
@@ -243,7 +256,8 @@ HEADRACE_INLINE void multiply_square(const char* const a[2], const uint32_t* con
 
 // The same for fewer: R tiles of rows by N of outputs. Loads come first and products after them.
 template <bool kIsHalf, bool kKeepsRows, int R, int N>
-HEADRACE_INLINE void multiply_edge(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, Draining<kIsHalf>& draining) {
+HEADRACE_INLINE void multiply_edge(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles,
+                                   Draining<kIsHalf>& draining) {
   const int64_t rows = (draining.count + num_tiles - 1) / num_tiles;
   for (int64_t t = 0; t < num_tiles; ++t) {
     HEADRACE_LOAD_TILE(kKeepsRows, 4, a[0] + t * 1024);
@@ -257,10 +271,12 @@ HEADRACE_INLINE void multiply_edge(const char* const a[2], const uint32_t* const
   }
 }
 
-// A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs. The first-level cache
-// has room for the rows or for the panels: those stay that are used again in the next block; the others pass it by.
+// A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs. The
+// first-level cache has room for the rows or for the panels: those stay that are used again in the next block; the
+// others pass it by.
 template <bool kIsHalf, bool kKeepsRows, int R, int N>
-void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, bool is_first, uint32_t (*sums)[2][kTileWords], Held& held, Draining<kIsHalf>& draining) {
+void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, bool is_first,
+                    uint32_t (*sums)[2][kTileWords], Held& held, Draining<kIsHalf>& draining) {
   const auto begin = [&]() __attribute__((always_inline)) {
     held.store();
     if (is_first) {
@@ -295,16 +311,19 @@ struct Depth {
   bool is_last;
 };
 
-// Blocks one after the other; what is left of each is done with the next. There is room for the sums of `num_sums` of them.
+// Blocks one after the other; what is left of each is done with the next. There is room for the sums of `num_sums` of
+// them.
 template <bool kIsHalf, bool kKeepsRows>
 class Blocks {
  public:
   Blocks(const Weight& weight, const Rows& rows, const Output& out, int64_t last_row, int64_t num_sums)
-      : weight_(weight), rows_(rows), out_(out), last_row_(last_row), num_tiles_(weight.padded() / (kIsHalf ? 32 : 64)), sums_(room(num_sums)) {}
+      : weight_(weight), rows_(rows), out_(out), last_row_(last_row), num_tiles_(weight.padded() / (kIsHalf ? 32 : 64)),
+        sums_(room(num_sums)) {}
 
   int64_t num_tiles() const { return num_tiles_; }
 
-  // Rows from m on times a pair of panels; the sums lie in `place`, and stay there until another block is given that place.
+  // Rows from m on times a pair of panels; the sums lie in `place`, and stay there until another block is given that
+  // place.
   void multiply(int64_t m, const Pair& pair, const Depth& depth, int64_t place) {
     const char* start = static_cast<const char*>(rows_.values) + (m / 16 * num_tiles_ + depth.first) * 1024;
     const char* a[2] = {start, start + num_tiles_ * 1024};
@@ -312,16 +331,20 @@ class Blocks {
     auto* sums = sums_ + 2 * place;
     const bool is_tall = last_row_ - m > 16, is_first = depth.first == 0;
     if (pair.second >= 0) {
-      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 2>(a, b, depth.count, is_first, sums, held_, draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 2>(a, b, depth.count, is_first, sums, held_, draining_);
+      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 2>(a, b, depth.count, is_first, sums, held_, draining_)
+              : multiply_block<kIsHalf, kKeepsRows, 1, 2>(a, b, depth.count, is_first, sums, held_, draining_);
     } else {
-      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 1>(a, b, depth.count, is_first, sums, held_, draining_) : multiply_block<kIsHalf, kKeepsRows, 1, 1>(a, b, depth.count, is_first, sums, held_, draining_);
+      is_tall ? multiply_block<kIsHalf, kKeepsRows, 2, 1>(a, b, depth.count, is_first, sums, held_, draining_)
+              : multiply_block<kIsHalf, kKeepsRows, 1, 1>(a, b, depth.count, is_first, sums, held_, draining_);
     }
     draining_.count = draining_.row = 0;
     if (!depth.is_last) return;
     turn_ = 1 - turn_;
     columns_[turn_] = Columns(weight_, out_, pair.p, pair.second, !kIsHalf);
     const int64_t size = out_.is_half ? 2 : 4;
-    draining_ = {&columns_[turn_], sums, rows_.scales + m, static_cast<char*>(out_.data) + (m * out_.stride + columns_[turn_].place) * size, out_.stride * size, out_.is_half, out_.gate};
+    draining_ = {&columns_[turn_],   sums,
+                 rows_.scales + m,   static_cast<char*>(out_.data) + (m * out_.stride + columns_[turn_].place) * size,
+                 out_.stride * size, out_.is_half, out_.gate};
     draining_.count = last_row_ - m < 32 ? last_row_ - m : 32;
   }
   void finish() {
@@ -350,20 +373,24 @@ class Blocks {
   Held held_;
 };
 
-// All rows times a pair of panels. Of many inputs some at a time, whose panels the first-level cache keeps for all rows.
+// All rows times a pair of panels. Of many inputs some at a time, whose panels the first-level cache keeps for all
+// rows.
 template <bool kIsHalf>
 void multiply_pair(Blocks<kIsHalf, false>& blocks, const Pair& pair, int64_t first_row, int64_t last_row) {
   const int64_t all = blocks.num_tiles(), times = all > kMostTiles ? (all + kTilesAtOnce - 1) / kTilesAtOnce : 1;
   for (int64_t i = 0; i < times; ++i) {
     const int64_t first = all * i / times, last = all * (i + 1) / times;
-    for (int64_t m = first_row, block = 0; m < last_row; m += 32, ++block) blocks.multiply(m, pair, {first, last - first, i + 1 == times}, times > 1 ? block : block % 2);
+    for (int64_t m = first_row, block = 0; m < last_row; m += 32, ++block)
+      blocks.multiply(m, pair, {first, last - first, i + 1 == times}, times > 1 ? block : block % 2);
   }
 }
 
 template <bool kIsHalf>
-void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
+void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+                    int64_t first, int64_t last) {
   const Tiles tiles;
-  const bool is_gated = out.gate != Gate::kNone, is_expanded = weight.format >= Format::kInt8Group, is_deep = weight.padded() / (kIsHalf ? 32 : 64) > kMostTiles;
+  const bool is_gated = out.gate != Gate::kNone, is_expanded = weight.format >= Format::kInt8Group,
+             is_deep = weight.padded() / (kIsHalf ? 32 : 64) > kMostTiles;
   const int64_t step = is_gated ? 1 : 2, num_blocks = (last_row - first_row + 31) / 32;
   const auto second = [&](int64_t p) { return is_gated ? p + weight.panels() / 2 : p + 1 < last ? p + 1 : -1; };
   if (is_expanded || (is_deep && num_blocks >= kLeastBlocks)) {
@@ -383,19 +410,24 @@ void multiply_tiles(const Weight& weight, const Rows& rows, const Output& out, i
     return blocks.finish();
   }
   Blocks<kIsHalf, true> blocks(weight, rows, out, last_row, 2);
-  const int64_t fitting = kCachedBytes / (2 * weight.num_words() * kPanel * 4), chunk = (fitting > 1 ? fitting : 1) * step;
+  const int64_t fitting = kCachedBytes / (2 * weight.num_words() * kPanel * 4),
+                chunk = (fitting > 1 ? fitting : 1) * step;
   settle();
   int64_t place = 0;
   for (int64_t from = first; from < last; from += chunk)
     for (int64_t m = first_row; m < last_row; m += 32)
       for (int64_t p = from; p < last && p < from + chunk; p += step, place ^= 1)
-        blocks.multiply(m, {p, second(p), {weight.panel(p), weight.panel(second(p) >= 0 ? second(p) : p)}}, {0, blocks.num_tiles(), true}, place);
+        blocks.multiply(m, {p, second(p), {weight.panel(p), weight.panel(second(p) >= 0 ? second(p) : p)}},
+                        {0, blocks.num_tiles(), true}, place);
   blocks.finish();
 }
 
-void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
-  if (rows.form == RowForm::kBfloat16Tile) return multiply_tiles<true>(weight, rows, out, first_row, last_row, first, last);
-  if (rows.form == RowForm::kInt8Tile) return multiply_tiles<false>(weight, rows, out, first_row, last_row, first, last);
+void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+              int64_t first, int64_t last) {
+  if (rows.form == RowForm::kBfloat16Tile)
+    return multiply_tiles<true>(weight, rows, out, first_row, last_row, first, last);
+  if (rows.form == RowForm::kInt8Tile)
+    return multiply_tiles<false>(weight, rows, out, first_row, last_row, first, last);
   avx512::packed_kernels.multiply(weight, rows, out, first_row, last_row, first, last);
 }
 

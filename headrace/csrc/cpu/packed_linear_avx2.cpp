@@ -1,6 +1,7 @@
 // compiled for: avx2 avxvnni
-// Packed products for AVX2 with FMA and F16C; with AVX-VNNI those of codes take a half to a quarter of the instructions. Two registers hold the 16 outputs of a panel; rows are taken a few at a time
-// so that their sums stay in registers.
+// Packed products for AVX2 with FMA and F16C; with AVX-VNNI those of codes take a half to a quarter of the
+// instructions. Two registers hold the 16 outputs of a panel; rows are taken a few at a time so that their sums stay in
+// registers.
 #include <immintrin.h>
 
 #include <type_traits>
@@ -19,7 +20,9 @@ RowForm choose_form(const Weight& weight, int64_t, bool) {
 
 inline __m256i load(const uint32_t* words) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)); }
 
-inline void fetch_ahead(const uint32_t* words) { _mm_prefetch(reinterpret_cast<const char*>(words) + kAhead, _MM_HINT_T0); }
+inline void fetch_ahead(const uint32_t* words) {
+  _mm_prefetch(reinterpret_cast<const char*>(words) + kAhead, _MM_HINT_T0);
+}
 
 // Two neighbouring inputs of 16 outputs: [input][half of the panel].
 inline void widen_pair(const uint32_t* at, __m256 pair[2][2]) {
@@ -88,12 +91,13 @@ inline __m256i add_dot(__m256i sum, __m256i sizes, __m256i x) {
 }
 #endif
 
-// Sixteen outputs' codes of four inputs each, signed: one side of products must be unsigned, so the weight's sign is moved to x.
-// Codes are within +-127.
+// Sixteen outputs' codes of four inputs each, signed: one side of products must be unsigned, so the weight's sign is
+// moved to x. Codes are within +-127.
 struct SignedCodes {
   __m256i low, high, low_size, high_size;
 
-  SignedCodes(__m256i low_words, __m256i high_words) : low(low_words), high(high_words), low_size(_mm256_abs_epi8(low)), high_size(_mm256_abs_epi8(high)) {}
+  SignedCodes(__m256i low_words, __m256i high_words)
+      : low(low_words), high(high_words), low_size(_mm256_abs_epi8(low)), high_size(_mm256_abs_epi8(high)) {}
   explicit SignedCodes(const uint32_t* at) : SignedCodes(load(at), load(at + 8)) {}
   void add(__m256i acc[2], __m256i x) const {
     acc[0] = add_dot(acc[0], low_size, _mm256_sign_epi8(x, low));
@@ -102,8 +106,8 @@ struct SignedCodes {
   static void finish(__m256i[2]) {}
 };
 
-// Without VNNI, sums of a group stay 16 bits until it is over where codes are so small that eight sums of two products are below 2^15:
-// 8 * 2 * 15 * 127 of nibbles as they are, 8 * 2 * 12 * 127 of E2M1 numbers.
+// Without VNNI, sums of a group stay 16 bits until it is over where codes are so small that eight sums of two products
+// are below 2^15: 8 * 2 * 15 * 127 of nibbles as they are, 8 * 2 * 12 * 127 of E2M1 numbers.
 inline __m256i add_small_dot(__m256i sum, __m256i sizes, __m256i x) {
   return kHasVnni ? add_dot(sum, sizes, x) : _mm256_add_epi16(sum, _mm256_maddubs_epi16(sizes, x));
 }
@@ -175,7 +179,9 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p,
   }
 }
 
-inline __m256 load_float16(const uint16_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))); }
+inline __m256 load_float16(const uint16_t* at) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
 
 // Sums of the products of one group of 32 inputs, as integers; returns the words after it.
 template <int R>
@@ -201,7 +207,8 @@ inline const uint32_t* dot_nibbles(const uint32_t* at, const int8_t* x, int64_t 
 }
 
 template <Format F>
-using CodesOf = std::conditional_t<F == Format::kInt8Group, SignedCodes, std::conditional_t<F == Format::kInt4Group, Nibbles, LookedUpCodes<F>>>;
+using CodesOf = std::conditional_t<F == Format::kInt8Group, SignedCodes,
+                                   std::conditional_t<F == Format::kInt4Group, Nibbles, LookedUpCodes<F>>>;
 
 template <Format F, int R>
 void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
@@ -228,7 +235,8 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256 x_scale = _mm256_broadcast_ss(x_scales + r * groups + g);
-      for (int i = 0; i < 2; ++i) total[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][i]), _mm256_mul_ps(scale[i], x_scale), total[r][i]);
+      for (int i = 0; i < 2; ++i)
+        total[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][i]), _mm256_mul_ps(scale[i], x_scale), total[r][i]);
     }
     if (mins == nullptr) continue;
 #pragma GCC unroll 4
@@ -257,7 +265,8 @@ inline int64_t rows_at_once(int64_t left, int64_t most) {
 }
 
 template <Format F>
-void multiply_group_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
+void multiply_group_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row,
+                          int64_t last_row, int64_t p) {
   float sums[4][kPanel];
   for (int64_t m = first_row, count; m < last_row; m += count) {
     count = rows_at_once(last_row - m, 4);
@@ -266,7 +275,8 @@ void multiply_group_panel(const Weight& weight, const Rows& rows, const Output& 
   }
 }
 
-void multiply_int8_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
+void multiply_int8_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+                         int64_t p) {
   float sums[4][kPanel];
   for (int64_t m = first_row, count; m < last_row; m += count) {
     count = rows_at_once(last_row - m, 4);
@@ -276,7 +286,8 @@ void multiply_int8_panel(const Weight& weight, const Rows& rows, const Output& o
 }
 
 template <bool kIsHalf>
-void multiply_float_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
+void multiply_float_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row,
+                          int64_t last_row, int64_t p) {
   float sums[6][kPanel];
   for (int64_t m = first_row, count; m < last_row; m += count) {
     count = rows_at_once(last_row - m, 6);
@@ -286,10 +297,15 @@ void multiply_float_panel(const Weight& weight, const Rows& rows, const Output& 
   }
 }
 
-void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
-  constexpr decltype(&multiply_int8_panel) kPanels[] = {multiply_float_panel<false>, multiply_float_panel<true>, multiply_int8_panel, multiply_group_panel<Format::kInt8Group>,
-                                                       multiply_group_panel<Format::kInt4Group>, multiply_group_panel<Format::kE2m1Group>, multiply_group_panel<Format::kIq4Group>};
-  for (int64_t p = first; p < last; ++p) kPanels[static_cast<int64_t>(weight.format)](weight, rows, out, first_row, last_row, p);
+void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+              int64_t first, int64_t last) {
+  constexpr decltype(&multiply_int8_panel) kPanels[] = {multiply_float_panel<false>, multiply_float_panel<true>,
+                                                        multiply_int8_panel, multiply_group_panel<Format::kInt8Group>,
+                                                        multiply_group_panel<Format::kInt4Group>,
+                                                        multiply_group_panel<Format::kE2m1Group>,
+                                                        multiply_group_panel<Format::kIq4Group>};
+  for (int64_t p = first; p < last; ++p)
+    kPanels[static_cast<int64_t>(weight.format)](weight, rows, out, first_row, last_row, p);
 }
 
 }  // namespace

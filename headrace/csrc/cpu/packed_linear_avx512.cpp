@@ -8,8 +8,8 @@
 namespace headrace::HEADRACE_ISA {
 namespace {
 
-// Bytes fetched ahead of the loads, to the first and to the second-level cache; the hardware stops at the end of a page. With
-// both, memory is read as fast as without any arithmetic; with the first alone at an eighth less.
+// Bytes fetched ahead of the loads, to the first and to the second-level cache; the hardware stops at the end of a
+// page. With both, memory is read as fast as without any arithmetic; with the first alone at an eighth less.
 constexpr int64_t kAhead = 1 << 10, kFarAhead = 1 << 14;
 constexpr int64_t kMostRows = 8;
 
@@ -19,11 +19,13 @@ RowForm choose_form(const Weight& weight, int64_t, bool is_half) {
   return weight.format == Format::kInt8 ? RowForm::kInt8 : RowForm::kInt8Group;
 }
 
-// Kernels take R rows and P panels, one behind the other, and leave sums [P, R, 16]. One panel is read as fast as memory can;
-// two are for many rows, which find them in the caches.
+// Kernels take R rows and P panels, one behind the other, and leave sums [P, R, 16]. One panel is read as fast as
+// memory can; two are for many rows, which find them in the caches.
 
 // Chains of sums for so many rows: enough in all that additions do not wait for one another.
-constexpr int chains_of(int rows, int panels) { return panels > 1 ? 1 : rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
+constexpr int chains_of(int rows, int panels) {
+  return panels > 1 ? 1 : rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1;
+}
 
 template <int P>
 inline __m512i load(const uint32_t* words) {
@@ -69,7 +71,8 @@ void multiply_floats(const Weight& weight, const Rows& rows, int64_t m, int64_t 
         if constexpr (kIsHalf) {
           const __m512i words = load<P>(at + q * panel);
           pair[0][q] = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-          pair[1][q] = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
+          pair[1][q] =
+              _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
         } else {
           pair[0][q] = _mm512_castsi512_ps(load<P>(at + q * panel));
           pair[1][q] = _mm512_castsi512_ps(load<P>(at + q * panel + kPanel));
@@ -113,7 +116,9 @@ void multiply_halves(const Weight& weight, const Rows& rows, int64_t m, int64_t 
 
 // Signed codes plus 128, as vpdpbusd wants one side unsigned; 128 times the sum of x is taken off again.
 template <int P>
-inline __m512i load_shifted(const uint32_t* at) { return _mm512_xor_si512(load<P>(at), _mm512_set1_epi8(static_cast<char>(0x80))); }
+inline __m512i load_shifted(const uint32_t* at) {
+  return _mm512_xor_si512(load<P>(at), _mm512_set1_epi8(static_cast<char>(0x80)));
+}
 
 template <int R, int P>
 void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
@@ -124,8 +129,9 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p,
   __m512i acc[R][P][C];
   HEADRACE_EACH(r, R)
     HEADRACE_EACH(q, P)
-      HEADRACE_EACH(c, C) acc[r][q][c] = c ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * static_cast<int32_t>(rows.sums[m + r]));
-  for (int64_t k = 0; k < padded; k += 32) {
+    HEADRACE_EACH(c, C)
+    acc[r][q][c] = c ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * static_cast<int32_t>(rows.sums[m + r]));
+    for (int64_t k = 0; k < padded; k += 32) {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j, at += kPanel) {
       __m512i words[P];
@@ -146,17 +152,22 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p,
   }
 }
 
-inline __m512 load_float16(const uint16_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
+inline __m512 load_float16(const uint16_t* at) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
 
 // What is added to codes, as vpdpbusd wants one side unsigned; so many times the sum of x is taken off again.
-constexpr int shift_of(Format format) { return format == Format::kInt8Group ? 128 : format == Format::kE2m1Group ? 12 : format == Format::kIq4Group ? 127 : 0; }
+constexpr int shift_of(Format format) {
+  return format == Format::kInt8Group ? 128 : format == Format::kE2m1Group ? 12 : format == Format::kIq4Group ? 127 : 0;
+}
 
 // The shifted codes of nibbles, one a byte.
 template <Format F>
 inline __m512i codes_of(__m512i nibbles) {
   const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
   if constexpr (!is_looked_up(F)) return low;
-  const __m128i table = _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(F).values)), _mm_set1_epi8(shift_of(F)));
+  const __m128i table =
+      _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table_of(F).values)), _mm_set1_epi8(shift_of(F)));
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), low);
 }
 
@@ -212,7 +223,8 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
       if constexpr (shift_of(F) != 0) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-shift_of(F)), least);
       HEADRACE_EACH(r, R) {
         const __m512 dots = _mm512_cvtepi32_ps(C > 1 ? _mm512_add_epi32(acc[r][q][0], acc[r][q][C - 1]) : acc[r][q][0]);
-        total[r][q] = _mm512_fmadd_ps(dots, _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups + g])), total[r][q]);
+        total[r][q] =
+            _mm512_fmadd_ps(dots, _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups + g])), total[r][q]);
         total[r][q] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_sums[r * groups + g]), total[r][q]);
       }
     }
@@ -227,16 +239,23 @@ void store_sums(const Weight& weight, const Output& out, int64_t m, int64_t p, c
   const __mmask16 inside = left < kPanel ? static_cast<__mmask16>((1u << left) - 1) : 0xffff;
   __m512 values = _mm512_loadu_ps(sums);
   if (out.bias != nullptr) {
-    const __m512 bias = out.is_bias_half ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, static_cast<const uint16_t*>(out.bias) + n)), 16))
-                                         : _mm512_maskz_loadu_ps(inside, static_cast<const float*>(out.bias) + n);
+    const __m512 bias =
+        out.is_bias_half
+            ? _mm512_castsi512_ps(_mm512_slli_epi32(
+                  _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inside, static_cast<const uint16_t*>(out.bias) + n)),
+                  16))
+            : _mm512_maskz_loadu_ps(inside, static_cast<const float*>(out.bias) + n);
     values = _mm512_add_ps(values, bias);
   }
   const int64_t place = m * out.stride + n;
-  if (out.is_half) _mm256_mask_storeu_epi16(static_cast<uint16_t*>(out.data) + place, inside, (__m256i)_mm512_cvtneps_pbh(values));
+  if (out.is_half)
+    _mm256_mask_storeu_epi16(static_cast<uint16_t*>(out.data) + place, inside, (__m256i)_mm512_cvtneps_pbh(values));
   else _mm512_mask_storeu_ps(static_cast<float*>(out.data) + place, inside, values);
 }
 
-constexpr int kPairRows = 8, kGroupPairRows = 4;  // rows that go through two panels; twelve would evict one another from the first-level cache
+constexpr int kPairRows = 8,
+              kGroupPairRows =
+                  4;  // rows that go through two panels; twelve would evict one another from the first-level cache
 constexpr int64_t kLeastPairRows = 32;            // from which panels are read from memory seldom enough
 
 template <int R, int P>
@@ -259,7 +278,8 @@ void multiply_rows(const Weight& weight, const Rows& rows, const Output& out, in
 }
 
 // One panel.
-void multiply_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t p) {
+void multiply_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+                    int64_t p) {
   for (int64_t m = first_row, count; m < last_row; m += count) {
     const int64_t left = last_row - m, times = (left + kMostRows - 1) / kMostRows;
     count = (left + times - 1) / times;
@@ -276,13 +296,16 @@ void multiply_panel(const Weight& weight, const Rows& rows, const Output& out, i
   }
 }
 
-void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
+void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+              int64_t first, int64_t last) {
   const bool is_grouped = weight.format >= Format::kInt8Group;
   const int64_t height = is_grouped ? kGroupPairRows : kPairRows;
   int64_t p = first;
   for (; p + 2 <= last && last_row - first_row >= kLeastPairRows; p += 2) {
     int64_t m = first_row;
-    for (; m + height <= last_row; m += height) is_grouped ? multiply_rows<kGroupPairRows, 2>(weight, rows, out, m, p) : multiply_rows<kPairRows, 2>(weight, rows, out, m, p);
+    for (; m + height <= last_row; m += height)
+      is_grouped ? multiply_rows<kGroupPairRows, 2>(weight, rows, out, m, p)
+                 : multiply_rows<kPairRows, 2>(weight, rows, out, m, p);
     multiply_panel(weight, rows, out, m, last_row, p), multiply_panel(weight, rows, out, m, last_row, p + 1);
   }
   for (; p < last; ++p) multiply_panel(weight, rows, out, first_row, last_row, p);

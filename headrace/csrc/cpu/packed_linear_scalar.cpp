@@ -30,13 +30,15 @@ float multiply_codes(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   const int64_t per_word = inputs_per_word(weight.format), groups = weight.groups();
   if (weight.format == Format::kInt8) {
     int32_t sum = 0;
-    for (int64_t k = 0; k < weight.padded(); ++k) sum += x[k] * code_of(weight.format, panel[k / per_word * kPanel + i], k);
+    for (int64_t k = 0; k < weight.padded(); ++k)
+      sum += x[k] * code_of(weight.format, panel[k / per_word * kPanel + i], k);
     return static_cast<float>(sum) * rows.scales[m] * weight.scales[p * kPanel + i];
   }
   float total = 0.0f;
   for (int64_t g = 0; g < groups; ++g) {
     int32_t sum = 0;
-    for (int64_t k = g * kGroup; k < (g + 1) * kGroup; ++k) sum += x[k] * code_of(weight.format, panel[k / per_word * kPanel + i], k);
+    for (int64_t k = g * kGroup; k < (g + 1) * kGroup; ++k)
+      sum += x[k] * code_of(weight.format, panel[k / per_word * kPanel + i], k);
     const int64_t at = (p * groups + g) * kPanel + i;
     total += static_cast<float>(sum) * (rows.scales[m * groups + g] * float16_to_float(weight.group_scales[at]));
     if (weight.group_mins != nullptr) total += rows.sums[m * groups + g] * float16_to_float(weight.group_mins[at]);
@@ -44,13 +46,15 @@ float multiply_codes(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   return total;
 }
 
-void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row, int64_t first, int64_t last) {
+void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+              int64_t first, int64_t last) {
   for (int64_t p = first; p < last; ++p) {
     for (int64_t m = first_row; m < last_row; ++m) {
       float sums[kPanel];
       for (int64_t i = 0; i < kPanel; ++i) {
         sums[i] = rows.form == RowForm::kFloat32
-                      ? multiply_floats(weight, static_cast<const float*>(rows.values) + m * weight.padded(), weight.panel(p), i)
+                      ? multiply_floats(weight, static_cast<const float*>(rows.values) + m * weight.padded(),
+                                        weight.panel(p), i)
                       : multiply_codes(weight, rows, m, p, i);
       }
       store_row(weight, out, m, p, sums);

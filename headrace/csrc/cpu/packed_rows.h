@@ -1,5 +1,5 @@
-// Activations into the forms that the kernels take, and sums into the output. Included by each instruction set's source,
-// which compiles it for its own registers: everything here is local to that source.
+// Activations into the forms that the kernels take, and sums into the output. Included by each instruction set's
+// source, which compiles it for its own registers: everything here is local to that source.
 #pragma once
 
 #include <cmath>
@@ -153,7 +153,8 @@ inline void prepare_rows(const Weight& weight, const Input& input, const Rows& r
         read_row(input, m, inputs, padded, line);
         for (int64_t g = 0; g < groups; ++g) {
           int32_t sum;
-          const float scale = quantise(line + g * kGroup, kGroup, static_cast<int8_t*>(rows.values) + m * padded + g * kGroup, &sum);
+          const float scale =
+              quantise(line + g * kGroup, kGroup, static_cast<int8_t*>(rows.values) + m * padded + g * kGroup, &sum);
           rows.scales[m * groups + g] = scale;
           rows.sums[m * groups + g] = scale * static_cast<float>(sum);
         }
@@ -174,7 +175,8 @@ inline void store_row(const Weight& weight, const Output& out, int64_t m, int64_
   for (int64_t i = 0; i < kPanel; ++i) values[i] = sums[i];
   if (out.bias != nullptr) {
     for (int64_t i = 0; i < count; ++i)
-      values[i] += out.is_bias_half ? half_to_float(static_cast<const uint16_t*>(out.bias)[n + i]) : static_cast<const float*>(out.bias)[n + i];
+      values[i] += out.is_bias_half ? half_to_float(static_cast<const uint16_t*>(out.bias)[n + i])
+                                    : static_cast<const float*>(out.bias)[n + i];
   }
   if (!out.is_half) {
     float* to = static_cast<float*>(out.data) + m * out.stride + n;

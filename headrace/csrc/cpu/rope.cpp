@@ -14,7 +14,9 @@ static void norm_head(float* head, const void* weight, const RopeRows& a) {
   alignas(64) float factors[kMostHeadDim + kLanes];
   widen_values(a.norm_type, weight, factors, a.head_dim);
   const Vec scale(1.0f / sqrtf(sum(squares) / static_cast<float>(a.head_dim) + a.norm_eps)), offset(a.norm_offset);
-  over_lanes(a.head_dim, [&](int64_t i, auto part) { part.store(head + i, part.load(head + i) * scale * (part.load(factors + i) + offset)); });
+  over_lanes(a.head_dim, [&](int64_t i, auto part) {
+    part.store(head + i, part.load(head + i) * scale * (part.load(factors + i) + offset));
+  });
 }
 
 // Su et al., arXiv:2104.09864.
@@ -30,7 +32,8 @@ static void rotate_head(float* head, const float* cos_sin, const RopeRows& a) {
     return;
   }
   over_lanes(half, [&](int64_t i, auto part) {
-    const Vec first = part.load(head + i), second = part.load(head + half + i), c = part.load(cos + i), s = part.load(sin + i);
+    const Vec first = part.load(head + i), second = part.load(head + half + i), c = part.load(cos + i),
+              s = part.load(sin + i);
     part.store(head + i, first * c - second * s);
     part.store(head + half + i, second * c + first * s);
   });
@@ -40,7 +43,8 @@ static void rotate_head(float* head, const float* cos_sin, const RopeRows& a) {
 static void write_codes(const RopeRows& a, int64_t row, int64_t kv_head, bool is_value, const float* head) {
   alignas(64) int8_t codes[kMostHeadDim + kLanes];
   const CodeOrder order(a.page_size);
-  const int64_t page = a.slots[row] / a.page_size, place = a.slots[row] % a.page_size, dim = a.head_dim, token = place % order.lot;
+  const int64_t page = a.slots[row] / a.page_size, place = a.slots[row] % a.page_size, dim = a.head_dim,
+                token = place % order.lot;
   const int64_t lot = (page * a.page_size + place - token) * a.num_kv_heads * dim + kv_head * order.lot * dim;
   a.scales[((2 * page + is_value) * a.num_kv_heads + kv_head) * a.page_size + place] = encode(head, dim, codes);
   if (is_value) place_value(codes, dim, order, token, static_cast<int8_t*>(a.v_pages) + lot);
@@ -69,7 +73,9 @@ static void rope_write(const RopeRows& a, int64_t begin, int64_t end) {
           widen_values(a.type, rounded, head, dim);
         }
         if (a.page_type == kCodes) write_codes(a, row, h - a.num_heads, false, head);
-        else narrow_values(a.page_type, head, static_cast<char*>(a.k_pages) + place + (h - a.num_heads) * dim * page_size, dim);
+        else
+          narrow_values(a.page_type, head, static_cast<char*>(a.k_pages) + place + (h - a.num_heads) * dim * page_size,
+                        dim);
       }
     }
     char* v_place = static_cast<char*>(a.v_pages) + place;

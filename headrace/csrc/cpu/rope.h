@@ -1,4 +1,4 @@
-// From the output of the qkv projection to rotated queries, and keys and values in their pages.
+// Rotary embedding of the qkv projection's output, QK norms, and writes of keys and values to their pages.
 #pragma once
 
 #include "types.h"
@@ -7,8 +7,8 @@ namespace headrace {
 
 constexpr int64_t kMostHeadDim = 1024;
 
-// Strides count values. All rows of pages lie one after the other: slot s is at s * num_kv_heads * head_dim, but those of codes,
-// which codes.h tells of.
+// Strides count values. All rows of pages lie one after the other: slot s is at s * num_kv_heads * head_dim, but those
+// of codes, which codes.h tells of.
 struct RopeRows {
   const void* qkv;
   int64_t qkv_stride;

@@ -1,4 +1,4 @@
-// Which experts a token goes to, and with what weights: see ROUTE in kernels/moe. X experts, k experts a token.
+// Top-k routing: experts of a token and their weights; see ROUTE in kernels/moe. X experts, k experts per token.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,9 @@ struct Routing {
 class Router {
  public:
   explicit Router(const Routing& routing)
-      : routing_(routing), is_plain_(routing.score == Score::kSoftmax && routing.choice_bias == nullptr && routing.num_groups == 1), scores_(routing.num_experts), choice_(routing.num_experts) {}
+      : routing_(routing),
+        is_plain_(routing.score == Score::kSoftmax && routing.choice_bias == nullptr && routing.num_groups == 1),
+        scores_(routing.num_experts), choice_(routing.num_experts) {}
 
   // Logits [X] of a token to ids and weights [k]. No expert is chosen twice, whatever the logits are.
   void route(const float* logits, int64_t* ids, float* weights) {
@@ -40,7 +42,8 @@ class Router {
     find_scores(logits);
     const float* choice = scores_.data();
     if (routing_.choice_bias || routing_.num_groups > 1) {
-      for (int64_t x = 0; x < routing_.num_experts; ++x) choice_[x] = scores_[x] + (routing_.choice_bias ? routing_.choice_bias[x] : 0.0f);
+      for (int64_t x = 0; x < routing_.num_experts; ++x)
+        choice_[x] = scores_[x] + (routing_.choice_bias ? routing_.choice_bias[x] : 0.0f);
       if (routing_.num_groups > 1) keep_best_groups();
       choice = choice_.data();
     }
@@ -65,7 +68,8 @@ class Router {
   }
 
   double sum_powers(const float* logits, float top) const {
-    return std::accumulate(logits, logits + routing_.num_experts, 0.0, [&](double sum, float x) { return sum + std::exp(x - top); });
+    return std::accumulate(logits, logits + routing_.num_experts, 0.0,
+                           [&](double sum, float x) { return sum + std::exp(x - top); });
   }
 
   void find_scores(const float* logits) {
@@ -77,7 +81,8 @@ class Router {
     } else if (routing_.score == Score::kSigmoid) {
       for (int64_t x = 0; x < count; ++x) scores_[x] = 1.0f / (1.0f + std::exp(-logits[x]));
     } else {
-      for (int64_t x = 0; x < count; ++x) scores_[x] = std::sqrt(std::max(logits[x], 0.0f) + std::log1p(std::exp(-std::fabs(logits[x]))));
+      for (int64_t x = 0; x < count; ++x)
+        scores_[x] = std::sqrt(std::max(logits[x], 0.0f) + std::log1p(std::exp(-std::fabs(logits[x]))));
     }
   }
 
@@ -114,7 +119,8 @@ struct Routes {
 
   void fill(const Routing& routing, int64_t begin, int64_t end) const {
     Router router(routing);
-    for (int64_t i = begin; i < end; ++i) router.route(logits + i * routing.num_experts, ids + i * routing.top_k, weights + i * routing.top_k);
+    for (int64_t i = begin; i < end; ++i)
+      router.route(logits + i * routing.num_experts, ids + i * routing.top_k, weights + i * routing.top_k);
   }
 };
 

@@ -29,12 +29,15 @@ static void norm_rows(const NormRows& a, int64_t begin, int64_t end) {
       });
     }
     const Vec scale(1.0f / sqrtf(sum(squares) / static_cast<float>(a.width) + a.eps));
-    over_lanes(a.width, [&](int64_t i, auto part) { part.store(out + i, part.load(x + i) * scale * (part.load(weight + i) + offset)); });
+    over_lanes(a.width, [&](int64_t i, auto part) {
+      part.store(out + i, part.load(x + i) * scale * (part.load(weight + i) + offset));
+    });
   }
 }
 
 #if defined(HEADRACE_IS_AVX512)
-// The same of bfloat16 alone: 32 numbers as those at even and those at odd places, which takes no instruction that moves them across.
+// The same of bfloat16 alone: 32 numbers as those at even and those at odd places, which takes no instruction that
+// moves them across.
 static void norm_halves(const NormRows& a, int64_t begin, int64_t end) {
   const bf16* weight = static_cast<const bf16*>(a.weight);
   const Vec offset(a.offset);
@@ -59,7 +62,9 @@ static void norm_halves(const NormRows& a, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < a.width; i += 32) {
       const __mmask32 inside = first_halves(a.width - i);
       const Halves value(x + i, inside), factor(weight + i, inside);
-      _mm512_mask_storeu_epi16(out + i, inside, Halves(value.even * scale * (factor.even + offset), value.odd * scale * (factor.odd + offset)).narrow());
+      _mm512_mask_storeu_epi16(
+          out + i, inside,
+          Halves(value.even * scale * (factor.even + offset), value.odd * scale * (factor.odd + offset)).narrow());
     }
   }
 }
@@ -75,7 +80,9 @@ static void norm(int type, const NormRows& a, int64_t begin, int64_t end) {
 #if defined(HEADRACE_IS_AVX512)
   if (type == kBFloat16 && a.weight_type == kBFloat16) return norm_halves(a, begin, end);
 #endif
-  type == kFloat32 ? norm_of_type<float>(a, begin, end) : type == kBFloat16 ? norm_of_type<bf16>(a, begin, end) : norm_of_type<fp16>(a, begin, end);
+  type == kFloat32    ? norm_of_type<float>(a, begin, end)
+  : type == kBFloat16 ? norm_of_type<bf16>(a, begin, end)
+                      : norm_of_type<fp16>(a, begin, end);
 }
 
 template <class T, class F>
@@ -84,7 +91,9 @@ static void gate_rows(const GatedRows& a, int64_t begin, int64_t end, const F& a
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
     T* out = static_cast<T*>(a.out) + row * out_stride;
-    over_lanes(a.width, [&](int64_t i, auto part) { part.store(out + i, activate(part.load(x + i), part.load(x + a.width + i))); });
+    over_lanes(a.width, [&](int64_t i, auto part) {
+      part.store(out + i, activate(part.load(x + i), part.load(x + a.width + i)));
+    });
   }
 }
 
@@ -94,8 +103,10 @@ template <> HEADRACE_INLINE Vec sigmoid_of_type<float>(Vec x) { return sigmoid(x
 
 template <class T>
 static void gate_of_type(const GatedRows& a, int64_t begin, int64_t end) {
-  if (a.activation == kSilu) return gate_rows<T>(a, begin, end, [](Vec x, Vec up) { return x * sigmoid_of_type<T>(x) * up; });
-  if (a.activation == kGeluTanh) return gate_rows<T>(a, begin, end, [](Vec x, Vec up) { return x * sigmoid_of_type<T>(gelu_argument(x)) * up; });
+  if (a.activation == kSilu)
+    return gate_rows<T>(a, begin, end, [](Vec x, Vec up) { return x * sigmoid_of_type<T>(x) * up; });
+  if (a.activation == kGeluTanh)
+    return gate_rows<T>(a, begin, end, [](Vec x, Vec up) { return x * sigmoid_of_type<T>(gelu_argument(x)) * up; });
   const Vec most(a.clamp.limit), least(-a.clamp.limit), alpha(a.clamp.alpha), offset(a.clamp.up_offset);
   gate_rows<T>(a, begin, end, [&](Vec x, Vec up) {
     x = minimum(most, x);
@@ -104,7 +115,9 @@ static void gate_of_type(const GatedRows& a, int64_t begin, int64_t end) {
 }
 
 static void gate(int type, const GatedRows& a, int64_t begin, int64_t end) {
-  type == kFloat32 ? gate_of_type<float>(a, begin, end) : type == kBFloat16 ? gate_of_type<bf16>(a, begin, end) : gate_of_type<fp16>(a, begin, end);
+  type == kFloat32    ? gate_of_type<float>(a, begin, end)
+  : type == kBFloat16 ? gate_of_type<bf16>(a, begin, end)
+                      : gate_of_type<fp16>(a, begin, end);
 }
 
 template <class T>
@@ -123,7 +136,9 @@ static void weigh_rows(const WeighedRows& a, int64_t begin, int64_t end) {
 }
 
 static void weigh(int type, const WeighedRows& a, int64_t begin, int64_t end) {
-  type == kFloat32 ? weigh_rows<float>(a, begin, end) : type == kBFloat16 ? weigh_rows<bf16>(a, begin, end) : weigh_rows<fp16>(a, begin, end);
+  type == kFloat32    ? weigh_rows<float>(a, begin, end)
+  : type == kBFloat16 ? weigh_rows<bf16>(a, begin, end)
+                      : weigh_rows<fp16>(a, begin, end);
 }
 
 extern const RowKernels row_kernels;

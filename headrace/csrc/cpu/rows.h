@@ -1,5 +1,5 @@
-// Kernels on rows of values: norms and gated activations. `type` is a FloatType; rows [begin, end) are done by the caller's
-// thread. Strides and widths count values.
+// Kernels on rows of values: norms and gated activations. `type` is a FloatType; rows [begin, end) are computed by the
+// calling thread. Strides and widths count values.
 #pragma once
 
 #include "types.h"
@@ -9,7 +9,7 @@ namespace headrace {
 struct NormRows {
   const void* x;
   int64_t x_stride;
-  void* residual;  // null: x alone is normed; else x is added to it first
+  void* residual;  // null: norm(x); else residual += x, norm(residual)
   int64_t residual_stride;
   const void* weight;
   int weight_type;
@@ -20,13 +20,13 @@ struct NormRows {
 
 enum Activation : int { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
 
-// The numbers of a clamped SwiGLU: see CLAMPED_SWIGLU in kernels/activation.
+// Parameters of a clamped SwiGLU: see CLAMPED_SWIGLU in kernels/activation.
 struct Clamp {
   float limit = 0.0f, alpha = 1.0f, up_offset = 0.0f;
 };
 
 struct GatedRows {
-  const void* x;  // rows of 2 * width: the gate, then what it is multiplied with
+  const void* x;  // rows of 2 * width: gate, then up
   int64_t x_stride;
   void* out;
   int64_t width;
@@ -35,7 +35,7 @@ struct GatedRows {
   Clamp clamp = {};
 };
 
-// Row r of `out` is the sum of `count` rows of x times a weight each: those at places[r * count] and so on; below 0 is none.
+// MoE combine: row r of `out` is the sum of rows places[r, 0 ... count) of x times weights[r, ...]; negative: no row.
 struct WeighedRows {
   const float* x;
   int64_t width;

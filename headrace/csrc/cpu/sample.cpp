@@ -11,11 +11,12 @@
 namespace headrace::HEADRACE_ISA {
 
 static constexpr float kForbidden = -std::numeric_limits<float>::infinity();
-static constexpr float kDeepest = 87.0f;  // logits further below the best than that have no weight worth drawing
+static constexpr float kDeepest =
+    87.0f;  // logits further below the best than that have no weight that sampling could notice
 static constexpr int kWord = 32;
-static constexpr int64_t kBlock = 64;  // a row's blocks have their greatest logits and their weights written down
+static constexpr int64_t kBlock = 64;  // greatest logit and sum of weights are kept per block
 
-// 32 logits, and which of them may stay. `best` becomes the greatest of those.
+// Greatest of the logits seen so far, before (`raw`) and after (`best`) masking.
 struct Found {
   Vec raw = Vec(kForbidden), best = Vec(kForbidden);
   uint32_t broken = 0;
@@ -37,7 +38,7 @@ HEADRACE_INLINE void mask_word(float* x, uint32_t bits, Found& found) {
   }
 }
 
-static void search_row(const SearchRows& a, int64_t row) {
+static void argmax_row(const ArgmaxRows& a, int64_t row) {
   float* x = a.logits + row * a.stride;
   const int64_t num_words = (a.vocab + kWord - 1) / kWord, whole = a.vocab / kWord;
   const int64_t place = a.masks ? a.mask_of_row[row] : -1;
@@ -45,10 +46,12 @@ static void search_row(const SearchRows& a, int64_t row) {
   float raw = kForbidden, best = kForbidden;
   int64_t best_at = 0;
   uint32_t broken = 0, broken_after = 0;
-  for (int64_t at = 0; at < whole; at += kWord) {  // 32 words at a time: where the greatest is, is looked up once it is known
+  for (int64_t at = 0; at < whole;
+       at += kWord) {  // 32 words at a time: where the greatest is, is looked up once it is known
     const int64_t end = std::min<int64_t>(at + kWord, whole);
     Found found;
-    for (int64_t word = at; word < end; ++word) mask_word(x + word * kWord, mask ? static_cast<uint32_t>(mask[word]) : ~0u, found);
+    for (int64_t word = at; word < end; ++word)
+      mask_word(x + word * kWord, mask ? static_cast<uint32_t>(mask[word]) : ~0u, found);
     raw = std::max(raw, largest(found.raw));
     broken |= found.broken;
     const float greatest = largest(found.best);
@@ -73,21 +76,24 @@ static void search_row(const SearchRows& a, int64_t row) {
   a.ids[row] = id < a.vocab ? id : 0;
 }
 
-static void search(const SearchRows& a, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) search_row(a, row);
+static void argmax(const ArgmaxRows& a, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) argmax_row(a, row);
 }
 
-// One row's logits on their way to a token. Scaled logits are those over the temperature, rounded as a division is.
-class Draw {
+// Samples one row. Scaled logits are logits / temperature, each rounded once.
+class Sampler {
  public:
-  Draw(std::vector<float>& room, const float* logits, int64_t vocab, double temperature)
-      : x_(logits), vocab_(vocab), num_blocks_((vocab + kBlock - 1) / kBlock), temperature_(static_cast<float>(temperature)) {
+  Sampler(std::vector<float>& room, const float* logits, int64_t vocab, double temperature)
+      : x_(logits), vocab_(vocab), num_blocks_((vocab + kBlock - 1) / kBlock),
+        temperature_(static_cast<float>(temperature)) {
     room.resize(2 * num_blocks_ + vocab + kLanes);
     bests_ = room.data(), sums_ = bests_ + num_blocks_, kept_ = sums_ + num_blocks_;
     best_ = kForbidden;
     for (int64_t block = 0; block < num_blocks_; ++block) {
       Vec greatest(kForbidden);
-      over_block(block, [&](int64_t i, auto part, uint32_t lanes) { greatest = maximum(by_bits(lanes, part.load(x_ + i), Vec(kForbidden)), greatest); });
+      over_block(block, [&](int64_t i, auto part, uint32_t lanes) {
+        greatest = maximum(by_bits(lanes, part.load(x_ + i), Vec(kForbidden)), greatest);
+      });
       bests_[block] = largest(greatest) / temperature_;
       best_ = std::max(best_, bests_[block]);
     }
@@ -98,7 +104,7 @@ class Draw {
 
   void cut_by_share(double min_p) { cut_ = std::max(cut_, best_ + static_cast<float>(log(min_p))); }
 
-  // Keep the `top_k` greatest, if that is above 0, and of those, or of all, the fewest that weigh `top_p` of them; and ties.
+  // Keep the `top_k` greatest if that is above 0, and of these the fewest that reach `top_p` of their sum. Ties stay.
   void cut_by_rank(int64_t top_k, double top_p) {
     if (top_k > 0) {
       const int64_t count = std::min(top_k, collect(bound_of(top_k)));
@@ -111,12 +117,13 @@ class Draw {
       for (float depth = 1.0f;; depth *= 2.0f) {
         const float bound = std::max(cut_, best_ - depth);
         const int64_t count = collect(bound);
-        if (bound == cut_ || weigh(kept_, count) >= wanted) return void(cut_ = std::max(cut_, lowest_of(count, wanted)));
+        if (bound == cut_ || weigh(kept_, count) >= wanted)
+          return void(cut_ = std::max(cut_, lowest_of(count, wanted)));
       }
     }
   }
 
-  // The first token at which the weights so far exceed `uniform` of them all.
+  // Inverse CDF: the first token at which the running sum of weights exceeds `uniform` of the total.
   int64_t find(double uniform) {
     const double target = uniform * weigh_blocks();
     double before = 0.0;
@@ -127,7 +134,9 @@ class Draw {
       double reached = before;
       if (is_here || is_last(block)) {
         float weights[kBlock + kLanes];
-        over_block(block, [&](int64_t i, auto part, uint32_t lanes) { store(weights + i - block * kBlock, weights_at(i, part, lanes)); });
+        over_block(block, [&](int64_t i, auto part, uint32_t lanes) {
+          store(weights + i - block * kBlock, weights_at(i, part, lanes));
+        });
         for (int64_t i = 0; i < std::min(kBlock, vocab_ - block * kBlock); ++i) {
           if (weights[i] > 0.0f) last = block * kBlock + i;
           reached += static_cast<double>(weights[i]);
@@ -254,19 +263,19 @@ static double uniform(int64_t seed, int64_t position) {
   return static_cast<double>(bits >> 11) * 0x1p-53;
 }
 
-static void draw(const DrawRows& a, int64_t begin, int64_t end) {
+static void sample(const SampleRows& a, int64_t begin, int64_t end) {
   std::vector<float> room;
   for (int64_t row = begin; row < end; ++row) {
-    Draw draw(room, a.logits + row * a.stride, a.vocab, a.temperature[row]);
+    Sampler sampler(room, a.logits + row * a.stride, a.vocab, a.temperature[row]);
     a.ids[row] = 0;
-    if (!draw.is_possible()) continue;
-    if (a.min_p[row] > 0.0) draw.cut_by_share(a.min_p[row]);
-    draw.cut_by_rank(a.top_k[row], a.top_p[row]);
-    a.ids[row] = draw.find(uniform(a.seed[row], a.position[row]));
+    if (!sampler.is_possible()) continue;
+    if (a.min_p[row] > 0.0) sampler.cut_by_share(a.min_p[row]);
+    sampler.cut_by_rank(a.top_k[row], a.top_p[row]);
+    a.ids[row] = sampler.find(uniform(a.seed[row], a.position[row]));
   }
 }
 
 extern const SampleKernels sample_kernels;
-const SampleKernels sample_kernels = {search, draw};
+const SampleKernels sample_kernels = {argmax, sample};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -1,22 +1,22 @@
-// Kernels on rows of float32 logits: forbidding tokens by bit masks, the greatest logit, and drawing. Rows [begin, end) are
-// done by the caller's thread. Strides and the vocabulary's size count values.
+// Kernels on rows of float32 logits: bitmasks, argmax and sampling. Rows [begin, end) are computed by the calling
+// thread. Strides and the vocabulary size count values.
 #pragma once
 
 #include <stdint.h>
 
 namespace headrace {
 
-struct SearchRows {
+struct ArgmaxRows {
   float* logits;
   int64_t stride, vocab;
-  const int32_t* masks;       // rows of ceil(vocab / 32) words: a token whose bit is 0 becomes -inf; null: nothing is forbidden
-  const int32_t* mask_of_row;  // which of them, or a negative number
-  float* raw;                  // the greatest logit before, NaN if there is one
-  float* values;               // and after
-  int64_t* ids;                // the first token that has it then
+  const int32_t* masks;        // [*, ceil(vocab / 32)]: a token whose bit is 0 becomes -inf; null: no masks
+  const int32_t* mask_of_row;  // row of `masks`, negative: none
+  float* raw;                  // greatest logit before masking, NaN if any is NaN
+  float* values;               // after masking
+  int64_t* ids;                // first token with `values`
 };
 
-struct DrawRows {
+struct SampleRows {
   const float* logits;
   int64_t stride, vocab;
   const double *temperature, *top_p, *min_p;
@@ -25,8 +25,8 @@ struct DrawRows {
 };
 
 struct SampleKernels {
-  void (*search)(const SearchRows&, int64_t begin, int64_t end);
-  void (*draw)(const DrawRows&, int64_t begin, int64_t end);
+  void (*argmax)(const ArgmaxRows&, int64_t begin, int64_t end);
+  void (*sample)(const SampleRows&, int64_t begin, int64_t end);
 };
 
 }  // namespace headrace

@@ -31,8 +31,8 @@
 namespace headrace {
 
 // Sleep until a word has changed. The caller changes the word first and wakes afterwards. A sleeper compares under the
-// same lock that `wake_all` takes (the kernel's, or `mutex_`), so a change is either seen before sleeping or followed by
-// a wake-up. May return early: call it in a loop.
+// same lock that `wake_all` takes (the kernel's, or `mutex_`), so a change is either seen before sleeping or followed
+// by a wake-up. May return early: call it in a loop.
 class SleepQueue {
  public:
 #if defined(__linux__)
@@ -62,9 +62,10 @@ class SleepQueue {
 // Every member calls `share`, `share_parts` and `wait` equally often and in the same order.
 class Team {
  public:
-  // Run f(team, member) on each of team.size() members. parallel_for(size, g) calls g(begin, end) over [0, size) in equal
-  // chunks, each on a thread of its own, all at the same time; it may make fewer chunks than `size`, each then stands for
-  // one member. When a member throws, the others leave at their next `wait`, and its exception is rethrown here.
+  // Run f(team, member) on each of team.size() members. parallel_for(size, g) calls g(begin, end) over [0, size) in
+  // equal chunks, each on a thread of its own, all at the same time; it may make fewer chunks than `size`, each then
+  // stands for one member. When a member throws, the others leave at their next `wait`, and its exception is rethrown
+  // here.
   template <class ParallelFor, class F>
   static void run(int64_t size, const ParallelFor& parallel_for, const F& f) {
     Team team(size);
@@ -100,9 +101,9 @@ class Team {
   // Where in [0, count) a member begins in `share_parts`.
   int64_t part_begin(int64_t count, int64_t member) const { return count * member / size(); }
 
-  // Like `share`, but each member first goes through a part of its own from the front, in pieces that shrink from `most`
-  // to `least`, and then helps the others with theirs. So memory is read in order, and it is known before where a member
-  // will begin.
+  // Like `share`, but each member first goes through a part of its own from the front, in pieces that shrink from
+  // `most` to `least`, and then helps the others with theirs. So memory is read in order, and it is known before where
+  // a member will begin.
   template <class F>
   void share_parts(int64_t count, int64_t least, int64_t most, int64_t member, const F& f) {
     const int64_t members = size();
@@ -135,8 +136,9 @@ class Team {
     while (!is_over()) {
       HEADRACE_TEAM_DELAY();
       // The flag is set in the word that `open` exchanges. One word has one order of modifications: either the exchange
-      // returns the flag and wakes us, or this compare-exchange fails and we see the new phase. With a count of sleepers
-      // in a second word, a store of the phase that is still on its way could be missed together with the sleeper.
+      // returns the flag and wakes us, or this compare-exchange fails and we see the new phase. With a count of
+      // sleepers in a second word, a store of the phase that is still on its way could be missed together with the
+      // sleeper.
       const uint32_t asleep = state | kSleeping;
       if (state != asleep && !state_.compare_exchange_weak(state, asleep, std::memory_order_relaxed)) continue;
       HEADRACE_TEAM_DELAY();

@@ -1,4 +1,4 @@
-// Element types as kernels see them; numbers tell them apart where the type is known only at run time. No torch here.
+// Element types, and their numbers where the type is known only at run time. No torch here.
 #pragma once
 
 #include <stdint.h>

@@ -1,6 +1,6 @@
-// Vectors of floats, one class for all instruction sets: `Vec` holds kLanes float32, loads and stores any float type, and
-// rounds to nearest even. Included by kernels; everything is in the namespace of the instruction set, so that objects
-// compiled with different flags share no function (the linker would keep one of them for all).
+// Vectors of floats, one class for all instruction sets: `Vec` holds kLanes float32, loads and stores any float type,
+// and rounds to nearest even. Included by kernels; everything is in the namespace of the instruction set, so that
+// objects compiled with different flags share no function (the linker would keep one of them for all).
 #pragma once
 
 #include <math.h>
@@ -95,30 +95,48 @@ HEADRACE_INLINE Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_T
 HEADRACE_INLINE Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }  // a * 2^n, n whole
 
 HEADRACE_INLINE __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
-HEADRACE_INLINE Vec widen(__m256i bits, bf16) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)); }
+HEADRACE_INLINE Vec widen(__m256i bits, bf16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
 HEADRACE_INLINE Vec widen(__m256i bits, fp16) { return _mm512_cvtph_ps(bits); }
 HEADRACE_INLINE __m256i narrow(Vec a, bf16) { return (__m256i)_mm512_cvtneps_pbh(a.v); }
-HEADRACE_INLINE __m256i narrow(Vec a, fp16) { return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+HEADRACE_INLINE __m256i narrow(Vec a, fp16) {
+  return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 
 HEADRACE_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 HEADRACE_INLINE Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
-template <class T> HEADRACE_INLINE Vec load(const T* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), T{}); }
-template <class T> HEADRACE_INLINE Vec load(const T* p, int n) { return widen(_mm256_maskz_loadu_epi16(first(n), p), T{}); }
+template <class T>
+HEADRACE_INLINE Vec load(const T* p) {
+  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), T{});
+}
+template <class T>
+HEADRACE_INLINE Vec load(const T* p, int n) {
+  return widen(_mm256_maskz_loadu_epi16(first(n), p), T{});
+}
 HEADRACE_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 HEADRACE_INLINE void store(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, first(n), a.v); }
-template <class T> HEADRACE_INLINE void store(T* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a, T{})); }
-template <class T> HEADRACE_INLINE void store(T* p, Vec a, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(a, T{})); }
+template <class T>
+HEADRACE_INLINE void store(T* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a, T{}));
+}
+template <class T>
+HEADRACE_INLINE void store(T* p, Vec a, int n) {
+  _mm256_mask_storeu_epi16(p, first(n), narrow(a, T{}));
+}
 
 // 32 numbers in bfloat16, as those at even and those at odd places.
 struct Halves {
   Vec even, odd;
   HEADRACE_INLINE Halves(Vec at_even, Vec at_odd) : even(at_even), odd(at_odd) {}
   HEADRACE_INLINE explicit Halves(__m512i bits)
-      : even(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))), odd(_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))))) {}
+      : even(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))),
+        odd(_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))))) {}
   HEADRACE_INLINE Halves(const bf16* p, __mmask32 inside) : Halves(_mm512_maskz_loadu_epi16(inside, p)) {}
   // Rounded to nearest, in their order.
   HEADRACE_INLINE __m512i narrow() const {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v));
   }
 };
@@ -152,25 +170,36 @@ HEADRACE_INLINE float largest(Vec a) {
 }
 HEADRACE_INLINE Vec round(Vec a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 HEADRACE_INLINE Vec scale_by_power(Vec a, Vec n) {  // a * 2^n for whole n that leave the result normal
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.v), _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23)));
+  return _mm256_castsi256_ps(
+      _mm256_add_epi32(_mm256_castps_si256(a.v), _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23)));
 }
 
-HEADRACE_INLINE Vec widen(__m128i bits, bf16) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)); }
+HEADRACE_INLINE Vec widen(__m128i bits, bf16) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
 HEADRACE_INLINE Vec widen(__m128i bits, fp16) { return _mm256_cvtph_ps(bits); }
 HEADRACE_INLINE __m128i narrow(Vec a, bf16) {
   const __m256i bits = _mm256_castps_si256(a.v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-  rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q)));
+  rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0),
+                               _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q)));
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
   return _mm256_castsi256_si128(packed);
 }
-HEADRACE_INLINE __m128i narrow(Vec a, fp16) { return _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+HEADRACE_INLINE __m128i narrow(Vec a, fp16) {
+  return _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 
-HEADRACE_INLINE __m256i first(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
+HEADRACE_INLINE __m256i first(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
 HEADRACE_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 HEADRACE_INLINE Vec load(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
-template <class T> HEADRACE_INLINE Vec load(const T* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), T{}); }
+template <class T>
+HEADRACE_INLINE Vec load(const T* p) {
+  return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), T{});
+}
 template <class T> HEADRACE_INLINE Vec load(const T* p, int n) {
   T room[8] = {};
   for (int i = 0; i < n; ++i) room[i] = p[i];
@@ -178,7 +207,10 @@ template <class T> HEADRACE_INLINE Vec load(const T* p, int n) {
 }
 HEADRACE_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
 HEADRACE_INLINE void store(float* p, Vec a, int n) { _mm256_maskstore_ps(p, first(n), a.v); }
-template <class T> HEADRACE_INLINE void store(T* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(a, T{})); }
+template <class T>
+HEADRACE_INLINE void store(T* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(a, T{}));
+}
 template <class T> HEADRACE_INLINE void store(T* p, Vec a, int n) {
   T room[8];
   store(room, a);
@@ -244,7 +276,8 @@ HEADRACE_INLINE void store_sums(float* out, const Vec (&a)[4]) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
 #elif !defined(HEADRACE_IS_SCALAR)
   __m256 half[4];
-  for (int i = 0; i < 4; ++i) half[i] = _mm256_add_ps(_mm512_castps512_ps256(a[i].v), _mm512_extractf32x8_ps(a[i].v, 1));
+  for (int i = 0; i < 4; ++i)
+    half[i] = _mm256_add_ps(_mm512_castps512_ps256(a[i].v), _mm512_extractf32x8_ps(a[i].v, 1));
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
 #else
@@ -271,8 +304,8 @@ HEADRACE_INLINE void over_lanes(int64_t size, const F& f) {
   if (at < size) f(at, Rest{static_cast<int>(size - at)});
 }
 
-// e^x to about one unit in the last place; below -87 it stays at e^-87, above 88 at e^88. NaN stays NaN. The coefficients
-// are those of the Cephes library's expf (Moshier), as is the splitting of ln 2.
+// e^x to about one unit in the last place; below -87 it stays at e^-87, above 88 at e^88. NaN stays NaN. The
+// coefficients are those of the Cephes library's expf (Moshier), as is the splitting of ln 2.
 HEADRACE_INLINE Vec exp(Vec x) {
   x = maximum(Vec(-87.0f), minimum(Vec(88.0f), x));  // of a NaN, the second operand
   const Vec n = round(x * Vec(1.44269504088896341f));
@@ -286,11 +319,12 @@ HEADRACE_INLINE Vec exp(Vec x) {
   return scale_by_power(fma(p, r * r, r + Vec(1.0f)), n);
 }
 
-// e^x to about 4e-6, 2^-126 below: a Chebyshev fit of 2^x of degree 4 on [-1/2, 1/2], or on [0, 1] where processors take the
-// whole part away themselves. Above 87 it ends at 2^126, or in infinity.
+// e^x to about 4e-6, 2^-126 below: a Chebyshev fit of 2^x of degree 4 on [-1/2, 1/2], or on [0, 1] where processors
+// take the whole part away themselves. Above 87 it ends at 2^126, or in infinity.
 HEADRACE_INLINE Vec exp_coarse(Vec x) {
 #if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
-  const Vec power = maximum(Vec(-126.0f), x * Vec(1.44269504088896341f)), r = _mm512_reduce_ps(power.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  const Vec power = maximum(Vec(-126.0f), x * Vec(1.44269504088896341f)),
+            r = _mm512_reduce_ps(power.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   Vec p = fma(r, Vec(0.013534151949f), Vec(0.05201149359f));
   p = fma(p, r, Vec(0.2414427399f));
   p = fma(p, r, Vec(0.6930038333f));

@@ -1,9 +1,9 @@
-// A product of many rows with its gated activation, on Hopper: out [M, F] = act(x Wg^T) * (x Wu^T), where W [2F, K] stacks Wg
-// and Wu and x is [M, K], all of them in half precision, sums in float32, gate and up rounded as if stored.
+// A product of many rows with its gated activation, on Hopper: out [M, F] = act(x Wg^T) * (x Wu^T), where W [2F, K]
+// stacks Wg and Wu and x is [M, K], all of them in half precision, sums in float32, gate and up rounded as if stored.
 //
-// Programs stay and take one tile of 128 rows by 128 outputs after the other. One warp copies tiles of x and W into a ring of
-// shared memory; two warpgroups of 64 rows each multiply, and hold gate and up of an output in the same thread. Two programs
-// whose rows follow each other are a cluster: each copies half of W's tile for both.
+// Programs stay and take one tile of 128 rows by 128 outputs after the other. One warp copies tiles of x and W into a
+// ring of shared memory; two warpgroups of 64 rows each multiply, and hold gate and up of an output in the same thread.
+// Two programs whose rows follow each other are a cluster: each copies half of W's tile for both.
 //
 // Compiled by NVRTC, without any header. -DGELU: gelu_tanh instead of silu; -DFP16: float16 instead of bfloat16.
 
@@ -17,7 +17,7 @@ using uint64 = unsigned long long;
 #define TYPE "bf16"
 #endif
 
-constexpr int ROWS = 128, OUTPUTS = 128, DEPTH = 64;           // of a tile; DEPTH inputs are 128 bytes, one swizzled row
+constexpr int ROWS = 128, OUTPUTS = 128, DEPTH = 64;  // of a tile; DEPTH inputs are 128 bytes, one swizzled row
 constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = 2 * OUTPUTS * DEPTH * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int STAGES = 4, OUT_BYTES = 64 * OUTPUTS * 2;        // what a warpgroup stores, in boxes of 64 by 64
 constexpr int THREADS = 384, MATH_GROUPS = 2, CLUSTER = 2;
@@ -58,17 +58,25 @@ __device__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1
 // copies of boxes between global and shared memory
 
 __device__ void load_box(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-               "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to),
+      "l"(map), "r"(bar), "r"(column), "r"(row)
+      : "memory");
 }
 
 __device__ void load_box_for_both(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to),
-               "l"(map), "r"(bar), "h"(uint16(3)), "r"(column), "r"(row) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, "
+      "%5}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(bar), "h"(uint16(3)), "r"(column), "r"(row)
+      : "memory");
 }
 
 __device__ void store_box(const TensorMap *map, uint32 from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from), "r"(column), "r"(row) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row)
+               : "memory");
 }
 
 // matrix operands: rows of 128 bytes, swizzled in groups of eight (1024 bytes)
@@ -77,26 +85,39 @@ __device__ uint64 describe_operand(uint32 address) {
   return uint64((address & 0x3FFFF) >> 4) | (1ull << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
 }
 
-// d [64, 256] += a [64, 16] b [256, 16]^T; a thread holds rows r and r + 8, r = lane / 4, of columns 8 j + 2 (lane % 4) and the next
+// d [64, 256] += a [64, 16] b [256, 16]^T; a thread holds rows r and r + 8, r = lane / 4, of columns 8 j + 2 (lane % 4)
+// and the next
 __device__ void multiply(float (&d)[128], uint64 a, uint64 b, int keeps) {
   asm volatile(
-    "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-    "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {"
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-    "}, %128, %129, p, 1, 1, 0, 0; }"
-    :
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-    "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-    "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-    "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-    "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-    : "l"(a), "l"(b), "r"(keeps));
+      "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE
+      " {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "
+      "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "
+      "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, "
+      "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, %128, %129, p, 1, 1, 0, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),
+        "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),
+        "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
+        "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
+        "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]),
+        "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),
+        "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]),
+        "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]),
+        "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(keeps));
 }
 
 __device__ uint32 pack(float low, float high) {
@@ -108,7 +129,9 @@ __device__ uint32 pack(float low, float high) {
 __device__ void round_both(float &low, float &high) {
   const uint32 both = pack(low, high);
 #ifdef FP16
-  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(low), "=f"(high) : "r"(both));
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+      : "=f"(low), "=f"(high)
+      : "r"(both));
 #else
   low = __uint_as_float(both << 16);
   high = __uint_as_float(both & 0xFFFF0000u);
@@ -117,7 +140,8 @@ __device__ void round_both(float &low, float &high) {
 
 __device__ float activate(float gate, float up) {
 #ifdef GELU
-  const float steep = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);  // (1 + tanh(u)) / 2 is sigmoid(2 u)
+  const float steep =
+      1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);  // (1 + tanh(u)) / 2 is sigmoid(2 u)
 #else
   const float steep = gate;
 #endif
@@ -127,8 +151,8 @@ __device__ float activate(float gate, float up) {
   return gate * inverse * up;
 }
 
-// Which tile comes when: `band` pairs of row tiles together go through all outputs, so that x's part stays in the second-level
-// cache while W passes by.
+// Which tile comes when: `band` pairs of row tiles together go through all outputs, so that x's part stays in the
+// second-level cache while W passes by.
 struct Tile {
   int row, output;
   __device__ Tile(int nth, int pairs, int columns, int band, int rank) {
@@ -139,8 +163,8 @@ struct Tile {
 };
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap out_map,
-              int M, int F, int K, int band) {
+    gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+                  const __grid_constant__ TensorMap out_map, int M, int F, int K, int band) {
   extern __shared__ char unaligned[];
   const uint32 stages = (shared_address(unaligned) + 1023) & ~1023u, outs = stages + STAGES * STAGE_BYTES;
   const uint32 full = outs + MATH_GROUPS * OUT_BYTES, empty = full + 8 * STAGES;
@@ -156,7 +180,8 @@ gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
   }
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 
-  const int pairs = (M + CLUSTER * ROWS - 1) / (CLUSTER * ROWS), columns = (F + OUTPUTS - 1) / OUTPUTS, steps = (K + DEPTH - 1) / DEPTH;
+  const int pairs = (M + CLUSTER * ROWS - 1) / (CLUSTER * ROWS), columns = (F + OUTPUTS - 1) / OUTPUTS,
+            steps = (K + DEPTH - 1) / DEPTH;
   const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
   int stage = 0;
   uint32 parity = 0;
@@ -170,7 +195,8 @@ gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
           wait_for(empty + 8 * stage, parity ^ 1);
           expect_bytes(bar, STAGE_BYTES);
           load_box(to, &x_map, bar, step * DEPTH, tile.row);
-          load_box_for_both(to + X_BYTES + rank * (W_BYTES / 2), &w_map, bar, step * DEPTH, tile.output + rank * F);  // gate, or up
+          load_box_for_both(to + X_BYTES + rank * (W_BYTES / 2), &w_map, bar, step * DEPTH,
+                            tile.output + rank * F);  // gate, or up
           if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
       }
@@ -210,7 +236,9 @@ gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
           round_both(gate[0], gate[1]);
           round_both(up[0], up[1]);
           const uint32 place = out + j / 8 * (64 * 128) + (r + 4 * low) * 128 + ((j % 8 ^ r % 8) * 16 + lane % 4 * 4);
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(pack(activate(gate[0], up[0]), activate(gate[1], up[1]))) : "memory");
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(place),
+                       "r"(pack(activate(gate[0], up[0]), activate(gate[1], up[1])))
+                       : "memory");
         }
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -223,5 +251,6 @@ gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
     }
     if (mine == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
-  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");  // nobody writes to a program that has ended
+  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::
+                   : "memory");  // nobody writes to a program that has ended
 }

@@ -14,7 +14,7 @@ def sample_rows(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
     if ops is None:
         return reference.sample_rows(logits, params)
     ids = torch.empty(len(logits), dtype=torch.int64)
-    ops.draw_tokens(
+    ops.sample_tokens(
         logits, params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position, ids
     )
     return ids
@@ -44,7 +44,7 @@ def _search(
     ids = torch.empty(len(logits), dtype=torch.int64)
     ops = NATIVE.find()
     assert ops is not None
-    ops.search_logits(logits, masks, mask_of_row, raw, values, ids)
+    ops.argmax_logits(logits, masks, mask_of_row, raw, values, ids)
     return raw, values, ids
 
 
