@@ -1,9 +1,10 @@
-"""`LatentAttention`: keys and values of all heads made from one small vector per token, which is all that is cached.
+"""`LatentAttention` (MLA): the cache has one latent vector per token, from which all heads' keys and values are made.
 
-Decodes, and chunks after a cached prefix, absorb the matrices that make keys and values into the query and the output:
-attention runs over the vectors themselves, as over one kv head. A step of whole prompts makes the keys and values
-instead, which are several times narrower than the vectors. T tokens, H heads, N plain and E rotated dims of a head, L
-latent width, V value width. DeepSeek-V2, arXiv:2405.04434, section 2.1.
+Decodes, and chunks after a cached prefix, absorb the up-projections into query and output: attention runs over the
+latents themselves, as over one kv head. A step of whole prompts expands keys and values instead, which are several
+times narrower than latents. DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+T tokens, D hidden size, H heads, N nope and E rope dims of a head, L latent dim (``kv_lora_rank``), V value dim.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.rowwise import LATENT_WRITE
-from headrace.layers.attention.contract import AttentionInputs, AttentionParams
+from headrace.layers.attention.contract import AttentionInputs, AttentionParams, KvPages
 from headrace.layers.batch import GroupStep
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
@@ -25,7 +26,8 @@ from headrace.layers.spec import LatentAttentionSpec, LayerSpec, NormSpec
 
 
 class LatentAttention(AttentionLayer):
-    """``x [T, D] -> [T, D]``; the layer's pages hold rows of L + E, and values are their first L places."""
+    """``x [T, D] -> [T, D]``. Pages hold rows of L + E: the normalised latent, which is the value, then the rotated
+    part of the key."""
 
     values_in_keys = True
 
@@ -51,9 +53,10 @@ class LatentAttention(AttentionLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, spec, pages = self.step.batch, self.spec, self.pages
+        assert pages is not None, "bind comes first"
         step = batch.groups[self.group]
         q, latent, k_rope = self.down(x).split(self.widths, dim=-1)
-        if self.q_norm is not None:
+        if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q_nope, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=-1
@@ -62,10 +65,12 @@ class LatentAttention(AttentionLayer):
             q_rope, self.kv_norm(latent), k_rope, batch.positions, self.rotary.cos_sin, step.inputs.slots, pages.k
         )
         if has_whole_prompts(step.inputs):
-            return self.output(self._attend_expanded(torch.cat((q_nope, q_rope), dim=-1), step.inputs))
-        return self.output(self._attend_absorbed(q_nope, q_rope, step))
+            return self.output(self._attend_expanded(torch.cat((q_nope, q_rope), dim=-1), pages, step.inputs))
+        return self.output(self._attend_absorbed(q_nope, q_rope, pages, step))
 
-    def _attend_absorbed(self, q_nope: torch.Tensor, q_rope: torch.Tensor, step: GroupStep) -> torch.Tensor:
+    def _attend_absorbed(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, pages: KvPages, step: GroupStep
+    ) -> torch.Tensor:
         """``q_nope`` [T, H, N] and ``q_rope`` [T, H, E] to [T, H * V]."""
         spec = self.spec
         to_keys, to_values = self.kv_up.weight.unflatten(0, (spec.num_heads, -1)).split(
@@ -73,13 +78,13 @@ class LatentAttention(AttentionLayer):
         )
         # q.(W c) = (W' q).c: [H, T, N] by [H, N, L]
         q_latent = torch.bmm(q_nope.transpose(0, 1), to_keys).transpose(0, 1)
-        mixed = step.backend.attend(torch.cat((q_latent, q_rope), dim=-1), self.pages, self.params)
+        mixed = step.backend.attend(torch.cat((q_latent, q_rope), dim=-1), pages, self.params)
         # [H, T, L] by [H, L, V]
         return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1).flatten(1)
 
-    def _attend_expanded(self, q: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """``q`` [T, H, N + E] to [T, H * V], over what this step has written."""
-        spec, rows = self.spec, self.pages.k.flatten(0, 2).index_select(0, inputs.slots).to(q.dtype)
+    def _attend_expanded(self, q: torch.Tensor, pages: KvPages, inputs: AttentionInputs) -> torch.Tensor:
+        """``q`` [T, H, N + E] to [T, H * V], over the rows that this step has written."""
+        spec, rows = self.spec, pages.k.flatten(0, 2).index_select(0, inputs.slots).to(q.dtype)
         k_nope, v = self.kv_up(rows[:, : spec.kv_lora_rank]).unflatten(-1, (spec.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), dim=-1
         )
@@ -87,13 +92,14 @@ class LatentAttention(AttentionLayer):
         spans = zip(*(t.split(inputs.query_lens_cpu) for t in (q, k, v)), strict=True)
         mixed = [
             F.scaled_dot_product_attention(
-                *(t.transpose(0, 1)[None] for t in span), is_causal=True, scale=spec.scale
+                own_q.transpose(0, 1)[None], own_k.transpose(0, 1)[None], own_v.transpose(0, 1)[None], is_causal=True,
+                scale=spec.scale,
             )[0].transpose(0, 1)
-            for span in spans
+            for own_q, own_k, own_v in spans
         ]
         return torch.cat(mixed).flatten(1)
 
 
 def has_whole_prompts(inputs: AttentionInputs) -> bool:
-    """Whether nothing that this step reads was in the cache before it. Never so under a captured graph."""
+    """Whether every request starts in this step, so that no earlier rows are read. Never under a captured graph."""
     return inputs.num_decodes == 0 and inputs.kv_lens_cpu == inputs.query_lens_cpu

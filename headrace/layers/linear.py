@@ -31,8 +31,8 @@ def choose_fused(operation: Operation, query: KernelQuery) -> Callable[..., Any]
 
 
 class Linear(StorableLayer):
-    """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their widths in order; O is their sum. A layer
-    whose weight is read by others, or must stay as precise as it is, ``is_storable=False``, keeps it plain."""
+    """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their sizes in order; O is their sum.
+    ``is_storable``: see `StorableLayer`."""
 
     def __init__(
         self, build: Build, in_features: int, parts: dict[str, int] | int, *, bias: bool = False,
@@ -40,44 +40,48 @@ class Linear(StorableLayer):
     ):
         super().__init__()
         self.is_storable = is_storable
-        widths = {"": parts} if isinstance(parts, int) else parts
-        ends = list(accumulate(widths.values()))
-        self.rows = {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends, strict=True)}
-        self.weight = build.parameter(ends[-1], in_features)
-        self.bias = build.parameter(ends[-1]) if bias else None
-        query = build.query(in_features=in_features, out_features=ends[-1])
+        sizes = {"": parts} if isinstance(parts, int) else parts
+        self.rows, out_features = stack_rows(sizes), sum(sizes.values())
+        self.weight = build.parameter(out_features, in_features)
+        self.bias = build.parameter(out_features) if bias else None
+        query = build.query(in_features=in_features, out_features=out_features)
         self._linear = LINEAR.choose(query)
         self._linear_sums = LINEAR_SUMS.choose(query)
         self._norm_linear = choose_fused(NORM_LINEAR, query)
         self._gated_linear = choose_fused(GATED_LINEAR, query)
 
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """The view of ``weight`` or ``bias`` that holds the named part."""
+        """See `StorableLayer.part`; of ``weight`` or ``bias``."""
         return parameter[self.rows[name]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = plain_weight(self)
-        return self.stored.multiply(x, self.bias) if weight is None else self._linear(x, weight, self.bias)
+        if weight is not None:
+            return self._linear(x, weight, self.bias)
+        assert self.stored is not None
+        return self.stored.multiply(x, self.bias)
 
     def add_to(self, residual: Residual, x: torch.Tensor) -> None:
         """The product of ``x`` [T, I], left pending in ``residual``: as partial sums, or accumulated into the stream,
         where that is faster. Nothing else may be pending."""
         weight = plain_weight(self)
-        residual.pending = (
-            self.stored.multiply(x, self.bias) if weight is None
-            else self._linear_sums(x, weight, self.bias, residual.stream)
-        )
+        if weight is not None:
+            residual.pending = self._linear_sums(x, weight, self.bias, residual.stream)
+        else:
+            assert self.stored is not None
+            residual.pending = self.stored.multiply(x, self.bias)
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """The product followed by the gated activation, in one kernel; None where two take no longer."""
+        """The product followed by the gated activation, in one kernel; None where two kernels are as fast."""
         weight = plain_weight(self)
         if weight is None:
+            assert self.stored is not None
             return self.stored.gate(x, self.bias, activation)
         return None if self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
 
     def read(self, norm: Norm, residual: Residual, activation: str = "") -> torch.Tensor | None:
         """``product(norm(residual))``, then the gated ``activation`` if one is named, all in one kernel; None where
-        that is no faster: it takes few rows, an RMS norm, and a pending output that is no partial sums."""
+        that is not faster: it needs few rows, an RMS norm, and a pending output that is not partial sums."""
         x = residual.pending
         if (
             self._norm_linear is None or x is None or x.dim() != 2 or not fits(x.shape[0])

@@ -1,9 +1,9 @@
-"""Checkpoint tensors into a model's parameters, by a table of names and nothing else.
+"""Fills a model's parameters with checkpoint tensors, by a table of names.
 
-A table maps templates of checkpoint module names to own module names, ``{i}`` standing for the layer number in both:
+A table maps templates of checkpoint module names to module names of the model, ``{i}`` being the layer number:
 ``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. After ``#`` comes the part of a stacked
-parameter; ``{x}`` in both stands for each of the modules stacked in one. A row may also name a lone parameter. Rows
-whose module this model does not have (no such norm, no such bias) are skipped.
+parameter; ``{x}`` is the number of an expert in a stack. A row may also name a single parameter. Rows whose module the
+model does not have (no such norm, no such bias) are skipped.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from torch import nn
 
 from headrace.base.errors import WeightError
 from headrace.layers.quantization.blocks import BlockIntake, BlockTensor
-from headrace.layers.quantization.storage import find_storable
+from headrace.layers.quantization.storage import StorableLayer, find_storable
 
 NUM_NAMED = 6
+"""Most tensors that an error names for each fault."""
 
 
 class Targets(dict[str, torch.Tensor]):
-    """``{checkpoint tensor name: parameter, or the part of one, that it fills}``. ``intakes``: by the address of a
-    parameter that its layer could keep as blocks, where these go."""
+    """``{checkpoint tensor name: parameter, or view of a part of one, that it fills}``. ``intakes``: for parameters
+    whose layers can keep blocks instead, by the address of the parameter's memory."""
 
     intakes: dict[int, BlockIntake]
 
     def take_blocks(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the layer keeps the tensor as it is."""
+        """Pass a `BlockTensor` to its layer; False if it is none or the layer cannot keep blocks."""
         target = self[name]
         intake = self.intakes.get(target.untyped_storage().data_ptr())
         if intake is None or not isinstance(tensor, BlockTensor):
             return False
-        intake.put(target.storage_offset() // target.shape[1], tensor)
+        intake.put(target.storage_offset() // target.shape[1], tensor)  # the part's first row in the whole weight
         return True
 
 
 def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) -> Targets:
-    """The targets of a table of names; together they fill every parameter."""
+    """The targets of a table of names; asserts that together they fill every parameter."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
     targets.intakes = {
@@ -60,9 +61,12 @@ def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> d
     module = modules.get(path)
     if module is None:
         return {}
+    if not part:
+        return {f"{name}.{kind}": parameter for kind, parameter in module.named_parameters(recurse=False)}
+    assert isinstance(module, StorableLayer), f"{path} has no parts"
     numbers = [str(x) for x in range(module.num_stacked)] if "{x}" in name else [""]
     return {
-        f"{name.replace('{x}', x)}.{kind}": module.part(parameter, part.replace("{x}", x)) if part else parameter
+        f"{name.replace('{x}', x)}.{kind}": module.part(parameter, part.replace("{x}", x))
         for kind, parameter in module.named_parameters(recurse=False) for x in numbers
     }
 
@@ -70,10 +74,10 @@ def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> d
 def fill_targets(
     targets: Targets, tensors: Iterable[tuple[str, torch.Tensor]], *, harmless: tuple[str, ...] = ()
 ) -> None:
-    """Copy each tensor into its target, converting type and device; tensors may come in any order.
+    """Copy each tensor into its target, converting dtype and device; tensors may come in any order.
 
-    Extra tensors are an error unless their name ends with one of ``harmless``. Raises `WeightError` naming what misses,
-    what is too much and what has the wrong shape.
+    Unknown tensors are an error unless their name ends with one of ``harmless``. Raises `WeightError` naming tensors
+    that are missing, unknown, given twice, or of the wrong shape.
     """
     filled: set[str] = set()
     faults: dict[str, list[str]] = {"missing": [], "not expected": [], "given twice": [], "of the wrong shape": []}

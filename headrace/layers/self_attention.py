@@ -1,5 +1,7 @@
-"""`Attention`: projection, rotation and page write, attention, projection back. T tokens, H heads, K kv heads, E head
-dim."""
+"""`Attention`: qkv projection, rotation and page write, attention, output projection.
+
+T tokens, S queries that are kept, D hidden size, H heads, K kv heads, E head dim.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
 
 
 class AttentionLayer(Branch):
-    """What all kinds of attention layers have: heads, the constants of their backend, the step, and pages once bound.
+    """Base of attention layers: heads, per-layer constants of the backend, the step, and pages once bound.
     ``values_in_keys``: value pages are views into the key pages. ``prunes_queries``: obeys ``ForwardBatch.queries``.
 
     Built as ``Class(spec, layer, hidden_size=..., norm=..., rotary=..., build=...)``; ``spec`` names the class."""
@@ -94,6 +96,7 @@ class Attention(AttentionLayer):
 
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         batch, pages = self.step.batch, self.pages
+        assert pages is not None, "bind comes first"
         step = batch.groups[self.group]
         cos_sin = self.rotary.cos_sin if self.rotary else None
         codes = {} if pages.scales is None else {"scales": pages.scales}

@@ -23,8 +23,6 @@ from headrace.kernels.packed_linear.choice import FormChoice
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.layout import Format
 from headrace.layers.build import Build
-from headrace.layers.embedding import Embedding
-from headrace.layers.head import Head
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.moe.checkpoint import unstack_experts
@@ -41,6 +39,7 @@ from headrace.layers.quantization.storage import (
     store_fastest,
 )
 from headrace.layers.spec import MlpSpec
+from headrace.layers.vocabulary import Embedding, Head
 
 CPU = torch.device("cpu")
 CONFIG = {

@@ -16,8 +16,6 @@ from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
-from headrace.layers.embedding import Embedding
-from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.checkpoint import unstack_experts
@@ -26,6 +24,7 @@ from headrace.layers.norm import make_norm
 from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec, RopeSpec
+from headrace.layers.vocabulary import Embedding, Head
 
 HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
 """Name endings of tensors that old checkpoints have and no model needs."""

@@ -32,8 +32,6 @@ from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.kernels.packed_linear.layout import PANEL, pack_floats
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.decoder.block import DecoderBlock
-from headrace.layers.embedding import Embedding
-from headrace.layers.head import Head
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.layer import MoeMlp
@@ -41,6 +39,7 @@ from headrace.layers.moe.weights import StackedLinear
 from headrace.layers.norm import NoNorm, RmsNorm
 from headrace.layers.residual import Residual
 from headrace.layers.self_attention import Attention
+from headrace.layers.vocabulary import Embedding, Head
 
 logger = logging.getLogger(__name__)
 

@@ -31,16 +31,21 @@ CPU_TYPES = (torch.float32, torch.bfloat16)
 class StorableLayer(nn.Module):
     """A layer whose parameter ``weight`` [O, I] may be replaced by a `StoredWeight`. ``is_storable``: False for a
     weight that other layers read or that must keep its precision. ``looks_up_rows``: an embedding. ``is_vocabulary``:
-    an embedding or a head."""
+    an embedding or a head. ``num_stacked``: matrices in one parameter [X, O, I], each filled by its own tensors."""
 
     is_storable: bool = True
     looks_up_rows: ClassVar[bool] = False
     is_vocabulary: ClassVar[bool] = False
+    num_stacked: int = 1
     weight: nn.Parameter
 
     def __init__(self) -> None:
         super().__init__()
         self.stored: StoredWeight | None = None
+
+    def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """The view of a parameter that holds the part called ``name``; for layers with stacked weights."""
+        raise NotImplementedError
 
 
 class StorableModel(nn.Module):

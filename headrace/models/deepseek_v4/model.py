@@ -12,8 +12,6 @@ from headrace.base.errors import WeightError
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.embedding import Embedding
-from headrace.layers.head import Head
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.checkpoint import unstack_experts
@@ -21,6 +19,7 @@ from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.names import CheckpointNames
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
+from headrace.layers.vocabulary import Embedding, Head
 from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import HashRouter, V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, write_back

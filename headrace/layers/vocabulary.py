@@ -1,0 +1,70 @@
+"""`Embedding` and `Head`: token ids to vectors, hidden states to logits.
+
+T tokens, S sampled rows, D hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headrace.kernels.linear import LINEAR_FLOAT
+from headrace.layers.build import Build
+from headrace.layers.quantization.storage import StorableLayer, plain_weight
+
+
+class Embedding(StorableLayer):
+    """``token_ids [T] -> [T, D]``, times ``scale``, which is rounded to the model's dtype as in training."""
+
+    looks_up_rows = is_vocabulary = True
+
+    def __init__(self, build: Build, vocab_size: int, hidden_size: int, scale: float = 1.0):
+        super().__init__()
+        self.weight = build.parameter(vocab_size, hidden_size)
+        self.dtype = build.dtype
+        self.scale = float(torch.tensor(scale, dtype=build.dtype))
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        weight = plain_weight(self)
+        if weight is not None:
+            x = F.embedding(token_ids, weight)
+        else:
+            assert self.stored is not None
+            x = self.stored.rows(token_ids, self.dtype)
+        return x if self.scale == 1.0 else x.mul_(self.scale)
+
+
+class Head(StorableLayer):
+    """``hidden [S, D] -> logits [S, V]`` float32: plus the bias, divided by ``divisor``, then ``softcap * tanh(logits /
+    softcap)``. The caller passes only the rows it samples from.
+
+    ``weight`` [V, D] is the embedding's own parameter when the two are tied; None makes one.
+    """
+
+    is_vocabulary = True
+
+    def __init__(
+        self, build: Build, vocab_size: int, hidden_size: int, *, weight: nn.Parameter | None = None,
+        divisor: float = 1.0, softcap: float = 0.0, bias: bool = False
+    ):
+        super().__init__()
+        self.weight = build.parameter(vocab_size, hidden_size) if weight is None else weight
+        self.bias = build.parameter(vocab_size) if bias else None
+        self.divisor, self.softcap = divisor, softcap
+        self._linear = LINEAR_FLOAT.choose(build.query(in_features=hidden_size, out_features=vocab_size))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = plain_weight(self)
+        if weight is not None:
+            logits = self._linear(hidden, weight)
+        else:
+            assert self.stored is not None
+            logits = self.stored.multiply(hidden, None, torch.float32)
+        if self.bias is not None:
+            logits.add_(self.bias)
+        if self.divisor != 1.0:
+            logits.div_(self.divisor)
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
