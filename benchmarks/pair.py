@@ -61,11 +61,11 @@ def main() -> None:
     parser.add_argument("--fields", nargs="*", default=[], help="only numbers whose path ends with one of these")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
     parser.add_argument("--json", type=Path, help="write all measured values here")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- BENCHMARK ARGUMENTS")
-    args = parser.parse_args()
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    given = sys.argv[1:]
+    ours = given[: given.index("--")] if "--" in given else given
+    args, command = parser.parse_args(ours), given[len(ours) + 1:]
     if not command:
-        parser.error("name a benchmark after --")
+        parser.error("name a benchmark and its arguments after --")
     found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: {"old": [], "new": []})
     for place in range(args.rounds):
         sides = [("old", args.old), ("new", args.new)]
