@@ -1,5 +1,5 @@
-"""Work recorded as CUDA graphs: `Recorder` makes one, `Capture` is a piece of work that may have one, `Buckets` are
-alike pieces by size. Refuses: knowing what the work is, and when there is time to record it.
+"""Work recorded as CUDA graphs: `Recorder` makes one, `Capture` is a piece of work that may have one, `Buckets` have
+one for each size. Refuses: knowing what the work is, and when there is time to record it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Output = TypeVar("Output")
 
 
 class Recorder:
-    """Records work into one pool of memory, outputs included, which is sound as long as all replays run on one stream
-    and whoever reads an output does so there, before the next one. On a GPU only."""
+    """Records work into one pool of memory, outputs included. This is sound as long as all replays run on one
+    stream and outputs are read there, before the next replay. On a GPU only."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Output]) -> Callable[[], Output] | None:
-        """Call ``work``, whose launches are written down and not run; returns what runs them and yields the output, or
-        None without memory for it. Does not wait for the device, nor for what other threads do with it."""
+        """Call ``work``, whose launches are captured and not run; returns a function that replays them and yields the
+        output, or None when there is no memory for it. Does not wait for the device or for other threads using it."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         try:
@@ -50,7 +50,7 @@ class Recorder:
 
 
 class _Lent:
-    """Bytes on a device that belong to somebody else, as the interface of CUDA arrays tells of them."""
+    """Device bytes owned by another tensor, in the CUDA array interface."""
 
     def __init__(self, tensor: torch.Tensor):
         self.__cuda_array_interface__ = {
@@ -60,8 +60,8 @@ class _Lent:
 
 
 def _lend(output: Any) -> Any:
-    """Tensors at the same places that do not keep their memory from other graphs: outputs of all sizes would take
-    gigabytes."""
+    """Tensors at the same addresses that do not own their memory, so that other graphs may use it: outputs of all sizes
+    would take gigabytes."""
     if isinstance(output, tuple):
         return tuple(_lend(part) for part in output)
     if not output.is_contiguous() or not output.numel():
@@ -83,18 +83,18 @@ class Records(Protocol):
 
 
 class Capture(Generic[Output]):
-    """Work on tensors that stay where they are: recorded when it is first wanted, and replayed. What is compiled,
-    loaded or chosen at a first run may be so while it is recorded. A replay overwrites the output of the one before."""
+    """Work on tensors that stay where they are: recorded at the first run, then replayed. Compiling and loading kernels
+    while recording is safe. A replay overwrites the output of the one before."""
 
     def __init__(self, work: Callable[[], Output], recorder: Records):
         self._work, self._recorder = work, recorder
         self._replay: Callable[[], Output] | None = None
-        self.is_settled = False  # recorded, or refused for good
+        self.is_recorded = False  # or refused for good
 
     def run(self) -> Output:
         """Do the work."""
-        if not self.is_settled:
-            self.is_settled = True  # whatever goes wrong is not tried again
+        if not self.is_recorded:
+            self.is_recorded = True  # an attempt that fails is not repeated
             self._replay = self._recorder.record(self._work)
         return self._work() if self._replay is None else self._replay()
 
@@ -105,17 +105,17 @@ class Bucket(Protocol):
     size: int
 
     @property
-    def is_settled(self) -> bool: ...
+    def is_recorded(self) -> bool: ...
 
-    def settle(self) -> None:
-        """Do the work over nothing, so that it is recorded."""
+    def record(self) -> None:
+        """Do the work on padding, so that it is recorded."""
 
 
 B = TypeVar("B", bound=Bucket)
 
 
 class Buckets(Generic[B]):
-    """Work of several sizes. ``make`` is called when a size is wanted for the first time."""
+    """Work of several sizes. ``make`` is called when a size is first used."""
 
     def __init__(self, sizes: list[int], make: Callable[[int], B]):
         self._sizes, self._make = sorted(sizes), make
@@ -126,13 +126,13 @@ class Buckets(Generic[B]):
         at = bisect_left(self._sizes, count)
         return self._get(self._sizes[at]) if at < len(self._sizes) else None
 
-    def unsettled(self) -> list[int]:
-        """Sizes that nothing is recorded for, largest first: then the smaller ones fit into its memory."""
-        return [size for size in reversed(self._sizes) if size not in self._made or not self._made[size].is_settled]
+    def unrecorded(self) -> list[int]:
+        """Sizes without a graph, largest first: then the smaller ones fit into its memory."""
+        return [size for size in reversed(self._sizes) if size not in self._made or not self._made[size].is_recorded]
 
-    def settle(self, size: int) -> None:
+    def record(self, size: int) -> None:
         """Record a size."""
-        self._get(size).settle()
+        self._get(size).record()
 
     def _get(self, size: int) -> B:
         if size not in self._made:

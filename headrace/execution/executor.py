@@ -1,7 +1,6 @@
-"""`build_executor`: everything between a configuration and a device that runs plans. `LocalExecutor`: one process, one
-device.
+"""`build_executor`: from a configuration to a device that runs plans. `LocalExecutor`: one process, one device.
 
-Refuses: scheduling. The parts are built here in order and handed what they need; none of them sees the whole config.
+Refuses: scheduling.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ logger = logging.getLogger(__name__)
 class LocalExecutor:
     """Runs plans in this process; see `headrace.service.executor.Executor`."""
 
-    def __init__(
-        self, model: DeviceModel, *, facts: ModelFacts, memory: list[MemoryLine], progress: Progress
-    ):
+    def __init__(self, model: DeviceModel, *, facts: ModelFacts, memory: list[MemoryLine], progress: Progress):
         self.facts, self.memory = facts, memory
         self._model, self._progress = model, progress
         self._device = model.device
@@ -75,7 +72,7 @@ class LocalExecutor:
         try:
             return self._runner.execute(plan)
         except torch.OutOfMemoryError as error:
-            clear_frames(error.__traceback__)  # or whoever keeps the error keeps the step's tensors
+            clear_frames(error.__traceback__)  # or the error would keep the step's tensors alive
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
 
     def use_idle_moment(self) -> bool:
@@ -120,8 +117,8 @@ class LocalExecutor:
 
     def replace_weights(self, model: str, load_format: str) -> None:
         """Serve another checkpoint of the same shapes; nothing of a row is kept."""
-        wanted = replace(self.config.model, model=model, load_format=load_format, revision=None)
-        self._model.replace_weights(wanted, self._progress)
+        config = replace(self.config.model, model=model, load_format=load_format, revision=None)
+        self._model.replace_weights(config, self._progress)
 
     def start_profile(self, options: StartProfile) -> None:
         """Record what this process and its device do."""

@@ -94,11 +94,11 @@ class DecodeGraph:
         self._capture = Capture(self._compute, recorder)
 
     @property
-    def is_settled(self) -> bool:
+    def is_recorded(self) -> bool:
         """See `Bucket`, here and below."""
-        return self._capture.is_settled
+        return self._capture.is_recorded
 
-    def settle(self) -> None:
+    def record(self) -> None:
         self.requests[0] = self._state.tables.null_row
         self.requests[1] = 1
         self._capture.run()
@@ -169,11 +169,11 @@ class MixedGraph:
         self._capture = Capture(self._compute, recorder)
 
     @property
-    def is_settled(self) -> bool:
+    def is_recorded(self) -> bool:
         """See `Bucket`, here and below."""
-        return self._capture.is_settled
+        return self._capture.is_recorded
 
-    def settle(self) -> None:
+    def record(self) -> None:
         self._inputs.clear(self.size)
         self._capture.run()
 
@@ -183,7 +183,7 @@ class MixedGraph:
         return self._capture.run()[: shape.num_tokens]
 
     def _compute(self) -> torch.Tensor:
-        return self._model.forward(self._inputs.open_batch(self.size))
+        return self._model.forward(self._inputs.padded_batch(self.size))
 
 class MixedGraphPath:
     """Any step: replays the smallest graph that holds the tokens. Steps so large that launching them costs nothing, and
@@ -246,13 +246,13 @@ class CapturedSteps:
     def record_largest(self) -> None:
         """Record the largest of each kind, so that the others fit into their memory whenever they come."""
         for buckets in self._kinds:
-            for size in buckets.unsettled()[:1]:
-                buckets.settle(size)
+            for size in buckets.unrecorded()[:1]:
+                buckets.record(size)
 
     def record_next(self) -> bool:
         """Record one bucket that has no graph; False when there is none."""
         for buckets in self._kinds:
-            for size in buckets.unsettled()[:1]:
-                buckets.settle(size)
+            for size in buckets.unrecorded()[:1]:
+                buckets.record(size)
                 return True
         return False

@@ -1,4 +1,4 @@
-"""`InputBuilder`: from a `StepPlan` to a `ForwardBatch`. T tokens, R requests.
+"""`InputBuilder`: from a `Step` to a `ForwardBatch`. T tokens, R requests, S sampled positions, G cache groups.
 
 Everything the model reads is written into tensors allocated once, so that a captured graph can read the same addresses.
 Refuses: sampling, and knowing on the host which tokens decodes take.
@@ -18,6 +18,7 @@ from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.memory.page_tables import PageTables
 
 NO_POSITION = 2**31
+"""Beyond every text: where the second text of a row without one begins."""
 
 
 class StaticInputs:
@@ -29,6 +30,7 @@ class StaticInputs:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        # [G, T] and [G, R, entries]: one slice per cache group
         self.slots = torch.zeros((groups, max_tokens), dtype=torch.int64, device=device)
         self.page_tables = torch.zeros((groups, rows, num_entries), dtype=torch.int32, device=device)
 
@@ -69,7 +71,7 @@ class InputBuilder:
         assert len(tokens) == shape.num_tokens - shape.num_decodes, "a prefill span beyond the row's known tokens"
         upload.add("prefill_tokens", tokens)
         upload.add("sample_tokens", shape.query_start[1:][step.samples] - 1)
-        if step.features & StepFeature.TEXT_PAIRS:
+        if StepFeature.TEXT_PAIRS in step.features:
             upload.add("text_kinds", self._text_kinds(shape))
 
     def _text_kinds(self, shape: StepShape) -> np.ndarray:
@@ -81,10 +83,12 @@ class InputBuilder:
         starts = np.repeat(seconds - shape.begins + shape.query_start[:-1], shape.lengths)
         return (np.arange(shape.num_tokens) >= starts).astype(np.int64)
 
-    def build(self, shape: StepShape, sent: dict[str, torch.Tensor], wanted: np.ndarray | None = None) -> ForwardBatch:
-        """The batch, with every backend prepared. No waiting; stream order keeps the static tensors safe. ``wanted``:
-        the requests, by place in the plan, whose last tokens alone the model shall compute to the end; the upload has
-        their places among the tokens as ``sample_tokens`` and among the requests as ``sample_requests``."""
+    def build(self, shape: StepShape, sent: dict[str, torch.Tensor], pruned: np.ndarray | None = None) -> ForwardBatch:
+        """The batch, with every backend prepared. Waits for nothing; stream order keeps the static tensors safe.
+
+        ``pruned`` [S]: indices of the requests whose last tokens alone the last layer computes. The upload then has
+        these tokens' indices as ``sample_tokens`` and the requests' as ``sample_requests``.
+        """
         self._write(shape, sent)
         static, num_tokens = self.static, shape.num_tokens
         groups = [self._prepare_group(g, shape) for g in range(len(self._backends))]
@@ -92,19 +96,19 @@ class InputBuilder:
             static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)),
             sent.get("text_kinds")
         )
-        if wanted is not None:
-            inputs = [self._narrow(group.inputs, shape.ends[wanted], sent["sample_requests"]) for group in groups]
+        if pruned is not None:
+            inputs = [self._prune(group.inputs, shape.ends[pruned], sent["sample_requests"]) for group in groups]
             batch.wanted = WantedTokens(sent["sample_tokens"], inputs)
         return batch
 
     def fill(self, shape: StepShape, sent: dict[str, torch.Tensor], size: int) -> None:
-        """The same for a graph captured over `open_batch` of ``size`` tokens: what is left of its room becomes padding,
-        requests without tokens and tokens that write to the null page."""
+        """The same for a graph captured over `padded_batch` of ``size`` tokens. The rest of its room becomes padding:
+        requests without tokens, and tokens that write to the null page."""
         self._write(shape, sent)
         self._pad(shape.num_tokens, len(shape.rows), size)
 
     def clear(self, size: int) -> None:
-        """Leave nothing but padding for a graph captured over so many tokens."""
+        """Write nothing but padding, for a graph captured over ``size`` tokens."""
         self.static.token_ids[:size].zero_()
         self.static.positions[:size].zero_()
         self.static.query_start[:1].zero_()
@@ -116,17 +120,16 @@ class InputBuilder:
         static.query_start[num_requests + 1 :].fill_(num_tokens)
         static.kv_lens[num_requests:].fill_(0)
 
-    def open_batch(self, size: int) -> ForwardBatch:
-        """A batch with room for ``size`` tokens of as many requests as there can be, over the static tensors."""
+    def padded_batch(self, size: int) -> ForwardBatch:
+        """A batch with room for ``size`` tokens of up to ``max_rows`` requests, over the static tensors; what it holds
+        is known on the device alone."""
         static, longest = self.static, self._layout.max_model_len
         groups = []
         for group, backend in enumerate(self._backends):
             inputs = AttentionInputs(
                 num_tokens=size, num_decodes=0, query_lens_cpu=[], kv_lens_cpu=[], max_query_len=size,
-                max_kv_len=longest,
-                query_start=static.query_start, kv_lens=static.kv_lens, page_table=static.page_tables[group],
-                slots=static.slots[group, :size],
-                has_dynamic_lengths=True,
+                max_kv_len=longest, query_start=static.query_start, kv_lens=static.kv_lens,
+                page_table=static.page_tables[group], slots=static.slots[group, :size], has_dynamic_lengths=True,
             )
             backend.prepare(inputs)
             groups.append(GroupStep(inputs, backend))
@@ -135,6 +138,7 @@ class InputBuilder:
     def _write(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> None:
         static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
         token_ids, positions, page_size = static.token_ids[:num_tokens], sent["positions"], self._layout.page_size
+        # Decodes come first; their tokens have never left the device.
         token_ids[: shape.num_decodes] = self._rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
         token_ids[shape.num_decodes :] = sent["prefill_tokens"]
         static.positions[:num_tokens] = positions
@@ -144,24 +148,23 @@ class InputBuilder:
         offset, page = positions % page_size, positions // page_size
         for group in range(len(self._backends)):
             table = self._tables.tensor[group]
+            # flat index into [rows, entries] of the page that holds each token
             entry = sent["token_rows"] * table.shape[1] + page
             torch.add(
                 table.view(-1).index_select(0, entry).long() * page_size, offset, out=static.slots[group, :num_tokens]
             )
-            static.page_tables[
-                group, :num_requests, :num_entries
-            ] = table[:, :num_entries].index_select(0, sent["rows"])
+            pages = table[:, :num_entries].index_select(0, sent["rows"])
+            static.page_tables[group, :num_requests, :num_entries] = pages
 
     def _num_entries(self, shape: StepShape) -> int:
         return -(-int(shape.ends.max()) // self._layout.page_size)
 
-    def _narrow(self, whole: AttentionInputs, ends: np.ndarray, requests: torch.Tensor) -> AttentionInputs:
+    def _prune(self, whole: AttentionInputs, ends: np.ndarray, requests: torch.Tensor) -> AttentionInputs:
         """Inputs of the last tokens of some requests, each a decode; ``ends`` [S] are their lengths after the step."""
         count = len(ends)
         return AttentionInputs(
             num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=list(map(int, ends)),
-            max_query_len=1,
-            max_kv_len=int(ends.max(initial=1)),
+            max_query_len=1, max_kv_len=int(ends.max(initial=1)),
             query_start=torch.arange(count + 1, dtype=torch.int32, device=requests.device),
             kv_lens=whole.kv_lens.index_select(0, requests), page_table=whole.page_table.index_select(0, requests),
             slots=whole.slots,

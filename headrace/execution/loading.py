@@ -45,8 +45,8 @@ Progress = Callable[[str, float], None]
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 AS_PLAIN, AS_STORED = "none", "stored"
-"""Values of ``quantization`` that are no scheme's name: everything expanded; blocks kept even if native products must
-be waited for."""
+"""Values of ``quantization`` that name no scheme: expand everything; keep a file's blocks even if that means to wait
+for the native kernels to compile."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         schemes = _choose_schemes(source, config, dtype, device)
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
-            schemes=schemes,
-            keeps_blocks=_keeps_blocks(config.model, device, dtype),
+            schemes=schemes, keeps_blocks=_keeps_blocks(config.model, device, dtype),
         )
         model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
@@ -105,8 +104,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
             raise
         raise ConfigError(
             f"the model does not fit the memory of {device}: choose a smaller model, dtype or max_model_len, or free "
-            "the device",
-            param="model"
+            "the device", param="model",
         ) from error
     return LoadedModel(
         source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling
@@ -130,13 +128,12 @@ def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
         differing = "architecture" if source.architecture != loaded.source.architecture else "configuration"
         raise RequestError(
             f"{source.name} has another {differing} than the served model; only weights of the same shapes can be "
-            "replaced",
-            param="model_path"
+            "replaced", param="model_path",
         )
 
 
 def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
-    """Refuse keys and values in 8 bits where nothing could read them."""
+    """Raise `ConfigError` for 8-bit keys and values where no backend or pool takes them."""
     coded = [spec for spec in specs if spec is not None and spec.dtype == CODES]
     if not coded:
         return
@@ -148,8 +145,7 @@ def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
     if others:
         raise ConfigError(
             f"kv_dtype {CODES} is for plain keys and values, and this model caches {', '.join(others)}: serve with "
-            "kv_dtype auto",
-            param="kv_dtype"
+            "kv_dtype auto", param="kv_dtype",
         )
     if any(spec.head_dim % 4 for spec in coded):
         raise ConfigError(
@@ -157,24 +153,23 @@ def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
         )
 
 
-def _limit_context(wanted: int | None, native: int, usual: int = 0) -> int:
-    """The longest context: what is wanted, else what is usual, never more than the model was made for."""
+def _limit_context(max_model_len: int | None, native: int, usual: int = 0) -> int:
+    """The longest context in tokens: the user's, else the usual one; never more than the model was trained for."""
     if native < LEAST_CONTEXT:
         raise ConfigError(
             f"the model's configuration allows {native} tokens, less than the {LEAST_CONTEXT} that are served at "
             "least; check its max_position_embeddings"
         )
-    if wanted is not None and wanted > native:
+    if max_model_len is not None and max_model_len > native:
         raise ConfigError(
-            f"max_model_len {wanted} is more than the {native} tokens the model was made for; set it to {native} or "
-            "less, "
-            "or change the model's own limit with config_overrides", param="max_model_len",
+            f"max_model_len {max_model_len} is more than the {native} tokens the model was made for; set it to "
+            f"{native} or less, or change the model's own limit with config_overrides", param="max_model_len",
         )
-    return wanted or min(usual or native, native)
+    return max_model_len or min(usual or native, native)
 
 
 def _choose_schemes(source: ModelSource, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> SchemeChain:
-    """What the checkpoint says of its weights matters only where they are read."""
+    """Schemes for the checkpoint's ``quantization_config`` (not for dummy weights) and the user's choice."""
     stated = {} if config.model.load_format == "dummy" else Fields(source.config).section("quantization_config")
     wanted = config.model.quantization or ""
     return chain_schemes(SchemeQuery(
@@ -217,11 +212,11 @@ def _initializer_range(config: dict[str, Any]) -> float:
 def _watch(
     tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors on, telling how many of ``total`` elements have passed, in steps of two percent."""
-    seen, told = 0, -1
+    """Pass tensors on and report how many of ``total`` elements have passed, in steps of two percent."""
+    seen, reported = 0, -1
     for name, tensor in tensors:
-        if seen * 50 // max(total, 1) > told:
-            told = seen * 50 // max(total, 1)
+        if seen * 50 // max(total, 1) > reported:
+            reported = seen * 50 // max(total, 1)
             progress("loading weights", 0.1 + 0.7 * min(1.0, seen / max(total, 1)))
         yield name, tensor
         seen += tensor.numel()
@@ -235,7 +230,7 @@ def _attach_pooling_head(model: ServedModel, plan: PoolingPlan, build: Build) ->
         model.pooling_head = PoolingHead(plan.reduction, model.scores, takes=build.dtype)
     else:
         model.pooling_head = PoolingHead(plan.reduction, _embedding_head(plan, build))
-    model.is_capturable = False  # texts are read in steps of their own length
+    model.is_capturable = False  # texts are computed in steps of their own length
 
 
 def _embedding_head(plan: PoolingPlan, build: Build) -> EmbeddingHead:

@@ -1,7 +1,6 @@
-"""`Pooler`: from a step's hidden states to the results of the rows that are read. P spans of such rows, S results, D
-width.
+"""`Pooler`: from a step's hidden states to the results of pooled rows. P spans of such rows, S results of W numbers, D
+hidden size. A text may come in chunks: the reduction of its earlier ones is kept by row until the last is computed.
 
-A text may come in chunks: what its earlier ones contribute is kept by row until the last is computed.
 Refuses: what the model's classifier or dense layers do (``layers/pooling``).
 """
 
@@ -24,8 +23,8 @@ NOT_FINITE = "the model's result is not finite (NaN or infinity)"
 
 @dataclass(frozen=True, slots=True)
 class PoolBatch:
-    """Spans of rows that are read, as host arrays: their rows [P], and their places among the P by what must be done.
-    ``resumed``: earlier chunks count too; ``unfinished``: later ones will. ``finished``: the model's own result is due;
+    """Spans of pooled rows, as host arrays: their rows [P], and indices into the P by what must be done. ``resumed``:
+    earlier chunks count too; ``unfinished``: later ones will. ``finished``: the pooling head's result is due;
     ``labelled``: log-probabilities of certain tokens are, ``num_labels`` of them each."""
 
     rows: np.ndarray
@@ -48,16 +47,9 @@ class PooledRows:
     def records(self, *, check_finite: bool) -> tuple[list[tuple[int, bytes]], list[tuple[int, str]]]:
         """``(results, failures)`` as `StepResult` has them."""
         table = self.values.numpy()
-        results = [
-            (row, table[i, :width].astype("<f4").tobytes()) for i,
-            (row, width) in enumerate(zip(self.rows, self.widths, strict=True))
-        ]
-        broken = [
-            row for i,
-            (row, width) in enumerate(zip(self.rows, self.widths, strict=True))
-            if not np.isfinite(table[i, :width]).all()
-        ]
-        return results, [(row, NOT_FINITE) for row in broken] if check_finite else []
+        values = [(row, table[i, :width]) for i, (row, width) in enumerate(zip(self.rows, self.widths, strict=True))]
+        failures = [(row, NOT_FINITE) for row, numbers in values if check_finite and not np.isfinite(numbers).all()]
+        return [(row, numbers.astype("<f4").tobytes()) for row, numbers in values], failures
 
 
 class Pooler:
@@ -66,25 +58,24 @@ class Pooler:
     def __init__(self, rows: Rows, model: ServedModel):
         self._rows, self._model = rows, model
         self._pooling_head: PoolingHead | None = model.pooling_head
-        self._states: torch.Tensor | None = None  # [max_rows, D] float32, of texts of which only a part is computed
+        self._states: torch.Tensor | None = None  # [max_rows, D] float32, of texts whose first chunks are computed
 
     def pack(self, shape: StepShape, upload: Upload) -> PoolBatch:
         """Add what pooling needs to the upload."""
-        places = np.flatnonzero(self._rows.flags_np[shape.rows] & IS_POOLED)
-        rows, begins, ends = shape.rows[places], shape.begins[places], shape.ends[places]
+        spans = np.flatnonzero(self._rows.flags_np[shape.rows] & IS_POOLED)
+        rows, begins, ends = shape.rows[spans], shape.begins[spans], shape.ends[spans]
         known = [self._rows[int(row)] for row in rows]
         totals = np.array([len(row.token_ids) for row in known])
         labels = [row.pooling.label_ids if row.pooling is not None else [] for row in known]
         is_own, is_done = np.array([not ids for ids in labels]), ends == totals
         batch = PoolBatch(
             rows, np.flatnonzero(is_own & (begins > 0)), np.flatnonzero(is_own & ~is_done),
-            np.flatnonzero(is_own & is_done),
-            np.flatnonzero(~is_own & is_done),
+            np.flatnonzero(is_own & is_done), np.flatnonzero(~is_own & is_done),
             [len(ids) for ids, done in zip(labels, is_done, strict=True) if ids and done],
         )
-        upload.add("pool_spans", places)
-        upload.add("pool_first", shape.query_start[:-1][places])
-        upload.add("pool_last", shape.query_start[1:][places] - 1)
+        upload.add("pool_spans", spans)
+        upload.add("pool_first", shape.query_start[:-1][spans])
+        upload.add("pool_last", shape.query_start[1:][spans] - 1)
         upload.add("pool_lengths", shape.lengths)
         upload.add("pool_finished", batch.finished)
         upload.add("pool_totals", totals[batch.finished])
@@ -95,9 +86,9 @@ class Pooler:
             upload.add("pool_unfinished", batch.unfinished)
             upload.add("pool_unfinished_rows", rows[batch.unfinished])
         if len(batch.labelled):
-            width = max(batch.num_labels)
+            most = max(batch.num_labels)
             upload.add("pool_labelled", batch.labelled)
-            upload.add("pool_labels", np.array([(labels[i] + [0] * width)[:width] for i in batch.labelled]).ravel())
+            upload.add("pool_labels", np.array([(labels[i] + [0] * most)[:most] for i in batch.labelled]).ravel())
         return batch
 
     def pool(
@@ -111,7 +102,7 @@ class Pooler:
         if len(batch.finished) or len(batch.unfinished):
             states = self._reduce(batch, hidden, sent)
             if len(batch.finished):
-                found.append(self._send(batch.rows[batch.finished], self._read(states, sent), None))
+                found.append(self._send(batch.rows[batch.finished], self._apply_head(states, sent), None))
         if len(batch.labelled):
             last = sent["pool_last"].index_select(0, sent["pool_labelled"])
             logits = self._model.compute_logits(hidden.index_select(0, last))
@@ -122,15 +113,15 @@ class Pooler:
         return found
 
     def _reduce(self, batch: PoolBatch, hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[P, D] float32: each span's states and those of its text's earlier spans, made one; kept for unfinished
-        texts."""
-        assert self._pooling_head is not None, "a model that generates has no result of its own for a text"
+        """[P, D] float32: each span's hidden states reduced to one, with those of its text's earlier spans; kept for
+        unfinished texts."""
+        assert self._pooling_head is not None, "a generating model has no pooling head"
         reduction = self._pooling_head.reduction
         states = _reduce_spans(reduction, hidden, sent)
         if len(batch.resumed) and reduction != "last":
             kept = self._kept(states).index_select(0, sent["pool_resumed_rows"])
             states.index_copy_(
-                0, sent["pool_resumed"], _join(reduction, kept, states.index_select(0, sent["pool_resumed"]))
+                0, sent["pool_resumed"], _combine(reduction, kept, states.index_select(0, sent["pool_resumed"]))
             )
         if len(batch.unfinished) and reduction != "last":
             self._kept(states).index_copy_(
@@ -138,7 +129,7 @@ class Pooler:
             )
         return states
 
-    def _read(self, states: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _apply_head(self, states: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         assert self._pooling_head is not None
         states = states.index_select(0, sent["pool_finished"])
         if self._pooling_head.reduction == "mean":
@@ -164,7 +155,7 @@ def _reduce_spans(reduction: str, hidden: torch.Tensor, sent: dict[str, Any]) ->
     return per_span.index_select(0, sent["pool_spans"])
 
 
-def _join(reduction: str, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+def _combine(reduction: str, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
     if reduction == "first":
         return earlier
     return earlier + later if reduction == "mean" else torch.maximum(earlier, later)

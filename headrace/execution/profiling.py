@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """One trace at a time, from `start` to `stop` or to the last of the steps asked for."""
+    """One trace at a time, from `start` to `stop`, or to the last of ``num_steps`` steps."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -46,7 +46,7 @@ class Profiler:
         self._running.start()
 
     def count_step(self) -> None:
-        """A step begins. The trace is written when it has as many as were asked for."""
+        """A step begins. The trace is written once it has ``num_steps`` of them."""
         if self._running is None or self._options is None or self._options.num_steps is None:
             return
         if self._num_steps >= self._options.num_steps:

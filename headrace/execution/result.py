@@ -113,8 +113,8 @@ class PendingSample:
         if self._logprobs is None or self._batch is None:
             return None
         spread: list = [None] * num_rows
-        for place, record in zip(self._batch.logged, self._logprobs.records(self._batch.top_counts), strict=True):
-            spread[place] = record
+        for index, record in zip(self._batch.logged, self._logprobs.records(self._batch.top_counts), strict=True):
+            spread[index] = record
         return spread
 
     def _troubled_rows(self, states: list[int]) -> list[tuple[int, int]]:

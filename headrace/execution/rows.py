@@ -1,4 +1,4 @@
-"""`Rows`: the persistent state of the requests on the device, by row; and what the host knows of each.
+"""`Rows`: the persistent state of the requests by row, on the device and on the host.
 
 Refuses: page tables (``memory/``) and the state of penalties and rules, which only few rows have.
 """
@@ -15,13 +15,13 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import RowGrowth, RowStart
 
-IS_RANDOM, HAS_PENALTIES, HAS_RULES, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS, IS_TAKEN, HAS_GRAMMAR = (
-    1, 2, 4, 8, 16, 32, 64
+IS_TAKEN, IS_RANDOM, HAS_PENALTIES, HAS_RULES, HAS_GRAMMAR, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS = (
+    1 << bit for bit in range(7)
 )
 """Bits of a row's flags; 0 is a free row."""
 
-IS_POOLED, HAS_SECOND_TEXT = 256, 512
-"""More of them: the row is read, not continued; its tokens are of two texts."""
+IS_POOLED, HAS_SECOND_TEXT = 1 << 7, 1 << 8
+"""The row gets a pooled result and no tokens; its tokens are of two texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,15 @@ class RowTokens:
 
 
 class Rows:
-    """``last_token`` [max_rows + 1] int64 on the device: what the sampler drew last, the input of the row's next
-    decode; its last entry belongs to the null row of the page tables. The ``*_np`` arrays [max_rows] are the host's."""
+    """``last_token`` [max_rows + 1] int64 on the device: the latest sampled token, the input of the row's next decode;
+    its last entry belongs to the null row of the page tables. The host's ``*_np`` arrays are [max_rows] or [max_rows,
+    columns]: ``reals_np`` has temperature, top_p and min_p, ``integers_np`` top_k and seed."""
 
     def __init__(self, max_rows: int, device: torch.device):
         self.last_token = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.prompt_len_np = np.zeros(max_rows, dtype=np.int64)
         self.flags_np = np.zeros(max_rows, dtype=np.int64)
-        self.draws_np = np.zeros((max_rows, 3), dtype=np.float64)
+        self.reals_np = np.zeros((max_rows, 3), dtype=np.float64)
         self.integers_np = np.zeros((max_rows, 2), dtype=np.int64)
         self._rows: list[RowTokens | None] = [None] * max_rows
 
@@ -58,27 +59,27 @@ class Rows:
             raise HeadraceError(f"the plan computes rows that were never started: {free}")
 
     def start(self, start: RowStart) -> RowTokens:
-        """Take a row; whatever it held is forgotten."""
+        """Take a row; what it held is forgotten."""
         spec = start.sampling
         known = RowTokens(np.array(start.token_ids, dtype=np.int64), start.prompt_len, spec, start.pooling)
         self._rows[start.row] = known
         self.prompt_len_np[start.row] = start.prompt_len
-        self.draws_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
+        self.reals_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
         self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
-        # masks see to that
+        # A grammar's bitmasks enforce the minimum length.
         is_ruled = spec.rules is not None and not (spec.grammar is not None and spec.rules.is_length_only)
         self.flags_np[start.row] = (
             IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None)
-            | HAS_RULES * is_ruled
+            | HAS_RULES * is_ruled | HAS_GRAMMAR * (spec.grammar is not None)
             | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0)
-            | HAS_GRAMMAR * (spec.grammar is not None)
         )
         if start.pooling is not None:
             self.flags_np[start.row] |= IS_POOLED | HAS_SECOND_TEXT * (start.pooling.second_start > 0)
         return known
 
     def grow(self, growth: RowGrowth) -> None:
-        """More tokens of a row are known. Those between were drawn on the device, and nobody asks for them here."""
+        """More tokens of a row are known. Tokens between the known ones were sampled on the device; no later span
+        reads them here."""
         known = self[growth.row]
         token_ids = np.full(growth.start + len(growth.token_ids), -1, dtype=np.int64)
         token_ids[: len(known.token_ids)] = known.token_ids[: len(token_ids)]

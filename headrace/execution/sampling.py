@@ -80,12 +80,12 @@ class Sampler:
         if self._latest is None or self._latest.key != batch.rows.tobytes():
             upload.add("sample_rows", batch.rows)
             if len(batch.random):
-                reals = self._rows.draws_np[batch.rows].T.copy()
-                reals[0, np.delete(np.arange(len(batch.rows)), batch.random)] = 0.0
-                upload.add("draw_reals", reals.ravel())
-                upload.add("draw_integers", self._rows.integers_np[batch.rows].T.ravel())
+                reals = self._rows.reals_np[batch.rows].T.copy()
+                reals[0, np.delete(np.arange(len(batch.rows)), batch.random)] = 0.0  # temperature of greedy rows
+                upload.add("sample_reals", reals.ravel())
+                upload.add("sample_integers", self._rows.integers_np[batch.rows].T.ravel())
         if len(batch.random):
-            upload.add("draw_positions", batch.output_lens)
+            upload.add("sample_positions", batch.output_lens)
         if len(batch.ruled):
             self._rules.pack(batch.rows[batch.ruled], batch.output_lens[batch.ruled], upload)
             upload.add("ruled", batch.ruled)
@@ -135,17 +135,17 @@ class Sampler:
             return sent["sample_rows"], params
         last = self._latest
         assert last is not None, "what was not sent is on the device"
-        return last.rows, None if last.params is None else replace(last.params, position=sent["draw_positions"])
+        return last.rows, None if last.params is None else replace(last.params, position=sent["sample_positions"])
 
     def _read_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> SampleParams:
         rows = batch.rows[batch.random]
-        top_p, min_p = self._rows.draws_np[rows, 1], self._rows.draws_np[rows, 2]
+        top_p, min_p = self._rows.reals_np[rows, 1:].T
         top_k = self._rows.integers_np[rows, 0]
         ranked = np.where(top_k > 0, top_k, np.where(top_p < 1.0, self.vocab_size, 0))
-        temperatures, top_ps, min_ps = sent["draw_reals"].view(3, -1)
-        top_ks, seeds = sent["draw_integers"].view(2, -1)
+        temperatures, top_ps, min_ps = sent["sample_reals"].view(3, -1)
+        top_ks, seeds = sent["sample_integers"].view(2, -1)
         return SampleParams(
-            temperatures, top_ks, top_ps, min_ps, seeds, sent["draw_positions"], has_min_p=bool((min_p > 0).any()),
+            temperatures, top_ks, top_ps, min_ps, seeds, sent["sample_positions"], has_min_p=bool((min_p > 0).any()),
             has_top_p=bool((top_p < 1.0).any()), num_ranked=min(int(ranked.max()), self.vocab_size),
         )
 

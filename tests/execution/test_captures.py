@@ -34,11 +34,11 @@ class Work:
     """A bucket."""
 
     def __init__(self, size: int, log: list[str]):
-        self.size, self.is_settled, self._log = size, False, log
+        self.size, self.is_recorded, self._log = size, False, log
         log.append(f"made {size}")
 
-    def settle(self) -> None:
-        self.is_settled = True
+    def record(self) -> None:
+        self.is_recorded = True
         self._log.append(f"recorded {self.size}")
 
 
@@ -57,16 +57,16 @@ def captured(log: list[str]) -> CapturedSteps:
 
 def test_the_first_run_is_recorded_and_all_are_replayed():
     capture = Capture(lambda: "work", Recorder())
-    assert not capture.is_settled
+    assert not capture.is_recorded
     assert [capture.run() for _ in range(3)] == ["replayed work"] * 3
-    assert capture.is_settled
+    assert capture.is_recorded
 
 
 @pytest.mark.parametrize("recorder", [Recorder(refuses=True), NoRecorder()])
 def test_what_is_not_recorded_runs_as_written_for_good(recorder: Records):
     capture = Capture(lambda: "work", recorder)
     assert [capture.run() for _ in range(3)] == ["work"] * 3
-    assert capture.is_settled
+    assert capture.is_recorded
 
 
 def test_work_that_failed_once_is_never_recorded():
@@ -93,7 +93,7 @@ def test_all_are_recorded_largest_first(captured: CapturedSteps, log: list[str])
 def test_lazily_the_largest_come_first_and_idle_moments_take_one_each(captured: CapturedSteps, log: list[str]):
     captured.record_largest()
     assert log == ["made 4", "recorded 4", "made 64", "recorded 64"]
-    captured._kinds[0].find(1).settle()  # as a step does that needs it
+    captured._kinds[0].find(1).record()  # as a step does that needs it
     log.clear()
     moments = []
     while captured.record_next():

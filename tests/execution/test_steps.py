@@ -80,12 +80,12 @@ def test_sampling_parameters_are_sent_once():
     for plan in plans:
         tokens, names = sample(plan, sampler)
         assert tokens == sample(plan, Sampler(rows, 4, 50))[0]
-        sent.append("draw_reals" in names)
+        sent.append("sample_reals" in names)
     assert sent == [True, False, False]
     known = rows.start(RowStart(1, "other", [1] * 9, 9, SamplingSpec(temperature=2.0, seed=11)))
     sampler.start(1, known)
     tokens, names = sample(plans[2], sampler)
-    assert "draw_reals" in names and tokens == sample(plans[2], Sampler(rows, 4, 50))[0]
+    assert "sample_reals" in names and tokens == sample(plans[2], Sampler(rows, 4, 50))[0]
 
 
 @pytest.mark.parametrize(("start", "features"), [
