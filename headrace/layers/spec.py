@@ -1,7 +1,7 @@
 """`DecoderSpec` and `EncoderSpec`: all that tells one transformer from another, as plain numbers. Torch-free.
 
 A spec type of attention or MLP names the class that computes it (``branch``), imported when a model is built. A family
-or a package adds a type of its own by such a dataclass, beside its class; nothing here needs to know it.
+or an out-of-tree package adds a type by declaring such a dataclass; no table here has to list it.
 Refuses: names of families and of checkpoint tensors (``models/``), and tensors.
 """
 
@@ -20,9 +20,9 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts; fields that ``kind`` does not use keep their default.
+    """How rotary frequencies are scaled for long contexts; fields that ``kind`` does not use keep their default.
 
-    ``original_max_position`` is the context length before stretching. ``attention_factor`` multiplies cos and sin
+    ``original_max_position`` is the context length before scaling. ``attention_factor`` multiplies cos and sin
     (None: the formula's own). ``short_factor`` and ``long_factor`` divide the frequencies under ``longrope``.
     """
 
@@ -146,12 +146,12 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """How each token chooses ``top_k`` of ``num_experts``.
+    """How each token is routed to ``top_k`` of ``num_experts``.
 
-    ``score`` makes scores of logits; the highest are chosen, after ``choice_bias`` (a learned bias that counts for the
-    choice alone) is added, and only within the best ``top_groups`` of ``num_groups`` groups of experts, a group being
-    as good as the sum of its best ``group_best``. The chosen scores are the weights: ``renormalise`` divides them by
-    their sum, ``scale`` multiplies them. ``bias``: the logits have one. ``in_float32``: the logits are computed so.
+    ``score`` is the function from logits to scores. The top k are chosen after adding ``choice_bias`` (learned, for the
+    choice alone), among the best ``top_groups`` of ``num_groups`` groups; a group's score is the sum of its best
+    ``group_best``. The scores of the chosen are their weights: ``renormalise`` divides them by their sum, ``scale``
+    multiplies them. ``bias``: the logits have one. ``in_float32``: the logits are computed in it.
     """
 
     num_experts: int
@@ -169,7 +169,7 @@ class RoutingSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts: each token goes through the experts it chose and, if there is one, the ``shared`` MLP."""
+    """Mixture of experts: each token goes through its top k experts and, if there is one, the ``shared`` MLP."""
 
     routing: RoutingSpec
     expert: MlpSpec

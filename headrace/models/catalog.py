@@ -1,7 +1,7 @@
-"""The catalog: which family serves an architecture. Knows names only; serving one family imports that one alone.
+"""The catalog: which family serves an architecture. Holds names only, so that serving a family imports that one alone.
 
-Out-of-tree families are entry points of group ``headrace.families``; they are asked only when no built-in one knows the
-architecture. Torch-free.
+Out-of-tree families are entry points of group ``headrace.families``; they are imported only when no built-in family
+serves the architecture. Torch-free.
 """
 
 from __future__ import annotations

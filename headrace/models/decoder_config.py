@@ -128,8 +128,8 @@ def read_moe(
 
 
 def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
-    """``max_position_embeddings``; with YaRN, which is often added to a config that says the trained length there, at
-    least the length it stretches to."""
+    """``max_position_embeddings``; with YaRN, often added to a config whose ``max_position_embeddings`` is the trained
+    length, at least the length that it extends to."""
     scalings = {layer.rope.scaling for layer in layers if layer.rope and layer.rope.scaling}
     stretched = [int(s.original_max_position * s.factor) for s in scalings if s.kind == "yarn"]
     return max([fields.integer("max_position_embeddings", 2048), *stretched])
@@ -183,8 +183,8 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float = 1.0, i
 
 
 def read_rope_parameters(fields: Fields, section: str | None = None) -> dict[str, Any]:
-    """``rope_parameters``, or a section of it, with ``rope_scaling`` over it: where a file has both, somebody added the
-    latter to stretch the model."""
+    """``rope_parameters``, or a section of it, with ``rope_scaling`` over it: where a file has both, the latter was
+    added to extend the context."""
     parameters = fields.section("rope_parameters")
     parts = (Fields(parameters).section(section) if section else parameters, fields.section("rope_scaling"))
     return {

@@ -1,4 +1,4 @@
-"""Finds a model's files on this machine or the hub from what the user typed. Torch-free. Refuses: reading them."""
+"""Finds a model's files from what the user typed: locally or on the hub. Torch-free. Refuses: reading them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True)
 class Found:
-    """A model's place: ``kind`` and ``path`` as in `ModelSource`; ``weight_files`` in reading order."""
+    """Where a model is: ``kind`` and ``path`` as in `ModelSource`; ``weight_files`` in reading order."""
 
     name: str
     kind: str
@@ -35,12 +35,12 @@ def find_model(typed: str, load_format: str, revision: str | None = None) -> Fou
         )
     try:
         return _find(typed, load_format, revision)
-    except OSError as error:  # of whatever folder on the way
+    except OSError as error:  # any folder on the way may be unreadable
         raise ModelError(f"cannot read {error.filename or typed}: {error.strerror or error}") from error
 
 
 def _find(typed: str, load_format: str, revision: str | None) -> Found:
-    path = Path(os.path.expanduser(typed))  # as it is where there is no such home, which pathlib raises
+    path = Path(os.path.expanduser(typed))  # where there is no such home, pathlib raises
     if path.exists():
         return _open_path(path, load_format)
     if path.is_symlink():

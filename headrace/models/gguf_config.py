@@ -1,4 +1,4 @@
-"""GGUF metadata to the fields of a config.json, as far as families have them in common. Torch-free."""
+"""GGUF metadata to the config.json fields that families share. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def read_gguf_config(
 ) -> dict[str, Any]:
     """The shared fields under ``architecture`` (a Hugging Face name); ``keys`` adds a family's own.
 
-    GGUF does not say whether the head is tied: ``tie_word_embeddings`` is left for the reader of the file, who knows
-    whether it has an ``output.weight``.
+    GGUF does not say whether the head is tied: the caller sets ``tie_word_embeddings`` by whether the file has an
+    ``output.weight``.
     """
     prefix = metadata.get("general.architecture")
     if not isinstance(prefix, str):
@@ -59,7 +59,7 @@ def read_gguf_config(
 
 
 def _single(key: str, value: Any) -> Any:
-    """GGUF may give one value per layer; families here need them alike."""
+    """GGUF may give one value per layer; families here need the same for all."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
         return value
     if len(set(value)) != 1:
@@ -71,7 +71,7 @@ def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) ->
     rotary_dim, head_dim = metadata.get(f"{prefix}.rope.dimension_count"), config.get("head_dim")
     if rotary_dim and head_dim and rotary_dim < head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
-    # the latter in old files
+    # old files have scale_linear
     factor = metadata.get(f"{prefix}.rope.scaling.factor", metadata.get(f"{prefix}.rope.scale_linear"))
     scaling = {
         "rope_type": metadata.get(f"{prefix}.rope.scaling.type", None if factor is None else "linear"),

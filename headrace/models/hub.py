@@ -23,10 +23,10 @@ SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 def find_in_hub(
     name: str, revision: str | None, *, wants_weights: bool, can_open: Callable[[Path], bool], near: Callable[[], str]
 ) -> Path:
-    """Folder (or GGUF file) of a repository in the cache, fetched first when it is not complete there.
+    """Folder (or GGUF file) of a repository in the cache, downloaded first if it is incomplete there.
 
-    ``can_open`` says of a folder or GGUF file whether all that is needed is there. Raises `ModelError` that says why
-    the model cannot be had and what to do; what ``near()`` returns is appended to "not found".
+    ``can_open`` tells whether a folder or GGUF file is complete. Raises `ModelError` with the reason and a remedy;
+    ``near()`` is appended where nothing of that name is found.
     """
     root = _cache_root()
     repository, file = _split(name)
@@ -50,7 +50,7 @@ def find_in_hub(
 def cached_names() -> set[str]:
     """Names of the models in the Hugging Face cache."""
     root = _cache_root()
-    if not os.path.isdir(root):  # False for what may not be looked at, too
+    if not os.path.isdir(root):  # False also without permission
         return set()
     return {folder.name.removeprefix("models--").replace("--", "/") for folder in root.glob("models--*")}
 
@@ -63,7 +63,7 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def _cache_root() -> Path:
-    env.home()  # settled before the library asks
+    env.home()  # set before the library reads it
     from huggingface_hub import constants  # costs 0.1 s
 
     return Path(constants.HF_HUB_CACHE)
@@ -107,7 +107,7 @@ def _download(repository: str, revision: str | None, patterns: list[str], name: 
 
 
 def _ask(question: Callable[[], T], name: str, near: Callable[[], str]) -> T:
-    """Run a question to the hub; every way it fails becomes a `ModelError` with the remedy."""
+    """Run a query to the hub; any failure becomes a `ModelError` with a remedy."""
     from huggingface_hub import errors
 
     try:
@@ -121,8 +121,7 @@ def _ask(question: Callable[[], T], name: str, near: Callable[[], str]) -> T:
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"no model {name!r}: no such file, folder or installed package, and none of that name on the Hugging Face "
-            "hub "
-            f"(private ones need `hf auth login`){near()}"
+            f"hub (private ones need `hf auth login`){near()}"
         ) from error
     except PermissionError as error:
         raise ModelError(
@@ -134,9 +133,8 @@ def _ask(question: Callable[[], T], name: str, near: Callable[[], str]) -> T:
     ) as error:
         raise ModelError(
             f"no model {name!r}: no such file, folder or installed package, it is not (fully) in the Hugging Face "
-            "cache "
-            f"{_cache_root()}, and the hub cannot be reached: {_first_line(error)}. Go online, copy the model here, "
-            f"or name a local one{near()}"
+            f"cache {_cache_root()}, and the hub cannot be reached: {_first_line(error)}. Go online, copy the model "
+            f"here, or name a local one{near()}"
         ) from error
 
 

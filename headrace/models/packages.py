@@ -1,6 +1,6 @@
-"""Model files that came with pip: found from the package's file list, never by importing the package.
+"""Model files installed by pip: found in the package's file list, never by importing the package.
 
-Parts of one file that were spread over several packages are joined once, in the cache folder.
+Parts of one file in several packages are concatenated once, in the cache folder.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _join(base: str, packages: list[tuple[str, list[Path]]]) -> Path:
 
 
 def join_parts(parts: list[Path], file_name: str) -> Path:
-    """Concatenate ``parts`` into one file in the cache folder, once: later calls find it. Safe among processes."""
+    """Concatenate ``parts`` into one file in the cache folder; later calls find it. Safe between processes."""
     stats = [part.stat() for part in parts]
     identity = repr([(str(part), stat.st_size, stat.st_mtime_ns) for part, stat in zip(parts, stats, strict=True)])
     folder = env.cache_dir() / "joined" / hashlib.sha256(identity.encode()).hexdigest()[:16]

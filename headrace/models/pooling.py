@@ -1,4 +1,4 @@
-"""What a checkpoint is for, and how its hidden states become the result of a text. Torch-free.
+"""What a checkpoint is made for (generate, embed, classify), and how a pooling model pools. Torch-free.
 
 Reads the conventions of sentence-transformers folders (``modules.json``, ``1_Pooling``, ``2_Dense``) and the fields of
 classifiers in config.json. Refuses: tensors (``layers/pooling``).
@@ -37,7 +37,7 @@ WITH_VOCABULARY, BARE = "ForCausalLM", "Model"
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A dense layer behind the pooling, with weights of its own in ``folder``."""
+    """A dense layer after the pooling; its weights are in ``folder``."""
 
     in_features: int
     out_features: int
@@ -48,9 +48,9 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class PoolingPlan:
-    """``reduction`` of a text's hidden states to one; then, for ``embed``, the dense layers and unit length, for
-    ``classify`` the model's own classifier. ``max_text_len`` is what the checkpoint's makers cut texts to (0:
-    unsaid)."""
+    """``reduction`` of a text's hidden states to one vector; then, for ``embed``, dense layers and normalisation to
+    unit length, for ``classify`` the model's classifier. ``max_text_len``: the length in tokens to which the
+    checkpoint truncates texts (0: not stated)."""
 
     kind: PoolingKind
     reduction: Reduction
@@ -61,21 +61,22 @@ class PoolingPlan:
     activation: Activation = "identity"
     takes_pairs: bool = False
 
-    def facts(self, width: int) -> PoolingFacts:
-        """What the edges may know; ``width`` is that of the hidden states."""
+    def facts(self, hidden_size: int) -> PoolingFacts:
+        """What HTTP and the offline API need to know."""
+        size = hidden_size
         if self.kind == "classify":
-            width = len(self.labels)
+            size = len(self.labels)
         elif self.dense:
-            width = self.dense[-1].out_features
+            size = self.dense[-1].out_features
         return PoolingFacts(
-            self.kind, width, needs_all_tokens=self.reduction != "last", labels=list(self.labels),
+            self.kind, size, needs_all_tokens=self.reduction != "last", labels=list(self.labels),
             activation=self.activation, takes_pairs=self.takes_pairs,
         )
 
 
 def read_task(source: ModelSource, family: Family, task: str) -> str:
-    """``generate``, ``embed`` or ``classify``: what was asked for, if the checkpoint can, or under ``auto`` what it was
-    made for. Raises `ConfigError`."""
+    """``generate``, ``embed`` or ``classify``: the configured task, or what the checkpoint is made for under ``auto``.
+    Raises `ConfigError` for a task that the checkpoint cannot do."""
     architecture = source.architecture
     is_classifier = architecture.endswith(CLASSIFIERS)
     is_bare = not family.generates or architecture.endswith(BARE)
@@ -91,7 +92,7 @@ def read_task(source: ModelSource, family: Family, task: str) -> str:
 
 
 def plan_pooling(source: ModelSource, family: Family, task: str) -> PoolingPlan | None:
-    """How the model reads; None for one that generates. Raises `ConfigError` for what is not served."""
+    """How the model pools; None for a generating model. Raises `ConfigError` for what is not served."""
     if task == "generate":
         return None
     if task == "classify":
@@ -106,7 +107,7 @@ def plan_pooling(source: ModelSource, family: Family, task: str) -> PoolingPlan 
 
 
 def config_for(source: ModelSource, task: str) -> dict[str, Any]:
-    """The config.json dict to build the model from: one that embeds has no use for a vocabulary's head."""
+    """The config.json dict to build the model from: without the vocabulary's head for an embedding model."""
     if task != "embed" or not source.architecture.endswith(WITH_VOCABULARY):
         return source.config
     return {**source.config, "architectures": [source.architecture.removesuffix(WITH_VOCABULARY) + BARE]}
@@ -129,7 +130,7 @@ def _plan_classifier(source: ModelSource, family: Family) -> PoolingPlan:
 
 
 def _score_activation(config: dict[str, Any], num_classes: int) -> Activation:
-    """As transformers' pipelines have it; a cross-encoder may say otherwise for itself."""
+    """That of transformers' pipelines, unless a cross-encoder states another."""
     stated = (
         (config.get("sentence_transformers") or {}).get("activation_fn")
         or config.get("sbert_ce_default_activation_function")

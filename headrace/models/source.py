@@ -1,4 +1,4 @@
-"""`ModelSource`: where a model's files are, found from what the user typed. Torch-free: the HTTP process reads it too.
+"""`ModelSource`: a model's configuration and files, found from what the user typed. Torch-free: HTTP processes use it.
 
 Tried in order: a path, an installed model package, a Hugging Face name. Refuses: opening weights.
 """
@@ -24,10 +24,10 @@ MAX_JSON_BYTES = 64 << 20
 class ModelSource:
     """A resolved model. ``kind`` is ``folder`` (config.json and perhaps safetensors) or ``gguf`` (one file, or the
     first of a split one). ``config`` is the config.json dict (made from metadata for GGUF), ``generation_config`` that
-    of generation_config.json or {}. ``architecture`` is ``config["architectures"][0]``. ``name`` is what to call the
-    model: the name typed, or the folder's or file's own. ``weight_files`` is empty when there are none and random
-    weights were asked for. ``gguf_metadata`` has the file's constant tensors too, as lists of numbers under their
-    names; ``gguf_tensors`` says where all of them lie."""
+    of generation_config.json or {}. ``architecture`` is ``config["architectures"][0]``. ``name`` is the
+    model's: as typed, or that of the folder or file. ``weight_files`` is empty when there are none and random
+    weights were asked for. ``gguf_metadata`` also has the file's constant tensors, as lists of numbers under their
+    names; ``gguf_tensors`` are the positions of all tensors in the files."""
 
     name: str
     kind: str
@@ -51,9 +51,9 @@ class ModelSource:
 def resolve_source(config: ModelConfig) -> ModelSource:
     """Find and read everything about a model but its weights.
 
-    Raises `ModelError` saying what was looked for, where, and what is nearest; `ConfigError` for ``config_overrides``
-    that are no JSON object or a ``load_format`` the files are not in; `UnknownArchitecture` for a GGUF file no family
-    serves.
+    Raises `ModelError` that says what was looked for and where, with near matches; `ConfigError` for
+    ``config_overrides`` that are no JSON object or a ``load_format`` that the files do not have; `UnknownArchitecture`
+    for a GGUF file that no family serves.
     """
     overrides = _parse_overrides(config.config_overrides)
     found = find_model(config.model, config.load_format, config.revision)

@@ -16,8 +16,7 @@ DEFAULTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_val
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """Newer files call ``num_experts`` ``num_local_experts``. ``head_dim`` is a head's share of the width unless
-    given."""
+    """Newer files call ``num_experts`` ``num_local_experts``."""
     fields = Fields({"num_experts": config.get("num_local_experts") or 128, **DEFAULTS, **config})
     window = read_window(fields, 4096) if fields.flag("use_sliding_window", False) else 0
     return read_decoder(fields, _read_layers(fields, window), attention=read_attention(fields, qk_norm="head"))
