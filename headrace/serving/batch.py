@@ -1,10 +1,5 @@
-"""The lines of a batch: requests read, answers written, and which are answered already. Refuses: answering.
-
-`InsideClient`: asks an ASGI application without a socket, so that a batch is answered by the routes of the
-server.
-
-`run_batch`: answers the lines of a file, many at a time, each written as soon as it is known. No line stops the
-others."""
+"""Files of requests in OpenAI's batch format, completed by the application's own routes without a socket. Each result
+is written as soon as it is known; no line stops the others."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ MAX_ID = 512
 
 
 class BatchLine(msgspec.Struct):
-    """One request of the input. What else stands in the line is ignored, as at OpenAI."""
+    """One request of the input. Other fields of the line are ignored, as with OpenAI."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
     url: str
@@ -39,7 +34,7 @@ class BatchLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Item:
-    """A line to be answered, or what is wrong with it. ``number`` is its place in the file, from 1."""
+    """A line, or its error. ``number`` is the line number, from 1."""
 
     number: int
     line: BatchLine | None = None
@@ -48,8 +43,8 @@ class Item:
 
 
 @dataclass
-class Answered:
-    """What the output holds already: ids of requests, and numbers of lines that were no requests."""
+class Completed:
+    """What the output already has: ids of requests, and numbers of lines that were no requests."""
 
     custom_ids: set[str]
     numbers: set[int]
@@ -61,11 +56,11 @@ def _check(line: BatchLine) -> None:
     if line.url not in ROUTES:
         raise RequestError(f"url must be one of {', '.join(ROUTES)}, got {line.url[:100]!r}", param="url")
     if line.body.get("stream"):
-        raise RequestError("a batch has no streams; leave stream out", param="body.stream")
+        raise RequestError("a batch cannot stream; leave out stream", param="body.stream")
 
 
 def read_line(number: int, text: bytes, seen: set[str]) -> Item:
-    """The request of a line. ``seen`` are the ids before it, to which its own is added."""
+    """The request of a line. ``seen`` are the ids of earlier lines; the line's own is added."""
     custom_id = None
     try:
         if len(text) > MAX_LINE_BYTES:
@@ -73,29 +68,29 @@ def read_line(number: int, text: bytes, seen: set[str]) -> Item:
         line = msgspec.json.decode(text, type=BatchLine)
         custom_id = line.custom_id
         if custom_id in seen:
-            raise RequestError(f"custom_id {custom_id!r} stands in an earlier line, too", param="custom_id")
+            raise RequestError(f"custom_id {custom_id!r} is also in an earlier line", param="custom_id")
         _check(line)
     except RequestError as error:
         return Item(number, custom_id=custom_id, error=error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Item(number, error=RequestError(f"the line is no request of a batch: {error}"))
+        return Item(number, error=RequestError(f"the line is not a batch request: {error}"))
     seen.add(custom_id)
     return Item(number, line, custom_id)
 
 
-def read_items(file: BinaryIO, answered: Answered) -> Iterator[Item]:
-    """The lines without an answer, one at a time. Empty ones are none."""
+def read_items(file: BinaryIO, completed: Completed) -> Iterator[Item]:
+    """The lines without a result, one at a time; empty lines are skipped."""
     seen: set[str] = set()
     for number, text in enumerate(_read_lines(file), 1):
-        if not text.strip() or number in answered.numbers:
+        if not text.strip() or number in completed.numbers:
             continue
         item = read_line(number, text, seen)
-        if item.error is not None or item.custom_id not in answered.custom_ids:
+        if item.error is not None or item.custom_id not in completed.custom_ids:
             yield item
 
 
 def _read_lines(file: BinaryIO) -> Iterator[bytes]:
-    """All lines; of one that is too long the beginning."""
+    """All lines; a line that is too long is truncated."""
     while text := file.readline(MAX_LINE_BYTES + 2):
         rest = text
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
@@ -104,7 +99,7 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def count_lines(path: Path) -> int:
-    """Lines that are not empty; raises `ConfigError` for a file that cannot be read."""
+    """The number of non-empty lines; raises `ConfigError` for a file that cannot be read."""
     try:
         with path.open("rb") as file:
             return sum(1 for line in file if line.strip())
@@ -112,10 +107,10 @@ def count_lines(path: Path) -> int:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="input") from error
 
 
-def open_output(path: Path) -> tuple[BinaryIO, Answered]:
-    """The output to append to, and what it holds. The end of a line that was not written to its end is cut off; raises
-    `ConfigError` for a file that is no output of a batch: nothing of it is overwritten."""
-    answered = Answered(set(), set())
+def open_output(path: Path) -> tuple[BinaryIO, Completed]:
+    """The output, opened for appending, and what it has. An incomplete last line is cut off. Raises `ConfigError` for a
+    file that is not the output of a batch, and leaves it unchanged."""
+    completed = Completed(set(), set())
     try:
         file = path.open("a+b")
         file.seek(0)
@@ -124,36 +119,36 @@ def open_output(path: Path) -> tuple[BinaryIO, Answered]:
             if not text.endswith(b"\n"):
                 break
             end += len(text)
-            _note(text, answered, f"{path} line {number}")
+            _note(text, completed, f"{path} line {number}")
         file.truncate(end)
         file.seek(0, os.SEEK_END)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", param="output") from error
-    return file, answered
+    return file, completed
 
 
-def _note(text: bytes, answered: Answered, where: str) -> None:
+def _note(text: bytes, completed: Completed, where: str) -> None:
     try:
         record = json.loads(text)
         custom_id, error = record["custom_id"], record["error"]
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise ConfigError(
-            f"{where} is not the answer to a line of a batch; choose another output", param="output"
+            f"{where} is not a batch result; choose another output", param="output"
         ) from problem
     if error and "line" in error:
-        answered.numbers.add(error["line"])
+        completed.numbers.add(error["line"])
     else:
-        answered.custom_ids.add(custom_id)
+        completed.custom_ids.add(custom_id)
 
 
-def write_answer(item: Item, status: int, request_id: str, body: bytes) -> bytes:
-    """The line of a request that was answered, if only with an error of its own."""
+def write_response(item: Item, status: int, request_id: str, body: bytes) -> bytes:
+    """The output line of a request with a response, which may be an error."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _write(item, response, None)
 
 
-def write_refusal(item: Item) -> bytes:
-    """The line of one that was no request."""
+def write_error(item: Item) -> bytes:
+    """The output line of a line that is no request."""
     assert item.error is not None
     return _write(
         item, None,
@@ -171,7 +166,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Answer:
+class InsideResponse:
     """Status, headers (names in lower case) and body."""
 
     status: int
@@ -180,27 +175,27 @@ class Answer:
 
 
 class InsideClient:
-    """Each `post` stays connected until it is answered."""
+    """Sends requests to an ASGI application without a socket."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
-    async def post(self, path: str, body: bytes) -> Answer:
-        """Send JSON and wait for the whole answer."""
+    async def post(self, path: str, body: bytes) -> InsideResponse:
+        """Send JSON and wait for the whole response."""
         requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        answer = Answer(500, {}, b"")
+        response = InsideResponse(500, {}, b"")
         chunks: list[bytes] = []
 
         async def receive() -> Message:
             if requests:
                 return requests.pop()
-            await asyncio.get_running_loop().create_future()  # nobody leaves; whoever waits for that is cancelled
+            await asyncio.get_running_loop().create_future()  # never disconnects; the waiting task is cancelled
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                answer.status = message["status"]
-                answer.headers = {
+                response.status = message["status"]
+                response.headers = {
                     k.decode("latin-1").lower(): v.decode("latin-1") for k, v in message.get("headers", ())
                 }
             else:
@@ -208,13 +203,13 @@ class InsideClient:
 
         try:
             await self._app(self._scope(path, len(body)), receive, send)
-        # the request's edge: the application has answered 500 and tells the server, which is us
+        # request edge: the application has sent a 500 and raises for the server's log
         except Exception as error:
             if not chunks:
                 raise
             logger.error("%s failed", path, exc_info=error)
-        answer.body = b"".join(chunks)
-        return answer
+        response.body = b"".join(chunks)
+        return response
 
     def _scope(self, path: str, size: int) -> dict[str, Any]:
         return {
@@ -226,57 +221,57 @@ class InsideClient:
 
 
 TRIES = 20
-FULL, UNAVAILABLE = 429, 503
+QUEUE_FULL, UNAVAILABLE = 429, 503
 
 
 @dataclass
 class Tally:
-    """How many lines were answered, and how many of them with an error."""
+    """The number of completed lines, and of those with an error."""
 
-    answered: int = 0
+    completed: int = 0
     failed: int = 0
 
 
 async def run_batch(
-    client: InsideClient, items: Iterator[Item], output: BinaryIO, *, breadth: int,
+    client: InsideClient, items: Iterator[Item], output: BinaryIO, *, concurrency: int,
     advance: Callable[[], None] = lambda: None,
     is_alive: Callable[[], bool] = lambda: True,
 ) -> Tally:
-    """Answer all ``items``, at most ``breadth`` at a time; answers come in the order in which they are ready. Raises
-    `EngineUnavailable` when ``is_alive`` says that no more will come."""
+    """Run all ``items``, at most ``concurrency`` at a time, and write results as they complete. Raises
+    `EngineUnavailable` when ``is_alive`` is False: no more results will come."""
     tally = Tally()
 
     async def work() -> None:
         for item in items:
             if item.line is None:
-                written, is_failed = write_refusal(item), True
+                written, is_failed = write_error(item), True
             else:
-                answer = await _ask(client, item, is_alive)
-                written = write_answer(item, answer.status, answer.headers.get("x-request-id", ""), answer.body)
-                is_failed = answer.status != 200
+                response = await _send(client, item, is_alive)
+                written = write_response(item, response.status, response.headers.get("x-request-id", ""), response.body)
+                is_failed = response.status != 200
             output.write(written)
             output.flush()
-            tally.answered += 1
+            tally.completed += 1
             tally.failed += is_failed
             advance()
 
-    await asyncio.gather(*(work() for _ in range(breadth)))
+    await asyncio.gather(*(work() for _ in range(concurrency)))
     return tally
 
 
-async def _ask(client: InsideClient, item: Item, is_alive: Callable[[], bool]) -> Answer:
-    """The answer to a request. While the queue is full or the engine restarts, it is asked again."""
+async def _send(client: InsideClient, item: Item, is_alive: Callable[[], bool]) -> InsideResponse:
+    """The response to a request, retried while the queue is full or the engine restarts."""
     assert item.line is not None
     body = msgspec.json.encode(item.line.body)
     for _ in range(TRIES):
-        answer = await client.post(item.line.url, body)
-        if answer.status not in (FULL, UNAVAILABLE):
+        response = await client.post(item.line.url, body)
+        if response.status not in (QUEUE_FULL, UNAVAILABLE):
             break
         if not is_alive():
             raise EngineUnavailable(
-                "the engine crashed too often and was given up; run the batch again to go on with it"
+                "the engine crashed too often and is not restarted; run the batch again to continue"
             )
-        wait_s = float(answer.headers.get("retry-after", "1"))
-        logger.info("line %d: status %d, asking again in %g s", item.number, answer.status, wait_s)
+        wait_s = float(response.headers.get("retry-after", "1"))
+        logger.info("line %d: status %d, retrying in %g s", item.number, response.status, wait_s)
         await asyncio.sleep(wait_s)
-    return answer
+    return response

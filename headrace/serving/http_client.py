@@ -1,8 +1,7 @@
-"""The event loop of processes that carry many streams: uvloop's where there is one.
+"""`HttpClient`: sends HTTP/1.1 requests to one server over kept connections and records when response data arrives.
+Also `loop_factory`, the event loop of processes with many connections.
 
-`HttpClient`: sends requests to one server and notes when what came back. HTTP/1.1 over connections that are kept.
-
-For load generators, which often run on the server's own cores: a piece of an answer costs a callback and wakes nobody.
+Made for load generators, which often share the server's cores: response data costs one callback and wakes no task.
 Refuses: redirects, compression, proxies.
 """
 
@@ -22,29 +21,29 @@ from headrace.base.errors import ConfigError
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """For `asyncio.Runner`; None is asyncio's own loop, which serves everywhere, slower."""
+    """uvloop's loop for `asyncio.Runner`; None, asyncio's slower own, where there is no uvloop."""
     try:
         import uvloop
-    except ImportError:  # there is none for this platform
+    except ImportError:  # not available on this platform
         return None
     return uvloop.new_event_loop
 
 
-MAX_ANSWER_BYTES = 256 << 20
+MAX_RESPONSE_BYTES = 256 << 20
 
 IDLE_S = 2.0
-"""How long a connection waits for its next request: some servers close theirs after five seconds, and a request sent at
-that moment fails."""
+"""Seconds that an idle connection is kept: some servers close theirs after five, and a request sent at that moment
+fails."""
 
 
 class BrokenExchange(ConnectionError):
-    """The server closed its end, or sent what is not HTTP, before the answer was complete."""
+    """The server closed its end, or sent what is not HTTP, before the response was complete."""
 
 
 @dataclass
-class Answer:
-    """What came back: pieces of the body with the `time.perf_counter` seconds at which each came. ``status`` is 0 until
-    it is known; ``is_complete``: the body came to its end."""
+class HttpResponse:
+    """Pieces of the body with their arrival times (`time.perf_counter` seconds). ``status`` is 0 until it is known;
+    ``is_complete``: the body has ended."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list, repr=False)
@@ -52,12 +51,12 @@ class Answer:
 
     @property
     def body(self) -> bytes:
-        """All of it that came."""
+        """The body received so far."""
         return b"".join(piece for _, piece in self.pieces)
 
 
 class _Connection(asyncio.Protocol):
-    """One exchange after another. The methods that begin with ``on_`` are called by the parser."""
+    """Runs one exchange at a time. The parser calls the ``on_`` methods."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -65,22 +64,21 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None
         self._now = 0.0
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: Answer | None = None
+        self._response: HttpResponse | None = None
         self._ended: asyncio.Future[None] | None = None
         self._num_bytes = 0
-        self._is_measured = False  # the answer tells where its body ends
+        self._is_measured = False  # the response declares where its body ends
 
-    async def exchange(self, request: bytes, answer: Answer) -> None:
-        """Send a request and fill ``answer`` to its end; raises `BrokenExchange`, `ValueError` for one that is too
-        long."""
-        self._answer, self._ended = answer, asyncio.get_running_loop().create_future()
+    async def exchange(self, request: bytes, response: HttpResponse) -> None:
+        """Send a request and fill ``response``; raises `BrokenExchange`, or `ValueError` if it is too long."""
+        self._response, self._ended = response, asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
             await self._ended
         finally:
-            if not answer.is_complete:
+            if not response.is_complete:
                 self.close()
-            self._answer = None
+            self._response = None
 
     def close(self) -> None:
         """Drop the connection."""
@@ -92,7 +90,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        if self._answer is not None and self._answer.status and not self._is_measured and error is None:
+        if self._response is not None and self._response.status and not self._is_measured and error is None:
             self.on_message_complete()
         self._fail(BrokenExchange(str(error or "the server closed the connection")))
 
@@ -107,21 +105,21 @@ class _Connection(asyncio.Protocol):
         self._is_measured |= name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        if self._answer is not None:
-            self._answer.status = self._parser.get_status_code()
+        if self._response is not None:
+            self._response.status = self._parser.get_status_code()
 
     def on_body(self, piece: bytes) -> None:
-        if self._answer is not None:
-            self._answer.pieces.append((self._now, piece))
+        if self._response is not None:
+            self._response.pieces.append((self._now, piece))
             self._num_bytes += len(piece)
-            if self._num_bytes > MAX_ANSWER_BYTES:
-                self._fail(ValueError(f"an answer is longer than {MAX_ANSWER_BYTES} bytes"))
+            if self._num_bytes > MAX_RESPONSE_BYTES:
+                self._fail(ValueError(f"a response is longer than {MAX_RESPONSE_BYTES} bytes"))
 
     def on_message_complete(self) -> None:
-        answer, ended = self._answer, self._ended
-        if answer is None or ended is None or answer.status < 200:  # 1xx: the answer itself follows
+        response, ended = self._response, self._ended
+        if response is None or ended is None or response.status < 200:  # 1xx: the final response follows
             return
-        answer.is_complete = True
+        response.is_complete = True
         self.is_open = self.is_open and self._parser.should_keep_alive()
         self.idle_since = self._now
         self._num_bytes, self._is_measured = 0, False
@@ -134,7 +132,7 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """One server at ``base_url``, with or without ``/v1``. Raises `ConfigError` for an address that is none."""
+    """One server at ``base_url``, with or without ``/v1``. Raises `ConfigError` for an invalid address."""
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None):
         if not base_url.startswith(("http://", "https://")):
@@ -154,23 +152,22 @@ class HttpClient:
 
     @property
     def root(self) -> str:
-        """The address that routes are added to."""
+        """The base URL of routes."""
         return f"{'https' if self._tls else 'http'}://{self._headers['Host']}{self._path}"
 
     def close(self) -> None:
-        """Drop the connections that are kept."""
+        """Close kept connections."""
         for connection in self._kept:
             connection.close()
         self._kept.clear()
 
     async def send(
-        self, method: str, route: str, body: bytes | None = None, *, answer: Answer | None = None,
+        self, method: str, route: str, body: bytes | None = None, *, response: HttpResponse | None = None,
         headers: Mapping[str, str] | None = None
-    ) -> Answer:
-        """Send a request, with a JSON body if there is one, and take its answer to the end; ``answer`` is filled as it
-        comes. Raises `OSError` for what goes wrong with the connection (`TimeoutError` after ``timeout_s``,
-        `BrokenExchange`)."""
-        answer = Answer() if answer is None else answer
+    ) -> HttpResponse:
+        """Send a request, with a JSON body if given, and receive the whole response; ``response`` is filled as data
+        arrives. Raises `OSError` for connection errors (`TimeoutError` after ``timeout_s``, `BrokenExchange`)."""
+        response = HttpResponse() if response is None else response
         lines = {**self._headers, **(headers or {})}
         if body is not None:
             lines |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
@@ -179,20 +176,20 @@ class HttpClient:
             + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         )
         async with asyncio.timeout(self._timeout_s):
-            await self._exchange(head.encode() + b"\r\n" + (body or b""), answer)
-        return answer
+            await self._exchange(head.encode() + b"\r\n" + (body or b""), response)
+        return response
 
-    async def _exchange(self, request: bytes, answer: Answer) -> None:
+    async def _exchange(self, request: bytes, response: HttpResponse) -> None:
         connection = self._kept_connection()
         is_kept = connection is not None
         connection = connection or await self._connect()
         try:
-            await connection.exchange(request, answer)
+            await connection.exchange(request, response)
         except BrokenExchange:
-            if not is_kept or answer.status:
+            if not is_kept or response.status:
                 raise
-            connection = await self._connect()  # it was just being closed, as llama.cpp's server does after streams
-            await connection.exchange(request, answer)
+            connection = await self._connect()  # the server was closing it, as llama.cpp's does after streams
+            await connection.exchange(request, response)
         if connection.is_open:
             self._kept.append(connection)
 

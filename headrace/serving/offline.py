@@ -1,6 +1,6 @@
-"""`LLM` and `AsyncLLM`: Headrace as a Python library, in the shape vLLM's users know. Importing this costs no torch.
+"""`LLM` and `AsyncLLM`: Headrace as a Python library, with vLLM's interface. Importing this does not import torch.
 
-`LLM` runs the engine in the caller's process and thread. `AsyncLLM` talks to an engine process of its own.
+`LLM` runs the engine in the caller's process and thread; `AsyncLLM` starts an engine process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from headrace.service.tokenization import Tokenizer
 OWN_VARIABLES = frozenset(
     {"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"}
 )
-"""Names that ``chat_template_kwargs`` may not take."""
+"""Names that ``chat_template_kwargs`` may not set."""
 
 Prompt = str | list[int] | dict[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
@@ -43,19 +43,20 @@ Message = dict[str, Any]
 
 
 class Running(TypedDict, total=False):
-    """How `LLM.chat` runs, as in `LLM.generate`."""
+    """Options that `LLM.chat` passes to `LLM.generate`."""
 
     progress: bool
     errors: str
 
 
 class LLM:
-    """A model, ready to generate, in this process.
+    """A loaded model in this process.
 
-    ``options`` are the options of ``headrace serve`` that concern the engine: ``device``, ``dtype``, ``load_format``,
-    ``tokenizer``, ``skip_tokenizer``, ``max_model_len``, ``max_running_requests``, ``page_size``, ``prefix_cache``,
-    ``memory_fraction``, ``kv_pages``, ``seed`` and the rest; ``headrace serve --help`` documents each. An unknown one
-    is a `ConfigError`. Use it as a context manager, or call `close`. Threads may share it: their calls take turns.
+    ``options`` are the engine options of ``headrace serve``: ``device``, ``dtype``, ``load_format``, ``tokenizer``,
+    ``skip_tokenizer``, ``max_model_len``, ``max_running_requests``, ``page_size``, ``prefix_cache``,
+    ``memory_fraction``, ``kv_pages``, ``seed`` and others, documented by ``headrace serve --help``. Raises
+    `ConfigError` for an unknown one. Use it as a context manager, or call `close`. Thread-safe: calls of several
+    threads take turns.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
@@ -70,7 +71,7 @@ class LLM:
 
     @property
     def facts(self) -> ModelFacts:
-        """What is known of the loaded model: architecture, limits, sizes."""
+        """Facts of the model: architecture, limits, sizes."""
         return self._client.facts
 
     @property
@@ -83,13 +84,13 @@ class LLM:
         prompt_token_ids: Sequence[list[int]] | None = None, add_special_tokens: bool = True, priority: int = 0,
         progress: bool = False, errors: str = "raise",
     ) -> list[GenerationOutput]:
-        """Complete prompts; outputs come in the prompts' order.
+        """Complete prompts; outputs are in the order of the prompts.
 
         ``prompts``: one or many, as text or token ids; or ``prompt_token_ids``, lists of ids. ``sampling_params``: one
-        for all, one per prompt, or None for the model's own defaults. A prompt that is wrong raises, and ends the
-        others: prompts are checked while the first ones begin to run. What fails while it runs (``finish_reason``
-        "error") raises after all others have ended, or is returned with ``.error`` set when ``errors`` is "return".
-        Ctrl-C aborts all prompts and leaves the model usable.
+        for all, one per prompt, or None for the model's defaults. An invalid prompt raises and aborts the others, as
+        prompts are checked while the first ones run. A request that fails (``finish_reason`` "error") raises after all
+        others have ended, or is returned with ``.error`` set if ``errors`` is "return". Ctrl-C aborts all prompts; the
+        model stays usable.
         """
         chosen = _one_of(prompts, prompt_token_ids)
         params = _params_for_each(sampling_params, len(chosen), self.facts)
@@ -107,8 +108,8 @@ class LLM:
         **running: Unpack[Running],
     ) -> list[GenerationOutput]:
         """Answer one conversation or many, rendered by the model's chat template (or ``chat_template``, Jinja text).
-        ``tools`` are functions in OpenAI's form; `parse` finds their calls in the answers. ``tool_choice`` is "auto",
-        "required", or the name of the one that must be called; forced calls are a grammar."""
+        ``tools`` are functions in OpenAI's form; `parse` extracts their calls from the outputs. ``tool_choice`` is
+        "auto", "required", or the name of a tool that must be called; a grammar enforces it."""
         conversations = _conversations(messages)
         options = _template_options(chat_template, chat_template_kwargs)
         tokenizer = require_tokenizer(self.tokenizer)
@@ -125,8 +126,8 @@ class LLM:
         if tools:
             callable_tools = _callable_tools(tools, tool_choice)
             params = [
-                _prepare_calls(p, formats, callable_tools, text, tool_choice) for p,
-                text in zip(params, texts, strict=True)
+                _prepare_calls(p, formats, callable_tools, text, tool_choice)
+                for p, text in zip(params, texts, strict=True)
             ]
         return self.generate(texts, params, add_special_tokens=False, **running)
 
@@ -134,8 +135,8 @@ class LLM:
         self, output: GenerationOutput, *, tools: list[dict[str, Any]] | None = None, tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
     ) -> list[ParsedMessage]:
-        """What the answers of `chat` say, one message for each of ``output.outputs``: ``content``, ``reasoning`` and
-        ``tool_calls`` (looked for when ``tools`` are given). The formats are the model's own unless named."""
+        """Parse an output of `chat`: one message with ``content``, ``reasoning`` and ``tool_calls`` (if ``tools`` are
+        given) for each of ``output.outputs``. The formats are the model's own unless named."""
         formats = formats_of(self.tokenizer, self.facts, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
         is_open = formats.begins_open(output.prompt or "")
         return [parse_output(choice.text, formats, tools=tools, is_open=is_open) for choice in output.outputs]
@@ -144,9 +145,8 @@ class LLM:
         self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None, progress: bool = False,
     ) -> list[list[float]]:
-        """Embeddings of texts, in their order. ``dimensions`` keeps the first numbers of each, at unit length.
-        ``truncate_prompt_tokens``: the end of longer texts is cut off, -1 at what the model takes; None refuses
-        them."""
+        """Embeddings of texts, in their order. ``dimensions`` keeps the first values of each, at unit length.
+        ``truncate_prompt_tokens``: longer texts are cut at the end, -1: at the model's limit; None refuses them."""
         self._require("embed")
         reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
         results = self._read([reader.read(text) for text in _one_of(texts, None)], progress)
@@ -156,8 +156,8 @@ class LLM:
         self, queries: str | list[str], documents: str | list[str], *, instruct: str | None = None,
         truncate_prompt_tokens: int | None = None, progress: bool = False,
     ) -> list[float]:
-        """How well each document goes with the query, or each with its own: by a cross-encoder's judgement, by the
-        angle between embeddings, or by the probability that a model which generates says yes to ``instruct``."""
+        """The relevance of each document to the query, or to its own query: the score of a cross-encoder, the cosine of
+        embeddings, or the probability of "yes" from a model that generates, asked with ``instruct``."""
         rights = [documents] if isinstance(documents, str) else documents
         lefts = [queries] * len(rights) if isinstance(queries, str) else queries
         if len(lefts) != len(rights):
@@ -173,7 +173,7 @@ class LLM:
         self, texts: Prompt | Sequence[Prompt], *, use_activation: bool = True,
         truncate_prompt_tokens: int | None = None, progress: bool = False,
     ) -> list[dict[str, float]]:
-        """The probability of each class of each text by the class's name; ``use_activation`` False gives raw logits."""
+        """The probability of each class by name, for each text; ``use_activation`` False returns raw logits."""
         pooling = self._require("classify")
         reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
         results = self._read([reader.read(text) for text in _one_of(texts, None)], progress)
@@ -187,19 +187,19 @@ class LLM:
         return self._client.stats()
 
     def memory_plan(self) -> list[MemoryLine]:
-        """What takes how many bytes of the device's memory."""
+        """The bytes of device memory by use."""
         return self._client.memory
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False when some are in use and stayed."""
+        """Empty the prefix cache; False if running requests hold pages."""
         return self._client.reset_prefix_cache()
 
     def check(self) -> None:
-        """Raise `AssertionError` when a page or row of the engine is not accounted for."""
+        """Raise `AssertionError` if the engine's accounting of pages and rows is inconsistent."""
         self._client.check()
 
     def close(self) -> None:
-        """Free the model; it cannot be used afterwards."""
+        """Free the model."""
         self._client.close()
 
     def _require(self, kind: str) -> PoolingFacts:
@@ -225,9 +225,9 @@ class LLM:
 
 
 class AsyncLLM:
-    """A model in an engine process of its own, for asyncio programs. Options are those of `LLM`.
+    """A model in an engine process, for asyncio programs. Options are those of `LLM`.
 
-    Use it as ``async with``, or let the first `generate` start it and call `close`. Belongs to one event loop.
+    Use it as ``async with``, or let the first `generate` start it and call `close`. It belongs to one event loop.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
@@ -243,16 +243,16 @@ class AsyncLLM:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What is known of the model; None until it is started."""
+        """Facts of the model; None until started."""
         return self._client.facts
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, once started."""
+        """The model's tokenizer; None until started."""
         return self._client.tokenizer
 
     async def start(self) -> None:
-        """Start the engine process and wait until it takes requests; does nothing when it is started."""
+        """Start the engine process and wait until it is ready; does nothing if it is started."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="engine-start")
         await asyncio.shield(self._starting)
@@ -261,11 +261,12 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
         priority: int = 0,
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """Complete one prompt; yields the whole output so far each time there is more. Leaving the loop, or being
-        cancelled in it, aborts the request. Raises typed errors, also for what fails on the way."""
+        """Complete one prompt; yields the whole output so far whenever it grows. Leaving the loop or cancelling it
+        aborts the request. Raises typed errors, also for failures midway."""
         await self.start()
-        plain = _plain_prompt(prompt)
-        (params,) = _params_for_each(sampling_params, 1, self._client.facts)
+        plain, facts = _plain_prompt(prompt), self._client.facts
+        assert facts is not None  # known once started
+        (params,) = _params_for_each(sampling_params, 1, facts)
         stream = self._client.submit(plain, params, request_id=request_id, priority=priority)
         text = plain if isinstance(plain, str) else None
         collector = Collector(stream.request_id, text, stream.prompt_token_ids, params.n)
@@ -277,7 +278,7 @@ class AsyncLLM:
                 yield collector.snapshot()
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its iterator finishes with reason ``abort``."""
+        """Abort a request; its iterator ends with ``finish_reason`` ``abort``."""
         await self._client.abort(request_id)
 
     async def stats(self) -> EngineStats:
@@ -285,11 +286,11 @@ class AsyncLLM:
         return await self._client.stats()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False when some are in use and stayed."""
+        """Empty the prefix cache; False if running requests hold pages."""
         return await self._client.reset_prefix_cache()
 
     async def close(self) -> None:
-        """End the engine process; requests in flight get an error."""
+        """Stop the engine process; requests in flight fail."""
         await self._client.close()
 
     async def _start(self) -> None:
@@ -302,8 +303,9 @@ class AsyncLLM:
 
 
 def default_params(facts: ModelFacts) -> SamplingParams:
-    """The sampling parameters the model's authors recommend."""
-    return SamplingParams(**facts.default_sampling)
+    """The model's default sampling parameters."""
+    defaults: dict[str, Any] = dict(facts.default_sampling)
+    return SamplingParams(**defaults)
 
 
 def _plain_name(model: str | os.PathLike[str]) -> str:
@@ -326,20 +328,20 @@ def _plain_prompt(prompt: Prompt) -> str | list[int]:
 
 
 def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[int]] | None) -> list[str | list[int]]:
-    """The prompts as a list, whichever way they were given."""
+    """The prompts as a list."""
     if (prompts is None) == (token_ids is None):
         raise RequestError("give either prompts or prompt_token_ids", param="prompts")
-    given = prompts if token_ids is None else token_ids
+    given: Any = prompts if token_ids is None else token_ids  # checked below: callers may pass anything
     if isinstance(given, (str, dict)):
-        given = [given]
+        items = [given]
     elif not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray, Set)):
         raise RequestError(
             f"prompts are text, token ids, or a list of either, got {type(given).__name__}", param="prompts"
         )
     else:
-        given = list(given)
-        given = [given] if given and isinstance(given[0], int) else given
-    plain = [_plain_prompt(prompt) for prompt in given]
+        items = list(given)
+        items = [items] if items and isinstance(items[0], int) else items
+    plain = [_plain_prompt(prompt) for prompt in items]
     if token_ids is not None and any(isinstance(prompt, str) for prompt in plain):
         raise RequestError(
             "prompt_token_ids takes lists of token ids; text goes into prompts", param="prompt_token_ids"
@@ -348,7 +350,7 @@ def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation or many, as many."""
+    """The conversations as a list."""
     if not isinstance(messages, (list, tuple)):
         raise RequestError(
             f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages"
@@ -366,7 +368,7 @@ def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) ->
 
 
 def _template_options(template: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
-    """Variables of the chat template; what `LLM.chat` has arguments for is set by those."""
+    """Variables for the chat template; those with arguments of `LLM.chat` are refused."""
     if template is not None and not isinstance(template, str):
         raise RequestError(f"chat_template is Jinja text, got {type(template).__name__}", param="chat_template")
     if not isinstance(options or {}, dict):
@@ -406,8 +408,7 @@ def _callable_tools(tools: list[dict[str, Any]], choice: str) -> list[dict[str, 
 def _prepare_calls(
     params: SamplingParams, formats: Formats, tools: list[dict[str, Any]], prompt: str, choice: str
 ) -> SamplingParams:
-    """The parameters with the special tokens visible that mark calls and reasoning, and with the grammar of forced
-    calls."""
+    """The parameters that keep the markers of calls and reasoning visible, with the grammar of forced calls."""
     params = (
         params if params.keep_special_tokens
         else replace(params, keep_special_tokens=formats.visible_texts(has_tools=True))

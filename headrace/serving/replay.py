@@ -1,14 +1,5 @@
-"""What ``headrace replay`` takes.
-
-A folder of recorded requests: JSON lines in files that are begun anew as they grow; the oldest go when all have
-grown.
-
-Refuses: keys; no header is written. Texts of users are: the folder and its files are for their owner's eyes alone.
-
-
-What an answer says, whatever route it came from and however it was cut into events; and how two runs compare.
-
-Sends recorded requests again: as they came, faster, or as fast as the server takes them."""
+"""Recorded requests: read (`read_records`), sent again (`replay`), and compared with the recording (`compare`),
+whatever route they use and however a stream was split into events."""
 
 from __future__ import annotations
 
@@ -26,25 +17,25 @@ import msgspec
 
 from headrace.base.errors import ConfigError
 from headrace.base.option import check_section, option
-from headrace.serving.http_client import Answer, HttpClient
+from headrace.serving.http_client import HttpClient, HttpResponse
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """Where the requests go, and when."""
+    """The server and the timing."""
 
     base_url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1", metavar="URL")
     api_key: str | None = option(None, "sent as Authorization: Bearer KEY", metavar="KEY")
     model: str | None = option(None, "model name sent instead of the recorded one", metavar="NAME")
     speed: float = option(
-        1.0, "1 keeps the recorded times between requests, 2 halves them; 0 sends as fast as the server takes them",
+        1.0, "1 keeps the recorded times between requests, 2 halves them; 0 sends as fast as the server accepts",
         low=0.0
     )
     concurrency: int | None = option(
-        None, "requests under way at most; default 16 at speed 0, else unlimited", low=1, high=65536
+        None, "maximum number of concurrent requests; default 16 at speed 0, else unlimited", low=1, high=65536
     )
-    timeout_s: float = option(600.0, "seconds after which a request counts as unanswered", low=0.1)
-    output_file: str | None = option(None, "write the new answers here, in the form of a recording", metavar="FILE")
+    timeout_s: float = option(600.0, "seconds after which a request counts as failed", low=0.1)
+    output_file: str | None = option(None, "write the new responses here, in the format of a recording", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -57,9 +48,9 @@ NO_BODY = msgspec.Raw(b"null")
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request. ``at`` is by the wall clock; ``seconds`` passed to the end of the answer, ``first_byte_s`` to its
-    beginning. ``answer`` is its text, events and all. Without a ``body`` the request was too large to keep, or no
-    JSON."""
+    """One request. ``at`` is wall-clock time; ``seconds`` to the end of the response, ``first_byte_s`` to its first
+    byte. ``answer`` is the response text, with all events. Without ``body``, the request was too large to record, or
+    not JSON."""
 
     at: float
     path: str
@@ -79,9 +70,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def read_records(folder: str) -> list[Record]:
-    """All records of a folder, or of one file, in the order in which the requests came. Lines that cannot be read, such
-    as the last one of a server that was killed, are left out with a warning. Raises `ConfigError` when there are
-    none."""
+    """All records of a folder or file, in order of arrival. Invalid lines, such as the last one of a killed server, are
+    skipped with a warning. Raises `ConfigError` if there are none."""
     path = Path(folder)
     files = sorted(path.glob(NAME)) if path.is_dir() else [path]
     try:
@@ -89,7 +79,7 @@ def read_records(folder: str) -> list[Record]:
     except OSError as error:
         raise ConfigError(f"cannot read {folder}: {error.strerror}") from error
     if not records:
-        raise ConfigError(f"{folder} holds no recorded requests; a server writes them with --dump-requests")
+        raise ConfigError(f"{folder} has no recorded requests; record them with --dump-requests")
     return sorted(records, key=lambda record: record.at)
 
 
@@ -102,39 +92,39 @@ def _read_file(path: Path) -> Iterator[Record]:
             try:
                 yield decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                logger.warning("%s line %d is left out: %s", path.name, number, error)
+                logger.warning("%s line %d is skipped: %s", path.name, number, error)
 
 
 TEXTS = frozenset(
     {"text", "content", "reasoning_content", "thinking", "response", "arguments", "partial_json", "delta", "name"}
 )
-"""Fields whose text is what a model said. Pieces of a stream are joined, field by field."""
+"""Fields with model output. Pieces of a stream are joined per field."""
 NUMBERS = frozenset({"score", "relevance_score", "embedding", "probs", "data"})
 
 DIGITS = 3
-"""Of numbers that are compared: half precision and other batches move the rest."""
+"""Compared digits of numbers: half precision and batching change the others."""
 TOKENS = ("completion_tokens", "output_tokens", "eval_count")
 
-Said = dict[tuple[str, str], str]
-"""By the index of the choice or item, and the field."""
+Output = dict[tuple[str, str], str]
+"""Output text by index of the choice or item, and field."""
 
 
-def said_in(answer: str) -> Said | None:
-    """What an answer says; None when it cannot be told."""
-    said: defaultdict[tuple[str, str], str] = defaultdict(str)
+def output_of(answer: str) -> Output | None:
+    """The output in a response; None if there is none to compare."""
+    found: defaultdict[tuple[str, str], str] = defaultdict(str)
     for document in _documents(answer):
-        is_whole = isinstance(document, dict) and "meta_info" in document  # such a frame has all text so far
-        _gather(document, said, index="0", replaces=is_whole)
-    return dict(said) or None
+        is_whole = isinstance(document, dict) and "meta_info" in document  # SGLang's frames hold all text so far
+        _gather(document, found, index="0", replaces=is_whole)
+    return dict(found) or None
 
 
 def count_tokens(answer: str) -> int:
-    """Output tokens, as the answer tells them; 0 when it does not."""
+    """Output tokens by the response's usage; 0 without one."""
     return max((n for document in _documents(answer) for n in _find_tokens(document)), default=0)
 
 
 def _documents(answer: str) -> Iterator[Any]:
-    """The JSON of an answer: all of it, or each event or line of a stream."""
+    """The JSON of a response: the whole, or each event or line of a stream."""
     whole = _parse(answer)
     if whole is not None:
         yield whole
@@ -154,23 +144,23 @@ def _parse(text: str) -> Any:
 
 
 def _gather(
-    value: Any, said: dict[tuple[str, str], str], *, index: str, replaces: bool = False, name: str = ""
+    value: Any, found: dict[tuple[str, str], str], *, index: str, replaces: bool = False, name: str = ""
 ) -> None:
     if isinstance(value, dict):
         own = value.get("index", value.get("output_index"))
         index = f"{index}/{own}" if isinstance(own, int) else index
         for key, item in value.items():
-            _gather(item, said, index=index, replaces=replaces, name=key)
+            _gather(item, found, index=index, replaces=replaces, name=key)
     elif isinstance(value, list):
         if name in NUMBERS and all(isinstance(x, int | float) for x in value):
-            said[index, name] += str([round(x, DIGITS) for x in value])
+            found[index, name] += str([round(x, DIGITS) for x in value])
         else:
             for item in value:
-                _gather(item, said, index=index, replaces=replaces, name=name)
+                _gather(item, found, index=index, replaces=replaces, name=name)
     elif isinstance(value, str) and name in TEXTS:
-        said[index, name] = value if replaces else said[index, name] + value
+        found[index, name] = value if replaces else found[index, name] + value
     elif isinstance(value, float) and name in NUMBERS:
-        said[index, name] += str(round(value, DIGITS))
+        found[index, name] += str(round(value, DIGITS))
 
 
 def _find_tokens(value: Any) -> Iterator[int]:
@@ -184,7 +174,7 @@ def _find_tokens(value: Any) -> Iterator[int]:
 
 
 def is_random(record: Record) -> bool:
-    """Whether a request drew at random and named no seed: its answer may differ each time."""
+    """Whether a request samples without a seed, so that its output may differ each time."""
     body = msgspec.json.decode(record.body)
     if not isinstance(body, dict):
         return False
@@ -195,8 +185,8 @@ def is_random(record: Record) -> bool:
 
 @dataclass
 class Comparison:
-    """Counts of a replay against its recording. ``differing`` has the ids of answers that say something else, without
-    those that were drawn at random."""
+    """Counts of a replay against its recording. ``differing``: ids of requests with different output, except those
+    sampled at random."""
 
     num_sent: int = 0
     num_unreachable: int = 0
@@ -210,7 +200,7 @@ class Comparison:
 
 
 def compare(pairs: Sequence[tuple[Record, Record]]) -> Comparison:
-    """Of ``(recorded, replayed)`` requests. A replayed status of 0 means that no answer came."""
+    """Compare ``(recorded, replayed)`` requests. A replayed status of 0 means that there was no response."""
     result = Comparison(num_sent=len(pairs))
     for before, after in pairs:
         if not after.status:
@@ -226,7 +216,7 @@ def compare(pairs: Sequence[tuple[Record, Record]]) -> Comparison:
 
 def _compare_answers(before: Record, after: Record, result: Comparison) -> None:
     whole = before.is_complete and after.is_complete and not before.is_answer_cut and not after.is_answer_cut
-    first, second = (said_in(record.answer) if whole and record.status == 200 else None for record in (before, after))
+    first, second = (output_of(record.answer) if whole and record.status == 200 else None for record in (before, after))
     if first is None or second is None:
         result.not_comparable += 1
     elif first == second:
@@ -242,7 +232,7 @@ DEFAULT_CONCURRENCY = 16
 
 
 def readdress(record: Record, model: str | None) -> bytes:
-    """The body to send, calling the model by another name if one is given."""
+    """The body to send, with another model name if given."""
     body = msgspec.json.decode(record.body)
     if model is None or not isinstance(body, dict) or "model" not in body:
         return bytes(record.body)
@@ -250,13 +240,13 @@ def readdress(record: Record, model: str | None) -> bytes:
 
 
 async def replay(
-    records: Sequence[Record], options: ReplayOptions, on_answer: Callable[[], None] = lambda: None
+    records: Sequence[Record], options: ReplayOptions, on_response: Callable[[], None] = lambda: None
 ) -> list[Record]:
-    """The answers that the server gives now, in the order of ``records``; status 0 where none came. Raises
-    `ConfigError` when there is no server."""
+    """Send ``records``; returns the new responses in the same order, with status 0 for failures. Raises `ConfigError`
+    when the server cannot be reached."""
     http = HttpClient(options.base_url, api_key=options.api_key, timeout_s=options.timeout_s)
-    most = options.concurrency or (DEFAULT_CONCURRENCY if not options.speed else 65536)
-    room = asyncio.Semaphore(most)
+    limit = options.concurrency or (DEFAULT_CONCURRENCY if not options.speed else 65536)
+    room = asyncio.Semaphore(limit)
     await _reach(http)
     begin, first = time.perf_counter(), records[0].at
 
@@ -265,7 +255,7 @@ async def replay(
             await asyncio.sleep(max(0.0, (record.at - first) / options.speed - (time.perf_counter() - begin)))
         async with room:
             answered = await _send(http, record, options.model)
-        on_answer()
+        on_response()
         return answered
 
     try:
@@ -279,14 +269,14 @@ async def _reach(http: HttpClient) -> None:
         await http.send("GET", "/health")
     except OSError as error:
         raise ConfigError(
-            f"no server answers at {http.root}: {str(error) or type(error).__name__}", param="base_url"
+            f"no server responds at {http.root}: {str(error) or type(error).__name__}", param="base_url"
         ) from error
 
 
 async def _send(http: HttpClient, record: Record, model: str | None) -> Record:
-    at, begin, answer = time.time(), time.perf_counter(), Answer()
-    with contextlib.suppress(OSError, ValueError):  # what came until then is the answer
-        await http.send("POST", record.path, readdress(record, model), answer=answer)
+    at, begin, answer = time.time(), time.perf_counter(), HttpResponse()
+    with contextlib.suppress(OSError, ValueError):  # a partial response is kept
+        await http.send("POST", record.path, readdress(record, model), response=answer)
     is_answered = answer.is_complete or answer.pieces
     return Record(
         at=at, path=record.path, status=answer.status if is_answered else 0,

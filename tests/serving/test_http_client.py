@@ -11,7 +11,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.serving import http_client
-from headrace.serving.http_client import Answer, BrokenExchange, HttpClient
+from headrace.serving.http_client import BrokenExchange, HttpClient, HttpResponse
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"Content-Length: 11\r\n\r\nhello world"
@@ -96,10 +96,10 @@ async def test_bodies_that_end_with_their_connection():
     [None, SIZED[:-3], CHUNKED[:-9], b"HTTP/1.1 2", b"what?\r\n\r\n", OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
 )
 async def test_what_breaks_off_is_told_and_what_came_is_kept(answer: bytes | None):
-    kept = Answer()
+    kept = HttpResponse()
     async with talking_to(Script(answer, closes=True)) as client:
         with pytest.raises(BrokenExchange):
-            await client.send("POST", "/", b"{}", answer=kept)
+            await client.send("POST", "/", b"{}", response=kept)
     assert not kept.is_complete and b"hello world".startswith(kept.body)
 
 
@@ -135,7 +135,7 @@ async def test_one_connection_for_each_request_under_way():
 
 
 async def test_limits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 10)
+    monkeypatch.setattr(http_client, "MAX_RESPONSE_BYTES", 10)
     async with talking_to(Script(SIZED)) as client:
         with pytest.raises(ValueError, match="longer than 10"):
             await client.send("GET", "/")

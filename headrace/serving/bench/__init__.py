@@ -1,1 +1,1 @@
-"""Benchmarks: a load generator for any OpenAI-compatible server, and fixed workloads in process."""
+"""Benchmarks: a load generator for OpenAI-compatible servers, fixed workloads in process, quality of weight formats."""

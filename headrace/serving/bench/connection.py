@@ -1,4 +1,4 @@
-"""Sends one streaming request to an OpenAI-compatible server and notes when what came back."""
+"""Sends streaming requests to an OpenAI-compatible server and measures when output arrives."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from msgspec import UNSET, UnsetType
 
 from headrace.base.errors import ConfigError
 from headrace.serving.bench.options import TargetOptions, TrafficOptions
-from headrace.serving.bench.traffic import Ask
-from headrace.serving.http_client import Answer, HttpClient
+from headrace.serving.bench.traffic import TrafficRequest
+from headrace.serving.http_client import HttpClient, HttpResponse
 
 
 @dataclass
 class Timing:
-    """What one request took. Times are `time.perf_counter` seconds; ``arrivals`` are those of pieces of output.
-
-    ``error`` is the kind of failure, None for a request that ended well; ``detail`` what was said about it. ``pieces``
-    are the stream as it came until `read_stream` reads it.
-    """
+    """Measurements of one request. Times are `time.perf_counter` seconds; ``arrivals`` are those of output pieces.
+    ``error`` is the kind of failure, None for success; ``detail`` describes it. ``pieces`` is the raw stream until
+    `read_stream` parses it."""
 
     started: float
     ended: float = 0.0
@@ -40,7 +38,7 @@ class Timing:
 
     @property
     def ttft(self) -> float:
-        """Seconds until the first piece of output; of a request that has one."""
+        """Seconds until the first output; the request must have some."""
         return self.arrivals[0] - self.started
 
     @property
@@ -72,53 +70,52 @@ class ServerConnection:
     async def _first_model(self) -> str:
         url = f"{self._http.root}/v1/models"
         try:
-            answer = await self._http.send("GET", "/v1/models")
+            response = await self._http.send("GET", "/v1/models")
         except OSError as error:
             raise ConfigError(
-                f"no server answers at {url}: {str(error) or type(error).__name__}", param="base_url"
+                f"no server responds at {url}: {str(error) or type(error).__name__}", param="base_url"
             ) from error
-        if answer.status != 200:
-            raise ConfigError(
-                f"{url} answers {answer.status}: {_shorten(answer.body)}; give --model or --api-key", param="base_url"
-            )
+        if response.status != 200:
+            detail = f"{response.status}: {_shorten(response.body)}"
+            raise ConfigError(f"{url} responds with {detail}; give --model or --api-key", param="base_url")
         try:
-            return str(msgspec.json.decode(answer.body)["data"][0]["id"])
+            return str(msgspec.json.decode(response.body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{url} lists no models; give --model", param="model") from error
 
     async def flush_cache(self) -> None:
-        """Ask the server to forget cached prefixes; raises `ConfigError` when it cannot."""
-        answer = await self._http.send("POST", "/flush_cache")
-        if answer.status != 200:
+        """Flush the server's prefix cache; raises `ConfigError` if it cannot."""
+        response = await self._http.send("POST", "/flush_cache")
+        if response.status != 200:
             raise ConfigError(
-                f"the server answers {answer.status} to POST /flush_cache; leave --flush-cache out", param="flush_cache"
+                f"the server responds to POST /flush_cache with {response.status}; leave out --flush-cache",
+                param="flush_cache"
             )
 
-    def body_of(self, ask: Ask) -> dict[str, Any]:
+    def body_of(self, request: TrafficRequest) -> dict[str, Any]:
         """The JSON body of a request."""
         body: dict[str, Any] = {
-            "model": self._model, "max_tokens": ask.max_tokens, "temperature": self._traffic.temperature,
+            "model": self._model, "max_tokens": request.max_tokens, "temperature": self._traffic.temperature,
             "stream": True, "stream_options": {"include_usage": True},
         }
         if self._traffic.ignore_eos:
             body["ignore_eos"] = True
         if self._target.endpoint == "completions":
-            return {**body, "prompt": ask.prompt}
-        return {
-            **body, "messages": [{"role": "user", "content": ask.prompt}] if isinstance(ask.prompt, str) else ask.prompt
-        }
+            return {**body, "prompt": request.prompt}
+        prompt = request.prompt
+        return {**body, "messages": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
 
-    async def send(self, ask: Ask) -> Timing:
-        """Send one request and take its stream to the end; `read_stream` reads it. Failures are noted in the result,
-        never raised."""
+    async def send(self, request: TrafficRequest) -> Timing:
+        """Send one request and receive its whole stream, which `read_stream` parses later. Failures are recorded in the
+        result, never raised."""
         route = "/v1/completions" if self._target.endpoint == "completions" else "/v1/chat/completions"
-        body = msgspec.json.encode(self.body_of(ask))
-        timing = Timing(time.perf_counter(), prompt_tokens=len(ask.prompt) if _is_ids(ask.prompt) else 0)
-        answer = Answer(pieces=timing.pieces)
+        body = msgspec.json.encode(self.body_of(request))
+        timing = Timing(time.perf_counter(), prompt_tokens=len(request.prompt) if _is_ids(request.prompt) else 0)
+        response = HttpResponse(pieces=timing.pieces)
         try:
-            await self._http.send("POST", route, body, answer=answer)
-            if answer.status != 200:
-                timing.error, timing.detail = f"http {answer.status}", _shorten(answer.body)
+            await self._http.send("POST", route, body, response=response)
+            if response.status != 200:
+                timing.error, timing.detail = f"http {response.status}", _shorten(response.body)
         except TimeoutError:
             timing.error, timing.detail = "timeout", f"no end after {self._target.timeout_s:g} s"
         except OSError as error:
@@ -130,7 +127,7 @@ class ServerConnection:
 
 
 class _Choice(msgspec.Struct):
-    """What is read of a streamed choice: ``text`` of a completion, or ``delta`` of a chat."""
+    """A streamed choice: ``text`` of a completion, or ``delta`` of a chat."""
 
     text: str | UnsetType = UNSET
     delta: dict[str, Any] | None = None
@@ -138,8 +135,8 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_output(self) -> bool:
-        """Whether it carries output. An empty text counts while the choice goes on (a token that makes no whole
-        character yet); a chat's opening chunk, which has a role and nothing else, does not."""
+        """Whether it has output. An empty text counts until the choice ends (a token of an incomplete character); a
+        chat's first chunk, which has only a role, does not."""
         if self.text is not UNSET:
             return bool(self.text) or self.finish_reason is None
         delta = self.delta or {}
@@ -147,7 +144,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of an event."""
+    """The parts of an event that are measured."""
 
     choices: list[_Choice] | None = None
     usage: dict[str, Any] | None = None
@@ -158,7 +155,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def read_stream(timing: Timing) -> Timing:
-    """Note what the stream brought when. What is wrong with it becomes its error."""
+    """Parse the stream and record arrival times. An invalid stream becomes an error."""
     pieces, timing.pieces = timing.pieces, []
     if timing.error is None:
         try:
@@ -189,17 +186,17 @@ def _read_events(pieces: list[tuple[float, bytes]], timing: Timing) -> None:
 
 
 def _count_tokens(timing: Timing, usage: dict[str, Any] | None) -> None:
-    """Counts of the server where it gives them, else what was sent and the number of pieces that came."""
+    """The server's usage if present, else the prompt sent and the number of output pieces."""
     usage = usage or {}
     timing.prompt_tokens = usage.get("prompt_tokens") or timing.prompt_tokens
     timing.output_tokens = usage.get("completion_tokens") or len(timing.arrivals)
     timing.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if not timing.arrivals:
-        timing.error, timing.detail = "empty", "the stream ended well but carried no output"
+        timing.error, timing.detail = "empty", "the stream ended without output"
 
 
 def split_events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """``(arrival time, data)`` of each server-sent event, however the network cuts them; comments are skipped."""
+    """``(arrival time, data)`` of each server-sent event, however the network splits them; comments are skipped."""
     pending: list[bytes] = []
     for arrived, piece in pieces:
         *lines, rest = piece.split(b"\n")

@@ -1,9 +1,8 @@
-"""Four fixed offline workloads. Each function maps ``(vocab_size, seed)`` to prompts (token ids) and output lengths.
+"""``headrace bench offline``: four fixed workloads through `headrace.LLM`, in this process.
 
-The order of the draws is part of the definition: figures taken elsewhere with the same workloads stay comparable.
-
-
-``headrace bench offline``: the fixed workloads through `headrace.LLM`, in this process."""
+Each workload maps ``(vocab_size, seed)`` to prompts (token ids) and output lengths. The order of the random calls is
+part of its definition: results of the same workloads elsewhere stay comparable.
+"""
 
 from __future__ import annotations
 
@@ -19,54 +18,56 @@ from rich.table import Table
 
 from headrace.base.errors import ConfigError
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.outputs import GenerationOutput
 from headrace.serving.bench.options import OfflineBenchOptions
 from headrace.serving.bench.report import write_json
+from headrace.serving.offline import LLM
 
 Workload = tuple[list[list[int]], list[int]]
 
 MARGIN = 1000
-"""Ids this near to either end of the vocabulary are not drawn: special tokens live there."""
+"""Ids this close to either end of the vocabulary are not used: special tokens are there."""
 
 
-def _draw_ids(random: Random, vocab_size: int, count: int) -> list[int]:
+def _random_ids(random: Random, vocab_size: int, count: int) -> list[int]:
     return [random.randrange(MARGIN, vocab_size - MARGIN) for _ in range(count)]
 
 
-def draw_latency1(vocab_size: int, seed: int = 1) -> Workload:
+def make_latency1(vocab_size: int, seed: int = 1) -> Workload:
     """One stream, 512 tokens in and 256 out: launch overhead and the bandwidth of the weights."""
-    return [_draw_ids(Random(seed), vocab_size, 512)], [256]
+    return [_random_ids(Random(seed), vocab_size, 512)], [256]
 
 
-def draw_offline256(vocab_size: int, seed: int = 0) -> Workload:
+def make_offline256(vocab_size: int, seed: int = 0) -> Workload:
     """256 requests, 100 to 1024 tokens in and out: continuous batching and the bandwidth of attention."""
     random = Random(seed)
     prompt_lens, output_lens = ([random.randint(100, 1024) for _ in range(256)] for _ in range(2))
-    return [_draw_ids(random, vocab_size, length) for length in prompt_lens], output_lens
+    return [_random_ids(random, vocab_size, length) for length in prompt_lens], output_lens
 
 
-def draw_prefill16x8k(vocab_size: int, seed: int = 2) -> Workload:
+def make_prefill16x8k(vocab_size: int, seed: int = 2) -> Workload:
     """16 prompts of 8192 tokens, one token out: arithmetic."""
     random = Random(seed)
-    return [_draw_ids(random, vocab_size, 8192) for _ in range(16)], [1] * 16
+    return [_random_ids(random, vocab_size, 8192) for _ in range(16)], [1] * 16
 
 
-def draw_sharedprefix(vocab_size: int, seed: int = 3) -> Workload:
+def make_sharedprefix(vocab_size: int, seed: int = 3) -> Workload:
     """512 prompts of 2112 tokens, the first 2048 alike, 16 out: the prefix cache."""
     random = Random(seed)
-    prefix = _draw_ids(random, vocab_size, 2048)
-    return [prefix + _draw_ids(random, vocab_size, 64) for _ in range(512)], [16] * 512
+    prefix = _random_ids(random, vocab_size, 2048)
+    return [prefix + _random_ids(random, vocab_size, 64) for _ in range(512)], [16] * 512
 
 
 ALL: dict[str, Callable[..., Workload]] = {
-    "latency1": draw_latency1, "offline256": draw_offline256, "prefill16x8k": draw_prefill16x8k,
-    "sharedprefix": draw_sharedprefix,
+    "latency1": make_latency1, "offline256": make_offline256, "prefill16x8k": make_prefill16x8k,
+    "sharedprefix": make_sharedprefix,
 }
 COLUMNS = ("workload", "seconds", "tokens in", "out", "cached", "out/s", "total/s")
 
 
 @dataclass(frozen=True)
 class WorkloadRow:
-    """One workload's best run. ``note`` tells why it was not run, or that it was cut."""
+    """One workload's best run. ``note``: why it was not run, or that it was cut."""
 
     workload: str
     seconds: float = 0.0
@@ -88,13 +89,11 @@ def run_offline_bench(
     options: OfflineBenchOptions, console: Console | None = None, **engine_options: Any
 ) -> list[WorkloadRow]:
     """Load a model (``engine_options`` are those of `headrace.LLM`, ``model`` among them), run the workloads, print a
-    table to ``console`` and write the file if one is wanted. Raises `ConfigError` for an unknown workload."""
+    table to ``console`` and write the output file if configured. Raises `ConfigError` for an unknown workload."""
     names = [name.strip() for name in options.workloads.split(",") if name.strip()]
     unknown = [name for name in names if name not in ALL]
     if unknown or not names:
         raise ConfigError(f"workloads must be of {', '.join(ALL)}; got {options.workloads!r}", param="workloads")
-    from headrace.serving.offline import LLM
-
     model = engine_options.pop("model")
     with LLM(model, skip_tokenizer=True, **engine_options) as llm:
         rows = [run_workload(llm, name, options) for name in names]
@@ -107,11 +106,11 @@ def run_offline_bench(
     return rows
 
 
-def run_workload(llm: Any, name: str, options: OfflineBenchOptions) -> WorkloadRow:
-    """One workload, greedily and to full length, each repeat with an empty prefix cache; the fastest counts."""
-    drawn, output_lens = ALL[name](llm.facts.vocab_size)
-    prompts, output_lens = drawn[: options.max_prompts], output_lens[: options.max_prompts]
-    note = f"only the first {len(prompts)} of {len(drawn)} prompts" if len(prompts) < len(drawn) else ""
+def run_workload(llm: LLM, name: str, options: OfflineBenchOptions) -> WorkloadRow:
+    """Run one workload, greedy and to full length, each repeat with an empty prefix cache; returns the fastest run."""
+    all_prompts, output_lens = ALL[name](llm.facts.vocab_size)
+    prompts, output_lens = all_prompts[: options.max_prompts], output_lens[: options.max_prompts]
+    note = f"only the first {len(prompts)} of {len(all_prompts)} prompts" if len(prompts) < len(all_prompts) else ""
     longest = max(map(len, prompts)) + max(output_lens)
     if longest > llm.facts.max_model_len:
         return WorkloadRow(
@@ -132,7 +131,7 @@ def run_workload(llm: Any, name: str, options: OfflineBenchOptions) -> WorkloadR
     return min(runs, key=lambda row: row.seconds)
 
 
-def _generate(llm: Any, prompts: list[list[int]], output_lens: list[int]) -> list[Any]:
+def _generate(llm: LLM, prompts: list[list[int]], output_lens: list[int]) -> list[GenerationOutput]:
     params = [
         SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in output_lens
     ]
@@ -140,7 +139,7 @@ def _generate(llm: Any, prompts: list[list[int]], output_lens: list[int]) -> lis
 
 
 def to_dict(row: WorkloadRow) -> dict[str, Any]:
-    """A row in plain types, throughputs included."""
+    """A row as a dict, with throughputs."""
     return {
         **dataclasses.asdict(row), "output_throughput": row.output_throughput, "total_throughput": row.total_throughput
     }

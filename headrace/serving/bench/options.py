@@ -1,5 +1,4 @@
-"""What ``headrace bench serve``, ``bench offline`` and ``bench quality`` take, as documented options from which flags
-are made."""
+"""Options of ``headrace bench serve``, ``bench offline`` and ``bench quality``, from which their flags are made."""
 
 from __future__ import annotations
 
@@ -19,43 +18,44 @@ class _Section:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(_Section):
-    """Which server, and how it is spoken to."""
+    """The server and the API."""
 
     base_url: str = option(
         "http://127.0.0.1:8000", "address of an OpenAI-compatible server, with or without /v1", metavar="URL"
     )
-    model: str | None = option(None, "model name sent; default: the first the server lists", metavar="NAME")
+    model: str | None = option(None, "model name sent; default: the first model that the server lists", metavar="NAME")
     endpoint: str = option(
-        "completions", "route that is loaded: /v1/completions or /v1/chat/completions", choices=("completions", "chat")
+        "completions", "route: /v1/completions or /v1/chat/completions", choices=("completions", "chat")
     )
     api_key: str | None = option(None, "sent as Authorization: Bearer KEY", metavar="KEY")
     timeout_s: float = option(600.0, "seconds after which a request counts as failed", low=0.1)
-    flush_cache: bool = option(False, "ask the server to forget its prefix cache (POST /flush_cache) after the warm-up")
+    flush_cache: bool = option(False, "flush the server's prefix cache (POST /flush_cache) after the warm-up")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(_Section):
-    """How many requests, and when."""
+    """The number and timing of requests."""
 
-    num_requests: int = option(200, "requests measured", low=1, high=10_000_000)
+    num_requests: int = option(200, "number of measured requests", low=1, high=10_000_000)
     concurrency: int | None = option(
-        None, "requests under way at most; default 16, or unlimited with --rate and timed traces", low=1, high=65536
+        None, "maximum number of concurrent requests; default 16, or unlimited with --rate and timed traces", low=1,
+        high=65536
     )
     rate: float | None = option(
-        None, "requests started per second, at random times (Poisson); default: as soon as there is room", low=1e-6
+        None, "requests started per second, at random times (Poisson); default: as concurrency allows", low=1e-6
     )
-    warmup: int = option(4, "requests sent before the measurement and not counted", low=0)
+    warmup: int = option(4, "requests sent before the measurement", low=0)
     seed: int = option(0, "seed of prompts, lengths and arrival times", low=0)
     output_file: str | None = option(None, "write the report as JSON here", metavar="FILE")
-    details: bool = option(False, "also write every request's own figures to the file")
+    details: bool = option(False, "also write the measurements of every request to the file")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficOptions(_Section):
-    """What the requests say."""
+    """The content of the requests."""
 
     workload: str = option(
-        "random", "random prompts, random prompts behind shared prefixes, or a trace file",
+        "random", "random prompts, random prompts after shared prefixes, or a trace file",
         choices=("random", "shared-prefix", "trace")
     )
     trace: str | None = option(
@@ -63,22 +63,24 @@ class TrafficOptions(_Section):
         metavar="FILE"
     )
     input_len: str = option("512", "prompt tokens (without the shared prefix): a number or LOW-HIGH", metavar="LEN")
-    output_len: str = option("128", "tokens asked for: a number or LOW-HIGH", metavar="LEN")
+    output_len: str = option("128", "output tokens requested: a number or LOW-HIGH", metavar="LEN")
     prefix_len: int = option(1024, "tokens of a shared prefix", low=1)
-    num_prefixes: int = option(1, "different shared prefixes", low=1)
+    num_prefixes: int = option(1, "number of shared prefixes", low=1)
     random_words: bool = option(
-        False, "send text of about as many tokens, for servers that refuse token ids (chat always does)"
+        False, "send text of about as many tokens, for servers that refuse token ids (always for chat)"
     )
     max_token_id: int = option(
-        30000, "random ids are drawn from 1000 to this; must be in the model's vocabulary", low=1001
+        30000, "random ids are from 1000 to this, which must be in the vocabulary", low=1001
     )
-    ignore_eos: bool = option(False, "send ignore_eos, so that every output has full length (not all servers know it)")
+    ignore_eos: bool = option(
+        False, "send ignore_eos, so that every output has full length (not supported by all servers)"
+    )
     temperature: float = option(0.0, "sampling temperature sent", low=0.0, high=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeBenchOptions:
-    """Everything ``headrace bench serve`` takes."""
+    """All options of ``headrace bench serve``."""
 
     target: TargetOptions = field(default_factory=TargetOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -93,34 +95,34 @@ class ServeBenchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineBenchOptions(_Section):
-    """What ``headrace bench offline`` takes besides the engine's options."""
+    """Options of ``headrace bench offline`` besides the engine's."""
 
     workloads: str = option(
         "latency1,offline256,prefill16x8k,sharedprefix", "comma-separated workloads to run", metavar="NAMES"
     )
     repeats: int = option(1, "runs of each workload; the fastest counts", low=1)
     max_prompts: int | None = option(
-        None, "run only the first so many prompts of each workload; figures are then not comparable", low=1
+        None, "run only the first prompts of each workload; results are then not comparable", low=1
     )
     output_file: str | None = option(None, "write the rows as JSON here", metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions(_Section):
-    """What ``headrace bench quality`` takes besides the engine's options."""
+    """Options of ``headrace bench quality`` besides the engine's."""
 
     compare: str = option(
         "int8,int4",
-        "comma-separated forms of weights to compare with plain ones; stored: as a GGUF file has them; w8a8/int8: the "
-        "type of cached keys and values after a slash",
+        "comma-separated weight formats to compare with plain weights; stored: as in a GGUF file; w8a8/int8: the dtype "
+        "of cached keys and values after a slash",
         metavar="NAMES"
     )
     text: str | None = option(
-        None, "file with the text to read; default: a few pages of public-domain English that come with Headrace",
+        None, "file with the text; default: a few pages of public-domain English in the package",
         metavar="FILE"
     )
-    window: int = option(512, "tokens read at a time; each window starts anew", low=64, high=8192)
-    max_tokens: int = option(4096, "tokens of the text that are read at most", low=64)
+    window: int = option(512, "tokens per window; windows are independent", low=64, high=8192)
+    max_tokens: int = option(4096, "maximum number of tokens of the text", low=64)
     output_file: str | None = option(None, "write the rows as JSON here", metavar="FILE")
 
 

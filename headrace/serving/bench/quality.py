@@ -1,9 +1,8 @@
-"""``headrace bench quality``: what a smaller form of weights costs, or of cached keys and values, measured against the
-plain ones on a real text.
+"""``headrace bench quality``: what a smaller format of weights, or of cached keys and values, costs on a real text.
 
-Each window of the text is read by both models. Perplexity is exp of the mean loss on the text's tokens. The KL
-divergence of the smaller model's next-token distribution from the plain one's is taken over the tokens that both find
-likeliest, all others together counting as one: a lower bound, and close where the rest weighs little.
+Each window of the text is scored by both models. Perplexity is exp of the mean loss on the text's tokens. The KL
+divergence between the next-token distributions is taken over the tokens in both top lists, with all others as one: a
+lower bound, and close where the rest has little probability.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from rich.table import Table
 from headrace.base.errors import ConfigError
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
+from headrace.service.client.prompts import require_tokenizer
 from headrace.serving.bench.options import QualityOptions
 from headrace.serving.bench.report import write_json
+from headrace.serving.offline import LLM
 
 PLAIN = "none"
 NUM_TOP = 50
@@ -31,18 +32,18 @@ COLUMNS = ("weights", "MB", "perplexity", "KL (nats)", "same first token", "toke
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one model made of the text: a place per token, and its greedy continuations of some beginnings."""
+class ModelScores:
+    """One model's logprobs per token of the text, and its greedy continuations of some excerpts."""
 
     num_bytes: int
-    places: list[TokenLogprobs]
+    tokens: list[TokenLogprobs]
     outputs: list[list[int]]
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """``kl`` in nats a token; ``agreement``: share of places with the same likeliest token; ``same_len``: mean number
-    of greedy tokens before the first that differs, of 32."""
+    """``kl`` in nats per token; ``agreement``: share of positions with the same argmax; ``same_len``: mean number of
+    greedy tokens before the first difference, of 32."""
 
     weights: str
     num_bytes: int
@@ -56,22 +57,22 @@ def run_quality_bench(
     options: QualityOptions, console: Console | None = None, **engine_options: Any
 ) -> list[QualityRow]:
     """Load the model (``engine_options`` are those of `headrace.LLM`, ``model`` among them) once plain and once in each
-    form, print a table, write the file if one is wanted. Raises `ConfigError` for a text that is too short, or a form
-    unknown."""
+    form, print a table and write the output file if configured. Raises `ConfigError` for a text that is too short or an
+    unknown format."""
     names = [name.strip() for name in options.compare.split(",") if name.strip()]
     if not names:
-        raise ConfigError("compare names no form of weights; try int8,int4", param="compare")
+        raise ConfigError("compare names no weight format; try int8,int4", param="compare")
     text = read_text(options.text)
     plain = _read(PLAIN, text, options, engine_options)
     rows = [compare(PLAIN, plain, plain)]
     rows += [compare(name, _read(name, text, options, engine_options), plain) for name in names if name != PLAIN]
     if console:
-        print_rows(rows, f"{engine_options['model']}, {len(plain.places)} tokens", console)
+        print_rows(rows, f"{engine_options['model']}, {len(plain.tokens)} tokens", console)
     if options.output_file:
         write_json(
             options.output_file,
             {
-                "num_tokens": len(plain.places), "options": engine_options,
+                "num_tokens": len(plain.tokens), "options": engine_options,
                 "rows": [dataclasses.asdict(row) for row in rows]
             }
         )
@@ -79,7 +80,7 @@ def run_quality_bench(
 
 
 def read_text(path: str | None) -> str:
-    """The file's text; without one that which comes with Headrace: Carroll 1865, Lincoln 1863."""
+    """The file's text, by default that of the package (Carroll 1865, Lincoln 1863)."""
     if path is None:
         return files("headrace.serving.bench").joinpath("quality.txt").read_text(encoding="utf-8")
     try:
@@ -88,24 +89,22 @@ def read_text(path: str | None) -> str:
         raise ConfigError(f"cannot read the text {path}: {error}", param="text") from error
 
 
-def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> Reading:
-    from headrace.serving.offline import LLM
-
+def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> ModelScores:
     form, _, kv_dtype = weights.partition("/")
     engine = {**engine_options, "quantization": form, **({"kv_dtype": kv_dtype} if kv_dtype else {})}
     engine.setdefault("max_model_len", max(options.window, PROMPT_LEN + OUTPUT_LEN) + 1)
     with LLM(engine.pop("model"), **engine) as llm:
-        ids = llm.tokenizer.encode(text, add_special_tokens=False)[: options.max_tokens]
+        ids = require_tokenizer(llm.tokenizer).encode(text, add_special_tokens=False)[: options.max_tokens]
         windows = [ids[at : at + options.window] for at in range(0, len(ids), options.window)]
         if len(windows[0]) <= PROMPT_LEN:
             raise ConfigError(f"the text has {len(ids)} tokens; it needs more than {PROMPT_LEN}", param="text")
-        places = [place for window in windows if len(window) > 1 for place in _score(llm, window)]
+        tokens = [token for window in windows if len(window) > 1 for token in _score(llm, window)]
         num_bytes = next((line.num_bytes for line in llm.memory_plan() if line.name == "weights"), 0)
-        return Reading(num_bytes, places, _continue(llm, ids))
+        return ModelScores(num_bytes, tokens, _continue(llm, ids))
 
 
-def _continue(llm: Any, ids: list[int]) -> list[list[int]]:
-    """Greedy continuations from places all over the text."""
+def _continue(llm: LLM, ids: list[int]) -> list[list[int]]:
+    """Greedy continuations of excerpts spread over the text."""
     step = max(1, (len(ids) - PROMPT_LEN) // NUM_PROMPTS)
     starts = [ids[at : at + PROMPT_LEN] for at in range(0, len(ids) - PROMPT_LEN, step)][:NUM_PROMPTS]
     greedy = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False)
@@ -114,16 +113,16 @@ def _continue(llm: Any, ids: list[int]) -> list[list[int]]:
     ]
 
 
-def _score(llm: Any, window: list[int]) -> list[TokenLogprobs]:
+def _score(llm: LLM, window: list[int]) -> list[TokenLogprobs]:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=NUM_TOP, ignore_eos=True, detokenize=False)
     (output,) = llm.generate(prompt_token_ids=[window], sampling_params=params)
-    return [place for place in output.prompt_logprobs if place is not None]
+    return [token for token in output.prompt_logprobs or () if token is not None]
 
 
-def compare(weights: str, own: Reading, plain: Reading) -> QualityRow:
-    """The figures of one form of weights."""
-    loss = -sum(place.logprob for place in own.places) / len(own.places)
-    pairs = list(zip(plain.places, own.places, strict=True))
+def compare(weights: str, own: ModelScores, plain: ModelScores) -> QualityRow:
+    """The row of one weight format."""
+    loss = -sum(token.logprob for token in own.tokens) / len(own.tokens)
+    pairs = list(zip(plain.tokens, own.tokens, strict=True))
     return QualityRow(
         weights, own.num_bytes, math.exp(loss),
         kl=sum(divergence(a, b) for a, b in pairs) / len(pairs),
@@ -133,7 +132,7 @@ def compare(weights: str, own: Reading, plain: Reading) -> QualityRow:
 
 
 def divergence(plain: TokenLogprobs, own: TokenLogprobs) -> float:
-    """KL(plain || own) of two next-token distributions, over the tokens that both name and the rest as one."""
+    """KL(plain || own) of two next-token distributions, over the tokens in both top lists, with the rest as one."""
     others = dict(zip(own.top_ids, own.top_logprobs, strict=True))
     both = [(p, others[token]) for token, p in zip(plain.top_ids, plain.top_logprobs, strict=True) if token in others]
     rest = [max(1.0 - sum(math.exp(pair[side]) for pair in both), 1e-9) for side in (0, 1)]
@@ -141,7 +140,7 @@ def divergence(plain: TokenLogprobs, own: TokenLogprobs) -> float:
 
 
 def count_same(a: list[int], b: list[int]) -> int:
-    """How many tokens two outputs begin with alike."""
+    """The length of the common prefix of two outputs."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

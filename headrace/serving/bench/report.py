@@ -1,4 +1,4 @@
-"""What a benchmark found: throughputs, latencies by percentile, errors; as a table and as JSON."""
+"""Benchmark reports: throughput, latency percentiles, errors; as tables and JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATENCIES = {
 
 @dataclass(frozen=True)
 class Distribution:
-    """Milliseconds: mean and percentiles (linear between neighbours). All zero when there was nothing to measure."""
+    """Mean and percentiles (linearly interpolated) in milliseconds; zero without samples."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -42,8 +42,8 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Report:
-    """One benchmark of a server. ``duration_s`` runs from the first request's start to the last one's end; throughputs
-    are per second of it and count what ended well. ``errors`` is how many failed, by kind; ``examples`` one of each."""
+    """One benchmark of a server. ``duration_s``: from the first request's start to the last one's end; throughputs are
+    per second of it and count successful requests. ``errors``: failures by kind; ``examples``: one of each."""
 
     model: str
     num_requests: int
@@ -70,7 +70,7 @@ class Report:
         return (self.prompt_tokens + self.output_tokens) / self.duration_s if self.duration_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in plain types."""
+        """The report as a dict, with throughputs."""
         throughputs = {
             name: getattr(self, name) for name in ("request_throughput", "output_throughput", "total_throughput")
         }
@@ -107,7 +107,7 @@ def print_report(report: Report, console: Console) -> None:
     )
     counts.add_column("throughput", no_wrap=True)
     counts.add_column("per second", justify="right")
-    counts.add_column("in all", justify="right")
+    counts.add_column("total", justify="right")
     counts.add_row("requests", f"{report.request_throughput:,.2f}", f"{report.num_completed:,}")
     counts.add_row("output tokens", f"{report.output_throughput:,.1f}", f"{report.output_tokens:,}")
     counts.add_row(
@@ -133,7 +133,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_json(path: str, content: Any) -> None:
-    """Write ``content`` to a file; raises `ConfigError` when that cannot be."""
+    """Write ``content`` to a file; raises `ConfigError` if it cannot be written."""
     try:
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

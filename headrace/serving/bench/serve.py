@@ -1,4 +1,4 @@
-"""``headrace bench serve``: loads a server over HTTP and reports how it did. Knows nothing of which server it is."""
+"""``headrace bench serve``: load tests any server over HTTP and reports throughput and latency."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from headrace.base.errors import ConfigError
 from headrace.serving.bench.connection import ServerConnection, Timing, read_stream
 from headrace.serving.bench.options import LoadOptions, ServeBenchOptions
 from headrace.serving.bench.report import Report, print_report, summarise, write_json
-from headrace.serving.bench.traffic import Ask, make_traffic
+from headrace.serving.bench.traffic import TrafficRequest, make_traffic
 from headrace.serving.http_client import loop_factory
 
 DEFAULT_CONCURRENCY = 16
 READ_AFTER_S = 0.01
-"""A stream that has ended is read this much later, when the request that takes its place is on its way."""
+"""Delay before a finished stream is parsed, so that the next request is sent first."""
 
 
 def run_serve_bench(options: ServeBenchOptions, console: Console | None = None) -> Report:
-    """Load the server, print the report to ``console`` (None: say nothing) and write the file if one is wanted.
-
-    Raises `ConfigError` when the options are wrong, no server answers, or it refuses every warm-up request.
-    """
+    """Load test the server, print the report to ``console`` (None: print nothing) and write the output file if
+    configured. Raises `ConfigError` for invalid options, a server that does not respond, or one that refuses every
+    warm-up request."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         report, timings = runner.run(_measure(options, console))
     if options.load.output_file:
@@ -40,7 +39,7 @@ def run_serve_bench(options: ServeBenchOptions, console: Console | None = None) 
 
 
 def describe(timing: Timing, report: Report) -> dict[str, Any]:
-    """One request's own figures, in milliseconds."""
+    """One request's measurements, in milliseconds."""
     described = {"latency_ms": timing.latency * 1e3, "ttft_ms": timing.ttft * 1e3 if timing.arrivals else None}
     counts = {name: getattr(timing, name) for name in ("prompt_tokens", "output_tokens", "cached_tokens", "error")}
     return {**described, **counts}
@@ -49,16 +48,16 @@ def describe(timing: Timing, report: Report) -> dict[str, Any]:
 async def _measure(options: ServeBenchOptions, console: Console | None) -> tuple[Report, list[Timing]]:
     load, traffic = options.load, options.traffic
     as_text = options.target.endpoint == "chat"
-    asks = make_traffic(traffic, load.num_requests, load.seed, as_text=as_text)
-    if as_text and any(isinstance(ask.prompt, list) and isinstance(ask.prompt[0], int) for ask in asks):
+    requests = make_traffic(traffic, load.num_requests, load.seed, as_text=as_text)
+    if as_text and any(isinstance(request.prompt, list) and isinstance(request.prompt[0], int) for request in requests):
         raise ConfigError("the chat route takes text or messages; the trace has token ids", param="endpoint")
     async with ServerConnection(options.target, traffic) as server:
-        await _warm_up(server, options, asks)
+        await _warm_up(server, options, requests)
         if options.target.flush_cache:
             await server.flush_cache()
         with _progress(console) as progress:
-            task = progress.add_task("requests", total=len(asks))
-            timings = await send_all(server.send, asks, load, lambda: progress.advance(task), read_stream)
+            task = progress.add_task("requests", total=len(requests))
+            timings = await send_all(server.send, requests, load, lambda: progress.advance(task), read_stream)
         described = {
             section: dataclasses.asdict(getattr(options, section)) for section in ("target", "load", "traffic")
         }
@@ -73,12 +72,12 @@ def _progress(console: Console | None) -> Progress:
     return Progress(*columns, console=console, disable=console is None, transient=True)
 
 
-async def _warm_up(server: ServerConnection, options: ServeBenchOptions, asks: list[Ask]) -> None:
-    """Requests like those measured but with prompts of their own, so that no prefix of a measured one is cached. A
-    trace is warmed up with its first requests cut to one token of output."""
+async def _warm_up(server: ServerConnection, options: ServeBenchOptions, requests: list[TrafficRequest]) -> None:
+    """Send requests like the measured ones but with other prompts, so that no measured prefix is cached. A trace is
+    warmed up with its first requests, limited to one output token."""
     count = options.load.warmup
     if options.traffic.workload == "trace":
-        warm = [Ask(ask.prompt, 1) for ask in asks[:count]]
+        warm = [TrafficRequest(request.prompt, 1) for request in requests[:count]]
     else:
         warm = make_traffic(
             options.traffic, count, options.load.seed + 0x5EED, as_text=options.target.endpoint == "chat"
@@ -86,27 +85,25 @@ async def _warm_up(server: ServerConnection, options: ServeBenchOptions, asks: l
     timings = [read_stream(timing) for timing in await asyncio.gather(*map(server.send, warm))]
     failed = [timing for timing in timings if timing.error]
     if failed and len(failed) == len(timings):
-        hint = (
-            "; a server that takes no token ids needs --random-words" if failed[0].error in ("http 400", "http 422")
-            else ""
-        )
+        is_refused = failed[0].error in ("http 400", "http 422")
+        hint = "; for a server that accepts no token ids, use --random-words" if is_refused else ""
         raise ConfigError(
             f"every warm-up request failed: {failed[0].error}: {failed[0].detail}{hint}", param="base_url"
         )
 
 
 async def send_all(
-    send: Callable[[Ask], Any], asks: list[Ask], load: LoadOptions, advance: Callable[[], None],
-    read: Callable[[Any], Any] = lambda sent: sent,
+    send: Callable[[TrafficRequest], Any], requests: list[TrafficRequest], load: LoadOptions,
+    advance: Callable[[], None], read: Callable[[Any], Any] = lambda sent: sent,
 ) -> list[Any]:
-    """Send every request at its time, with no more under way than wanted; what ``read`` makes of the results, in the
-    requests' order."""
-    is_timed = load.rate is not None or (load.concurrency is None and asks[0].at_s is not None)
-    room = asyncio.Semaphore(load.concurrency or (len(asks) if is_timed else DEFAULT_CONCURRENCY))
+    """Send every request at its time, within the concurrency limit; returns the results of ``read``, in order of the
+    requests."""
+    is_timed = load.rate is not None or (load.concurrency is None and requests[0].at_s is not None)
+    room = asyncio.Semaphore(load.concurrency or (len(requests) if is_timed else DEFAULT_CONCURRENCY))
 
-    async def run(ask: Ask) -> Any:
+    async def run(request: TrafficRequest) -> Any:
         try:
-            sent = await send(ask)
+            sent = await send(request)
         finally:
             room.release()
             advance()
@@ -115,31 +112,32 @@ async def send_all(
 
     tasks = []
     async with asyncio.TaskGroup() as group:
-        async for ask in pace(asks, load.rate, load.seed) if is_timed else _at_once(asks):
+        async for request in pace(requests, load.rate, load.seed) if is_timed else _at_once(requests):
             await room.acquire()
-            tasks.append(group.create_task(run(ask)))
+            tasks.append(group.create_task(run(request)))
     return [task.result() for task in tasks]
 
 
-async def _at_once(asks: list[Ask]) -> AsyncIterator[Ask]:
-    for ask in asks:
-        yield ask
+async def _at_once(requests: list[TrafficRequest]) -> AsyncIterator[TrafficRequest]:
+    for request in requests:
+        yield request
 
 
-async def pace(asks: list[Ask], rate: float | None, seed: int) -> AsyncIterator[Ask]:
-    """Each request at its time: of a Poisson process with ``rate`` arrivals a second, or else its own ``at_s``."""
+async def pace(requests: list[TrafficRequest], rate: float | None, seed: int) -> AsyncIterator[TrafficRequest]:
+    """Each request at its time: by a Poisson process with ``rate`` arrivals per second, else by ``at_s``."""
     began = time.perf_counter()
-    for ask, due in sorted(zip(asks, arrival_times(asks, rate, seed), strict=True), key=lambda pair: pair[1]):
+    times = arrival_times(requests, rate, seed)
+    for request, due in sorted(zip(requests, times, strict=True), key=lambda pair: pair[1]):
         await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
-        yield ask
+        yield request
 
 
-def arrival_times(asks: list[Ask], rate: float | None, seed: int) -> list[float]:
+def arrival_times(requests: list[TrafficRequest], rate: float | None, seed: int) -> list[float]:
     """Seconds after the start at which each request is due."""
     if rate is None:
-        return [ask.at_s or 0.0 for ask in asks]
+        return [request.at_s or 0.0 for request in requests]
     random, due, times = Random(seed), 0.0, []
-    for _ in asks:
+    for _ in requests:
         times.append(due)
         due += random.expovariate(rate)
     return times

@@ -1,4 +1,4 @@
-"""The requests of a benchmark: prompts, output lengths and, for traces, times. Everything follows from the seed."""
+"""The requests of a benchmark: prompts, output lengths and, for traces, times. Everything is determined by the seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeGuard
 
 from headrace.base.errors import ConfigError
 from headrace.serving.bench.options import TrafficOptions, parse_range
@@ -21,36 +21,38 @@ _TEXT = (
     "end member law car"
 )
 WORDS = tuple(_TEXT.split())
-"""Common English words, one token each in most vocabularies when a space stands before."""
+"""Common English words, one token each in most vocabularies after a space."""
+
+
+Prompt = str | list[int] | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request to send: ``prompt`` is text, token ids or chat messages; ``at_s`` seconds after the start, if
-    timed."""
+class TrafficRequest:
+    """One request: ``prompt`` is text, token ids or chat messages; ``at_s``: seconds after the start, if timed."""
 
-    prompt: str | list[int] | list[dict[str, Any]]
+    prompt: Prompt
     max_tokens: int
     at_s: float | None = None
 
 
-def make_traffic(options: TrafficOptions, num_requests: int, seed: int, *, as_text: bool = False) -> list[Ask]:
-    """``num_requests`` requests of the wanted workload (fewer when the trace is shorter); raises `ConfigError`.
-
-    ``as_text`` sends random words whatever the options say.
-    """
+def make_traffic(
+    options: TrafficOptions, num_requests: int, seed: int, *, as_text: bool = False
+) -> list[TrafficRequest]:
+    """``num_requests`` requests of the workload, or fewer if the trace is shorter; raises `ConfigError`. ``as_text``:
+    random words, whatever the options say."""
     if options.workload == "trace":
         return read_trace(Path(options.trace or ""), num_requests, parse_range("output_len", options.output_len))
     random = Random(seed)
-    drawer = _Drawer(random, None if as_text or options.random_words else options.max_token_id)
+    source = _RandomText(random, None if as_text or options.random_words else options.max_token_id)
     lengths, output_lens = parse_range("input_len", options.input_len), parse_range("output_len", options.output_len)
     prefixes = (
-        [drawer.draw(options.prefix_len) for _ in range(options.num_prefixes)] if options.workload == "shared-prefix"
-        else [drawer.draw(0)]
+        [source.sample(options.prefix_len) for _ in range(options.num_prefixes)] if options.workload == "shared-prefix"
+        else [source.sample(0)]
     )
     return [
-        Ask(
-            drawer.join(prefixes[i % len(prefixes)], drawer.draw(random.randint(*lengths))),
+        TrafficRequest(
+            source.join(prefixes[i % len(prefixes)], source.sample(random.randint(*lengths))),
             random.randint(*output_lens)
         )
         for i in range(num_requests)
@@ -58,13 +60,13 @@ def make_traffic(options: TrafficOptions, num_requests: int, seed: int, *, as_te
 
 
 @dataclass(frozen=True)
-class _Drawer:
-    """Draws token ids, or words when there is no largest id."""
+class _RandomText:
+    """Random token ids, or words if there is no largest id."""
 
     random: Random
     max_token_id: int | None
 
-    def draw(self, length: int) -> Any:
+    def sample(self, length: int) -> Any:
         if self.max_token_id is None:
             return " ".join(self.random.choice(WORDS) for _ in range(length))
         return [self.random.randint(FIRST_TOKEN_ID, self.max_token_id) for _ in range(length)]
@@ -73,33 +75,33 @@ class _Drawer:
         return " ".join(filter(None, (prefix, rest))) if isinstance(prefix, str) else prefix + rest
 
 
-def read_trace(path: Path, limit: int, default_lens: tuple[int, int]) -> list[Ask]:
+def read_trace(path: Path, limit: int, default_lens: tuple[int, int]) -> list[TrafficRequest]:
     """Requests from JSON lines; ``max_tokens`` defaults to the upper end of ``default_lens``. Raises `ConfigError` with
     the line's number. Times count from the first one."""
-    asks: list[Ask] = []
+    requests: list[TrafficRequest] = []
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if len(asks) == limit:
+                if len(requests) == limit:
                     break
                 if line.strip():
-                    asks.append(_read_ask(line, f"{path}:{number}", default_lens[1]))
+                    requests.append(_read_request(line, f"{path}:{number}", default_lens[1]))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}", param="trace") from error
-    if not asks:
+    if not requests:
         raise ConfigError(f"the trace {path} holds no requests", param="trace")
-    times = [ask.at_s for ask in asks]
+    times = [request.at_s for request in requests]
     if None in times:
-        return [Ask(ask.prompt, ask.max_tokens) for ask in asks]
+        return [TrafficRequest(request.prompt, request.max_tokens) for request in requests]
     first = min(time for time in times if time is not None)
-    return [Ask(ask.prompt, ask.max_tokens, (ask.at_s or 0.0) - first) for ask in asks]
+    return [TrafficRequest(request.prompt, request.max_tokens, (request.at_s or 0.0) - first) for request in requests]
 
 
-def _read_ask(line: str, where: str, default_len: int) -> Ask:
+def _read_request(line: str, where: str, default_len: int) -> TrafficRequest:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON: {error}", param="trace") from error
+        raise ConfigError(f"{where} is not JSON: {error}", param="trace") from error
     prompt = entry.get("prompt", entry.get("messages")) if isinstance(entry, dict) else None
     if not _is_prompt(prompt):
         raise ConfigError(f'{where} needs a "prompt" (text or token ids) or "messages"', param="trace")
@@ -108,10 +110,10 @@ def _read_ask(line: str, where: str, default_len: int) -> Ask:
         raise ConfigError(f"{where}: max_tokens must be a number of tokens, got {length!r}", param="trace")
     if time is not None and (isinstance(time, bool) or not isinstance(time, (int, float))):
         raise ConfigError(f"{where}: timestamp must be seconds, got {time!r}", param="trace")
-    return Ask(prompt, length, time)
+    return TrafficRequest(prompt, length, time)
 
 
-def _is_prompt(value: Any) -> bool:
+def _is_prompt(value: Any) -> TypeGuard[Prompt]:
     if isinstance(value, str):
         return True
     return (

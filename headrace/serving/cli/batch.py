@@ -1,4 +1,4 @@
-"""``headrace batch``: a file of requests in OpenAI's batch format to a file of answers; begun ones are gone on with."""
+"""``headrace batch``: runs a file of requests in OpenAI's batch format, and continues an interrupted run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from headrace.serving.batch import InsideClient, Tally, count_lines, open_output
 from headrace.serving.cli.commands import ENGINE
 from headrace.serving.cli.flags import Invocation
 
-BREADTH = 256
-"""Lines in work at a time: enough for the scheduler to choose from."""
+CONCURRENCY = 256
+"""Lines in progress at a time: enough for full batches."""
 
 
 def run(invocation: Invocation) -> int:
-    """Answer the batch; 1 when any line failed."""
+    """Run the batch; 1 if any line failed."""
     source, target = _paths(invocation.words)
     num_lines = count_lines(source)
     output, answered = open_output(target)
@@ -30,18 +30,18 @@ def run(invocation: Invocation) -> int:
         num_done = len(answered.custom_ids) + len(answered.numbers)
         with _progress_bar(num_lines, num_done) as advance:
             work = partial(
-                run_batch, items=read_items(lines, answered), output=output, breadth=BREADTH, advance=advance
+                run_batch, items=read_items(lines, answered), output=output, concurrency=CONCURRENCY, advance=advance
             )
-            tally = asyncio.run(_answer(config, invocation.section("batch").served_model_name, work))
+            tally = asyncio.run(_run(config, invocation.section("batch").served_model_name, work))
     print(
-        f"{tally.answered} lines answered, {tally.failed} of them with an error; {num_done} were answered before",
+        f"{tally.completed} lines completed, {tally.failed} of them with an error; {num_done} were completed before",
         file=sys.stderr
     )
     return 1 if tally.failed else 0
 
 
-async def _answer(config: EngineConfig, name: str | None, work: Callable[..., Awaitable[Tally]]) -> Tally:
-    from headrace.serving.http.app import create_app  # costs half a second, which a wrong file need not
+async def _run(config: EngineConfig, name: str | None, work: Callable[..., Awaitable[Tally]]) -> Tally:
+    from headrace.serving.http.app import create_app  # half a second, which a wrong file should not cost
 
     client = EngineClient(config)
     await client.start()
@@ -69,5 +69,5 @@ def _progress_bar(total: int, done: int) -> Iterator[Callable[[], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("answering", total=total, completed=done)
+        task = bar.add_task("requests", total=total, completed=done)
         yield lambda: bar.advance(task)

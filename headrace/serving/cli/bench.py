@@ -7,7 +7,7 @@ from headrace.serving.cli.flags import Invocation
 
 
 def run_serve(invocation: Invocation) -> int:
-    """Load a server; 1 when any request failed."""
+    """Load test a server; 1 if any request failed."""
     from rich.console import Console
 
     from headrace.serving.bench.options import ServeBenchOptions
@@ -32,7 +32,7 @@ def run_offline(invocation: Invocation) -> int:
 
 
 def run_quality(invocation: Invocation) -> int:
-    """Compare forms of weights, each in this process in turn."""
+    """Compare weight formats, one after another in this process."""
     from rich.console import Console
 
     from headrace.serving.bench.quality import run_quality_bench

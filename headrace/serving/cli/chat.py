@@ -1,4 +1,4 @@
-"""``headrace chat``: a conversation in the terminal. Answers stream; Ctrl-C stops one, a second time leaves."""
+"""``headrace chat``: a conversation in the terminal. Output streams; Ctrl-C stops it, a second one exits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headrace.serving.cli.flags import Invocation
 from headrace.serving.cli.options import SamplingOptions
 from headrace.serving.offline import AsyncLLM
 
-HELP = """/reset          forget the conversation
+HELP = """/reset          clear the conversation
 /system TEXT    set the system message and start over
 /help           show this
-/exit           leave (or Ctrl-D)
-Ctrl-C          stop the answer; at the prompt: leave"""
+/exit           exit (or Ctrl-D)
+Ctrl-C          stop the output; at the prompt: exit"""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Conversation:
 
 
 class Terminal:
-    """Reads lines, runs their commands, streams answers. ``read_line`` raises `EOFError` at the end."""
+    """Reads lines, runs commands, streams output. ``read_line`` raises `EOFError` at the end."""
 
     def __init__(
         self, llm: AsyncLLM, sampling: SamplingOptions, conversation: Conversation, console: Console,
@@ -50,7 +50,7 @@ class Terminal:
         self._read_line = read_line
 
     def run(self, runner: asyncio.Runner) -> None:
-        """Talk until the user leaves. Each answer runs the event loop; the prompt waits outside it."""
+        """Loop until the user exits. The event loop runs during each answer; the prompt blocks outside it."""
         while True:
             try:
                 line = self._read_line().strip()
@@ -73,7 +73,7 @@ class Terminal:
         word, _, rest = line.partition(" ")
         if word == "/reset":
             self._conversation.turns.clear()
-            self._console.print("The conversation is forgotten.", style="dim")
+            self._console.print("The conversation is cleared.", style="dim")
         elif word == "/system":
             self._conversation.system = rest.strip() or None
             self._conversation.turns.clear()
@@ -82,7 +82,7 @@ class Terminal:
             self._console.print(HELP, style="dim", markup=False, highlight=False)
 
     async def _answer(self) -> None:
-        """Stream one answer. What came before Ctrl-C is kept."""
+        """Stream one answer. Output before Ctrl-C is kept."""
         llm = self._llm
         assert llm.tokenizer is not None and llm.facts is not None
         prompt = llm.tokenizer.encode(
@@ -103,13 +103,13 @@ class Terminal:
             note = ", stopped"
         seconds = time.perf_counter() - began
         self._console.print(
-            f"\n{num_tokens} tokens, {num_tokens / seconds:.1f} a second{note}", style="dim", highlight=False
+            f"\n{num_tokens} tokens, {num_tokens / seconds:.1f} per second{note}", style="dim", highlight=False
         )
         self._conversation.add("assistant", text)
 
 
 def run(invocation: Invocation) -> int:
-    """Start the engine, talk, end it."""
+    """Start the engine, chat, stop the engine."""
     console = Console()
     engine = invocation.given_in(ENGINE)
     model = engine.pop("model", None) or invocation.section("model").model
@@ -117,7 +117,7 @@ def run(invocation: Invocation) -> int:
     with asyncio.Runner() as runner:
         llm = runner.run(_start(model, engine, console))
         try:
-            console.print(f"Talking to {model}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
+            console.print(f"Talking to {model}. /help lists commands, Ctrl-D exits.", style="dim", highlight=False)
             Terminal(
                 llm, invocation.section("sampling"), conversation, console, lambda: console.input("[bold cyan]> [/]")
             ).run(runner)
@@ -136,5 +136,5 @@ async def _start(model: str, engine: dict[str, object], console: Console) -> Asy
             raise
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         await llm.close()
-        raise ConfigError(f"{model} has no chat template to talk with; use headrace generate for plain prompts")
+        raise ConfigError(f"{model} has no chat template; use headrace generate for plain prompts")
     return llm

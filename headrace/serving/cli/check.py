@@ -1,6 +1,4 @@
-"""Optional libraries: what each is for, which version is here, and how to get it. Nothing is imported to find out.
-
-``headrace check``: what works on this machine, and why the rest does not."""
+"""``headrace check``: what works on this machine, including optional libraries, and why the rest does not."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ KIND = "library"
 
 @dataclass(frozen=True)
 class Library:
-    """A package of an extra of ours, from its ``lowest`` version on."""
+    """A package of an extra, required from version ``lowest`` on."""
 
     package: str
     extra: str
@@ -30,7 +28,7 @@ class Library:
 LIBRARIES = (
     Library(
         "xgrammar", "structured", "0.2.8",
-        "structured outputs and forced tool calls: JSON and plain schemas, the fast way"
+        "structured outputs and forced tool calls: JSON and plain schemas, fast"
     ),
     Library(
         "llguidance", "structured", "1.9",
@@ -42,12 +40,12 @@ LIBRARIES = (
         "prefill by flashinfer on NVIDIA GPUs (--attention-backend flashinfer)"
     ),
     Library("opentelemetry-sdk", "otel", "1.28", "traces of requests (--otlp-endpoint)"),
-    Library("opentelemetry-exporter-otlp-proto-http", "otel", "1.28", "sends the traces to a collector"),
+    Library("opentelemetry-exporter-otlp-proto-http", "otel", "1.28", "exports traces to a collector"),
 )
 
 
 def find_libraries() -> Iterator[Finding]:
-    """One finding a library; too old a version is broken."""
+    """One finding per library, without importing it; a version that is too old is broken."""
     for library in LIBRARIES:
         install = f"pip install 'headrace[{library.extra}]'"
         try:
@@ -62,7 +60,7 @@ def find_libraries() -> Iterator[Finding]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The release part of a version, for comparing."""
+    """The release part of a version, for comparison."""
     release = re.match(r"[0-9]+(?:\.[0-9]+)*", text)
     return tuple(map(int, release[0].split("."))) if release else ()
 
@@ -71,7 +69,7 @@ STYLES = {"ok": "green", "unavailable": "yellow", "broken": "bold red"}
 
 
 def run(invocation: Invocation) -> int:
-    """Report; 1 with ``--strict`` when anything is broken."""
+    """Print the report; 1 with ``--strict`` if anything is broken."""
     from headrace.service.inventory import BROKEN, find_machine, take_inventory
 
     options = invocation.section("check")
@@ -91,7 +89,7 @@ def run(invocation: Invocation) -> int:
     for name, what in machine.description.items():
         console.print(f"{name}: {what}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
-    for column in ("kind", "name", "status", "on", "why, or what it is"):
+    for column in ("kind", "name", "status", "on", "description or reason"):
         table.add_column(column, overflow="fold")
     for finding in findings:
         status = Text(finding.status, style=STYLES[finding.status])

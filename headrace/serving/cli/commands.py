@@ -1,8 +1,8 @@
-"""The commands: what each takes and what runs it. A table; nothing here is imported that a command does not need."""
+"""The commands as a table: options, positional arguments, and what runs each. Imports nothing that a command does not
+need."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +31,9 @@ _HOMES = {
 
 @dataclass(frozen=True)
 class Command:
-    """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``words`` describes what may
-    follow without a flag: ``model`` for a model's name, ``prompts`` for any number of prompts, ``files`` for an input
-    and an output, ``folder`` for one, empty for nothing. A command that is ``quiet`` logs from warning on unless told
-    otherwise: its output is the user's."""
+    """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``words`` are its positional
+    arguments: ``model`` (a model's name), ``prompts`` (any number), ``files`` (an input and an output), ``folder``, or
+    none. A ``quiet`` command logs from level warning by default: its standard output is the result."""
 
     name: str
     summary: str
@@ -53,26 +52,26 @@ class Command:
 
     def load(self) -> Callable[[Any], int]:
         """Import what runs the command."""
-        module, _, function = self.run.partition(":")
-        return getattr(importlib.import_module(module), function)
+        run: Callable[[Any], int] = load_target(self.run)
+        return run
 
 
 _ALL = (
     Command(
         "serve", "serve a model over HTTP, with OpenAI's API", (*ENGINE, *SERVING), "headrace.serving.cli.serve:run", (
             ("the default model on port 8000", "headrace serve"),
-            ("a GGUF file, for the whole network", "headrace serve model.gguf --host 0.0.0.0 --port 9000"),
+            ("a GGUF file, open to the network", "headrace serve model.gguf --host 0.0.0.0 --port 9000"),
             ("a folder, with room for more requests", "headrace serve ./Qwen3-0.6B --max-running-requests 128"),
             ("options from a file, one changed", "headrace serve --config prod.toml --log-requests line"),
         ), "model",
     ),
     Command(
-        "generate", "complete prompts; outputs are JSON lines", (*ENGINE, "generate", "sampling"),
+        "generate", "complete prompts; writes JSON lines", (*ENGINE, "generate", "sampling"),
         "headrace.serving.cli.generate:run",
         (
             ("one prompt", 'headrace generate "The capital of France is" --max-tokens 16 --temperature 0'),
-            ("a question, through the chat template", 'headrace generate --chat "Why is the sky blue?"'),
-            ("a file of prompts, a line each", "headrace generate --input prompts.txt --output out.jsonl"),
+            ("a question, with the chat template", 'headrace generate --chat "Why is the sky blue?"'),
+            ("a file of prompts, one per line", "headrace generate --input prompts.txt --output out.jsonl"),
             (
                 'JSON lines: {"prompt": "...", "max_tokens": 8}',
                 "cat prompts.jsonl | headrace generate --input - --input-format jsonl"
@@ -80,38 +79,38 @@ _ALL = (
         ), "prompts", quiet=True,
     ),
     Command(
-        "chat", "talk to a model in the terminal", (*ENGINE, "chat", "sampling"), "headrace.serving.cli.chat:run", (
+        "chat", "chat with a model in the terminal", (*ENGINE, "chat", "sampling"), "headrace.serving.cli.chat:run", (
             ("the default model", "headrace chat"),
-            ("with a role", 'headrace chat --system "You are a pirate." --temperature 0.8'),
+            ("with a system message", 'headrace chat --system "You are a pirate." --temperature 0.8'),
         ), "model", quiet=True,
     ),
     Command(
-        "batch", "answer a file of requests in OpenAI's batch format", (*ENGINE, "batch"),
+        "batch", "run a file of requests in OpenAI's batch format", (*ENGINE, "batch"),
         "headrace.serving.cli.batch:run",
         (
             (
-                "run it again after an interruption: what is answered is skipped",
-                "headrace batch requests.jsonl answers.jsonl"
+                "run it again after an interruption: completed lines are skipped",
+                "headrace batch requests.jsonl results.jsonl"
             ),
             (
-                "requests that call the model by another name",
-                "headrace batch requests.jsonl answers.jsonl --served-model-name gpt-4o-mini"
+                "requests with another model name",
+                "headrace batch requests.jsonl results.jsonl --served-model-name gpt-4o-mini"
             ),
         ), "files", quiet=True,
     ),
     Command(
-        "replay", "send recorded requests again and compare the answers", ("replay",),
+        "replay", "send recorded requests again and compare the responses", ("replay",),
         "headrace.serving.cli.replay:run",
         (
             (
-                "what a server wrote with --dump-requests, at its own pace",
+                "requests recorded with --dump-requests, at the recorded times",
                 "headrace replay dumped --base-url http://127.0.0.1:8000"
             ),
-            ("as fast as the server takes them", "headrace replay dumped --speed 0 --concurrency 64"),
+            ("as fast as the server accepts them", "headrace replay dumped --speed 0 --concurrency 64"),
         ), "folder", quiet=True,
     ),
     Command(
-        "bench serve", "load any OpenAI-compatible server and measure it", ("target", "load", "traffic"),
+        "bench serve", "load test any OpenAI-compatible server", ("target", "load", "traffic"),
         "headrace.serving.cli.bench:run_serve",
         (
             ("200 requests, 16 at a time", "headrace bench serve --base-url http://127.0.0.1:8000"),
@@ -136,28 +135,28 @@ _ALL = (
         ),
     ),
     Command(
-        "bench quality", "measure what 8-bit and 4-bit weights cost in perplexity", ("quality", *ENGINE),
+        "bench quality", "measure the perplexity of 8-bit and 4-bit weights", ("quality", *ENGINE),
         "headrace.serving.cli.bench:run_quality",
         (
-            ("the default model as its file has it, and in 8 bits", "headrace bench quality --compare stored,int8"),
+            ("the default model as stored, and with 8-bit weights", "headrace bench quality --compare stored,int8"),
             (
-                "on a text of your own",
+                "on another text",
                 "headrace bench quality --model ./Qwen3-0.6B --text notes.txt --output-file quality.json"
             ),
         ), quiet=True,
     ),
     Command(
-        "check", "which families, kernels, backends and optional libraries work here, and why not the others",
+        "check", "list the model families, kernels, backends and optional libraries that work here",
         ("check",), "headrace.serving.cli.check:run",
         (
-            ("in a container's build", "headrace check --strict"),
+            ("in a container build", "headrace check --strict"),
         ),
     ),
     Command(
-        "show-config", "every effective option and where its value came from", ("show", *ENGINE, *SERVING),
+        "show-config", "show every option with its value and source", ("show", *ENGINE, *SERVING),
         "headrace.serving.cli.serve:run_show_config",
         (
-            ("what a file of options amounts to", "headrace show-config --config prod.toml --changed"),
+            ("the effective options of a file", "headrace show-config --config prod.toml --changed"),
         ), "model",
     ),
 )

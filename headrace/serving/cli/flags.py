@@ -1,6 +1,6 @@
-"""Flags made from documented options, and the values they take: flag, environment, file, default, in this order.
+"""Command-line flags made from documented options. Precedence: flag, environment, file, default.
 
-Refuses: what a command does with them.
+Refuses: running commands.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Invocation:
-    """A command as the user gave it. ``given`` has every option set otherwise than by default, ``sources`` where each
-    came from: ``flag``, ``environment NAME`` or ``file PATH``; ``words`` what stood without a flag."""
+    """A parsed command line. ``given`` has every option that was set, ``sources`` where each came from: ``flag``,
+    ``environment NAME`` or ``file PATH``; ``words`` are the positional arguments."""
 
     command: Command
     given: dict[str, Any]
@@ -39,24 +39,24 @@ class Invocation:
     words: list[str] = field(default_factory=list)
 
     def section(self, name: str) -> Any:
-        """One section with its values; raises `ConfigError` for one that is wrong."""
+        """One section with its values; raises `ConfigError` for an invalid value."""
         kind = self.command.section_types()[name]
         return kind(**{info.name: self.given[info.name] for info in options_of(kind, name) if info.name in self.given})
 
     def given_in(self, sections: tuple[str, ...]) -> dict[str, Any]:
-        """The options given, of some sections only."""
+        """The options that were set, of some sections."""
         names = {info.name for name in sections for info in options_of(self.command.section_types()[name], name)}
         return {name: value for name, value in self.given.items() if name in names}
 
 
 def command_options(command: Command) -> list[OptionInfo]:
-    """Every option a command takes."""
+    """Every option of a command."""
     return [info for name, kind in command.section_types().items() for info in options_of(kind, name)]
 
 
 def parse_command(command: Command, argv: list[str]) -> Invocation:
-    """Read a command's arguments; raises `ConfigError` for what is wrong, naming the nearest flag. ``--help`` prints
-    and raises `SystemExit`."""
+    """Parse a command's arguments. Raises `ConfigError` for invalid ones, naming the nearest flag, and `SystemExit`
+    after ``--help``."""
     infos = {info.name: info for info in command_options(command)}
     parsed, rest = build_parser(command).parse_known_args(argv)
     if rest:
@@ -67,7 +67,7 @@ def parse_command(command: Command, argv: list[str]) -> Invocation:
     flags = {name: _read_value(infos[name], value) for name, value in values.items()}
     if command.words == "model" and words:
         if flags.setdefault("model", words[0]) != words[0]:
-            raise ConfigError(f"the model is given twice: {words[0]} and --model {flags['model']}", param="model")
+            raise ConfigError(f"the model is set twice: {words[0]} and --model {flags['model']}", param="model")
         words = []
     given, sources = _merge(infos, flags)
     for name, value in given.items():
@@ -76,7 +76,7 @@ def parse_command(command: Command, argv: list[str]) -> Invocation:
 
 
 def _merge(infos: dict[str, OptionInfo], flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """File, then environment, then flags: the later wins."""
+    """Apply file, environment and flags in this order: later ones win."""
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
     path = flags.get("config")
@@ -93,8 +93,8 @@ def _merge(infos: dict[str, OptionInfo], flags: dict[str, Any]) -> tuple[dict[st
 
 
 def read_options_file(path: Path, infos: dict[str, OptionInfo]) -> dict[str, Any]:
-    """Options from a TOML or JSON file: flat, or in tables named as the sections. Options of other commands are left
-    out, so that one file serves several; unknown ones raise `ConfigError`."""
+    """Options from a TOML or JSON file, flat or in tables named after sections. Options of other commands are skipped,
+    so that commands can share a file; unknown ones raise `ConfigError`."""
     content = _read_file(path)
     flat: dict[str, Any] = {}
     for key, value in content.items():
@@ -121,25 +121,25 @@ def _names_of_all_commands() -> set[str]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:  # a pipe, too, of which nobody knows the size
+        with path.open("rb") as file:  # may be a pipe, whose size is unknown
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", param="config")
         content = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from error
-    except ValueError as error:  # ConfigError is one too: it passes as it is
+    except ValueError as error:  # includes ConfigError, which is raised unchanged
         if isinstance(error, ConfigError):
             raise
-        kind = "JSON" if path.suffix == ".json" else "TOML, as files of options are unless they end in .json"
+        kind = "JSON" if path.suffix == ".json" else "TOML (option files are TOML unless named .json)"
         raise ConfigError(f"{path} is not valid {kind}: {error}", param="config") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold an object of options", param="config")
+        raise ConfigError(f"{path} must contain an object of options", param="config")
     return content
 
 
 def _read_value(info: OptionInfo, text: Any) -> Any:
-    """A flag's text as the option's type."""
+    """A flag's text converted to the option's type."""
     if not isinstance(text, str) or info.type is str:
         return text
     if info.optional and text.lower() == "none":
@@ -174,8 +174,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: Command) -> argparse.ArgumentParser:
-    """The parser of one command: a group of flags for each section. Values stay text; nothing has a default, so that
-    what the user gave can be told from what they did not."""
+    """The parser of one command, with a group of flags per section. Values stay text, and nothing has a default: only
+    options that the user set appear in the result."""
     width = min(shutil.get_terminal_size().columns, 120)
     parser = _Parser(
         prog=f"headrace {command.name}", description=command.summary[0].upper() + command.summary[1:] + ".",
@@ -191,7 +191,7 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     elif command.words == "files":
         parser.add_argument("words", nargs="*", metavar="FILE", help="the input, then the output")
     elif command.words == "folder":
-        parser.add_argument("words", nargs="*", metavar="FOLDER", help="folder, or one file of it")
+        parser.add_argument("words", nargs="*", metavar="FOLDER", help="folder, or one of its files")
     for name, kind in command.section_types().items():
         group = parser.add_argument_group(name, (kind.__doc__ or "").strip().replace("``", ""))
         for info in options_of(kind, name):
@@ -224,14 +224,14 @@ def _add_flag(group: Any, info: OptionInfo) -> None:
 
 
 def value_name(info: OptionInfo) -> str:
-    """What stands for the value in the help text."""
+    """The placeholder of the value in help texts."""
     if info.choices:
         return "{" + ",".join(map(str, info.choices)) + "}"
     return info.metavar or {"int": "N", "float": "X"}.get(info.type.__name__, "TEXT")
 
 
 def describe(info: OptionInfo) -> str:
-    """An option's help text with its default."""
+    """An option's help text, with its default."""
     if info.default is None or info.default == "":
         return info.doc
     shown = ("on" if info.default else "off") if info.type is bool else info.default
@@ -239,5 +239,5 @@ def describe(info: OptionInfo) -> str:
 
 
 def print_error(message: str) -> None:
-    """One clear line on stderr."""
+    """Print one line to stderr."""
     print(f"headrace: error: {message}", file=sys.stderr)

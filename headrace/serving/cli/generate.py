@@ -1,4 +1,4 @@
-"""``headrace generate``: prompts from arguments, a file or stdin; one JSON line for each output. A wrong prompt fails
+"""``headrace generate``: prompts from arguments, a file or stdin; one JSON line per output. An invalid prompt fails
 alone."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import msgspec
 
@@ -30,8 +30,8 @@ SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 
 @dataclass
 class Item:
-    """One prompt as it was given: ``content`` is text, token ids, or messages of a chat. ``error`` is why it cannot
-    run."""
+    """One prompt: ``content`` is text, token ids, or chat messages. ``error``: why it cannot run. ``token_ids`` and
+    ``params`` are set by `_prepare`."""
 
     content: Any
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -55,14 +55,15 @@ def run(invocation: Invocation) -> int:
             _prepare(item, llm, options, sampling)
         ready = [item for item in items if item.error is None]
         results = llm.generate(
-            prompt_token_ids=[item.token_ids for item in ready], sampling_params=[item.params for item in ready],
+            prompt_token_ids=[item.token_ids for item in ready],
+            sampling_params=[item.params for item in ready if item.params is not None],
             progress=sys.stderr.isatty() and len(ready) > 1, errors="return",
         ) if ready else []
         return 1 if write_results(items, iter(results), output) else 0
 
 
 def read_items(words: list[str], options: GenerateOptions, stack: contextlib.ExitStack) -> list[Item]:
-    """The prompts, from wherever they come; raises `ConfigError` when there are none or too many places."""
+    """The prompts from arguments, file or stdin; raises `ConfigError` for none, or for two sources."""
     if options.system is not None and not options.chat:
         raise ConfigError("system needs --chat: a plain prompt has no system message", param="system")
     if words and options.input is not None:
@@ -88,13 +89,12 @@ def read_items(words: list[str], options: GenerateOptions, stack: contextlib.Exi
     return items
 
 
-def _open(path: str, mode: str) -> TextIO:
+def _open(path: str, mode: Literal["r", "w"]) -> TextIO:
     try:
         return open(path, mode, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"cannot open {path}: {error.strerror}", param="input" if mode == "r" else "output"
-        ) from error
+        param = "input" if mode == "r" else "output"
+        raise ConfigError(f"cannot open {path}: {error.strerror}", param=param) from error
 
 
 def _read_lines(lines: Iterable[str], options: GenerateOptions, name: str) -> Iterator[Item]:
@@ -112,8 +112,8 @@ def _read_lines(lines: Iterable[str], options: GenerateOptions, name: str) -> It
 
 
 def _read_json_item(line: str, where: str, options: GenerateOptions) -> Item:
-    """A line is an object with ``prompt`` (text or ids) or ``messages``, and perhaps ``id`` and sampling parameters; or
-    a JSON string."""
+    """A line is a JSON string, or an object with ``prompt`` (text or ids) or ``messages``, optional ``id`` and sampling
+    parameters."""
     try:
         if len(line) > MAX_LINE_CHARS:
             raise RequestError(f"longer than {MAX_LINE_CHARS} characters")
@@ -136,11 +136,11 @@ def _read_json_item(line: str, where: str, options: GenerateOptions) -> Item:
 
 
 def _prepare(item: Item, llm: LLM, options: GenerateOptions, sampling: SamplingOptions) -> None:
-    """Make the item's ids and parameters, and check them, so that a wrong one does not stop the others."""
+    """Set the item's ids and parameters, and validate them, so that an invalid item does not stop the others."""
     if item.error is not None:
         return
     try:
-        defaults = {**llm.facts.default_sampling, **({"n": options.n, "logprobs": options.logprobs})}
+        defaults = {**llm.facts.default_sampling, "n": options.n, "logprobs": options.logprobs}
         item.params = msgspec.convert(
             {**msgspec.to_builtins(sampling.to_params(defaults), str_keys=True), **item.overrides}, SamplingParams,
             strict=False
@@ -170,7 +170,7 @@ def _render(content: Any, llm: LLM, system: str | None) -> str:
 
 
 def write_results(items: list[Item], results: Iterator[GenerationOutput], output: TextIO) -> int:
-    """A JSON line for each output, in the prompts' order; returns how many failed."""
+    """Write a JSON line per output, in the order of the prompts; returns the number of failures."""
     num_failed = 0
     for index, item in enumerate(items):
         about = {"index": index, **({"id": item.user_id} if item.user_id is not None else {}), "prompt": item.content}

@@ -1,7 +1,6 @@
-"""The command ``headrace``: finds the command, parses its flags, runs it, and turns errors into one line and exit code
-2.
+"""The command ``headrace``: parses the command line, runs the command, and turns errors into one line and exit code 2.
 
-Refuses: torch, and importing what the command does not need: ``--help`` is printed at once.
+Refuses: torch, and importing what a command does not need, so that ``--help`` prints at once.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command, by default this process's; returns the exit code: 0, 1 when something the command was to do
-    failed, 2 for errors. Where Ctrl-C ends this process's command, the process ends here, and threads and compilers
-    with it."""
+    """Run ``argv``, by default this process's arguments. Returns the exit code: 0, 1 if part of the work failed, 2 for
+    errors. When Ctrl-C ends this process's command, the process exits here, with its threads and compilers."""
     is_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
     _fill_standard_streams()
@@ -53,33 +51,33 @@ def main(argv: list[str] | None = None) -> int:
             _leave(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
-        _forgo_output()
+        _discard_output()
         return BROKEN_PIPE
     except OSError as error:
         if error.errno not in FULL:
             raise
-        _forgo_output()
+        _discard_output()
         print_error(f"cannot write {error.filename or 'the output'}: {error.strerror}")
         return USER_ERROR
 
 
-def _forgo_output() -> None:
-    """Nobody takes it any more: what is buffered must not be written again at exit."""
+def _discard_output() -> None:
+    """Standard output cannot be written to: buffered output must not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(code: int) -> NoReturn:
     from headrace.service.process import leave
 
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # the reader is gone
         sys.stdout.flush()
         sys.stderr.flush()
     leave(code)
 
 
 def _fill_standard_streams() -> None:
-    """Where the caller has closed one of the three, its number would go to the next socket, which what prints would
-    then write to, and which libraries refuse to close."""
+    """Open closed standard streams. Otherwise the next socket would get the descriptor, ``print`` would write to it,
+    and libraries would refuse to close it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= LAST_STREAM:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -88,7 +86,7 @@ def _fill_standard_streams() -> None:
 
 
 def _find_command(argv: list[str]) -> tuple[str | None, list[str]]:
-    """The command's name, of one or two words, and what follows; None when help is wanted."""
+    """The command's name, of one or two words, and the other arguments; None for help."""
     if argv[1:] and argv[0] == "help":
         argv = [*argv[1:], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -116,7 +114,7 @@ def overview(first_word: str = "") -> str:
     lines = [f"usage: headrace {first_word or 'COMMAND'} [flags]", "", "Serve large language models.", "", "commands:"]
     lines += [f"  {c.name:14} {c.summary}" for c in chosen]
     lines += [
-        "", "headrace COMMAND --help documents every flag; headrace --version tells the version.", "", "start here:"
+        "", "headrace COMMAND --help documents every flag; headrace --version prints the version.", "", "start here:"
     ]
     lines += [f"  {c.examples[0][1]:68} # {c.examples[0][0]}" for c in chosen[:3] if c.examples]
     lines += ["", "environment:"] if not first_word else []

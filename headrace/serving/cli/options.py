@@ -1,7 +1,8 @@
-"""Options that only the command line has: what to generate from, how to sample, how to report."""
+"""Options that only the command line has: input, sampling, output."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,41 +24,45 @@ class GeneralOptions(_Section):
         None, "TOML or JSON file of options, flat or by section; flags win over it", metavar="FILE"
     )
     disable_models: str = option(
-        "", "comma-separated model families never to be loaded, say because one is broken", metavar="NAMES"
+        "", "comma-separated model families that are never imported, for example a broken one", metavar="NAMES"
     )
     log_level: str = option(
         "info",
-        "how much is logged, from warning on in generate and chat unless given; debug also shows where an error came "
-        "from",
+        "minimum level of log messages (default of generate, chat, batch and replay: warning); debug also shows "
+        "tracebacks",
         choices=("debug", "info", "warning", "error"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(_Section):
-    """How tokens are drawn; what is not given is the model's own default."""
+    """How tokens are sampled; default: the model's generation config."""
 
-    max_tokens: int = option(256, "tokens of output at most", low=1)
+    max_tokens: int = option(256, "maximum number of output tokens", low=1)
     temperature: float | None = option(None, "0 is greedy; higher is more varied", low=0.0, high=100.0)
-    top_p: float | None = option(None, "draw from the likeliest tokens that make up this share", low=0.0, high=1.0)
-    top_k: int | None = option(None, "draw from this many likeliest tokens; 0 from all", low=-1)
+    top_p: float | None = option(
+        None, "sample from the most likely tokens that together have this probability", low=0.0, high=1.0
+    )
+    top_k: int | None = option(None, "sample from this many most likely tokens; 0: from all", low=-1)
     min_p: float | None = option(
-        None, "leave out tokens less likely than this share of the likeliest one", low=0.0, high=1.0
+        None, "exclude tokens below this fraction of the highest probability", low=0.0, high=1.0
     )
     repetition_penalty: float | None = option(
-        None, "above 1: tokens of prompt and output become less likely", low=0.01, high=10.0
+        None, "above 1: tokens of the prompt and the output become less likely", low=0.01, high=10.0
     )
     presence_penalty: float | None = option(
         None, "above 0: tokens of the output become less likely", low=-2.0, high=2.0
     )
-    frequency_penalty: float | None = option(None, "the same, by how often they occur", low=-2.0, high=2.0)
-    stop: list[str] | None = option(  # noqa: RUF009
-        None, "text that ends the output; give it several times for several", metavar="TEXT"
+    frequency_penalty: float | None = option(
+        None, "above 0: tokens become less likely the more often they occur in the output", low=-2.0, high=2.0
     )
-    ignore_eos: bool = option(False, "go on past the model's end of text")
+    stop: list[str] | None = option(  # noqa: RUF009
+        None, "text that ends the output; may be repeated", metavar="TEXT"
+    )
+    ignore_eos: bool = option(False, "continue after the model's end-of-text token")
 
-    def to_params(self, defaults: dict[str, float], **changed: Any) -> SamplingParams:
-        """Sampling parameters: what was given here or in ``changed``, else the model's ``defaults``."""
+    def to_params(self, defaults: Mapping[str, Any], **changed: Any) -> SamplingParams:
+        """Sampling parameters: the options given here or in ``changed``, else the model's ``defaults``."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return SamplingParams(
             **{**defaults, **{name: value for name, value in given.items() if value is not None}, **changed}
@@ -66,28 +71,28 @@ class SamplingOptions(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(_Section):
-    """Where prompts come from and outputs go."""
+    """Input and output."""
 
     input: str | None = option(None, "file of prompts, - for stdin: lines of text, or JSON lines", metavar="FILE")
     input_format: str = option(
-        "auto", "auto reads JSON lines when the file's name or its first line says so",
+        "auto", "auto: JSON lines if the file is named .jsonl or its first line is an object, else text",
         choices=("auto", "text", "jsonl")
     )
     output: str | None = option(None, "write JSON lines here; default: stdout", metavar="FILE")
-    chat: bool = option(False, "make each prompt a user's message, with the model's chat template")
+    chat: bool = option(False, "send each prompt as a user message, with the chat template")
     system: str | None = option(None, "system message, with --chat", metavar="TEXT")
     n: int = option(1, "outputs for each prompt", low=1, high=128)
     logprobs: int | None = option(
-        None, "report the drawn tokens' logprobs and those of this many likeliest", low=0, high=50
+        None, "report logprobs of the sampled tokens and of this many most likely ones", low=0, high=50
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(_Section):
-    """How requests of the input are taken."""
+    """How requests of the input are read."""
 
     served_model_name: str | None = option(
-        None, "name that the requests call the model by; default: the model's own", metavar="NAME"
+        None, "model name in the requests; default: the model's own", metavar="NAME"
     )
 
 
@@ -100,15 +105,15 @@ class ChatOptions(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(_Section):
-    """What is reported."""
+    """The report."""
 
     json: bool = option(False, "print JSON")
-    strict: bool = option(False, "exit with 1 when anything that should work here does not load")
+    strict: bool = option(False, "exit with 1 if anything that should work here does not load")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(_Section):
-    """What is printed."""
+    """The output."""
 
     json: bool = option(False, "print JSON")
-    changed: bool = option(False, "only what differs from the defaults")
+    changed: bool = option(False, "only options that differ from the defaults")

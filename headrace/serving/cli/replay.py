@@ -1,4 +1,4 @@
-"""``headrace replay``: recorded requests to a server, and how its answers compare with the recorded ones."""
+"""``headrace replay``: sends recorded requests to a server and compares the responses with the recorded ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAMED = 10
 
 
 def run(invocation: Invocation) -> int:
-    """Replay; 1 when a request got another status or an answer that was not drawn at random differs."""
+    """Replay; 1 if a status differs, or a response that was not sampled at random."""
     if len(invocation.words) != 1:
         raise ConfigError("give one folder or file of recorded requests: headrace replay FOLDER")
     from rich.console import Console
@@ -29,7 +29,7 @@ def run(invocation: Invocation) -> int:
     records = read_records(invocation.words[0])
     whole = [record for record in records if record.has_body]
     if not whole:
-        raise ConfigError("all recorded requests were too large to keep, or no JSON; there is nothing to send")
+        raise ConfigError("all recorded requests were too large to record, or not JSON; there is nothing to send")
     options: ReplayOptions = invocation.section("replay")
     console = Console()
     answers = _send(whole, options, console)
@@ -55,8 +55,8 @@ def _write(path: str, records: Sequence[Record], answers: Sequence[Record]) -> N
     import msgspec
 
     lines = (
-        msgspec.json.encode(msgspec.structs.replace(answer, body=record.body)) for record,
-        answer in zip(records, answers, strict=True)
+        msgspec.json.encode(msgspec.structs.replace(answer, body=record.body))
+        for record, answer in zip(records, answers, strict=True)
     )
     try:
         Path(path).write_bytes(b"".join(line + b"\n" for line in lines))
@@ -68,7 +68,7 @@ def report(
     console: Console, comparison: Comparison, records: Sequence[Record], answers: Sequence[Record], *,
     num_left_out: int = 0
 ) -> None:
-    """What there is to say, without any text of the requests."""
+    """Print the comparison, without texts of the requests."""
     from rich.table import Table
 
     from headrace.serving.replay import count_tokens
@@ -76,14 +76,14 @@ def report(
     lines = [f"{comparison.num_sent} requests sent, {comparison.same_status} with the recorded status"]
     lines += [f"{count} went from status {change}" for change, count in comparison.statuses.most_common()]
     if comparison.num_unreachable:
-        lines.append(f"{comparison.num_unreachable} got no answer")
+        lines.append(f"{comparison.num_unreachable} got no response")
     if num_left_out:
-        lines.append(f"{num_left_out} were not sent: too large to keep, or no JSON")
+        lines.append(f"{num_left_out} were not sent: too large to record, or not JSON")
     random = (
-        f", {comparison.different_random} more drawn at random without a seed" if comparison.different_random else ""
+        f", {comparison.different_random} more sampled at random without a seed" if comparison.different_random else ""
     )
     lines.append(
-        f"answers: {comparison.same_answer} the same, {comparison.different_answer} different{random}, "
+        f"responses: {comparison.same_answer} the same, {comparison.different_answer} different{random}, "
         f"{comparison.not_comparable} not comparable"
     )
     if comparison.differing:

@@ -1,6 +1,4 @@
-"""``headrace serve``: from flags to the server's configuration.
-
-``headrace show-config``: every effective option of ``serve`` and where its value came from."""
+"""``headrace serve``, and ``headrace show-config``, which prints the options of ``serve``."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from headrace.serving.cli.flags import Invocation
 
 
 def serve_config(invocation: Invocation) -> ServeConfig:
-    """Everything the server takes, and where each value came from."""
+    """The server's configuration, with the source of each value."""
     sections = {name: invocation.section(name) for name in (*ENGINE, *SERVING)}
     serving = {name: sections.pop(name) for name in SERVING}
     names = invocation.given_in((*ENGINE, *SERVING))
@@ -24,15 +22,15 @@ def serve_config(invocation: Invocation) -> ServeConfig:
 
 
 def run(invocation: Invocation) -> int:
-    """Serve until told to stop."""
+    """Serve until a signal stops the server."""
     config = serve_config(invocation)
-    engine = spawn_engine()  # it has the most to import, so it begins first
+    engine = spawn_engine()  # started first: it has the most to import
     try:
         from headrace.serving.http.server import serve
 
         serve(config, engine=engine)
     finally:
-        engine.end()  # when the server did not come to end it
+        engine.end()  # if the server did not stop it
     return 0
 
 
@@ -40,8 +38,8 @@ SECRET = {"api_key", "admin_api_key"}
 
 
 def effective_options(invocation: Invocation) -> list[dict[str, Any]]:
-    """``section``, ``name``, ``value`` and ``source`` of each option; secrets are not shown. A value of None is decided
-    at start, as the option's documentation says."""
+    """``section``, ``name``, ``value``, ``source`` and ``doc`` of each option; secrets are masked. None: decided at
+    start, as the option's documentation says."""
     values = flatten(serve_config(invocation))
     rows = []
     for info in all_options():

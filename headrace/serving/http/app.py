@@ -1,13 +1,12 @@
-"""The chat page at ``/``: one static file with a policy that lets it talk to this server only.
-
-`create_app`: the HTTP application over an engine client. Refuses: sockets, signals and processes (``server.py``)."""
+"""`create_app`: the HTTP application over an engine client, with the chat page at ``/``. Refuses: sockets, signals and
+processes (``server.py``)."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
-from functools import partial
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -40,13 +39,17 @@ from headrace.serving.http.transport.tracing import TracedRequests
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
+# Starlette tries routes in this order, so the busiest come first.
+_MODULES = (chat, completions, messages, responses, pooling, ollama, tokens, native, control, admin)
+ENDPOINTS = tuple(each for module in _MODULES for endpoint in module.ENDPOINTS for each in endpoint.expand())
+
 
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def page_policy(html: str) -> str:
-    """Content-Security-Policy: the page's own script and style by their hashes, connections to this server, no more."""
+    """Content-Security-Policy: only the page's own script and style, by hash, and connections to this server."""
     scripts = " ".join(map(_digest, re.findall(r"<script>(.*?)</script>", html, re.DOTALL)))
     styles = " ".join(map(_digest, re.findall(r"<style>(.*?)</style>", html, re.DOTALL)))
     return (
@@ -55,32 +58,25 @@ def page_policy(html: str) -> str:
     )
 
 
-async def _show(_request: Request, *, html: str, headers: dict[str, str]) -> HTMLResponse:
-    return HTMLResponse(html, headers=headers)
-
-
-def page_handler() -> partial:
+def page_handler() -> Callable[[Request], Awaitable[HTMLResponse]]:
     """The handler of ``/``; the file is read once."""
     html = (files("headrace.serving.http") / "page.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": page_policy(html), "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer"
     }
-    return partial(_show, html=html, headers=headers)
 
+    async def show(_: Request) -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
 
-ENDPOINTS = (
-    # looked through in order: the busiest come first
-    *chat.ENDPOINTS, *completions.ENDPOINTS, *messages.ENDPOINTS, *responses.ENDPOINTS,
-    *pooling.ENDPOINTS, *ollama.ENDPOINTS, *tokens.ENDPOINTS, *native.ENDPOINTS, *control.ENDPOINTS, *admin.ENDPOINTS,
-)
+    return show
 
 
 def create_app(client: EngineClient, server: ServerConfig, operations: OperationsConfig | None = None) -> Starlette:
-    """The application. Starting and closing ``client`` is the caller's part; until it is ready, requests get 503.
-    What routes share is at ``app.state.context``."""
+    """The application. The caller starts and closes ``client``; until it is ready, requests get 503. The routes share
+    ``app.state.context``."""
     app = Starlette()
-    app.router.redirect_slashes = False  # a redirect would lead wherever the Host header says
+    app.router.redirect_slashes = False  # a redirect would go to the host in the Host header
     context = app.state.context = AppContext(client, server, Metrics(), operations or OperationsConfig())
     for endpoint in ENDPOINTS:
         app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods))
@@ -92,7 +88,7 @@ def create_app(client: EngineClient, server: ServerConfig, operations: Operation
 
 
 def _add_middleware(app: Starlette, context: AppContext, routes: frozenset[str]) -> None:
-    """What stands before the routes, the innermost first: only what was let in is recorded."""
+    """Add middleware, innermost first. The recorder is inside the gates: refused requests are not recorded."""
     server = context.server
     sinks: list[Sink] = [sink for sink in (context.dump, open_log(context.operations)) if sink is not None]
     if sinks:

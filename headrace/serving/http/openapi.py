@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the endpoint table and the record types: it cannot drift from what is decoded."""
+"""The OpenAPI document, made from the endpoints and the record types, so that it always matches what is decoded."""
 
 from __future__ import annotations
 
@@ -30,13 +30,9 @@ def describe_api(
     """The document. ``open_paths`` need no key."""
     types: dict[Any, None] = {}
     for endpoint in endpoints:
-        types |= dict.fromkeys(
-            t
-            for t in (
-                form_of(endpoint.path).record, endpoint.body and endpoint.body.record, endpoint.answer, endpoint.event
-            )
-            if t is not None
-        )
+        body = endpoint.body and endpoint.body.record
+        candidates = (form_of(endpoint.path).record, body, endpoint.response, endpoint.event)
+        types |= dict.fromkeys(t for t in candidates if t is not None)
     schemas, components = schema_components(list(types), ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -59,10 +55,10 @@ def describe_api(
 
 
 def document_handler(endpoints: Sequence[Endpoint], server: ServerConfig, open_paths: frozenset[str]) -> Handler:
-    """The route of the document, which is made when it is first asked for."""
+    """The handler of the document, which is made on the first request."""
     document: list[bytes] = []
 
-    async def answer(_: Request) -> Response:
+    async def show(_: Request) -> Response:
         if not document:
             described = describe_api(
                 endpoints, root_path=server.root_path, has_key=server.api_key is not None, open_paths=open_paths
@@ -70,7 +66,7 @@ def document_handler(endpoints: Sequence[Endpoint], server: ServerConfig, open_p
             document.append(msgspec.json.encode(described))
         return EncodedResponse(document[0])
 
-    return answer
+    return show
 
 
 def _describe_operation(
@@ -78,7 +74,7 @@ def _describe_operation(
 ) -> dict[str, Any]:
     statuses = {500, *endpoint.errors, *(BODY_ERRORS if endpoint.body else ()), *((401,) if is_guarded else ())}
     error = {"application/json": {"schema": schema_of[form_of(endpoint.path).record]}}
-    responses: dict[str, Any] = {"200": {"description": "OK", "content": _describe_answer(endpoint, schema_of)}}
+    responses: dict[str, Any] = {"200": {"description": "OK", "content": _describe_response(endpoint, schema_of)}}
     responses |= {str(s): {"description": HTTPStatus(s).phrase, "content": error} for s in sorted(statuses)}
     name = re.sub(r"\W+", "_", endpoint.path).strip("_") or "root"
     operation: dict[str, Any] = {
@@ -89,8 +85,8 @@ def _describe_operation(
         {"name": p, "in": "path", "required": True, "schema": {"type": "string"}}
         for p in re.findall(r"{(\w+)", endpoint.path)
     ] + [
-        {"name": name, "in": "query", "required": False, "schema": schema} for name,
-        schema in (endpoint.query or {}).items()
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in (endpoint.query or {}).items()
     ]
     if parameters:
         operation["parameters"] = parameters
@@ -103,10 +99,10 @@ def _describe_operation(
     return operation
 
 
-def _describe_answer(endpoint: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
-    if endpoint.answer is None:
+def _describe_response(endpoint: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    if endpoint.response is None:
         return {"text/plain": {"schema": {"type": "string"}}}
-    content = {"application/json": {"schema": schema_of[endpoint.answer]}}
+    content = {"application/json": {"schema": schema_of[endpoint.response]}}
     if endpoint.event is not None:
         content[endpoint.event_media] = {"schema": {"type": "string"}, "x-event": schema_of[endpoint.event]}
     return content

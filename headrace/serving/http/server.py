@@ -1,6 +1,5 @@
-"""What the user sees when the server is ready: where it is, how to try it, where the memory went.
-
-`serve`: the HTTP process. Owns the listening socket, the signals, start-up beside the engine and the orderly end."""
+"""`serve`: the HTTP process. Owns the listening socket, signals, start-up beside the engine, the ready message, and the
+orderly shutdown."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def memory_table(lines: list[MemoryLine], device: str) -> Table:
     return table
 
 
-FIRST_QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "generate": (
         "chat/completions",
         {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}
@@ -70,15 +69,15 @@ FIRST_QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def curl_line(address: str, model: str, *, has_key: bool, task: str = "generate") -> str:
-    """A command to copy that asks the model something."""
-    route, question = FIRST_QUESTIONS[task]
-    body = json.dumps({"model": model, **question})
+    """An example request to copy."""
+    route, fields = EXAMPLES[task]
+    body = json.dumps({"model": model, **fields})
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
     return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
-def _first_task(facts: ModelFacts, tokenizer: Tokenizer | None) -> str:
-    """Which of the first questions the model can take."""
+def _example_task(facts: ModelFacts, tokenizer: Tokenizer | None) -> str:
+    """The example that the model supports."""
     if facts.pooling is not None:
         return facts.pooling.kind
     return "complete ids" if tokenizer is None else "generate" if tokenizer.has_chat_template else "complete"
@@ -88,15 +87,15 @@ def announce_ready(
     console: Console, *, address: str, name: str, facts: ModelFacts, memory: list[MemoryLine], has_key: bool,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Print the memory plan, the address and a first command. Where nobody can read them the server goes on without."""
-    about = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}"
+    """Print the memory plan, the address and an example request. A closed standard output does not stop the server."""
+    summary = f"{facts.num_parameters / 1e6:,.0f}M parameters, {facts.dtype}, context {facts.max_model_len:,}"
     if facts.num_kv_tokens:
-        about += f", room for {facts.num_kv_tokens:,} tokens"
-    task = _first_task(facts, tokenizer)
+        summary += f", room for {facts.num_kv_tokens:,} tokens"
+    task = _example_task(facts, tokenizer)
     try:
         with console.capture() as captured:
             console.print(memory_table(memory, facts.device))
-            console.print(f"[bold]{escape(name)}[/] is ready: {about}", highlight=False, soft_wrap=True)
+            console.print(f"[bold]{escape(name)}[/] is ready: {summary}", highlight=False, soft_wrap=True)
             console.print(
                 f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json",
                 highlight=False, soft_wrap=True
@@ -106,22 +105,22 @@ def announce_ready(
             )
         console.file.write(captured.get().encode(console.encoding, "replace").decode(console.encoding))
         console.file.flush()
-    except OSError as error:  # a pipe without a reader, a full disk
+    except OSError as error:  # a pipe without a reader, or a full disk
         logger.warning("ready on %s; the standard output cannot be written to: %s", address, error)
         with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), console.file.fileno())  # what is buffered must not fail again at exit
+            os.dup2(nowhere.fileno(), console.file.fileno())  # buffered output must not fail again at exit
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-KEEP_ALIVE_S = 75  # longer than the usual load balancer's, so that it never sends into a closing connection
-LAST_WORDS_S = 5  # for sending the ends of streams once the drain is over
+KEEP_ALIVE_S = 75  # longer than that of usual load balancers, which must not reuse a connection while it closes
+LAST_WORDS_S = 5  # for the last events of streams after the drain
 POLL_S = 0.05
 
 
 def serve(config: ServeConfig, *, engine: SpawnedEngine | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; returns after an orderly end. Raises `HeadraceError` when the server cannot start
-    or the engine has crashed for good, `SystemExit` after a second signal. ``engine`` was spawned ahead by the
-    caller."""
+    """Serve until SIGTERM or SIGINT; returns after an orderly shutdown. Raises `HeadraceError` when the server cannot
+    start or the engine has crashed too often, `SystemExit` after a second signal. ``engine``: an engine process that
+    the caller has already spawned."""
     check_names(config.server.tool_parser, config.server.reasoning_parser)
     client = EngineClient(
         config.engine, max_restarts=config.server.max_restarts,
@@ -133,8 +132,8 @@ def serve(config: ServeConfig, *, engine: SpawnedEngine | None = None) -> None:
 
 
 def open_listener(server: ServerConfig) -> socket.socket:
-    """The listening socket; raises `ConfigError` when the address cannot be had. ``::`` takes IPv4, too, where the
-    system can."""
+    """The listening socket; raises `ConfigError` when the address is not available. ``::`` also accepts IPv4 where the
+    system supports it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -142,8 +141,9 @@ def open_listener(server: ServerConfig) -> socket.socket:
         is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=is_dual)
     except OSError as error:
-        is_plain = isinstance(error, socket.gaierror) or not error.errno
-        reason = error.strerror or str(error) if is_plain else os.strerror(error.errno).lower()
+        reason = error.strerror or str(error)
+        if error.errno and not isinstance(error, socket.gaierror):
+            reason = os.strerror(error.errno).lower()
         raise ConfigError(
             f"cannot listen on {server.host} port {server.port}: {reason}; choose another with --host and --port",
             param="port"
@@ -151,7 +151,7 @@ def open_listener(server: ServerConfig) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL a browser on this machine can use."""
+    """The URL for a browser on this machine."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
@@ -159,7 +159,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def read_template(path: str | None) -> str | None:
-    """The text of the Jinja file that replaces the model's chat template."""
+    """The Jinja text that replaces the model's chat template."""
     try:
         return Path(path).read_text(encoding="utf-8") if path is not None else None
     except (OSError, UnicodeDecodeError) as error:
@@ -167,7 +167,7 @@ def read_template(path: str | None) -> str | None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves the signals to `HttpServer`."""
+    """Leaves signals to `HttpServer`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """One server from start to end. It starts and closes ``client``."""
+    """One server from start to shutdown. It starts and closes ``client``."""
 
     def __init__(self, config: ServeConfig, client: EngineClient, *, console: Console | None = None):
         self._config = config.server
@@ -186,14 +186,13 @@ class HttpServer:
         self._context.is_open = False
         self._uvicorn = _Uvicorn(uvicorn.Config(
             app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=LAST_WORDS_S,
+            server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=LAST_WORDS_S,
         ))
         self._drain: asyncio.Task[None] | None = None
         self._is_forced = False
 
     async def run(self) -> None:
-        """Serve until told to stop. /health answers at once, everything else when the engine is ready."""
+        """Serve until `stop`. /health responds at once, all other routes when the engine is ready."""
         loop = asyncio.get_running_loop()
         with open_listener(self._config) as listener:
             address = address_of(listener)
@@ -207,7 +206,7 @@ class HttpServer:
                 starting.cancel()
                 self._uvicorn.should_exit = True
                 await self._client.close()
-                await asyncio.gather(serving, starting, return_exceptions=True)  # what counts was raised by _watch
+                await asyncio.gather(serving, starting, return_exceptions=True)  # their errors were raised by _watch
                 await asyncio.to_thread(self._context.close)
                 for number in SIGNALS:
                     loop.remove_signal_handler(number)
@@ -215,7 +214,7 @@ class HttpServer:
             raise SystemExit(1)
 
     def stop(self) -> None:
-        """The first call drains, the second ends everything at once."""
+        """The first call drains; the second stops at once."""
         if self._drain is None:
             self._context.is_draining = True
             self._drain = asyncio.create_task(self._drain_requests())
@@ -227,10 +226,10 @@ class HttpServer:
     async def _drain_requests(self) -> None:
         running, drain_s = self._context.running, self._config.drain_s
         logger.info(
-            "shutting down: %d requests running, they get %g s to finish; signal again to end at once", len(running),
-            drain_s
+            "shutting down: %d requests are running and have %g s to finish; signal again to stop at once",
+            len(running), drain_s
         )
-        with contextlib.suppress(TimeoutError):  # the deadline: closing the client ends what still runs with an error
+        with contextlib.suppress(TimeoutError):  # after the deadline, closing the client fails what still runs
             async with asyncio.timeout(drain_s):
                 while running:
                     await asyncio.sleep(POLL_S)
@@ -250,13 +249,13 @@ class HttpServer:
         )
 
     async def _watch(self, serving: asyncio.Task[None], starting: asyncio.Task[None]) -> None:
-        """Return when serving has ended; raise what ended it otherwise than by `stop`."""
+        """Return when serving has ended; raise what ended it other than `stop`."""
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         while not serving.done():
             if self._drain is None:
                 if starting.done():
                     starting.result()
                 if self._context.is_open and self._client.state == "stopped":
-                    raise EngineUnavailable("the engine crashed too often and was given up; its log tells why")
+                    raise EngineUnavailable("the engine crashed too often and is not restarted; see its log")
             await asyncio.wait({serving}, timeout=POLL_S * 5)
         serving.result()

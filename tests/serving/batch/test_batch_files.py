@@ -16,7 +16,7 @@ from fake_client import FakeClient, expected_text
 from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.serving import batch as batch_lines
-from headrace.serving.batch import Answered, InsideClient, count_lines, open_output, read_items, run_batch
+from headrace.serving.batch import Completed, InsideClient, count_lines, open_output, read_items, run_batch
 from headrace.serving.http.app import create_app
 
 
@@ -41,7 +41,7 @@ async def run(text: bytes, path: Path, client: FakeClient | None = None, **optio
     with output:
         await run_batch(
             InsideClient(create_app(client or FakeClient(), ServerConfig())), read_items(io.BytesIO(text), answered),
-            output, breadth=4, **options
+            output, concurrency=4, **options
         )
     return [json.loads(text) for text in path.read_bytes().splitlines()]
 
@@ -108,8 +108,8 @@ async def test_a_full_queue_is_waited_for_and_a_dead_engine_ends_the_run(
 
     client = Flaky(create_app(FakeClient(), ServerConfig()))
     output = io.BytesIO()
-    tally = await run_batch(client, read_items(io.BytesIO(line("a", GOOD)), Answered(set(), set())), output, breadth=2)
-    assert (client.tries, tally.answered, tally.failed) == (3, 1, 0)
+    tally = await run_batch(client, read_items(io.BytesIO(line("a", GOOD)), Completed(set(), set())), output, concurrency=2)
+    assert (client.tries, tally.completed, tally.failed) == (3, 1, 0)
     fake = FakeClient()
     fake.state = "stopped"
     with pytest.raises(EngineUnavailable):
@@ -148,7 +148,7 @@ def test_files_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     items = list(
         read_items(
             io.BytesIO(b"x" * 1000 + b"\n" + b'{"custom_id":"a","url":"/v1/completions","body":{}}\n'),
-            Answered(set(), set())
+            Completed(set(), set())
         )
     )
     assert [(i.number, i.error is None) for i in items] == [(1, False), (2, True)]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from headrace.base.errors import ConfigError
-from headrace.serving import offline
+from headrace.serving.bench import offline
 from headrace.serving.bench.offline import ALL, run_offline_bench
 from headrace.serving.bench.options import OfflineBenchOptions
 

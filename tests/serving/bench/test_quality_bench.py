@@ -14,7 +14,7 @@ from rich.console import Console
 from headrace.base.errors import ConfigError
 from headrace.base.messages import MemoryLine
 from headrace.base.step import TokenLogprobs
-from headrace.serving import offline
+from headrace.serving.bench import quality
 from headrace.serving.bench.options import QualityOptions
 from headrace.serving.bench.quality import count_same, divergence, read_text, run_quality_bench
 
@@ -83,7 +83,7 @@ class FakeLlm:
 
 
 def test_each_form_is_read_beside_the_plain_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(offline, "LLM", FakeLlm)
+    monkeypatch.setattr(quality, "LLM", FakeLlm)
     FakeLlm.made.clear()
     console, path = Console(file=io.StringIO(), width=160), tmp_path / "quality.json"
     options = QualityOptions(compare="int8, stored", window=100, max_tokens=250, output_file=str(path))

@@ -23,7 +23,7 @@ from headrace.serving.bench.connection import ServerConnection, Timing, read_str
 from headrace.serving.bench.options import SERVE_BENCH_SECTIONS, LoadOptions, parse_range, serve_bench_options
 from headrace.serving.bench.report import Distribution, print_report, summarise
 from headrace.serving.bench.serve import arrival_times, run_serve_bench, send_all
-from headrace.serving.bench.traffic import Ask
+from headrace.serving.bench.traffic import TrafficRequest
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ async def test_a_kept_connection_that_the_server_has_closed_is_replaced():
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         options = serve_bench_options(base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", model="m")
         async with ServerConnection(options.target, options.traffic) as connection:
-            timings = [read_stream(await connection.send(Ask("once", 1))) for _ in range(3)]
+            timings = [read_stream(await connection.send(TrafficRequest("once", 1))) for _ in range(3)]
     assert [t.error for t in timings] == [None] * 3
     assert num_closed == 2
 
@@ -295,13 +295,13 @@ def test_several_tokens_in_a_piece_count_as_tokens_not_as_gaps():
 
 
 def test_poisson_arrivals_have_the_rate():
-    asks = [Ask("x", 1)] * 20000
+    asks = [TrafficRequest("x", 1)] * 20000
     due = np.array(arrival_times(asks, 50.0, 3))
     gaps = np.diff(due)
     assert (
         due[0] == 0 and gaps.mean() == pytest.approx(1 / 50, rel=0.03) and gaps.std() == pytest.approx(1 / 50, rel=0.05)
     )
-    assert arrival_times([Ask("x", 1, 2.5), Ask("y", 1)], None, 0) == [2.5, 0.0]
+    assert arrival_times([TrafficRequest("x", 1, 2.5), TrafficRequest("y", 1)], None, 0) == [2.5, 0.0]
 
 
 async def test_results_are_in_the_order_of_the_requests_when_unpaced():
@@ -309,7 +309,7 @@ async def test_results_are_in_the_order_of_the_requests_when_unpaced():
         await asyncio.sleep(0.02 - 0.001 * ask.max_tokens)
         return ask.max_tokens
 
-    asks = [Ask("x", n) for n in range(1, 15)]
+    asks = [TrafficRequest("x", n) for n in range(1, 15)]
     assert await send_all(send, asks, LoadOptions(concurrency=5), lambda: None) == list(range(1, 15))
 
 

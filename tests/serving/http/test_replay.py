@@ -23,9 +23,9 @@ from headrace.serving.replay import (
     compare,
     count_tokens,
     is_random,
+    output_of,
     read_records,
     replay,
-    said_in,
 )
 
 ASKS = [
@@ -141,12 +141,12 @@ def test_a_stream_says_the_same_however_it_is_cut(pieces: list[str], data):
             f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': part}}]})}\n\n" for part in parts
         ) + "data: [DONE]\n\n"
 
-    assert said_in(stream(pieces)) == said_in(stream(other))
+    assert output_of(stream(pieces)) == output_of(stream(other))
     if text:
-        assert said_in(stream(pieces)) == {("0/0", "content"): text} != said_in(stream([*pieces, "!"]))
+        assert output_of(stream(pieces)) == {("0/0", "content"): text} != output_of(stream([*pieces, "!"]))
 
 
 def test_numbers_are_compared_by_three_digits():
     first, second = (json.dumps({"data": [{"index": 0, "embedding": [0.12345, x]}]}) for x in (0.5, 0.50001))
-    assert said_in(first) == said_in(second) != said_in(first.replace("0.5]", "0.6]"))
-    assert said_in("not json") is None and said_in("{}") is None
+    assert output_of(first) == output_of(second) != output_of(first.replace("0.5]", "0.6]"))
+    assert output_of("not json") is None and output_of("{}") is None

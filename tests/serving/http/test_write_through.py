@@ -60,7 +60,7 @@ async def ask(
         "server": ("127.0.0.1", 2),
     }
     if has_writer:
-        scope["extensions"] = {EXTENSION: wire}
+        scope["extensions"] = {EXTENSION: {"writer": wire}}
     messages = [{"type": "http.request", "body": payload, "more_body": False}]
 
     async def receive() -> dict:

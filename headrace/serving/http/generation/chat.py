@@ -1,10 +1,5 @@
-"""`AnswerPlan`: how the output of one chat request is told apart into reasoning, text and calls, and forced into
-calls.
-
-`AnswerReader`: the events of one choice for dialects whose answers are made of items, whole or in pieces.
-
-`prepare_chat`: from one checked conversation to what the engine is asked and how its output is read. Every dialect
-that answers conversations is translated to `ChatRequest` and comes through here."""
+"""`prepare_chat`: from a checked `ChatRequest` to a `GenerationRequest` and an `OutputPlan` (how the output is parsed).
+Every API that answers conversations is converted to `ChatRequest` and comes through here."""
 
 from __future__ import annotations
 
@@ -28,16 +23,23 @@ from headrace.service.parsing.parser import OutputParser
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.generation.conversation import chosen_names, offered_tools, render_conversation
-from headrace.serving.http.generation.run import Ask, Prompt
-from headrace.serving.http.generation.sampling import given_request_id, grammar_field, pick_request_id, sampling_params
+from headrace.serving.http.generation.run import GenerationRequest, Prompt
+from headrace.serving.http.generation.sampling import body_request_id, grammar_field, openai_params, pick_request_id
 from headrace.serving.http.protocol.openai import ChatRequest
 from headrace.serving.http.protocol.tools import AllowedTools, NamedTool
 
+MAX_SPECIAL_TOKENS = 8
+"""Tokens that a prompt may have beyond one per byte of its text."""
+UNKNOWN_REASONING = "the reasoning format of this model is unknown; name it with --reasoning-parser"
+
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerPlan:
-    """``tools`` are those that the prompt shows, ``callable_tools`` those of them that may be called; ``is_forced``:
-    must be. ``continued`` is the text of the assistant's message that the output goes on with, if it does."""
+class OutputPlan:
+    """How one request's output is split into reasoning, text and calls, and constrained to calls.
+
+    ``tools`` are shown in the prompt; ``callable_tools`` are those of them that may be called, and must be if
+    ``is_forced``. ``continued`` is the text of the assistant message that the output continues, if any.
+    """
 
     formats: Formats
     tools: list[dict[str, Any]]
@@ -48,17 +50,17 @@ class AnswerPlan:
     continued: str | None
     separates: bool
     streams_reasoning: bool
-    tells_reasoning: bool
+    includes_reasoning: bool
     max_thinking: int | None
 
     @property
     def is_open(self) -> bool:
-        """Whether the prompt has begun the reasoning."""
+        """Whether the prompt has opened the reasoning."""
         return self.formats.begins_open(self.prompt, continued=self.continued)
 
     @property
     def parses(self) -> bool:
-        """Whether there is anything to look for in the output."""
+        """Whether the output needs a parser."""
         return bool(self.tools) or self.formats.reasoning is not None
 
     def parser(self) -> OutputParser:
@@ -69,14 +71,14 @@ class AnswerPlan:
         )
 
     def _thinking_budget(self, params: SamplingParams) -> ThinkingBudget | None:
-        """The limit for the engine; None when there is none or nothing to limit."""
+        """The limit for the engine; None when there is none or no reasoning to limit."""
         reasoning = self.formats.reasoning
         if self.max_thinking is None or self.formats.is_closed(self.prompt):
             return None
         if reasoning is None or not reasoning.starts:
-            _refuse_budget("it is not known how this model marks its reasoning; see --reasoning-parser")
+            _refuse_budget(UNKNOWN_REASONING)
         if params.grammar is not None and params.grammar.kind == "ebnf":
-            _refuse_budget("a grammar in EBNF binds the reasoning, too")
+            _refuse_budget("an EBNF grammar constrains the reasoning, too")
         return ThinkingBudget(
             max_tokens=self.max_thinking, end=reasoning.ends[0], start=None if self.is_open else reasoning.starts[0]
         )
@@ -84,70 +86,24 @@ class AnswerPlan:
     def extend(self, params: SamplingParams) -> SamplingParams:
         """The sampling parameters with what parsing needs: markers that stay visible, and the grammar of calls."""
         if not self.parses:
-            return (
-                params if self.max_thinking is None
-                else _refuse_budget("it is not known how this model marks its reasoning; see --reasoning-parser")
-            )
-        kept = self.formats.visible_texts(has_tools=bool(self.tools))
-        params = msgspec.structs.replace(
-            params, keep_special_tokens=kept, thinking_budget=self._thinking_budget(params)
-        )
+            return params if self.max_thinking is None else _refuse_budget(UNKNOWN_REASONING)
         grammar = confine_output(
             self.formats, params.grammar, self.callable_tools, self.prompt, is_parallel=self.is_parallel,
-            is_forced=self.is_forced,
-            is_narrowed=len(self.callable_tools) < len(self.tools), continued=self.continued,
+            is_forced=self.is_forced, is_narrowed=len(self.callable_tools) < len(self.tools), continued=self.continued,
         )
-        return msgspec.structs.replace(params, grammar=grammar)
-
-
-def _refuse_budget(reason: str) -> NoReturn:
-    raise UnsupportedFeature(f"thinking_budget cannot be kept: {reason}", param="thinking_budget")
-
-
-def _read_budget(request: ChatRequest) -> int | None:
-    switch = None if request.thinking is None else request.thinking.budget_tokens
-    given = {request.thinking_budget, request.thinking_token_budget, request.max_thinking_tokens, switch} - {None}
-    if len(given) > 1:
-        raise RequestError(
-            "thinking_budget, thinking_token_budget, max_thinking_tokens and thinking.budget_tokens are the same; give "
-            "one",
-            param="thinking_budget"
+        return msgspec.structs.replace(
+            params, keep_special_tokens=self.formats.visible_texts(has_tools=bool(self.tools)),
+            thinking_budget=self._thinking_budget(params), grammar=grammar,
         )
-    return given.pop() if given else None
 
 
-def plan_answer(context: AppContext, request: ChatRequest, prompt: str) -> AnswerPlan:
-    """The plan for a request whose prompt has been rendered. Raises typed errors for tools that cannot be served."""
-    tools, formats, choice = offered_tools(request), context.formats(), request.tool_choice
-    if tools and formats.tools is None:
-        raise UnsupportedFeature(
-            "tools cannot be served: it is not known how this model writes tool calls; name the format with "
-            "--tool-parser",
-            param="tools",
-        )
-    last = request.messages[-1].content
-    continued = None
-    if request.continue_final_message:
-        continued = "".join(part.text for part in last) if isinstance(last, list) else last or ""
-    names = chosen_names(choice)
-    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
-    return AnswerPlan(
-        formats=formats, tools=tools, callable_tools=[t for t in tools if not names or t["function"]["name"] in names],
-        is_forced=isinstance(choice, NamedTool) or mode == "required",
-        is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
-        prompt=prompt, continued=continued,
-        separates=request.separate_reasoning is not False, streams_reasoning=request.stream_reasoning is not False,
-        tells_reasoning=request.include_reasoning is not False,
-        max_thinking=_read_budget(request),
-    )
+class OutputReader:
+    """The parse events of one choice, whole or streamed, for APIs whose responses are lists of items. Events come in
+    the order of the output; reasoning that was not requested is dropped."""
 
-
-class AnswerReader:
-    """Reads one choice. Events come in the order the model wrote them; reasoning nobody asked for is left out."""
-
-    def __init__(self, plan: AnswerPlan):
+    def __init__(self, plan: OutputPlan):
         self._parser = plan.parser() if plan.parses else None
-        self._tells_reasoning = plan.tells_reasoning
+        self._includes_reasoning = plan.includes_reasoning
 
     @property
     def has_calls(self) -> bool:
@@ -161,27 +117,57 @@ class AnswerReader:
         events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish()
-        kept = [e for e in events if self._tells_reasoning or not (isinstance(e, TextDelta) and e.is_reasoning)]
-        return merge_events(kept)
-
-
-SPECIALS = 8
-"""Tokens beyond one a byte that a prompt may have."""
+        if not self._includes_reasoning:
+            events = [e for e in events if not (isinstance(e, TextDelta) and e.is_reasoning)]
+        return merge_events(events)
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation ready to be generated for. ``is_capped``: the context leaves less room than ``max_tokens``."""
+    """A conversation ready for generation. ``is_capped``: ``max_tokens`` was lowered to the room in the context."""
 
-    ask: Ask
-    plan: AnswerPlan
+    request: GenerationRequest
+    plan: OutputPlan
     is_capped: bool = False
 
 
-def _limit(body: ChatRequest) -> int | None:
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise RequestError("max_tokens and max_completion_tokens are the same limit; give one", param="max_tokens")
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+def _refuse_budget(reason: str) -> NoReturn:
+    raise UnsupportedFeature(f"thinking_budget cannot be enforced: {reason}", param="thinking_budget")
+
+
+def _read_budget(body: ChatRequest) -> int | None:
+    switch = None if body.thinking is None else body.thinking.budget_tokens
+    given = {body.thinking_budget, body.thinking_token_budget, body.max_thinking_tokens, switch} - {None}
+    if len(given) > 1:
+        raise RequestError(
+            "thinking_budget, thinking_token_budget, max_thinking_tokens and thinking.budget_tokens are the same "
+            "field; give one", param="thinking_budget"
+        )
+    return given.pop() if given else None
+
+
+def _plan_output(context: AppContext, body: ChatRequest, prompt: str) -> OutputPlan:
+    """Raises typed errors for tools that cannot be served."""
+    tools, formats, choice = offered_tools(body.tools, body.tool_choice), context.formats(), body.tool_choice
+    if tools and formats.tools is None:
+        raise UnsupportedFeature(
+            "tools cannot be served: the tool call format of this model is unknown; name it with --tool-parser",
+            param="tools",
+        )
+    last = body.messages[-1].content
+    continued = None
+    if body.continue_final_message:
+        continued = "".join(part.text for part in last) if isinstance(last, list) else last or ""
+    names = chosen_names(choice)
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+    return OutputPlan(
+        formats=formats, tools=tools, callable_tools=[t for t in tools if not names or t["function"]["name"] in names],
+        is_forced=isinstance(choice, NamedTool) or mode == "required",
+        is_parallel=body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
+        prompt=prompt, continued=continued, separates=body.separate_reasoning is not False,
+        streams_reasoning=body.stream_reasoning is not False, includes_reasoning=body.include_reasoning is not False,
+        max_thinking=_read_budget(body),
+    )
 
 
 def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
@@ -189,47 +175,44 @@ def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise RequestError("max_tokens and max_completion_tokens are the same limit; give one", param="max_tokens")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_top = (body.top_logprobs or 0) if body.logprobs else None
-    return sampling_params(body, context.facts().default_sampling, max_tokens=_limit(body), logprobs=num_top)
+    return openai_params(body, context.facts().default_sampling, max_tokens=max_tokens, logprobs=num_top)
 
 
 async def _fit(
     context: AppContext, prompt: str, params: SamplingParams, *, add_special_tokens: bool
 ) -> tuple[Prompt, bool]:
-    """``(the prompt, by its ids if they were needed, whether max_tokens was lowered to the room that the context
-    leaves)``."""
-    limit, asked = context.facts().max_model_len, params.max_tokens
-    if asked is None or len(prompt.encode()) + SPECIALS + asked <= limit:
-        return prompt, False
+    """``(prompt, whether max_tokens was lowered to the room in the context)``; the prompt as token ids if it had to be
+    encoded for this."""
+    limit, max_tokens = context.facts().max_model_len, params.max_tokens
+    if max_tokens is None or len(prompt.encode()) + MAX_SPECIAL_TOKENS + max_tokens <= limit:
+        return prompt, False  # fits even at one token per byte
     encode = partial(encode_prompt, prompt, context.client.tokenizer, add_special_tokens=add_special_tokens, most=limit)
     ids = await asyncio.to_thread(encode) if len(prompt) > LONG_TEXT else encode()
     room = limit - len(ids)
-    if 0 < room < asked:
+    if 0 < room < max_tokens:
         params.max_tokens = room
-    return ids, params.max_tokens != asked
+    return ids, params.max_tokens != max_tokens
 
 
 async def prepare_chat(
     request: Request, context: AppContext, body: ChatRequest, *, id_prefix: str, fits: bool = False
 ) -> Chat:
-    """Render and plan ``body``. ``fits``: more ``max_tokens`` than there is room for are lowered, not refused. Raises
+    """Render and plan ``body``. ``fits``: ``max_tokens`` beyond the room in the context is lowered, not refused. Raises
     typed errors for what cannot be served, before anything is submitted."""
-    context.check_available()
-    context.check_model(body.model)
+    context.check_request(body.model)
     params = _params(body, context)
     prompt = await render_conversation(context, body)
-    plan = plan_answer(context, body, prompt)
-    has_special = bool(body.add_special_tokens)  # templates write the special tokens themselves
-    asked, is_capped = await _fit(context, prompt, params, add_special_tokens=has_special) if fits else (prompt, False)
-    ask = Ask(
-        request_id=pick_request_id(given_request_id(body), request, id_prefix),
-        prompts=[asked],
-        params=[plan.extend(params)],
-        namespace=body.cache_salt or "",
-        priority=body.priority or 0,
-        deadline_s=body.deadline_s,
-        add_special_tokens=has_special,
-        truncate=body.truncate_prompt_tokens,
+    plan = _plan_output(context, body, prompt)
+    has_special = bool(body.add_special_tokens)  # default off: templates write the special tokens themselves
+    fitted, is_capped = await _fit(context, prompt, params, add_special_tokens=has_special) if fits else (prompt, False)
+    generation = GenerationRequest(
+        request_id=pick_request_id(body_request_id(body), request, id_prefix), prompts=[fitted],
+        params=[plan.extend(params)], namespace=body.cache_salt or "", priority=body.priority or 0,
+        deadline_s=body.deadline_s, add_special_tokens=has_special, truncate=body.truncate_prompt_tokens,
         grammar_field=lambda: grammar_field(body) or "tools",
     )
-    return Chat(ask, plan, is_capped)
+    return Chat(generation, plan, is_capped)

@@ -1,12 +1,12 @@
-"""`AppContext`: what all routes of one application share: the client, the server's options, metrics, what is
-running."""
+"""`AppContext`: what the routes of one application share: client, options, metrics, running requests."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from headrace.base.config import OperationsConfig, ServerConfig
@@ -15,6 +15,7 @@ from headrace.base.messages import ModelFacts
 from headrace.service.client.admin import EngineAdmin
 from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.generation.response_store import ResponseStore
+from headrace.serving.http.transport.endpoint import JsonBody
 from headrace.serving.http.transport.errors import ModelNotFound
 from headrace.serving.http.transport.metrics import Metrics
 from headrace.serving.http.transport.recording import DumpFolder
@@ -26,12 +27,17 @@ if TYPE_CHECKING:
     from headrace.service.tokenization import Tokenizer
 
 RETRY_AFTER_S = 5.0
+UNAVAILABLE = {
+    "starting": "the model is still loading", "restarting": "the engine is restarting",
+    "draining": "the server is shutting down",
+}
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 @dataclass
 class AppContext:
-    """One per application, at ``app.state.context``. ``running`` maps the request ids of clients to engine streams.
-    ``is_open`` is False while the caller is still starting the client."""
+    """One per application, at ``app.state.context``. ``running`` maps request ids of clients to engine streams.
+    ``is_open`` is False while the client is being started."""
 
     client: EngineClient
     server: ServerConfig
@@ -41,7 +47,6 @@ class AppContext:
     is_open: bool = True
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    responses: ResponseStore = field(init=False)
     _formats: Formats | None = None
 
     def __post_init__(self) -> None:
@@ -53,12 +58,12 @@ class AppContext:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self.state == "ready"
 
     @property
     def state(self) -> str:
-        """The engine's state in a word, what this process adds to it included."""
+        """The engine's state, or this process's own while it starts or drains."""
         if self.is_draining:
             return "draining"
         return "starting" if not self.is_open and self.client.state == "ready" else self.client.state
@@ -70,38 +75,39 @@ class AppContext:
         return self.server.served_model_name or (facts.model if facts else "")
 
     def facts(self) -> ModelFacts:
-        """The model's facts; raises `EngineUnavailable` as long as they are unknown."""
+        """The model's facts; raises `EngineUnavailable` until the model is loaded."""
         if self.client.facts is None:
-            raise EngineUnavailable("the model is still loading", retry_after=RETRY_AFTER_S)
+            raise EngineUnavailable(UNAVAILABLE["starting"], retry_after=RETRY_AFTER_S)
         return self.client.facts
 
     def close(self) -> None:
-        """Let what is recorded of requests reach its place; may take seconds."""
+        """Flush recordings and traces; may take seconds."""
         if self.dump is not None:
             self.dump.close()
         if self.tracing is not None:
             self.tracing.close()
 
     def check_available(self) -> None:
-        """Raise `EngineUnavailable` unless requests are taken."""
-        if not self.is_ready:
-            reasons = {
-                "starting": "the model is still loading", "restarting": "the engine is restarting",
-                "draining": "the server is shutting down"
-            }
-            if self.state == "asleep":
-                raise EngineAsleep(
-                    "the model sleeps: its memory is given back until it is woken", retry_after=RETRY_AFTER_S
-                )
-            raise EngineUnavailable(reasons.get(self.state, f"the engine is {self.state}"), retry_after=RETRY_AFTER_S)
+        """Raise `EngineUnavailable` unless requests are accepted."""
+        if self.is_ready:
+            return
+        if self.state == "asleep":
+            raise EngineAsleep("the model sleeps, its memory is freed; send POST /wake_up", retry_after=RETRY_AFTER_S)
+        reason = UNAVAILABLE.get(self.state, f"the engine is {self.state}")
+        raise EngineUnavailable(reason, retry_after=RETRY_AFTER_S)
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ModelNotFound` for another model's name; none means the served one."""
+        """Raise `ModelNotFound` for another model's name; None means the served model."""
         if name and name != self.model_name:
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is", param="model")
 
+    def check_request(self, model: str | None) -> None:
+        """`check_available` and `check_model`."""
+        self.check_available()
+        self.check_model(model)
+
     def formats(self) -> Formats:
-        """How the served model writes tool calls and reasoning."""
+        """The formats in which the served model writes tool calls and reasoning."""
         if self._formats is None:
             server = self.server
             self._formats = formats_of(
@@ -117,14 +123,24 @@ class AppContext:
         return self.client.tokenizer
 
     def abort(self, request_id: str) -> int:
-        """End the running request of that id; how many engine requests were told."""
+        """Abort the running request with this id; returns the number of engine requests aborted."""
         streams = self.running.get(request_id, [])
         for stream in streams:
             stream.abort()
         return len(streams)
+
+    def abort_all(self) -> int:
+        """Abort all running requests; returns the number of engine requests aborted."""
+        return sum(self.abort(request_id) for request_id in list(self.running))
 
 
 def context_of(request: Request) -> AppContext:
     """The application's context."""
     context: AppContext = request.app.state.context
     return context
+
+
+async def read_request(request: Request, body: JsonBody[T]) -> tuple[AppContext, T]:
+    """The context and the decoded body; raises `RequestError` (400, 408, 413 or 415)."""
+    context = context_of(request)
+    return context, await body.read(request, context.server.max_body_bytes)

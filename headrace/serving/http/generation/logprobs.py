@@ -18,23 +18,23 @@ from headrace.serving.http.protocol.openai import (
 if TYPE_CHECKING:
     from headrace.service.tokenization import Tokenizer
 
-LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot hold; OpenAI's own value."""
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has no number for; OpenAI's value."""
 
 
 class TokenNames:
-    """Text and bytes of single tokens; without a tokenizer ``token_id:7`` stands for token 7."""
+    """Text and bytes of single tokens; without a tokenizer, token 7 is written ``token_id:7``."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
 
     def text(self, token_id: int) -> str:
-        """The token's text; broken UTF-8 shows as replacement characters."""
+        """The token's text; incomplete UTF-8 becomes replacement characters."""
         return self._tokenizer.token_text(token_id) if self._tokenizer else f"token_id:{token_id}"
 
     def exact_text(self, token_id: int) -> str:
-        """The token's text, as OpenAI writes it at completions: broken UTF-8 by its bytes, ``bytes:\\xe6\\x97``, so
-        that no two such tokens look the same."""
+        """The token's text as in OpenAI's completions: incomplete UTF-8 by its bytes, ``bytes:\\xe6\\x97``, so that
+        such tokens stay distinct."""
         text = self.text(token_id)
         if (
             "\ufffd" not in text or self._tokenizer is None
@@ -43,8 +43,8 @@ class TokenNames:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def width(self, token_id: int, text: str) -> tuple[int, bool]:
-        """Characters that begin in the token, and whether its first byte goes on with the character before."""
+    def num_chars(self, token_id: int, text: str) -> tuple[int, bool]:
+        """Characters that begin in the token, and whether its first byte continues the previous character."""
         if self._tokenizer is None or not text.startswith("bytes:"):
             return len(text), False
         begins = [byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id)]
@@ -56,17 +56,17 @@ class TokenNames:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > LOWEST else LOWEST
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 def chat_logprobs(entries: list[TokenLogprobs], names: TokenNames) -> ChatLogprobs:
-    """OpenAI's chat shape."""
+    """OpenAI's chat format."""
     return ChatLogprobs([
         ContentLogprob(
             names.text(e.token_id), _finite(e.logprob), names.bytes(e.token_id),
             [
-                TopLogprob(names.text(t), _finite(p), names.bytes(t)) for t,
-                p in zip(e.top_ids, e.top_logprobs, strict=True)
+                TopLogprob(names.text(t), _finite(p), names.bytes(t))
+                for t, p in zip(e.top_ids, e.top_logprobs, strict=True)
             ],
         )
         for e in entries
@@ -74,7 +74,7 @@ def chat_logprobs(entries: list[TokenLogprobs], names: TokenNames) -> ChatLogpro
 
 
 class CompletionLogprobsWriter:
-    """OpenAI's completions shape for one choice, in as many pieces as it is streamed in."""
+    """OpenAI's completions format for one choice, whole or in streamed pieces."""
 
     def __init__(self, names: TokenNames, *, num_top: int, offset: int = 0):
         self._names = names
@@ -82,7 +82,7 @@ class CompletionLogprobsWriter:
         self._offset = offset
 
     def write(self, entries: list[TokenLogprobs], *, into: CompletionLogprobs | None = None) -> CompletionLogprobs:
-        """Append the entries to ``into``, or to a new record."""
+        """Append entries to ``into``, or to a new record."""
         record = into or CompletionLogprobs([], [], [], [])
         for entry in entries:
             self._append(record, entry.token_id, entry)
@@ -98,24 +98,24 @@ class CompletionLogprobsWriter:
 
     def _append(self, record: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
         text = self._names.exact_text(token_id)
-        width, goes_on = self._names.width(token_id, text)
+        num_chars, is_continuation = self._names.num_chars(token_id, text)
         record.tokens.append(text)
-        record.text_offset.append(max(0, self._offset - goes_on))
-        self._offset += width
+        record.text_offset.append(max(0, self._offset - is_continuation))
+        self._offset += num_chars
         record.token_logprobs.append(None if entry is None else _finite(entry.logprob))
         record.top_logprobs.append(None if entry is None or not self._num_top else self._top(entry, text))
 
     def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            # two ids may share a text: the likelier wins
+            # two ids may share a text; entries are sorted, so the more likely one is kept
             top.setdefault(self._names.exact_text(token_id), _finite(logprob))
         top.setdefault(text, _finite(entry.logprob))
         return top
 
 
 def prompt_logprobs_json(entries: list[TokenLogprobs | None], names: TokenNames) -> list[PromptLogprobsJson | None]:
-    """vLLM's shape: for each prompt position its token and the best, by id."""
+    """vLLM's format: for each prompt position its token and the most likely ones, by id."""
     return [None if e is None else _candidates(e, names) for e in entries]
 
 
@@ -132,8 +132,6 @@ def native_triples(entries: list[TokenLogprobs], names: TokenNames | None) -> li
 
 
 def native_top(entry: TokenLogprobs, names: TokenNames | None) -> list[LogprobTriple]:
-    """The best tokens of one position as triples."""
-    return [
-        (_finite(p), t, names.text(t) if names else None) for t,
-        p in zip(entry.top_ids, entry.top_logprobs, strict=True)
-    ]
+    """The most likely tokens of one position as triples."""
+    top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    return [(_finite(p), t, names.text(t) if names else None) for t, p in top]

@@ -1,7 +1,7 @@
-"""`ResponseStore`: answers of ``/v1/responses`` kept in memory for a while, so that later requests can name them.
+"""`ResponseStore`: responses of ``/v1/responses`` kept in memory, so that later requests can refer to them.
 
-Bounded in bytes and in time; whoever asked owns the answer, to everybody else it does not exist. Refuses: disk, and
-knowing what an answer looks like.
+Bounded in bytes and time. A response belongs to the API key that requested it and does not exist for others. Refuses:
+disk, and the content of responses.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from weakref import WeakValueDictionary
 from headrace.serving.http.protocol.responses import Response
 
 OVERHEAD_BYTES = 1024
-"""Counted for an answer and for a turn beside their texts."""
+"""Counted per response and per turn in addition to their texts."""
 
 
 class Turn:
-    """What was said from one request to its answer, as JSON lists of items. Answers that go on from the same one share
-    the turns before; the last that needs a turn frees it."""
+    """The input and output items of one request, as JSON lists. Responses that continue the same one share its turns,
+    which are reference-counted."""
 
-    __slots__ = ("answer", "num_holders", "previous", "question")
+    __slots__ = ("input", "num_holders", "output", "previous")
 
-    def __init__(self, question: bytes, answer: bytes, previous: Turn | None):
-        self.question, self.answer, self.previous = question, answer, previous
+    def __init__(self, input: bytes, output: bytes, previous: Turn | None):
+        self.input, self.output, self.previous = input, output, previous
         self.num_holders = 0
 
     @property
     def num_bytes(self) -> int:
-        return OVERHEAD_BYTES + len(self.question) + len(self.answer)
+        return OVERHEAD_BYTES + len(self.input) + len(self.output)
 
     def history(self) -> list[Turn]:
-        """All turns up to this one, in order."""
-        turns, turn = [], self
+        """All turns up to this one, oldest first."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
         while turn is not None:
             turns.append(turn)
-            turn = turn.previous  # type: ignore[assignment]
+            turn = turn.previous
         return turns[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer as it was sent, and the conversation it is the end of."""
+    """A response as it was sent, and the last turn of its conversation."""
 
     body: bytes
     turn: Turn
@@ -62,8 +63,8 @@ class RunningResponse(Protocol):
 
 
 class ResponseStore:
-    """Keeps at most ``max_bytes``; the answers least recently used make room. 0: keeps nothing. ``ttl_s``: how long an
-    answer is kept after it was last used."""
+    """Keeps at most ``max_bytes`` (0: nothing), evicting the least recently used. ``ttl_s``: seconds that a response is
+    kept after its last use."""
 
     def __init__(self, max_bytes: int, ttl_s: float, *, clock: Callable[[], float] = time.monotonic):
         self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
@@ -73,23 +74,23 @@ class ResponseStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is kept."""
+        """Whether responses are stored."""
         return self._max_bytes > 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def note_running(self, response_id: str, answer: RunningResponse) -> None:
-        """Let an answer on its way be found; it is forgotten with its last other reference."""
-        self._running[response_id] = answer
+    def note_running(self, response_id: str, response: RunningResponse) -> None:
+        """Register a running response; only a weak reference is kept."""
+        self._running[response_id] = response
 
     def find_running(self, owner: bytes, response_id: str) -> RunningResponse | None:
-        """The owner's answer of that id, if it is on its way."""
-        answer = self._running.get(response_id)
-        return answer if answer is not None and answer.owner == owner else None
+        """The owner's running response with this id."""
+        running = self._running.get(response_id)
+        return running if running is not None and running.owner == owner else None
 
     def put(self, owner: bytes, response_id: str, body: bytes, turn: Turn) -> None:
-        """Keep an answer. One that is larger than everything that may be kept is gone at once."""
+        """Store a response. One larger than the whole store is evicted at once."""
         if not self.is_open:
             return
         self.drop(owner, response_id)
@@ -99,7 +100,7 @@ class ResponseStore:
         self._make_room()
 
     def find(self, owner: bytes, response_id: str) -> StoredResponse | None:
-        """The owner's answer of that id, if it is still there; it is kept for longer then."""
+        """The owner's response with this id, if it is still stored; renews its lifetime."""
         self._make_room()
         found = self._stored.pop((owner, response_id), None)
         if found is None:
@@ -109,8 +110,7 @@ class ResponseStore:
         return kept
 
     def drop(self, owner: bytes, response_id: str) -> bool:
-        """Forget an answer, and what was said before it as far as no other answer needs it; False when it is not
-        there."""
+        """Delete a response, and the turns that no other response shares; False when it is not stored."""
         self._make_room()
         found = self._stored.pop((owner, response_id), None)
         if found is not None:
@@ -118,7 +118,7 @@ class ResponseStore:
         return found is not None
 
     def _make_room(self) -> None:
-        """The order of use is the order of expiry, too."""
+        """Evict expired and surplus responses. Insertion order is both order of use and order of expiry."""
         while self._stored:
             key, oldest = next(iter(self._stored.items()))
             if self.num_bytes <= self._max_bytes and oldest.expires > self._clock():
@@ -131,7 +131,7 @@ class ResponseStore:
         while holder is not None:
             holder.num_holders += 1
             if holder.num_holders > 1:
-                return  # those before are held by it already
+                return  # earlier turns are already counted through it
             self.num_bytes += holder.num_bytes
             holder = holder.previous
 

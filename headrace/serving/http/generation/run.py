@@ -1,15 +1,13 @@
-"""`Generation`: the engine requests behind one HTTP request, from submission to the last delta, whatever the route.
+"""`Generation`: the engine requests behind one HTTP request, from submission to the last delta, on every route.
 
-Owns aborting when the client leaves, streaming or not. Refuses: answer formats (the routes' own).
-
-
-From the fields that say what output must look like to one `Grammar`, whatever their dialect."""
+Owns aborting when the client disconnects, streaming or not. Refuses: response formats (those of the routes).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,23 +29,26 @@ if TYPE_CHECKING:
     from headrace.service.client.stream import RequestStream
 
 Prompt = str | list[int]
-SUBMITTED_AT_ONCE = 32
 
+SUBMIT_BATCH = 32
+"""Prompts submitted before other tasks get a turn."""
 MANY_LOGPROBS = 20_000
-"""In an answer, from which on it takes longer to word than others should wait."""
+"""Log probabilities in a response from which on it is encoded on a thread: it would block the event loop too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What a route wants generated or read: prompts, with one `SamplingParams` or `PoolingSpec` each. ``stream_ids``
-    name the engine requests of the prompts; by default they follow from ``request_id``. ``discards_output``: only the
-    prompts are of interest, outputs are told as empty (``max_tokens`` is 1 then, since the engine computes one).
-    ``truncate``: tokens of a prompt to keep at most, the last ones, -1 for as many as leave room for the output.
-    ``grammar_field`` tells the field that asked for a grammar."""
+class GenerationRequest:
+    """Prompts with one `SamplingParams` or `PoolingSpec` each.
+
+    ``stream_ids`` name the engine requests of the prompts; the default is derived from ``request_id``.
+    ``discards_output``: only the prompts matter, outputs are returned empty (the engine still computes one token).
+    ``truncate``: keep at most the last so many prompt tokens; -1: as many as leave room for the output.
+    ``grammar_field`` returns the request field that holds the grammar, for error messages.
+    """
 
     request_id: str
-    prompts: list[Prompt]
-    params: list[SamplingParams | PoolingSpec]
+    prompts: Sequence[Prompt]
+    params: Sequence[SamplingParams | PoolingSpec]
     namespace: str = ""
     priority: int = 0
     deadline_s: float | None = None
@@ -61,30 +62,30 @@ class Ask:
         """The id of each prompt's engine request."""
         if self.stream_ids is not None:
             return self.stream_ids
-        return (
-            [self.request_id] if len(self.prompts) == 1
-            else [f"{self.request_id}-{i}" for i in range(len(self.prompts))]
-        )
+        if len(self.prompts) == 1:
+            return [self.request_id]
+        return [f"{self.request_id}-{i}" for i in range(len(self.prompts))]
 
 
 class Generation:
-    """Running engine requests, one stream a prompt. Close it, or use it as an async context manager."""
+    """Running engine requests, one stream per prompt. Close it, or use it as an async context manager."""
 
-    def __init__(self, context: AppContext, ask: Ask, streams: list[RequestStream], request: Request):
-        self.ask = ask
+    def __init__(
+        self, context: AppContext, request: GenerationRequest, streams: list[RequestStream], http_request: Request
+    ):
+        self.request = request
         self.streams = streams
         self.timers = [
-            RequestTimer(context.metrics, len(s.prompt_token_ids), p.n) for s,
-            p in zip(streams, ask.params, strict=True)
+            RequestTimer(context.metrics, len(stream.prompt_token_ids), params.n)
+            for stream, params in zip(streams, request.params, strict=True)
         ]
         self.is_disconnected = False
         self._context = context
-        self._span = getattr(request.state, "span", None)
-        self._running = context.running
-        self._running[ask.request_id] = streams
+        self._span = http_request.scope["state"].get("span")
+        context.running[request.request_id] = streams
         self._num_completion = 0
         self._num_cached = [0] * len(streams)
-        self._watch = asyncio.create_task(self._watch_client(request))
+        self._watch = asyncio.create_task(self._watch_client(http_request))
 
     async def __aenter__(self) -> Generation:
         return self
@@ -93,47 +94,43 @@ class Generation:
         self.close()
 
     def abort(self) -> None:
-        """End all requests now; their last deltas still come."""
+        """Abort all engine requests; their last deltas still arrive."""
         for stream in self.streams:
             stream.abort()
 
     def close(self) -> None:
-        """End what still runs and forget it."""
+        """Abort what still runs and release it."""
         self._watch.cancel()
         self.abort()
-        is_first_time = self._running.pop(self.ask.request_id, None) is not None
-        if is_first_time and self._span is not None and self._context.tracing is not None:
-            self._context.tracing.add_generation(self._span, self.ask.request_id, self._context.model_name, self.timers)
+        is_first_close = self._context.running.pop(self.request.request_id, None) is not None
+        tracing = self._context.tracing
+        if is_first_close and self._span is not None and tracing is not None:
+            tracing.add_generation(self._span, self.request.request_id, self._context.model_name, self.timers)
 
     def usage(self) -> Usage:
         """Token counts so far."""
         prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
         return Usage.of(prompt_tokens, self._num_completion, sum(self._num_cached))
 
-    async def answer(self, word: Callable[[], object]) -> JsonResponse:
-        """The answer that ``word`` makes of the output; on a thread where it tells many log probabilities."""
-        params, usage = [p for p in self.ask.params if isinstance(p, SamplingParams)], self.usage()
-        num_each = max(
-            (
-                1 + max(p.logprobs or 0, p.prompt_logprobs or 0)
-                for p in params if (p.logprobs, p.prompt_logprobs) != (None, None)
-            ),
-            default=0
-        )
+    async def respond(self, build: Callable[[], object]) -> JsonResponse:
+        """The response with the body that ``build`` returns; built on a thread when it has many log probabilities."""
+        params, usage = [p for p in self.request.params if isinstance(p, SamplingParams)], self.usage()
+        with_logprobs = [p for p in params if p.logprobs is not None or p.prompt_logprobs is not None]
+        num_each = max((1 + max(p.logprobs or 0, p.prompt_logprobs or 0) for p in with_logprobs), default=0)
         if num_each * usage.total_tokens <= MANY_LOGPROBS:
-            return JsonResponse(word())
-        return await asyncio.to_thread(lambda: JsonResponse(word()))
+            return JsonResponse(build())
+        return await asyncio.to_thread(lambda: JsonResponse(build()))
 
     def num_cached(self, prompt_index: int) -> int:
         """Prompt tokens of one prompt that came from the prefix cache."""
         return self._num_cached[prompt_index]
 
     async def collect(self) -> list[GenerationOutput]:
-        """The whole output, one for each prompt. Raises the error of the first request that failed (the others are
-        ended), or `ClientDisconnect` when nobody waits for it any more."""
+        """The whole output of each prompt. Raises the error of the first request that failed (the others are aborted),
+        or `ClientDisconnect` when the client is gone."""
         collectors = [
             Collector(s.request_id, p if isinstance(p, str) else None, s.prompt_token_ids, params.n)
-            for s, p, params in zip(self.streams, self.ask.prompts, self.ask.params, strict=True)
+            for s, p, params in zip(self.streams, self.request.prompts, self.request.params, strict=True)
         ]
         if len(collectors) == 1:
             await self._collect_one(0, collectors[0])
@@ -150,8 +147,8 @@ class Generation:
         return outputs
 
     def divert(self, is_free: Callable[[], bool], take: Callable[[int, ChoiceDelta], None]) -> None:
-        """While ``is_free``, give deltas to ``take`` as soon as they come, and the rest to `deltas`. Of a lone prompt:
-        several prompts' deltas wait in a queue for their turn."""
+        """While ``is_free``, pass deltas to ``take`` as they arrive, and the others to `deltas`. For a single prompt
+        only: deltas of several prompts wait in one queue."""
         if len(self.streams) != 1:
             return
 
@@ -165,8 +162,8 @@ class Generation:
         self.streams[0].divert(offer)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
-        """``(prompt index, delta)`` in the order they come. A slow reader gets fewer, merged deltas (the streams see
-        to it); at most one waits for each prompt here."""
+        """``(prompt index, delta)`` in order of arrival. Back-pressure: at most one delta per prompt waits here; the
+        engine streams merge the rest, so a slow reader gets fewer, larger deltas."""
         if len(self.streams) == 1:
             async with contextlib.aclosing(aiter(self.streams[0])) as source:
                 async for delta in source:
@@ -174,8 +171,8 @@ class Generation:
                     yield 0, delta
             return
         queue: asyncio.Queue[tuple[int, ChoiceDelta] | None] = asyncio.Queue()
-        room = asyncio.Semaphore(len(self.streams))  # bounds the queue; None, the end of a pump, always fits
-        pumps = [asyncio.create_task(self._pump(index, queue, room)) for index in range(len(self.streams))]
+        slots = asyncio.Semaphore(len(self.streams))  # bounds the queue; None, the end of a pump, needs no slot
+        pumps = [asyncio.create_task(self._pump(index, queue, slots)) for index in range(len(self.streams))]
         for pump in pumps:
             pump.add_done_callback(lambda _: queue.put_nowait(None))
         try:
@@ -185,19 +182,19 @@ class Generation:
                 if item is None:
                     num_open -= 1
                     continue
-                room.release()
+                slots.release()
                 self._count(*item)
                 yield item
-            await asyncio.gather(*pumps)  # tells of an error in a pump
+            await asyncio.gather(*pumps)  # raises what a pump raised
         finally:
             for pump in pumps:
                 pump.cancel()
 
     async def _pump(
-        self, index: int, queue: asyncio.Queue[tuple[int, ChoiceDelta] | None], room: asyncio.Semaphore
+        self, index: int, queue: asyncio.Queue[tuple[int, ChoiceDelta] | None], slots: asyncio.Semaphore
     ) -> None:
         async for delta in self.streams[index]:
-            await room.acquire()
+            await slots.acquire()
             queue.put_nowait((index, delta))
 
     async def _collect_one(self, index: int, collector: Collector) -> None:
@@ -210,8 +207,8 @@ class Generation:
     def _count(self, index: int, delta: ChoiceDelta) -> None:
         self.timers[index].observe(delta)
         if delta.error is not None:
-            delta.error = self._name_field(delta.error, self.ask.params[index])
-        if self.ask.discards_output:
+            delta.error = self._name_field(delta.error, self.request.params[index])
+        if self.request.discards_output:
             delta.text, delta.token_ids, delta.stop_reason = "", [], None
             delta.logprobs = None if delta.logprobs is None else []
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
@@ -219,10 +216,14 @@ class Generation:
         self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
 
     def _name_field(self, error: ErrorInfo, params: SamplingParams | PoolingSpec) -> ErrorInfo:
+        """An error about the grammar, with the name of the request field that holds the grammar."""
         grammar = params.grammar if isinstance(params, SamplingParams) else None
-        if grammar is None or self.ask.grammar_field is None:
+        field = self.request.grammar_field() if self.request.grammar_field is not None else ""
+        if grammar is None or not field or error.param != grammar.kind:
             return error
-        return name_field(error, grammar.kind, self.ask.grammar_field())
+        has_prefix = error.message.startswith(grammar.kind + ":")
+        message = field + error.message.removeprefix(grammar.kind) if has_prefix else error.message
+        return ErrorInfo(error.kind, message, field, error.retry_after)
 
     async def _watch_client(self, request: Request) -> None:
         message: dict[str, Any] = {}
@@ -232,71 +233,66 @@ class Generation:
         self.abort()
 
 
-async def open_generation(request: Request, ask: Ask) -> Generation:
-    """Validate and submit all prompts of ``ask``; when one is refused none runs. Raises typed errors."""
-    context = context_of(request)
+async def open_generation(http_request: Request, request: GenerationRequest) -> Generation:
+    """Validate and submit all prompts; when one is refused, none runs. Raises typed errors."""
+    context = context_of(http_request)
     context.check_available()
-    request.state.request_id = getattr(request.state, "request_id", None) or ask.request_id
-    if ask.request_id in context.running:
-        raise RequestError(f"request_id {ask.request_id!r} is in use by a running request", param="request_id")
-    num_choices, limit = sum(p.n for p in ask.params), context.server.max_batch_prompts
+    state = http_request.scope.setdefault("state", {})
+    state["request_id"] = state.get("request_id") or request.request_id
+    if request.request_id in context.running:
+        raise RequestError(f"request_id {request.request_id!r} is in use by a running request", param="request_id")
+    num_choices, limit = sum(p.n for p in request.params), context.server.max_batch_prompts
     if num_choices > limit:
         raise RequestError(f"prompts times n must be at most {limit}, got {num_choices}", param="n")
-    prompts = await _encode_prompts(context, ask)
-    context.check_available()
+    prompts = await _encode_prompts(context, request)
+    context.check_available()  # again: encoding may have taken long
     streams: list[RequestStream] = []
     with contextlib.ExitStack() as undo:
-        for index, (request_id, prompt, params) in enumerate(zip(ask.ids(), prompts, ask.params, strict=True), 1):
+        for index, (request_id, prompt, params) in enumerate(
+            zip(request.ids(), prompts, request.params, strict=True), 1
+        ):
             stream = context.client.submit(
-                prompt, params, request_id=request_id, namespace=ask.namespace, priority=ask.priority,
-                deadline_s=ask.deadline_s,
-                add_special_tokens=ask.add_special_tokens,
+                prompt, params, request_id=request_id, namespace=request.namespace, priority=request.priority,
+                deadline_s=request.deadline_s, add_special_tokens=request.add_special_tokens,
             )
             undo.callback(stream.abort)
             streams.append(stream)
-            if index % SUBMITTED_AT_ONCE == 0:
-                await asyncio.sleep(0)  # others' turn
+            if index % SUBMIT_BATCH == 0:
+                await asyncio.sleep(0)
         undo.pop_all()
-    return Generation(context, ask, streams, request)
+    return Generation(context, request, streams, http_request)
 
 
-async def _encode_prompts(context: AppContext, ask: Ask) -> list[Prompt]:
-    """The prompts; token ids instead of text when there is much of it, or when some of it is to be left out."""
-    is_long = sum(len(p) for p in ask.prompts if isinstance(p, str)) > LONG_TEXT
-    if ask.truncate is None and not is_long:
-        return ask.prompts
-    facts, tokenizer = context.facts(), context.client.tokenizer
+async def _encode_prompts(context: AppContext, request: GenerationRequest) -> Sequence[Prompt]:
+    """The prompts; long text and text to truncate as token ids."""
+    is_long = sum(len(p) for p in request.prompts if isinstance(p, str)) > LONG_TEXT
+    if request.truncate is None and not is_long:
+        return request.prompts
+    facts, tokenizer, has_special = context.facts(), context.client.tokenizer, request.add_special_tokens
 
     def encode(prompt: Prompt, params: SamplingParams | PoolingSpec) -> Prompt:
-        if ask.truncate is None:
-            return (
-                encode_prompt(prompt, tokenizer, add_special_tokens=ask.add_special_tokens, most=facts.max_model_len)
-                if isinstance(prompt, str) else prompt
-            )
-        num_out = (params.max_tokens or 1) if isinstance(params, SamplingParams) else 0
-        kept = read_truncation(ask.truncate, facts.max_model_len, num_out)
-        return encode_prompt_end(prompt, tokenizer, kept, add_special_tokens=ask.add_special_tokens)
+        if request.truncate is not None:
+            num_out = (params.max_tokens or 1) if isinstance(params, SamplingParams) else 0
+            kept = read_truncation(request.truncate, facts.max_model_len, num_out)
+            return encode_prompt_end(prompt, tokenizer, kept, add_special_tokens=has_special)
+        if isinstance(prompt, str):
+            return encode_prompt(prompt, tokenizer, add_special_tokens=has_special, most=facts.max_model_len)
+        return prompt
 
     def encode_all() -> list[Prompt]:
-        return [encode(prompt, params) for prompt, params in zip(ask.prompts, ask.params, strict=True)]
+        return [encode(prompt, params) for prompt, params in zip(request.prompts, request.params, strict=True)]
 
     return await asyncio.to_thread(encode_all) if is_long else encode_all()
 
 
-async def collect_generation(request: Request, ask: Ask) -> tuple[Generation, list[GenerationOutput]]:
-    """Run ``ask`` to its end; the closed generation still tells usage and timing."""
-    async with await open_generation(request, ask) as generation:
+async def collect_generation(
+    http_request: Request, request: GenerationRequest
+) -> tuple[Generation, list[GenerationOutput]]:
+    """Run ``request`` to its end; the closed generation still has usage and timing."""
+    async with await open_generation(http_request, request) as generation:
         return generation, await generation.collect()
 
 
 def delta_error(delta: ChoiceDelta) -> HeadraceError | None:
     """The typed error that ended a choice."""
     return conceal(delta.error.to_error()) if delta.error is not None else None
-
-
-def name_field(error: ErrorInfo, kind: str, field: str) -> ErrorInfo:
-    """The engine's error about a grammar of this kind, told of the field that asked for it."""
-    if error.param != kind or not field:
-        return error
-    message = field + error.message.removeprefix(kind) if error.message.startswith(kind + ":") else error.message
-    return ErrorInfo(error.kind, message, field, error.retry_after)

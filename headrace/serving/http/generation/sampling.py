@@ -1,6 +1,4 @@
-"""From request fields to `SamplingParams`: what the client left open comes from the model's own defaults.
-
-From the fields that say what output must look like to one `Grammar`, whatever their dialect."""
+"""From request fields to `SamplingParams`, `Grammar` and the request id."""
 
 from __future__ import annotations
 
@@ -15,60 +13,78 @@ from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
 from headrace.base.sampling import SamplingParams
 from headrace.serving.http.generation.context import context_of
-from headrace.serving.http.protocol.fields import IdentityFields, ResponseFormat, StopFields
+from headrace.serving.http.protocol.fields import (
+    IdentityFields,
+    OpenAIFields,
+    OutputFields,
+    ResponseFormat,
+    SamplingFields,
+    StructuredOutputs,
+)
 from headrace.serving.http.transport.access import read_request_id
 
-DRAWN = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "logit_bias",
-    "bad_words", "allowed_token_ids", "prompt_logprobs", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+COPIED_FIELDS = (
+    *SamplingFields.__struct_fields__, "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "spaces_between_special_tokens",
 )
+"""Fields of `OutputFields` that `SamplingParams` has under the same names."""
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def read_defaults(model_defaults: dict[str, float]) -> dict[str, Any]:
-    """Those of the model's generation defaults that sampling knows, in its types."""
-    known = {name: model_defaults[name] for name in MODEL_DEFAULTS if name in model_defaults}
-    return {name: int(value) if name == "top_k" else float(value) for name, value in known.items()}
+GrammarField = tuple[str, Callable[..., Grammar | None], object]
+"""Request field, constructor taking the value and ``param``, value."""
+NO_FIELDS, NO_OUTPUTS = OpenAIFields(), StructuredOutputs()
 
 
 def sampling_params(
-    fields: StopFields, model_defaults: dict[str, float], *, max_tokens: int | None, logprobs: int | None
+    fields: OutputFields, model_defaults: dict[str, float], *, max_tokens: int | None, logprobs: int | None,
+    within: str = "", **own: Any,
 ) -> SamplingParams:
-    """The parameters of an OpenAI request; bounds that need several fields are checked at submission."""
-    asked = {name: value for name in DRAWN if (value := getattr(fields, name)) is not None}
-    return SamplingParams(
-        **{**read_defaults(model_defaults), **asked}, max_tokens=max_tokens, logprobs=logprobs,
-        grammar=read_grammar(fields)
+    """The parameters of a request. Fields that are not set take the model's defaults; ``own`` are those that the API
+    spells differently. ``max_tokens`` None: up to the context's end. Bounds that need several fields are checked at
+    submission."""
+    values: dict[str, Any] = {name: float(model_defaults[name]) for name in MODEL_DEFAULTS if name in model_defaults}
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"])
+    values |= {name: value for name in COPIED_FIELDS if (value := getattr(fields, name)) is not None}
+    values |= {name: value for name, value in own.items() if value is not None}
+    grammar = read_grammar(fields, within=within)
+    return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
+
+
+def openai_params(
+    fields: OpenAIFields, model_defaults: dict[str, float], *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """The parameters of a request to an OpenAI route."""
+    return sampling_params(
+        fields, model_defaults, max_tokens=max_tokens, logprobs=logprobs, min_tokens=fields.min_tokens,
+        prompt_logprobs=fields.prompt_logprobs,
     )
 
 
-def draw_request_id(prefix: str) -> str:
-    """An id no other request has."""
+def new_request_id(prefix: str) -> str:
+    """A unique id."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def given_request_id(fields: IdentityFields) -> str | None:
-    """The id a body brings, under either name."""
+def body_request_id(fields: IdentityFields) -> str | None:
+    """The id in a body, under either name."""
     if fields.request_id and fields.rid and fields.request_id != fields.rid:
         raise RequestError("request_id and rid are the same field; give one", param="rid")
     return fields.request_id or fields.rid
 
 
 def pick_request_id(given: str | None, request: Request, prefix: str) -> str:
-    """The client's id (``given`` in the body, then the header ``X-Request-Id``), else a new one. A header is drawn by
-    proxies, who repeat it when they try again: while a request of that id runs, another one gets a new id."""
+    """The client's id (``given`` in the body, then the header ``X-Request-Id``), else a new one. Proxies set the header
+    and repeat it on retries: while a request with that id runs, another one gets a new id."""
     header = request.headers.get("x-request-id")
     if header and read_request_id(header) is None:
         raise RequestError("X-Request-Id must be 1 to 128 letters, digits and . _ : -", param="X-Request-Id")
     if given is None and header and header not in context_of(request).running:
         given = header
-    return given or draw_request_id(prefix)
+    return given or new_request_id(prefix)
 
 
 def check_stream_options(fields: IdentityFields) -> tuple[bool, bool]:
-    """``(include_usage, continuous_usage_stats)``; options without ``stream`` are an error, as at OpenAI."""
+    """``(include_usage, continuous_usage_stats)``; options without ``stream`` are an error, as with OpenAI."""
     options = fields.stream_options
     if options is None:
         return False, False
@@ -77,62 +93,65 @@ def check_stream_options(fields: IdentityFields) -> tuple[bool, bool]:
     return bool(options.include_usage), bool(options.continuous_usage_stats)
 
 
-MAKERS: dict[str, Callable[..., Grammar]] = {
-    "json_schema": Grammar.json_schema, "guided_json": Grammar.json_schema,
-    "structured_outputs.json": Grammar.json_schema,
-    "regex": Grammar.regex, "guided_regex": Grammar.regex, "structured_outputs.regex": Grammar.regex,
-    "ebnf": Grammar.ebnf, "guided_grammar": Grammar.ebnf, "structured_outputs.grammar": Grammar.ebnf,
-    "choice": Grammar.choice, "guided_choice": Grammar.choice, "structured_outputs.choice": Grammar.choice,
-    "structural_tag": Grammar.structural_tag, "structured_outputs.structural_tag": Grammar.structural_tag,
-}
+def _grammar_fields(fields: OutputFields) -> list[GrammarField]:
+    """The fields of a request that are set and define the output format."""
+    openai = fields if isinstance(fields, OpenAIFields) else NO_FIELDS
+    outputs = openai.structured_outputs or NO_OUTPUTS
+    candidates: tuple[GrammarField, ...] = (
+        ("json_schema", Grammar.json_schema, fields.json_schema),
+        ("guided_json", Grammar.json_schema, openai.guided_json),
+        ("structured_outputs.json", Grammar.json_schema, outputs.json),
+        ("regex", Grammar.regex, fields.regex),
+        ("guided_regex", Grammar.regex, openai.guided_regex),
+        ("structured_outputs.regex", Grammar.regex, outputs.regex),
+        ("ebnf", Grammar.ebnf, fields.ebnf),
+        ("guided_grammar", Grammar.ebnf, openai.guided_grammar),
+        ("structured_outputs.grammar", Grammar.ebnf, outputs.grammar),
+        ("choice", Grammar.choice, fields.choice),
+        ("guided_choice", Grammar.choice, openai.guided_choice),
+        ("structured_outputs.choice", Grammar.choice, outputs.choice),
+        ("structural_tag", Grammar.structural_tag, fields.structural_tag),
+        ("structured_outputs.structural_tag", Grammar.structural_tag, outputs.structural_tag),
+        ("structured_outputs.json_object", lambda _, param: Grammar.json_object(), outputs.json_object or None),
+        ("response_format", _read_response_format, openai.response_format),
+    )
+    return [candidate for candidate in candidates if candidate[2] is not None]
 
 
-def read_grammar(fields: Any, *, within: str = "") -> Grammar | None:
-    """The grammar that a request asks for, None for free text. ``fields`` have those of `MAKERS` that their dialect
-    knows; ``within`` stands before their names. Raises `RequestError` when there are two, or one is wrong."""
-    asked = {name: value for name in MAKERS if (value := _find(fields, name)) is not None}
-    made = [(within + name, MAKERS[name](value, param=within + name)) for name, value in asked.items()]
-    if _find(fields, "structured_outputs.json_object"):
-        made.append(("structured_outputs.json_object", Grammar.json_object()))
-    response_format = getattr(fields, "response_format", None)
-    if response_format is not None and (grammar := _read_format(response_format)) is not None:
-        made.append(("response_format", grammar))
-    if len(made) > 1:
-        raise RequestError(f"{' and '.join(name for name, _ in made)} exclude each other; give one", param=made[1][0])
-    if not made and getattr(fields, "structured_outputs", None) is not None:
+def read_grammar(fields: OutputFields, *, within: str = "") -> Grammar | None:
+    """The grammar of a request, None for unconstrained text. ``within`` prefixes field names in errors. Raises
+    `RequestError` when there are two grammars, or one is invalid."""
+    made = [(within + name, make(value, param=within + name)) for name, make, value in _grammar_fields(fields)]
+    found = [(name, grammar) for name, grammar in made if grammar is not None]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise RequestError(f"{names} exclude each other; give one", param=found[1][0])
+    if not found and isinstance(fields, OpenAIFields) and fields.structured_outputs is not None:
         raise RequestError(
             "structured_outputs needs one of json, regex, choice, grammar, json_object and structural_tag",
             param="structured_outputs"
         )
-    return made[0][1] if made else None
+    return found[0][1] if found else None
 
 
-def grammar_field(fields: Any, *, within: str = "") -> str:
-    """The field that asks for a grammar, as `read_grammar` found it; empty for free text."""
-    names = (*MAKERS, "structured_outputs.json_object", "response_format")
-    return next((within + name for name in names if _find(fields, name) is not None), "")
+def grammar_field(fields: OutputFields, *, within: str = "") -> str:
+    """The name of the field that holds the grammar; empty for unconstrained text."""
+    return next((within + name for name, _, _ in _grammar_fields(fields)), "")
 
 
-def _find(fields: Any, path: str) -> Any:
-    for name in path.split("."):
-        fields = getattr(fields, name, None)
-    return fields
-
-
-def _read_format(asked: ResponseFormat) -> Grammar | None:
-    param = f"response_format.{'format' if asked.type == 'structural_tag' else 'json_schema'}"
-    if asked.json_schema is not None and asked.type != "json_schema":
+def _read_response_format(given: ResponseFormat, *, param: str) -> Grammar | None:
+    if given.json_schema is not None and given.type != "json_schema":
         raise RequestError(
-            f"response_format.json_schema belongs to the type json_schema, not {asked.type}",
-            param="response_format.json_schema"
+            f"{param}.json_schema belongs to the type json_schema, not {given.type}", param=f"{param}.json_schema"
         )
-    if asked.type == "json_object":
-        return Grammar.json_object()
-    if asked.type == "json_schema":
-        if asked.json_schema is None:
-            raise RequestError("response_format.json_schema is required", param=param)
-        return Grammar.json_schema(asked.json_schema.schema, param=param + ".schema")
-    if asked.type == "structural_tag":
-        tag = {name: value for name, value in msgspec.structs.asdict(asked).items() if value is not None}
-        return Grammar.structural_tag(tag, param=param)
+    match given.type:
+        case "json_object":
+            return Grammar.json_object()
+        case "json_schema":
+            if given.json_schema is None:
+                raise RequestError(f"{param}.json_schema is required", param=f"{param}.json_schema")
+            return Grammar.json_schema(given.json_schema.schema, param=f"{param}.json_schema.schema")
+        case "structural_tag":
+            tag = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
+            return Grammar.structural_tag(tag, param=f"{param}.format")
     return None

@@ -1,8 +1,8 @@
-"""`EventStream`: server-sent events of a running generation. The first delta is awaited before the status goes out, so
-that early errors get a proper one; later errors are an event of their own before ``[DONE]``.
+"""`EventStream`: the server-sent events of a running generation.
 
-Nothing piles up here: a delta is written as it comes while the client keeps up, else it is taken when the one before is
-sent, and the engine client merges what waits.
+The first delta is awaited before the status is sent, so that early errors get their own status; later errors are an
+event before ``[DONE]``. Nothing is buffered here: while the client keeps up, a delta is written when it arrives;
+otherwise deltas stay in the engine client, which merges them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from typing import ClassVar, Protocol
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.base.errors import HeadraceError
 from headrace.service.client.outputs import ChoiceDelta
-from headrace.serving.http.generation.run import Ask, Generation, delta_error, open_generation
+from headrace.serving.http.generation.run import Generation, GenerationRequest, delta_error, open_generation
 from headrace.serving.http.protocol.errors import describe_error
 from headrace.serving.http.transport.connection import BodyWriter, body_writer
-from headrace.serving.http.transport.errors import SERVER_FAULT
+from headrace.serving.http.transport.errors import INTERNAL_ERROR
 
 logger = logging.getLogger(__name__)
+
 DONE = b"data: [DONE]\n\n"
 SSE = b"text/event-stream; charset=utf-8"
 HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _encode = msgspec.json.Encoder().encode
+
 Deltas = AsyncGenerator[tuple[int, ChoiceDelta], None]
 
 
@@ -37,8 +40,13 @@ def frame(event: object) -> bytes:
     return b"data: " + _encode(event) + b"\n\n"
 
 
+def named_frame(name: str, event: object) -> bytes:
+    """One server-sent event with an ``event:`` line."""
+    return b"event: " + name.encode() + b"\n" + frame(event)
+
+
 class TextFrames:
-    """Frames of events that differ in one text alone: everything else is encoded once."""
+    """Frames of events that differ in one text only: everything else is encoded once per stream."""
 
     def __init__(self, example: Callable[[str], object]):
         mark = token_hex(16)
@@ -49,14 +57,9 @@ class TextFrames:
         return self._head + _encode(text) + self._tail
 
 
-def named_frame(name: str, event: object) -> bytes:
-    """One server-sent event with a name of its own."""
-    return b"event: " + name.encode() + b"\n" + frame(event)
-
-
 class Events(Protocol):
-    """How a route words a stream. All may return nothing, and several frames at once. ``done`` ends every stream, also
-    one that failed; unless a dialect says otherwise, all is as at OpenAI's."""
+    """Writes an API's stream events. Each method may return nothing or several frames. ``done`` ends every stream, also
+    a failed one. The defaults are OpenAI's."""
 
     media_type: ClassVar[bytes] = SSE
     done: ClassVar[bytes] = DONE
@@ -68,38 +71,34 @@ class Events(Protocol):
         """The frames after the last delta, without ``done``."""
 
     def fail(self, error: HeadraceError) -> bytes:
-        """The frames instead of `end` when the request failed half-way."""
+        """The frames that replace `end` when the request failed midway."""
         return frame(describe_error(error))
 
 
-class EventStream:
+class EventStream(Response):
     """An ASGI response; made by `start_stream` with the first delta in hand."""
 
     def __init__(self, generation: Generation, deltas: Deltas, first: tuple[int, ChoiceDelta], events: Events):
-        self.status_code = 200
+        super().__init__()
         self._generation = generation
         self._deltas = deltas
         self._first = first
         self._events = events
-        self._is_busy = False
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", self._events.media_type), *HEADERS]
         try:
-            await send(
-                {
-                    "type": "http.response.start", "status": 200,
-                    "headers": [(b"content-type", self._events.media_type), *HEADERS]
-                }
-            )
-            ending = await self._send_deltas(send, body_writer(scope))
-            self._is_busy = True
-            await send({"type": "http.response.body", "body": ending + self._events.done, "more_body": False})
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            last = await self._send_deltas(send, body_writer(scope))
+            self._is_sending = True
+            await send({"type": "http.response.body", "body": last + self._events.done, "more_body": False})
         finally:
             await self._deltas.aclose()
             self._generation.close()
 
     async def _send_deltas(self, send: Send, writer: BodyWriter | None) -> bytes:
-        """Send all deltas; what is left to say before the end mark."""
+        """Send all deltas; returns the frames that follow them."""
         try:
             await self._send(send, self._events.render(*self._first))
             if writer is not None:
@@ -110,21 +109,21 @@ class EventStream:
                     return self._events.fail(error)
                 await self._send(send, self._events.render(index, delta))
             return self._events.end()
-        except Exception:  # the request's edge: the status is out, only an event can tell the client
+        except Exception:  # request edge: the status is sent, only an event can report the failure
             logger.exception("a stream failed")
-            return self._events.fail(HeadraceError(SERVER_FAULT))
+            return self._events.fail(HeadraceError(INTERNAL_ERROR))
 
     async def _send(self, send: Send, body: bytes) -> None:
         if body:
-            self._is_busy = True  # it may have to wait for a slow client; nothing may overtake it
+            self._is_sending = True  # `send` may wait for a slow client: a direct write must not overtake this body
             await send({"type": "http.response.body", "body": body, "more_body": True})
-            self._is_busy = False
+            self._is_sending = False
 
     def _write_through(self, writer: BodyWriter) -> None:
-        """From now on write deltas as they come, without waking the task that runs `_send_deltas`."""
+        """From now on write deltas when they arrive, without waking the task that runs `_send_deltas`."""
 
         def is_free() -> bool:
-            return not self._is_busy and writer.is_free
+            return not self._is_sending and writer.is_free
 
         def write(index: int, delta: ChoiceDelta) -> None:
             body = self._events.render(index, delta)
@@ -134,16 +133,13 @@ class EventStream:
         self._generation.divert(is_free, write)
 
 
-class EventsFactory(Protocol):
-    """Makes the wording of a stream once its generation runs."""
-
-    def __call__(self, generation: Generation) -> Events: ...
-
-
-async def start_stream(request: Request, ask: Ask, wording: EventsFactory) -> EventStream:
-    """Submit ``ask`` and wait for its first delta; an error up to there is raised and gets its own status."""
+async def start_stream(
+    http_request: Request, request: GenerationRequest, events: Callable[[Generation], Events]
+) -> EventStream:
+    """Submit ``request`` and wait for its first delta; an error until then is raised and gets its own status.
+    ``events`` makes the writer once the generation runs."""
     async with AsyncExitStack() as undo:
-        generation = await open_generation(request, ask)
+        generation = await open_generation(http_request, request)
         undo.callback(generation.close)
         deltas = generation.deltas()
         undo.push_async_callback(deltas.aclose)
@@ -152,5 +148,5 @@ async def start_stream(request: Request, ask: Ask, wording: EventsFactory) -> Ev
         if error is not None:
             raise error
         undo.pop_all()
-        return EventStream(generation, deltas, first, wording(generation))
+        return EventStream(generation, deltas, first, events(generation))
     raise AssertionError("not reached")

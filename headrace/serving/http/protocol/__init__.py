@@ -1,1 +1,1 @@
-"""What goes over the wire: request and answer records, and the fields that are refused by name. No behaviour."""
+"""Wire types: request and response records, and the fields that are refused by name. No behaviour."""

@@ -10,28 +10,28 @@ from headrace.base.admin import DevicePart
 
 
 class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which request to end: ``rid``, or all with ``abort_all``."""
+    """The request to abort: ``rid``, or all with ``abort_all``."""
 
     rid: Annotated[str, Meta(max_length=128)] | None = None
     abort_all: bool | None = None
     abort_message: Annotated[str, Meta(max_length=1024)] | None = None
 
 
-class AbortAnswer(Struct):
-    """How many running requests were told to end."""
+class AbortResponse(Struct):
+    """The number of running requests that were aborted."""
 
     aborted: int
 
 
-class FlushAnswer(Struct):
-    """Whether the prefix cache is empty now."""
+class FlushResponse(Struct):
+    """Whether the prefix cache is empty."""
 
     success: bool
     message: str
 
 
 class ServerInfo(Struct):
-    """Everything about this server: options, model, memory plan (bytes), counters."""
+    """Options, model facts, memory plan (bytes) and counters of this server."""
 
     version: str
     state: str
@@ -45,7 +45,7 @@ class ServerInfo(Struct):
 
 
 class ModelInfo(Struct):
-    """Static facts of the model, with SGLang's names first."""
+    """Facts of the model, in SGLang's form."""
 
     model_path: str
     served_model_name: str
@@ -77,20 +77,20 @@ class Version(Struct):
 
 
 class PauseRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """``abort`` ends all running requests first; ``in_place`` leaves them where they are."""
+    """``abort`` aborts all running requests; ``in_place`` keeps them."""
 
     mode: Literal["abort", "in_place"] | None = None
 
 
 class MemoryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Parts of the device's memory; all of them by default."""
+    """Parts of the device memory; default: all."""
 
     tags: Annotated[list[DevicePart], Meta(max_length=16)] | None = None
 
 
 class UpdateWeightsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A checkpoint of the served model's shapes; by default the served one's own files, read again. ``flush_cache`` is
-    always done, so it may not be false."""
+    """A checkpoint with the served model's shapes; default: the served model's own files. The cache is always flushed,
+    so ``flush_cache`` may not be false."""
 
     model_path: Annotated[str, Meta(max_length=4096)] | None = None
     load_format: Literal["auto", "safetensors", "gguf"] | None = None
@@ -100,8 +100,8 @@ class UpdateWeightsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ProfileRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """``num_steps`` steps, or until `/stop_profile`. What the processor does is always recorded, the device unless
-    ``activities`` leave it out."""
+    """Profiles ``num_steps`` steps, or until ``/stop_profile``. The CPU is always recorded, the device unless
+    ``activities`` excludes it."""
 
     num_steps: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     with_stack: bool | None = None
@@ -110,34 +110,34 @@ class ProfileRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SleepState(Struct):
-    """Whether memory that every request needs is given back."""
+    """Whether the engine sleeps."""
 
     is_sleeping: bool
 
 
 class PauseState(Struct):
-    """Whether generation is held."""
+    """Whether generation is paused."""
 
     is_paused: bool
 
 
-class UpdateAnswer(Struct):
-    """Whether weights were replaced, and how many requests went on with the new ones."""
+class UpdateWeightsResponse(Struct):
+    """The outcome of a weight update, and how many running requests continue with the new weights."""
 
     success: bool
     message: str
     num_paused_requests: int
 
 
-class AdminAnswer(Struct):
-    """Whether it was done."""
+class AdminResponse(Struct):
+    """The outcome of an admin action."""
 
     success: bool
     message: str
 
 
 class Load(Struct):
-    """What one engine has to do. ``token_usage`` is the share of the KV memory that running requests hold."""
+    """The load of one engine. ``token_usage`` is the share of KV memory held by running requests."""
 
     dp_rank: int
     num_running_reqs: int
@@ -149,7 +149,7 @@ class Load(Struct):
 
 
 class Loads(Struct):
-    """The load of all engines behind this server; ``timestamp`` in seconds."""
+    """The load of all engines of this server; ``timestamp`` in seconds."""
 
     timestamp: float
     version: str

@@ -12,7 +12,7 @@ from headrace.base.errors import ContextLengthExceeded, HeadraceError, Unsupport
 
 
 class ErrorDetail(Struct):
-    """``type`` is OpenAI's class of error, ``param`` the offending field, ``code`` the precise kind."""
+    """``type`` is OpenAI's error class, ``param`` the offending field, ``code`` the exact kind."""
 
     message: str
     type: str
@@ -20,8 +20,8 @@ class ErrorDetail(Struct):
     code: str | None = None
 
 
-class ErrorAnswer(Struct):
-    """Every error, on every route."""
+class ErrorResponse(Struct):
+    """OpenAI's error body; also that of all paths without a form of their own."""
 
     error: ErrorDetail
 
@@ -30,16 +30,16 @@ CODE_OF_STATUS = {401: "invalid_api_key"}
 TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def describe_error(error: HeadraceError) -> ErrorAnswer:
-    """The error as clients of OpenAI's API know it."""
+def describe_error(error: HeadraceError) -> ErrorResponse:
+    """The error in OpenAI's form."""
     default = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = TYPE_OF_STATUS.get(error.status, default)
     code = CODE_OF_STATUS.get(error.status, None if error.kind in (kind, "internal_error") else error.kind)
-    return ErrorAnswer(ErrorDetail(error.message, kind, error.param, code))
+    return ErrorResponse(ErrorDetail(error.message, kind, error.param, code))
 
 
 class MessagesErrorDetail(Struct):
-    """Anthropic's class of error, and what is wrong."""
+    """Anthropic's error class and the message."""
 
     type: str
     message: str
@@ -47,54 +47,52 @@ class MessagesErrorDetail(Struct):
 
 
 class MessagesError(Struct, tag_field="type", tag="error"):
-    """An error, as the body or as an event."""
+    """Anthropic's error, as body or event."""
 
     error: MessagesErrorDetail
 
 
 ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error", 504: "timeout_error",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }
 
 
 class ThreadsNotServed(UnsupportedFeature):
-    """A client asks that the server keep the conversation. Told by its ``details``, it goes on without."""
+    """The client wants the server to keep the conversation. Clients look for these ``details`` and go on without."""
 
     details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def describe_messages_error(error: HeadraceError) -> MessagesError:
-    """The error as Anthropic's clients know it."""
+    """The error in Anthropic's form."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
     details = error.details if isinstance(error, ThreadsNotServed) else UNSET
-    # coding agents look for these words
+    # coding agents search for these words before they shorten a conversation and retry
     message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message
     return MessagesError(MessagesErrorDetail(ERROR_TYPES.get(error.status, default), message, details))
 
 
 class OllamaError(Struct):
-    """An error, as the body or as a line."""
+    """Ollama's error, as body or line."""
 
     error: str
 
 
 def describe_ollama_error(error: HeadraceError) -> OllamaError:
-    """The error as Ollama's clients know it."""
+    """The error in Ollama's form."""
     return OllamaError(error.message)
 
 
 @dataclass(frozen=True)
 class ErrorForm:
-    """The record of an error's body, and how it is made."""
+    """An error body's type, and the function that makes it."""
 
     record: type
     describe: Callable[[HeadraceError], Any]
 
 
-OPENAI = ErrorForm(ErrorAnswer, describe_error)
-
+OPENAI = ErrorForm(ErrorResponse, describe_error)
 BY_PREFIX = {
     "/v1/messages": ErrorForm(MessagesError, describe_messages_error),
     "/api/": ErrorForm(OllamaError, describe_ollama_error),
@@ -102,5 +100,5 @@ BY_PREFIX = {
 
 
 def form_of(path: str) -> ErrorForm:
-    """The form of errors on ``path``, which is as routes see it."""
+    """The error form of ``path`` (without the proxy's prefix)."""
     return next((form for prefix, form in BY_PREFIX.items() if path.startswith(prefix)), OPENAI)

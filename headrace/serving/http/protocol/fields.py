@@ -1,5 +1,6 @@
-"""Request fields that several routes share: sampling, stopping, output structure, and the fields that are refused by name.
-Bounds stand in the types, so the OpenAPI document shows them. ``null`` is the same as a missing field."""
+"""Request fields that several routes share: sampling, output form, stopping; and the fields that are refused by name.
+Bounds are part of the types, so the OpenAPI document shows them. ``null`` means the same as a missing field.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +11,18 @@ from msgspec import Meta, Struct
 from headrace.base.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from headrace.base.sampling import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_N, MAX_STOP_TEXT, MAX_STOPS, MAX_TOP_LOGPROBS
 
+INT32 = 2**31 - 1
+
 Source = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
 Schema = Source | dict[str, Any] | bool
 Choice = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 Tag = Source | dict[str, Any]
-
-
-class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A named JSON schema. With ``strict`` or without it the output is what the schema allows."""
-
-    schema: Schema
-    name: Annotated[str, Meta(max_length=256)] | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's way. ``text`` is free; ``json_object`` any JSON object; ``json_schema`` what the schema allows;
-    ``structural_tag`` free text with structured parts, by ``format``, or ``structures`` and ``triggers``."""
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaFormat | None = None
-    format: dict[str, Any] | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
-
-
-class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's way; one of the fields. ``disable_fallback`` changes nothing: nothing is ever left unenforced."""
-
-    json: Schema | None = None
-    regex: Source | None = None
-    choice: Choice | None = None
-    grammar: Source | None = None
-    json_object: bool | None = None
-    structural_tag: Tag | None = None
-    disable_fallback: bool | None = None
-
-
-INT32 = 2**31 - 1
 TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_TEXT)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS * 4)]
 BadWords = Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)]
 AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BIASED_TOKENS)]
-
 LogitBias = Annotated[
     dict[int, Annotated[float, Meta(ge=-100, le=100)]],
     Meta(max_length=MAX_BIASED_TOKENS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
@@ -73,25 +40,92 @@ TopK = Annotated[int, Meta(ge=-1, le=INT32)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"  # in Python alone, $ also matches before a last line break
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"  # Python's $ also matches before a final newline
 RequestId = Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)]
 Deadline = Annotated[float, Meta(gt=0, le=86_400)]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
+ModelName = Annotated[str, Meta(max_length=512)]
+
+
+class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A named JSON schema. It is enforced with and without ``strict``."""
+
+    schema: Schema
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's output format: ``text`` is unconstrained; ``json_object`` is any JSON object; ``json_schema`` follows
+    the schema; ``structural_tag`` is free text with structured parts, given by ``format`` or ``structures`` and
+    ``triggers``."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's output format; exactly one field. ``disable_fallback`` has no effect: every grammar is enforced."""
+
+    json: Schema | None = None
+    regex: Source | None = None
+    choice: Choice | None = None
+    grammar: Source | None = None
+    json_object: bool | None = None
+    structural_tag: Tag | None = None
+    disable_fallback: bool | None = None
 
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """``include_usage`` adds a last chunk with the usage; ``continuous_usage_stats`` puts it on every chunk."""
+    """``include_usage`` adds a last chunk with the usage; ``continuous_usage_stats`` adds usage to every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class IdentityFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Who asks, for which model, under which id. ``user`` to ``prompt_cache_retention`` are accepted and change
-    nothing here. ``cache_salt`` keeps the prefix cache apart from requests with another salt."""
+class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are sampled. Defaults: the model's generation config, then OpenAI's."""
 
-    model: Annotated[str, Meta(max_length=512)] | None = None
+    n: Choices | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: Repetition | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: BadWords | None = None
+    allowed_token_ids: AllowedIds | None = None
+
+
+class OutputFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """What the output must look like (one of the first five), when it stops, and how it becomes text."""
+
+    json_schema: Schema | None = None
+    regex: Source | None = None
+    ebnf: Source | None = None
+    choice: Choice | None = None
+    structural_tag: Tag | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class IdentityFields(OutputFields, kw_only=True, forbid_unknown_fields=True):
+    """The model, the request id and scheduling. ``user`` to ``prompt_cache_retention`` are accepted without effect.
+    Requests with different ``cache_salt`` share no cached prefix."""
+
+    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -108,27 +142,10 @@ class IdentityFields(Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
 
 
-class DrawFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn; what is left open comes from the model's own generation config, then the OpenAI default."""
-
-    n: Choices | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: Repetition | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Seed | None = None
-    logit_bias: LogitBias | None = None
-    bad_words: BadWords | None = None
-    allowed_token_ids: AllowedIds | None = None
-    prompt_logprobs: NumTop | None = None
-
-
-class StructureFields(DrawFields, kw_only=True, forbid_unknown_fields=True):
-    """What output must look like: ``response_format`` (OpenAI), ``structured_outputs`` and ``guided_*`` (vLLM), and
-    the rest (SGLang)."""
+class OpenAIFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both OpenAI routes. ``deadline_s``: seconds from arrival after which the request fails with 504.
+    ``truncate_prompt_tokens``: keep the last so many prompt tokens; -1: as many as leave room for the output.
+    ``response_format`` is OpenAI's, ``structured_outputs`` and ``guided_*`` are vLLM's."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -136,100 +153,73 @@ class StructureFields(DrawFields, kw_only=True, forbid_unknown_fields=True):
     guided_regex: Source | None = None
     guided_choice: Choice | None = None
     guided_grammar: Source | None = None
-    json_schema: Schema | None = None
-    regex: Source | None = None
-    ebnf: Source | None = None
-    choice: Choice | None = None
-    structural_tag: Tag | None = None
-
-
-class StopFields(StructureFields, kw_only=True, forbid_unknown_fields=True):
-    """When output ends, what it must look like, and how it becomes text. ``deadline_s``: seconds from arrival after
-    which the request fails with 504, however far it has come. ``truncate_prompt_tokens``: of longer prompts the last so
-    many tokens are read, -1: as many as leave room for the output."""
-
+    prompt_logprobs: NumTop | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
-    stop: Stop | None = None
-    stop_token_ids: StopIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
     deadline_s: Deadline | None = None
 
 
 TOOLS = "use tools and tool_choice, and the role 'tool' for results"
-STRUCTURE = "the server chooses the grammar library and allows blanks where JSON does"
-MEDIA = "only text is served so far"
-
+STRUCTURE = "the server chooses the grammar library and allows whitespace where JSON does"
+MEDIA = "only text is supported"
 REASONING = (
     "use reasoning_effort, enable_thinking, separate_reasoning, stream_reasoning, include_reasoning or "
     "chat_template_kwargs"
 )
-ADAPTERS = "adapters are not served yet"
+ADAPTERS = "adapters are not supported yet"
 INTERNALS = "model internals are not returned"
 PLACEMENT = "requests cannot be placed by hand"
 
-DEFERRED: dict[str, str] = {
-    **dict.fromkeys(("functions", "function_call"), TOOLS),
-    **dict.fromkeys((
-        "guided_decoding_backend", "guided_whitespace_pattern",
-    ), STRUCTURE),
-    **dict.fromkeys((
-        "audio", "modalities", "image_data", "video_data", "audio_data", "mm_processor_kwargs", "media_io_kwargs",
-        "mm_hashes",
-        "video_config", "use_audio_in_video",
-    ), MEDIA),
-    **dict.fromkeys(("reasoning", "require_reasoning"), REASONING),
-    **dict.fromkeys(("lora_path", "lora_id", "lora_request"), ADAPTERS),
-    **dict.fromkeys((
-        "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_entropy", "return_meta_info",
-        "return_sampling_mask",
-        "token_ids_logprob", "logprob_token_ids", "return_tokens_as_token_ids",
-    ), INTERNALS),
-    **dict.fromkeys((
-        "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "routed_dp_rank",
-        "data_parallel_rank", "routing_key",
-        "disagg_prefill_dp_rank", "decode_tp_size", "kv_transfer_params", "kv_hints",
-    ), PLACEMENT),
-    **dict.fromkeys(("input_embeds", "prompt_embeds"), "embeddings as input are not served; send text or token ids"),
-    **dict.fromkeys(
-        ("session_id", "session_params", "conversation_id"),
-        "sessions are not served; the prefix cache makes them unnecessary"
+_REASONS: tuple[tuple[str, str], ...] = (
+    ("functions function_call", TOOLS),
+    ("guided_decoding_backend guided_whitespace_pattern", STRUCTURE),
+    (
+        "audio modalities image_data video_data audio_data mm_processor_kwargs media_io_kwargs mm_hashes video_config "
+        "use_audio_in_video images", MEDIA
     ),
-    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "beam search is not served"),
-    **dict.fromkeys(
-        ("chat_template", "chat_template_content_format"), "the chat template is chosen when the server is started"
+    ("reasoning require_reasoning", REASONING),
+    ("lora_path lora_id lora_request", ADAPTERS),
+    (
+        "return_hidden_states return_routed_experts return_indexer_topk return_entropy return_meta_info "
+        "return_sampling_mask token_ids_logprob logprob_token_ids return_tokens_as_token_ids", INTERNALS
     ),
-    **dict.fromkeys(
-        ("custom_logit_processor", "logits_processors", "custom_params", "vllm_xargs"),
+    (
+        "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key routed_dp_rank data_parallel_rank routing_key "
+        "disagg_prefill_dp_rank decode_tp_size kv_transfer_params kv_hints", PLACEMENT
+    ),
+    ("input_embeds prompt_embeds", "embeddings as input are not supported; send text or token ids"),
+    (
+        "session_id session_params conversation_id",
+        "sessions are not supported; the prefix cache makes them unnecessary"
+    ),
+    ("use_beam_search length_penalty early_stopping", "beam search is not supported"),
+    ("chat_template chat_template_content_format", "the chat template is chosen when the server starts"),
+    (
+        "custom_logit_processor logits_processors custom_params vllm_xargs",
         "code and parameters of other servers are not run"
     ),
-    "stop_regex": "stopping at a pattern is not served; use stop, or regex for the whole output",
-    "suffix": "text after the gap (fill in the middle) is not served",
-    "documents": "retrieval templates are not served yet; put the documents into a message",
-    "prediction": "predicted output is not served yet",
-    "web_search_options": "the server cannot search the web",
-    "repetition_detection": "repetition detection is not served; use repetition_penalty or stop",
-    "typical_p": "typical sampling is not served; use top_p or min_p",
-    "stream_interval": "chunks are sent as they come",
-    **dict.fromkeys(("mcp_servers", "container"), "the server runs no tools; run them in the client"),
-    "context_management": "conversations are never shortened; leave out what the model need not see",
-    "conversation": "conversations are not stored as such; use previous_response_id, or send the items so far as input",
-    "max_tool_calls": "the server runs no tools; use parallel_tool_calls",
-    **dict.fromkeys(
-        ("raw", "template", "context"),
-        "prompts are made by the model's own chat template; use /v1/completions for others"
-    ),
-    "images": MEDIA,
-    "background": "requests cannot outlive their connection",
-}
+    ("stop_regex", "stopping at a pattern is not supported; use stop, or regex for the whole output"),
+    ("suffix", "text after the gap (fill in the middle) is not supported"),
+    ("documents", "retrieval templates are not supported yet; put the documents into a message"),
+    ("prediction", "predicted output is not supported yet"),
+    ("web_search_options", "the server cannot search the web"),
+    ("repetition_detection", "repetition detection is not supported; use repetition_penalty or stop"),
+    ("typical_p", "typical sampling is not supported; use top_p or min_p"),
+    ("stream_interval", "chunks are sent as they arrive"),
+    ("mcp_servers container", "the server runs no tools; run them in the client"),
+    ("context_management", "conversations are never shortened; send only the messages the model should see"),
+    ("conversation", "conversations are not stored; use previous_response_id, or send all items as input"),
+    ("max_tool_calls", "the server runs no tools; use parallel_tool_calls"),
+    ("raw template context", "prompts are made by the model's chat template; use /v1/completions for others"),
+    ("background", "requests cannot outlive their connection"),
+)
+DEFERRED: dict[str, str] = {name: reason for names, reason in _REASONS for name in names.split()}
+"""Fields that other servers know and this one does not support, with what to do instead."""
 
 RESTRICTED = frozenset({"modalities", "suffix", "context_management"})
-"""Those that some route takes, as long as they ask for nothing that is not served."""
+"""Deferred fields that some route accepts with values that need no support."""
 
-ASK_WHEN_EMPTY = frozenset({"web_search_options"})
-"""Those that an empty object asks for as it is."""
+MEANINGFUL_WHEN_EMPTY = frozenset({"web_search_options"})
+"""Deferred fields that request something even as an empty object."""

@@ -8,19 +8,19 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from headrace.base.sampling import MAX_STOPS
 from headrace.serving.http.protocol.errors import MessagesError
-from headrace.serving.http.protocol.fields import Positive, Schema, StopText, TopK, TopP
+from headrace.serving.http.protocol.fields import ModelName, Positive, Schema, StopText, TopK, TopP
 from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolName
 
-CacheMark = dict[str, Any]
-"""``cache_control``: taken, and not needed: every prompt's beginning is cached."""
+CacheControl = dict[str, Any]
+"""``cache_control`` is accepted without effect: every prefix is cached."""
 
 
-class PlainText(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text where nothing else may stand."""
+class TextOnlyBlock(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Text in a place that takes no other block."""
 
     type: Literal["text"]
     text: str
-    cache_control: CacheMark | None = None
+    cache_control: CacheControl | None = None
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
@@ -28,16 +28,16 @@ class TextBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="typ
     """Text."""
 
     text: str
-    cache_control: CacheMark | None = None
+    cache_control: CacheControl | None = None
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
 class ThinkingBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
-    """What the assistant thought; signatures are taken and not looked at."""
+    """The assistant's reasoning; the signature is ignored."""
 
     thinking: str
     signature: str | None = None
-    cache_control: CacheMark | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolUseBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
@@ -46,17 +46,17 @@ class ToolUseBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="
     id: CallId
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     input: dict[str, Any]
-    cache_control: CacheMark | None = None
+    cache_control: CacheControl | None = None
     caller: dict[str, Any] | None = None
 
 
 class ToolResultBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
-    """What a call came to."""
+    """The result of a call."""
 
     tool_use_id: CallId
-    content: str | list[PlainText] | None = None
+    content: str | list[TextOnlyBlock] | None = None
     is_error: bool | None = None
-    cache_control: CacheMark | None = None
+    cache_control: CacheControl | None = None
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -70,15 +70,15 @@ class Turn(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClientTool(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs; tools of Anthropic's servers are not served. The fields after ``strict`` are hints
-    that change nothing here."""
+    """A tool that the client runs; Anthropic's server tools are not supported. The fields after ``strict`` are accepted
+    without effect."""
 
     name: ToolName
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     description: Annotated[str, Meta(max_length=MAX_DESCRIPTION)] | None = None
     strict: bool | None = None
-    cache_control: CacheMark | None = None
+    cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
 
@@ -107,8 +107,8 @@ class NoChoice(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type
 
 
 class Thinking(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether to think, and how many tokens at most; ``adaptive`` leaves the length to the model. ``display`` "omitted"
-    keeps the thinking out of the answer."""
+    """Reasoning and its limit; ``adaptive`` leaves the length to the model. ``display`` "omitted" drops the reasoning
+    from the response."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Budget | None = None
@@ -116,51 +116,50 @@ class Thinking(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The answer is JSON by this schema."""
+    """The response follows this JSON schema."""
 
     type: Literal["json_schema"]
     schema: Schema
 
 
 class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How hard to think, and what the answer must look like."""
+    """Reasoning effort and output format."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: SchemaFormat | None = None
 
 
 class ThinkingEdit(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Leaves thinking of earlier turns out of the prompt; how much of it is kept is up to the model's chat template
-    here."""
+    """Drops reasoning of earlier turns from the prompt. Here the model's chat template decides how much is kept."""
 
     type: Literal["clear_thinking_20251015"]
     keep: str | dict[str, Any] | None = None
 
 
 class ContextManagement(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the server may leave out of the conversation: thinking alone, nothing else is ever left out."""
+    """Edits of the conversation; only clearing of reasoning is supported."""
 
     edits: list[ThinkingEdit] | None = None
 
 
 class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What becomes the prompt."""
+    """The fields that make the prompt."""
 
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=65536)]
-    model: Annotated[str, Meta(max_length=512)] | None = None
-    system: str | list[PlainText] | None = None
+    model: ModelName | None = None
+    system: str | list[TextOnlyBlock] | None = None
     tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheMark | None = None
+    cache_control: CacheControl | None = None
     context_management: ContextManagement | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to answer. An assistant's message at the end is continued. More ``max_tokens`` than the context
-    has room for are as many as it has. ``metadata`` and ``service_tier`` are taken and change nothing; ``thread`` is
-    refused as clients expect of servers that keep no conversations, and they send the whole of it."""
+    """A conversation. A final assistant message is continued. ``max_tokens`` is lowered to the room in the context.
+    ``metadata`` and ``service_tier`` are accepted without effect; ``thread`` is refused with the error that makes
+    clients send the whole conversation."""
 
     max_tokens: Positive
     stream: bool | None = None
@@ -174,36 +173,36 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 JsonObject = Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
-"""A JSON object as the model wrote it."""
+"""A JSON object exactly as the model wrote it."""
 
 
-class ShownText(Struct, tag_field="type", tag="text"):
-    """Text of the answer."""
+class TextOutput(Struct, tag_field="type", tag="text"):
+    """Output text."""
 
     text: str
     citations: None = None
 
 
-class ShownThinking(Struct, tag_field="type", tag="thinking"):
-    """The model's thinking; nothing signs it."""
+class ThinkingOutput(Struct, tag_field="type", tag="thinking"):
+    """Output reasoning, unsigned."""
 
     thinking: str
     signature: str = ""
 
 
-class ShownToolUse(Struct, tag_field="type", tag="tool_use"):
-    """A call to make. In a stream the input follows as pieces of JSON."""
+class ToolUseOutput(Struct, tag_field="type", tag="tool_use"):
+    """A call. In a stream the input follows as pieces of JSON."""
 
     id: str
     name: str
     input: JsonObject
 
 
-ShownBlock = ShownText | ShownThinking | ShownToolUse
+OutputBlock = TextOutput | ThinkingOutput | ToolUseOutput
 
 
 class MessagesUsage(Struct):
-    """``input_tokens`` are those that did not come from the prefix cache."""
+    """``input_tokens`` excludes tokens from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -211,28 +210,29 @@ class MessagesUsage(Struct):
     cache_creation_input_tokens: int = 0
 
 
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
 class Message(Struct, tag_field="type", tag="message"):
-    """The answer."""
+    """The response."""
 
     id: str
     model: str
-    content: list[ShownBlock]
+    content: list[OutputBlock]
     usage: MessagesUsage
     role: Literal["assistant"] = "assistant"
-    stop_reason: Literal[
-        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
-    ] | None = None
+    stop_reason: StopReason | None = None
     stop_sequence: str | None = None
 
 
 class TokenCount(Struct):
-    """How long the prompt is."""
+    """The prompt's length."""
 
     input_tokens: int
 
 
 class MessageStart(Struct, tag_field="type", tag="message_start"):
-    """The answer without content."""
+    """The response without content."""
 
     message: Message
 
@@ -241,11 +241,11 @@ class BlockStart(Struct, tag_field="type", tag="content_block_start"):
     """A block begins, empty."""
 
     index: int
-    content_block: ShownBlock
+    content_block: OutputBlock
 
 
-class BlockPiece(Struct):
-    """More of a block: one of the fields after ``type``."""
+class ContentDelta(Struct):
+    """An addition to a block: the field that ``type`` names."""
 
     type: Literal["text_delta", "thinking_delta", "input_json_delta", "signature_delta"]
     text: str | UnsetType = UNSET
@@ -255,10 +255,10 @@ class BlockPiece(Struct):
 
 
 class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
-    """More of a block."""
+    """An addition to a block."""
 
     index: int
-    delta: BlockPiece
+    delta: ContentDelta
 
 
 class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
@@ -267,22 +267,22 @@ class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
     index: int
 
 
-class Ending(Struct):
-    """Why the answer ended."""
+class StopInfo(Struct):
+    """Why generation stopped."""
 
-    stop_reason: str | None
+    stop_reason: StopReason | None
     stop_sequence: str | None
 
 
 class MessageDelta(Struct, tag_field="type", tag="message_delta"):
-    """The end of the answer and what it took."""
+    """The stop reason and the final usage."""
 
-    delta: Ending
+    delta: StopInfo
     usage: MessagesUsage
 
 
 class MessageStop(Struct, tag_field="type", tag="message_stop"):
-    """Nothing follows."""
+    """The end of the stream."""
 
 
 class Ping(Struct, tag_field="type", tag="ping"):

@@ -8,83 +8,36 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from headrace.serving.http.protocol.fields import (
     INT32,
-    AllowedIds,
-    BadWords,
-    Choice,
-    Choices,
     Count,
     Deadline,
-    LogitBias,
-    MinP,
+    ModelName,
     NumTop,
-    Penalty,
+    OutputFields,
     Priority,
-    Repetition,
     RequestId,
     Salt,
-    Schema,
     Seed,
-    Source,
-    Stop,
-    StopIds,
-    Tag,
-    Temperature,
     TokenId,
-    TopK,
-    TopP,
+    Truncation,
 )
 from headrace.serving.http.protocol.openai import ChatMessage
 from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
 
 DEFAULT_MAX_NEW_TOKENS = 128
-PromptLen = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 
-class NativeDraw(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn."""
-
-    n: Choices | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: Repetition | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Seed | None = None
-    sampling_seed: Seed | None = None
-    logit_bias: LogitBias | None = None
-    bad_words: BadWords | None = None
-    allowed_token_ids: AllowedIds | None = None
-
-
-class NativeStructure(NativeDraw, kw_only=True, forbid_unknown_fields=True):
-    """What output must look like; one of them."""
-
-    json_schema: Schema | None = None
-    regex: Source | None = None
-    ebnf: Source | None = None
-    choice: Choice | None = None
-    structural_tag: Tag | None = None
-
-
-class NativeSampling(NativeStructure, kw_only=True, forbid_unknown_fields=True):
+class NativeSampling(OutputFields, kw_only=True, forbid_unknown_fields=True):
     """``sampling_params``. ``seed`` and ``sampling_seed`` are the same, as are ``no_stop_trim`` and
     ``include_stop_str_in_output``."""
 
     max_new_tokens: Count | None = None
     min_new_tokens: Count | None = None
-    stop: Stop | None = None
-    stop_token_ids: StopIds | None = None
-    ignore_eos: bool | None = None
+    sampling_seed: Seed | None = None
     no_stop_trim: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
 
 
 class NativeHandling(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a request is treated. ``deadline_s``: seconds from arrival after which it fails with 504."""
+    """Scheduling of a request. ``deadline_s``: seconds from arrival after which it fails with 504."""
 
     priority: Priority | None = None
     deadline_s: Deadline | None = None
@@ -95,8 +48,8 @@ class NativeHandling(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
-    """One prompt or a batch, as ``text`` or ``input_ids``. ``sampling_params`` and ``rid`` may be one for all, or a
-    list with one for each prompt. ``logprob_start_len`` -1 gives logprobs of the output only."""
+    """One prompt or a batch, as ``text`` or ``input_ids``. ``sampling_params`` and ``rid`` may be single values or
+    lists with one entry per prompt. ``logprob_start_len`` -1 returns logprobs of the output only."""
 
     text: str | Annotated[list[str], Meta(min_length=1)] | None = None
     input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
@@ -104,7 +57,7 @@ class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
     rid: RequestId | list[RequestId] | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
-    logprob_start_len: PromptLen | None = None
+    logprob_start_len: Truncation | None = None
     top_logprobs_num: NumTop | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
@@ -123,7 +76,7 @@ LogprobTriple = tuple[float | None, int, str | None]
 
 
 class MetaInfo(Struct):
-    """Facts of one output. ``finish_reason`` is null while it still grows; ``e2e_latency`` is in seconds."""
+    """Metadata of one output. ``finish_reason`` is null until it has ended; ``e2e_latency`` is in seconds."""
 
     id: str
     finish_reason: FinishReason | None
@@ -139,7 +92,7 @@ class MetaInfo(Struct):
 
 
 class Generated(Struct):
-    """One output; when streamed, all of it so far. ``index`` tells streams of a batch apart."""
+    """One output; when streamed, all of it so far. ``index`` is the output's position in a batch."""
 
     text: str
     output_ids: list[int]
@@ -147,18 +100,18 @@ class Generated(Struct):
     index: int | UnsetType = UNSET
 
 
-GivenIds = Annotated[
+TokenIdsJson = Annotated[
     Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}})
 ]
-WrittenIds = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})]
-WrittenTexts = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "string"}})]
-WrittenText = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
+IdsJson = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})]
+TextsJson = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "string"}})]
+TextJson = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text (``prompt`` or ``text``) or a conversation (``messages``, with its ``tools``) to turn into token ids."""
+    """Text (``prompt`` or ``text``) or a conversation (``messages`` and ``tools``) to tokenize."""
 
-    model: Annotated[str, Meta(max_length=512)] | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     text: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)] | None = None
@@ -171,31 +124,31 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tokenized(Struct):
-    """The ids and how many; ``token_strs`` when asked for. Lists are JSON already."""
+    """Token ids, their count, and ``token_strs`` if requested. The lists are encoded JSON."""
 
     count: int
     max_model_len: int
-    tokens: WrittenIds
-    token_strs: WrittenTexts | UnsetType = UNSET
+    tokens: IdsJson
+    token_strs: TextsJson | UnsetType = UNSET
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Token ids to turn into text. ``tokens`` is JSON still, to be read in pieces."""
+    """Token ids to decode. ``tokens`` stays JSON here: it is decoded in pieces."""
 
-    tokens: GivenIds
-    model: Annotated[str, Meta(max_length=512)] | None = None
+    tokens: TokenIdsJson
+    model: ModelName | None = None
     skip_special_tokens: bool | None = None
 
 
 class Detokenized(Struct):
-    """The text, under vLLM's name (``prompt``) and SGLang's (``text``); JSON already."""
+    """The text, under vLLM's name (``prompt``) and SGLang's (``text``), as encoded JSON."""
 
-    prompt: WrittenText
-    text: WrittenText
+    prompt: TextJson
+    text: TextJson
 
 
 class TokenizerInfo(Struct):
-    """What a client needs to tokenize by this server alone: evaluation harnesses ask for it."""
+    """Facts for clients that tokenize through this server, such as evaluation harnesses."""
 
     vocab_size: int
     model_max_length: int

@@ -28,7 +28,7 @@ Format = Literal["json", ""] | dict[str, Any]
 
 
 class OllamaFunction(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call's function; ``index`` is taken and not needed."""
+    """A call's function; ``index`` is ignored."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     arguments: dict[str, Any]
@@ -36,7 +36,7 @@ class OllamaFunction(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaCall(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call of an earlier assistant message."""
+    """A call in an earlier assistant message."""
 
     function: OllamaFunction
     id: CallId | None = None
@@ -44,7 +44,7 @@ class OllamaCall(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaMessage(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn; ``tool_name`` and ``tool_call_id`` say whose result it is."""
+    """One message; ``tool_name`` and ``tool_call_id`` name the call of a result."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -55,8 +55,8 @@ class OllamaMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     tool_call_id: CallId | None = None
 
 
-class PlaceFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How Ollama would place a model: taken without effect, it is placed when the server starts."""
+class PlacementOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Model placement: accepted without effect, it is decided when the server starts."""
 
     num_keep: int | None = None
     num_batch: int | None = None
@@ -69,8 +69,8 @@ class PlaceFields(Struct, kw_only=True, forbid_unknown_fields=True):
     low_vram: bool | None = None
 
 
-class OllamaOptions(PlaceFields, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn. ``num_predict`` of 0 or less is no limit; ``num_ctx`` must fit the server's context."""
+class OllamaOptions(PlacementOptions, kw_only=True, forbid_unknown_fields=True):
+    """Sampling. ``num_predict`` of 0 or less means no limit; ``num_ctx`` must fit the server's context."""
 
     num_predict: Annotated[int, Meta(ge=-2, le=INT32)] | None = None
     num_ctx: Annotated[int, Meta(ge=1, le=INT32)] | None = None
@@ -86,8 +86,8 @@ class OllamaOptions(PlaceFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both ways to ask have. ``stream`` is true unless said otherwise; ``keep_alive`` changes nothing, the model
-    stays."""
+    """Fields of ``/api/chat`` and ``/api/generate``. ``stream`` defaults to true; ``keep_alive`` has no effect, the
+    model stays loaded."""
 
     model: ModelName
     stream: bool | None = None
@@ -100,21 +100,21 @@ class OllamaRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to answer; without messages it only asks whether the model is there."""
+    """A conversation; without messages, a check that the model is loaded."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=65536)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
-    """A question to answer by the chat template; an empty one only asks whether the model is there."""
+    """A prompt for the chat template; an empty one checks that the model is loaded."""
 
     prompt: str | None = None
     system: str | None = None
 
 
 class OllamaEmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Texts to embed. ``truncate`` is true unless said otherwise: the end of texts that are too long is cut off."""
+    """Texts to embed. ``truncate`` defaults to true: texts that are too long are cut at the end."""
 
     model: ModelName
     input: str | Annotated[list[str], Meta(min_length=1)]
@@ -124,8 +124,8 @@ class OllamaEmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     keep_alive: str | float | None = None
 
 
-class OllamaOldEmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One text to embed, as older clients ask."""
+class OllamaLegacyEmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One text to embed (older clients)."""
 
     model: ModelName
     prompt: str
@@ -134,7 +134,7 @@ class OllamaOldEmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaEmbeddings(Struct):
-    """A vector for each text, at unit length, and what it took: nanoseconds and tokens."""
+    """One vector per text, at unit length; durations in nanoseconds."""
 
     model: str
     embeddings: list[list[float]]
@@ -150,14 +150,14 @@ class OllamaEmbedding(Struct):
 
 
 class OllamaShowRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which model to describe, by either name of the field."""
+    """The model to describe, under either field name."""
 
     model: ModelName | None = None
     name: ModelName | None = None
     verbose: bool | None = None
 
 
-class AskedFunction(Struct):
+class OllamaResponseFunction(Struct):
     """A function to call."""
 
     index: int
@@ -165,24 +165,25 @@ class AskedFunction(Struct):
     arguments: JsonObject
 
 
-class AskedCall(Struct):
-    """A call of the answer, always whole."""
+class OllamaResponseCall(Struct):
+    """A complete call in the response."""
 
     id: str
-    function: AskedFunction
+    function: OllamaResponseFunction
 
 
-class OllamaAnswerMessage(Struct):
-    """News of the answer, or all of it."""
+class OllamaResponseMessage(Struct):
+    """New parts of the message, or all of it."""
 
     content: str = ""
     role: Literal["assistant"] = "assistant"
     thinking: str | UnsetType = UNSET
-    tool_calls: list[AskedCall] | UnsetType = UNSET
+    tool_calls: list[OllamaResponseCall] | UnsetType = UNSET
 
 
-class OllamaAnswer(Struct, kw_only=True):
-    """A line of the answer. The last is ``done``, says why it ended, and counts tokens and nanoseconds."""
+class OllamaResponse(Struct, kw_only=True):
+    """A line of the response. The last is ``done`` and has the stop reason, token counts and durations in
+    nanoseconds."""
 
     model: str
     created_at: str
@@ -197,21 +198,21 @@ class OllamaAnswer(Struct, kw_only=True):
     eval_duration: int | UnsetType = UNSET
 
 
-class OllamaChatAnswer(OllamaAnswer, kw_only=True):
-    """Of ``/api/chat``."""
+class OllamaChatResponse(OllamaResponse, kw_only=True):
+    """A line of ``/api/chat``."""
 
-    message: OllamaAnswerMessage
+    message: OllamaResponseMessage
 
 
-class OllamaGenerateAnswer(OllamaAnswer, kw_only=True):
-    """Of ``/api/generate``."""
+class OllamaGenerateResponse(OllamaResponse, kw_only=True):
+    """A line of ``/api/generate``."""
 
     response: str
     thinking: str | UnsetType = UNSET
 
 
 class OllamaDetails(Struct):
-    """Facts of a model in Ollama's words."""
+    """Facts of a model."""
 
     family: str
     families: list[str]
@@ -222,7 +223,7 @@ class OllamaDetails(Struct):
 
 
 class OllamaCard(Struct):
-    """A model in the list; the digest is made from its name."""
+    """A model in the list; the digest is a hash of its name."""
 
     name: str
     model: str
@@ -239,7 +240,7 @@ class OllamaList(Struct):
 
 
 class OllamaRunning(Struct):
-    """A model in memory: bytes of all it takes, and of those on a GPU."""
+    """A loaded model: total bytes, and bytes on a GPU."""
 
     name: str
     model: str
@@ -252,13 +253,13 @@ class OllamaRunning(Struct):
 
 
 class OllamaRunningList(Struct):
-    """The models in memory."""
+    """The loaded models."""
 
     models: list[OllamaRunning]
 
 
 class OllamaModel(Struct):
-    """A model described."""
+    """Details of a model."""
 
     details: OllamaDetails
     model_info: dict[str, Any]

@@ -6,18 +6,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import Choices, Count, NumTop, StopFields, TokenId
-from headrace.serving.http.protocol.tools import MAX_CALLS, AnsweredCall, CallId, CallPiece, CallRecord, ToolFields
+from headrace.serving.http.protocol.fields import Choices, Count, NumTop, OpenAIFields, TokenId
+from headrace.serving.http.protocol.tools import MAX_CALLS, CallDelta, CallId, CallRecord, ResponseCall, ToolFields
 
 
 class PromptTokensDetails(Struct):
-    """How many prompt tokens came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
 
     cached_tokens: int = 0
 
 
 class Usage(Struct):
-    """Token counts of a request, its ``n`` choices and prompts added up; every prompt counts once."""
+    """Token counts of a request, summed over its choices and prompts; every prompt counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -26,7 +26,7 @@ class Usage(Struct):
 
     @classmethod
     def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        """The record from its three counts."""
+        """Usage from the three counts."""
         details = PromptTokensDetails(cached_tokens)
         return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
@@ -44,7 +44,7 @@ PromptLogprobsJson = dict[str, PromptLogprob]
 
 
 class ModelCard(Struct):
-    """A served model. ``task``: it generates text, makes embeddings, or tells classes apart."""
+    """A served model and its ``task``."""
 
     id: str
     created: int
@@ -63,28 +63,27 @@ class ModelList(Struct):
 
 
 class TextPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A piece of a message's content; only text is served so far. ``cache_control`` is taken and not needed: every
-    prompt's beginning is cached."""
+    """A text part of a message. ``cache_control`` is accepted without effect: every prefix is cached."""
 
     text: str
     cache_control: dict[str, Any] | None = None
 
 
 class RefusalPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
-    """A model's refusal, as other servers send it; here it is text."""
+    """A refusal that another server returned; treated as text."""
 
     refusal: str
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """The refusal."""
         return self.refusal
 
 
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn. ``reasoning`` is another name of ``reasoning_content``. The fields after ``tool_call_id`` may only be
-    null or empty: clients send back the assistant messages they got. With them come what libraries note about an answer
-    and what other services sign of its reasoning (``provider_specific_fields`` and on), which no template shows."""
+    """One message. ``reasoning`` is another name of ``reasoning_content``. Clients send back the assistant messages
+    they received: ``refusal`` to ``function_call`` must be null or empty, the fields from ``provider_specific_fields``
+    on are accepted without effect."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | RefusalPart] | None = None
@@ -103,9 +102,8 @@ class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to continue. ``max_completion_tokens`` and ``max_tokens`` are the same limit; without one, output
-    may fill the context. The last message is continued, not answered, with ``continue_final_message``. There is one
-    ``verbosity``."""
+    """A conversation. ``max_completion_tokens`` and ``max_tokens`` are the same limit; the default is the rest of the
+    context. ``continue_final_message`` continues the last message instead of starting a new one."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
     max_completion_tokens: Count | None = None
@@ -119,7 +117,7 @@ class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class TopLogprob(Struct):
-    """A token that could have stood here. ``bytes`` are its exact bytes; ``token`` may show replacement characters."""
+    """A candidate token. ``bytes`` are exact; ``token`` may hold replacement characters."""
 
     token: str
     logprob: float
@@ -127,7 +125,7 @@ class TopLogprob(Struct):
 
 
 class ContentLogprob(Struct):
-    """The token that was drawn, and the most likely ones."""
+    """The sampled token and the most likely ones."""
 
     token: str
     logprob: float
@@ -136,25 +134,25 @@ class ContentLogprob(Struct):
 
 
 class ChatLogprobs(Struct):
-    """One entry for every output token."""
+    """One entry per output token."""
 
     content: list[ContentLogprob]
     refusal: None = None
 
 
 class AssistantMessage(Struct):
-    """The answer: its text (null beside calls when there is none), its reasoning under both names, its calls."""
+    """The message: text (null if there are only calls), reasoning under both names, calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+    tool_calls: list[ResponseCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
-    """One of the ``n`` answers. ``stop_reason`` is the stop string or stop id that matched, if any."""
+    """One of the ``n`` choices. ``stop_reason`` is the stop string or token id that matched."""
 
     index: int
     message: AssistantMessage
@@ -165,7 +163,7 @@ class ChatChoice(Struct):
 
 
 class ChatCompletion(Struct):
-    """The whole answer."""
+    """The whole response."""
 
     id: str
     created: int
@@ -178,22 +176,22 @@ class ChatCompletion(Struct):
 
 
 class ChatDelta(Struct):
-    """News of a message."""
+    """New parts of a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[CallPiece] | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
     @property
     def is_content_alone(self) -> bool:
-        """Whether there is text of the answer and nothing else."""
+        """Whether the delta holds content and nothing else."""
         return bool(self.content) and self.role is UNSET and self.reasoning is UNSET and self.tool_calls is UNSET
 
 
 class ChatChunkChoice(Struct):
-    """News of one choice."""
+    """New parts of one choice."""
 
     index: int
     delta: ChatDelta
@@ -204,7 +202,7 @@ class ChatChunkChoice(Struct):
 
 
 class ChatChunk(Struct):
-    """One server-sent event of a streamed answer."""
+    """One server-sent event of a stream."""
 
     id: str
     created: int
@@ -220,10 +218,9 @@ PromptItem = str | TokenId | list[TokenId]
 Prompt = str | Annotated[list[PromptItem], Meta(min_length=1)]
 
 
-class CompletionRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
-    """Text or token ids to continue; ``prompt`` is a string, token ids, or a list of either. ``echo`` puts the prompt
-    before the output; with ``max_tokens`` 0 nothing comes after it. ``best_of`` must equal ``n``; ``suffix`` must be
-    empty."""
+class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
+    """``prompt`` is a string, token ids, or a list of either. ``echo`` puts the prompt before the output; with
+    ``max_tokens`` 0 nothing follows it. ``best_of`` must equal ``n``; ``suffix`` must be empty."""
 
     prompt: Prompt
     echo: bool | None = None
@@ -233,7 +230,7 @@ class CompletionRequest(StopFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionLogprobs(Struct):
-    """Parallel lists, one entry a token; ``text_offset`` counts characters from the start of the choice's text."""
+    """Parallel lists, one entry per token; ``text_offset`` counts characters from the start of the choice's text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -242,7 +239,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One answer, or with streaming its news. Choice ``i * n + j`` is the j-th of prompt i."""
+    """One choice, or a streamed piece of it. Choice ``i * n + j`` is the j-th of prompt i."""
 
     index: int
     text: str
@@ -255,7 +252,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct):
-    """The whole answer, or one server-sent event of a streamed one."""
+    """The whole response, or one server-sent event of a stream."""
 
     id: str
     created: int

@@ -6,18 +6,17 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import Positive, Priority, RequestId, Salt, TokenId, Truncation
+from headrace.serving.http.protocol.fields import ModelName, Positive, Priority, RequestId, Salt, TokenId, Truncation
 
 MAX_LABELS = 128
-ModelName = Annotated[str, Meta(max_length=512)]
 Texts = Annotated[list[str], Meta(min_length=1)]
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
 Input = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
-class ReadFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all of these routes take. ``truncate_prompt_tokens``: the end of longer texts is cut off, -1 at what the
-    model takes; left out, they are refused. ``user`` changes nothing."""
+class PoolingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of all pooling routes. ``truncate_prompt_tokens``: longer texts are cut at the end, -1: at the model's
+    limit; without it they are refused. ``user`` has no effect."""
 
     model: ModelName | None = None
     user: str | None = None
@@ -28,8 +27,8 @@ class ReadFields(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Salt | None = None
 
 
-class EmbeddingRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
-    """Texts or token ids, one or many. ``dimensions`` keeps the first numbers of each embedding, at unit length."""
+class EmbeddingRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """Texts or token ids, one or many. ``dimensions`` keeps the first values of each embedding, at unit length."""
 
     input: Input
     dimensions: Positive | None = None
@@ -37,34 +36,34 @@ class EmbeddingRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
 
 
-class ReadUsage(Struct):
-    """Tokens read."""
+class PoolingUsage(Struct):
+    """Prompt tokens."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Embedding(Struct):
-    """One embedding: numbers, or base64 of little-endian float32."""
+    """One embedding: floats, or base64 of little-endian float32."""
 
     index: int
     embedding: list[float] | str
     object: Literal["embedding"] = "embedding"
 
 
-class EmbeddingAnswer(Struct):
-    """All embeddings in the order of the input."""
+class EmbeddingResponse(Struct):
+    """Embeddings in input order."""
 
     id: str
     created: int
     model: str
     data: list[Embedding]
-    usage: ReadUsage
+    usage: PoolingUsage
     object: Literal["list"] = "list"
 
 
-class ClassifyRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
-    """Texts or token ids. ``use_activation`` false gives the raw logits (``activation`` is its older name)."""
+class ClassifyRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """Texts or token ids. ``use_activation`` false returns raw logits (``activation`` is its older name)."""
 
     input: Input
     use_activation: bool | None = None
@@ -73,7 +72,7 @@ class ClassifyRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class Classification(Struct):
-    """The likeliest class of a text, and the probabilities (or raw logits) of all."""
+    """The most likely class, and the probabilities (or raw logits) of all classes."""
 
     index: int
     label: str
@@ -81,21 +80,21 @@ class Classification(Struct):
     num_classes: int
 
 
-class ClassifyAnswer(Struct):
-    """All classifications in the order of the input."""
+class ClassifyResponse(Struct):
+    """Classifications in input order."""
 
     id: str
     created: int
     model: str
     data: list[Classification]
-    usage: ReadUsage
+    usage: PoolingUsage
     object: Literal["list"] = "list"
 
 
-class ScoreRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
-    """Pairs: ``text_1`` with each of ``text_2`` (also ``queries`` and ``documents``), or one with one where both are
-    lists of a length. ``query``, ``items`` and ``label_token_ids`` ask a model that generates for the probabilities of
-    these tokens after query and item (``item_first``: item and query); ``apply_softmax``: among themselves."""
+class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """Pairs: one ``text_1`` with every ``text_2`` (also ``queries`` and ``documents``), or lists of equal length
+    pairwise. SGLang's form, for models that generate: probabilities of ``label_token_ids`` after ``query`` and each of
+    ``items`` (``item_first``: item, then query); ``apply_softmax`` normalises over the labels."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -110,20 +109,20 @@ class ScoreRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class Score(Struct):
-    """How well the texts of a pair go together."""
+    """The score of one pair."""
 
     index: int
     score: float
     object: Literal["score"] = "score"
 
 
-class ScoreAnswer(Struct):
-    """One score for each pair in ``data``; or, in ``scores``, the probabilities of the label tokens for each item."""
+class ScoreResponse(Struct):
+    """``data``: one score per pair; or ``scores``: probabilities of the label tokens per item."""
 
     id: str
     created: int
     model: str
-    usage: ReadUsage
+    usage: PoolingUsage
     data: list[Score] | UnsetType = UNSET
     scores: list[list[float]] | UnsetType = UNSET
     object: Literal["list", "scoring"] = "list"
@@ -135,9 +134,9 @@ class Document(Struct, kw_only=True, forbid_unknown_fields=True):
     text: str
 
 
-class RerankRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
-    """Documents to be ordered by how well they answer the query; the ``top_n`` best are told. ``instruct`` tells a
-    model that is asked in words what to look for."""
+class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """Documents to order by relevance; the ``top_n`` best are returned. ``instruct`` is the instruction for models that
+    score by a prompt."""
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1)]
@@ -147,20 +146,20 @@ class RerankRequest(ReadFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class Ranked(Struct):
-    """A document's place in the request, its score, and itself if wanted."""
+    """A document's index in the request, its score, and the document if requested."""
 
     index: int
     relevance_score: float
     document: Document | UnsetType = UNSET
 
 
-class RerankAnswer(Struct):
-    """Best first."""
+class RerankResponse(Struct):
+    """Documents, best first."""
 
     id: str
     model: str
     results: list[Ranked]
-    usage: ReadUsage
+    usage: PoolingUsage
 
 
 class EncodeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -176,7 +175,7 @@ class EncodeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class EncodeInfo(Struct):
-    """Facts of one text; ``e2e_latency`` is in seconds."""
+    """Metadata of one text; ``e2e_latency`` is in seconds."""
 
     id: str
     prompt_tokens: int

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import NumTop, Positive, Schema, TopP
+from headrace.serving.http.protocol.fields import ModelName, NumTop, Positive, Schema, TopP
 from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, CallId, ToolChoice, ToolName
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -14,7 +14,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputPart(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A piece of text. ``annotations`` and ``logprobs`` come back from answers and are not looked at."""
+    """A text part. ``annotations`` and ``logprobs`` are copied by clients from responses and ignored."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
     text: str | None = None
@@ -25,8 +25,8 @@ class InputPart(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=
 
 class InputItem(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A message (``role``, ``content``), a call (``call_id``, ``name``, ``arguments``), its result (``call_id``,
-    ``output``), or reasoning (``content``, else ``summary``). The fields after ``summary`` come back from answers and
-    change nothing."""
+    ``output``), or reasoning (``content``, else ``summary``). The fields after ``summary`` are copied by clients from
+    responses and ignored."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -43,7 +43,7 @@ class InputItem(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=
 
 
 class ResponseTool(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function the model may call; OpenAI's own tools are not served."""
+    """A function the model may call; OpenAI's hosted tools are not supported."""
 
     type: Literal["function"]
     name: ToolName
@@ -59,14 +59,14 @@ class NamedFunction(Struct, tag_field="type", tag="function", kw_only=True, forb
 
 
 class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", kw_only=True, forbid_unknown_fields=True):
-    """The functions that may be called, and whether one of them must."""
+    """The functions that may be called; with ``required`` one of them must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the text must look like; ``json_schema`` needs ``schema``."""
+    """The output format; ``json_schema`` needs ``schema``."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema: Schema | None = None
@@ -76,28 +76,27 @@ class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Options of the text; there is one verbosity."""
+    """Options of the output text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How hard to think. Reasoning is told in full, ``summary`` adds nothing."""
+    """Reasoning effort. Reasoning is returned in full; ``summary`` has no effect."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Nothing is padded."""
+    """Accepted without effect: streams are not padded."""
 
     include_obfuscation: bool | None = None
 
 
-class TakenFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Accepted without effect, but for the logprobs that ``include`` may ask for. It may ask for encrypted reasoning,
-    too: none is encrypted here."""
+class IgnoredFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Accepted without effect, except that ``include`` may request logprobs."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -111,11 +110,11 @@ class TakenFields(Struct, kw_only=True, forbid_unknown_fields=True):
     truncation: Literal["disabled"] | None = None
 
 
-class ResponsesRequest(TakenFields, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to answer."""
+class ResponsesRequest(IgnoredFields, kw_only=True, forbid_unknown_fields=True):
+    """A conversation."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=65536)]
-    model: Annotated[str, Meta(max_length=512)] | None = None
+    model: ModelName | None = None
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Positive | None = None
@@ -131,14 +130,14 @@ class ResponsesRequest(TakenFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class InputCount(Struct):
-    """How long the prompt is."""
+    """The prompt's length."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
-    """Text of an answer."""
+    """Output text."""
 
     text: str
     annotations: list[Any] = []
@@ -152,7 +151,7 @@ class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
 
 
 class OutputMessage(Struct, tag_field="type", tag="message"):
-    """The text of the answer."""
+    """An output message."""
 
     id: str
     status: Status
@@ -161,7 +160,7 @@ class OutputMessage(Struct, tag_field="type", tag="message"):
 
 
 class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
-    """The reasoning before it."""
+    """Output reasoning."""
 
     id: str
     status: Status
@@ -171,7 +170,7 @@ class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
 
 
 class OutputCall(Struct, tag_field="type", tag="function_call"):
-    """A call to make when it is ``completed``; else its arguments are the beginning of JSON."""
+    """A call. Its arguments are complete JSON when ``status`` is ``completed``."""
 
     id: str
     status: Status
@@ -184,14 +183,14 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class CachedDetails(Struct):
-    """How many came from the prefix cache."""
+    """Tokens from the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(Struct):
-    """Reasoning is not counted apart."""
+    """Reasoning is not counted separately."""
 
     reasoning_tokens: int = 0
 
@@ -207,20 +206,20 @@ class ResponseUsage(Struct):
 
 
 class IncompleteDetails(Struct):
-    """Why the answer is not complete."""
+    """Why the response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseError(Struct):
-    """What went wrong half-way."""
+    """Why the response failed."""
 
     code: str
     message: str
 
 
-class AskedFields(Struct, kw_only=True):
-    """What was asked, repeated."""
+class EchoedFields(Struct, kw_only=True):
+    """Request fields that the response repeats."""
 
     model: str
     instructions: str | None = None
@@ -239,8 +238,8 @@ class AskedFields(Struct, kw_only=True):
     background: bool = False
 
 
-class Response(AskedFields, kw_only=True):
-    """The answer."""
+class Response(EchoedFields, kw_only=True):
+    """The response."""
 
     id: str
     created_at: int
@@ -254,7 +253,7 @@ class Response(AskedFields, kw_only=True):
 
 
 class DeletedResponse(Struct):
-    """An answer that was forgotten."""
+    """A deleted response."""
 
     id: str
     object: Literal["response"] = "response"
@@ -262,7 +261,7 @@ class DeletedResponse(Struct):
 
 
 class ItemList(Struct):
-    """A page of the items that an answer was made of."""
+    """A page of a response's input items."""
 
     data: list[dict[str, Any]]
     first_id: str | None
@@ -272,7 +271,7 @@ class ItemList(Struct):
 
 
 class ResponseEvent(Struct, kw_only=True):
-    """One event of a stream; ``type`` tells which fields it has."""
+    """One event of a stream; ``type`` decides which fields are set."""
 
     type: str
     sequence_number: int = 0

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import INT32, StopFields
+from headrace.serving.http.protocol.fields import INT32, OpenAIFields
 
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
@@ -18,8 +18,7 @@ Budget = Annotated[int, Meta(ge=0, le=INT32)]
 
 
 class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function the model may call. ``parameters`` is the JSON schema of an object; with ``strict`` arguments always
-    keep to it."""
+    """A function the model may call. ``parameters`` is the JSON schema of an object; with ``strict`` it is enforced."""
 
     name: ToolName
     description: Annotated[str, Meta(max_length=MAX_DESCRIPTION)] | None = None
@@ -35,26 +34,27 @@ class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionName(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which function."""
+    """A function by name."""
 
     name: ToolName
 
 
 class NamedTool(Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
-    """The one tool that must be called."""
+    """The tool that must be called."""
 
     function: FunctionName
 
 
 class AllowedSet(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The tools that may be called, and whether one of them must."""
+    """The tools that may be called; with ``required`` one of them must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Struct, tag_field="type", tag="allowed_tools", kw_only=True, forbid_unknown_fields=True):
-    """Some of the tools. The prompt shows all of them, so that requests with other sets share its beginning."""
+    """A subset of the tools. The prompt still shows all of them, so that requests with other subsets share its
+    prefix."""
 
     allowed_tools: AllowedSet
 
@@ -67,8 +67,8 @@ class FunctionCall(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CallRecord(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call of an earlier assistant message. ``index`` and ``provider_specific_fields`` are taken and not needed:
-    clients copy them from answers."""
+    """A call in an earlier assistant message. ``index`` and ``provider_specific_fields`` are accepted without effect:
+    clients copy them from responses."""
 
     function: FunctionCall
     id: CallId | None = None
@@ -78,17 +78,17 @@ class CallRecord(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ThinkingSwitch(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Reasoning on or off, and how much of it at most, in tokens."""
+    """Switches reasoning on or off and limits it to ``budget_tokens``."""
 
     type: Literal["enabled", "disabled"]
     budget_tokens: Budget | None = None
 
 
-class ReasoningFields(StopFields, kw_only=True, forbid_unknown_fields=True):
-    """How a reasoning model thinks, and how that is told. ``reasoning_effort``, ``thinking`` and ``enable_thinking``
-    set the switches of the chat template. ``separate_reasoning`` false leaves reasoning in the content,
-    ``stream_reasoning`` false sends it in one piece, ``include_reasoning`` false leaves it out. ``thinking_budget``, by
-    any of its names, is the number of tokens after which reasoning is ended."""
+class ReasoningFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
+    """Reasoning and how it is returned. ``reasoning_effort``, ``thinking`` and ``enable_thinking`` set switches of the
+    chat template. ``separate_reasoning`` false leaves reasoning in the content, ``stream_reasoning`` false sends it in
+    one piece, ``include_reasoning`` false drops it. ``thinking_budget``, under any of its names, is the number of
+    tokens after which reasoning is ended."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
@@ -102,32 +102,32 @@ class ReasoningFields(StopFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class ToolFields(ReasoningFields, kw_only=True, forbid_unknown_fields=True):
-    """What the model may call, and whether it must."""
+    """The tools and whether one must be called."""
 
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
 
 
-class AnsweredFunction(Struct):
-    """A function's name, once, and its arguments: JSON text, in pieces when streamed."""
+class ResponseFunction(Struct):
+    """A call's name and its arguments: JSON text, in pieces when streamed."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
-class AnsweredCall(Struct):
-    """A call of the answer."""
+class ResponseCall(Struct):
+    """A call in the response."""
 
     id: str
-    function: AnsweredFunction
+    function: ResponseFunction
     type: Literal["function"] = "function"
 
 
-class CallPiece(Struct):
-    """News of a call in a stream: ``id``, ``type`` and the name come with its first piece."""
+class CallDelta(Struct):
+    """A piece of a streamed call: ``id``, ``type`` and the name come with the first one."""
 
     index: int
-    function: AnsweredFunction
+    function: ResponseFunction
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET

@@ -1,1 +1,1 @@
-"""The routes, one module a topic. Each exports its ``ENDPOINTS``; handlers translate and do nothing else."""
+"""One module per API: request conversion, response writers, handlers, and their ``ENDPOINTS``."""

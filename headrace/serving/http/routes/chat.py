@@ -1,6 +1,4 @@
-"""Chat answers worded: `whole_choice` for one answer at once, `ChatEvents` for a stream.
-
-``/v1/chat/completions``."""
+"""``/v1/chat/completions``: responses whole (`whole_choice`) and streamed (`ChatEvents`)."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallStart, Event, TextDelta
 from headrace.service.parsing.message import MessageBuilder, ParsedMessage
 from headrace.service.parsing.parser import OutputParser
-from headrace.serving.http.generation.chat import AnswerPlan, prepare_chat
-from headrace.serving.http.generation.context import context_of
+from headrace.serving.http.generation.chat import OutputPlan, prepare_chat
+from headrace.serving.http.generation.context import read_request
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.sampling import check_stream_options
@@ -29,18 +27,20 @@ from headrace.serving.http.protocol.openai import (
     ChatRequest,
     Usage,
 )
-from headrace.serving.http.protocol.tools import AnsweredCall, AnsweredFunction, CallPiece
-from headrace.serving.http.transport.endpoint import Endpoint, JsonBody
+from headrace.serving.http.protocol.tools import CallDelta, ResponseCall, ResponseFunction
+from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
+BODY = JsonBody(ChatRequest)
 
-def finish_reason(reason: str | None, parser: OutputParser | None) -> str | None:
-    """``tool_calls`` instead of ``stop`` when there is a complete call to make."""
+
+def _finish_reason(reason: str | None, parser: OutputParser | None) -> str | None:
+    """``tool_calls`` instead of ``stop`` when there is a complete call."""
     return "tool_calls" if reason == "stop" and parser is not None and parser.num_calls else reason
 
 
-def whole_choice(choice: CompletionOutput, plan: AnswerPlan, names: TokenNames, *, has_ids: bool) -> ChatChoice:
-    """One finished answer."""
+def whole_choice(choice: CompletionOutput, plan: OutputPlan, names: TokenNames, *, has_ids: bool) -> ChatChoice:
+    """One finished choice."""
     parser, message = None, AssistantMessage(choice.text)
     if plan.parses:
         parser, builder = plan.parser(), MessageBuilder()
@@ -50,52 +50,53 @@ def whole_choice(choice: CompletionOutput, plan: AnswerPlan, names: TokenNames, 
     return ChatChoice(
         choice.index, message,
         logprobs=chat_logprobs(choice.logprobs, names) if choice.logprobs is not None else None,
-        finish_reason=finish_reason(choice.finish_reason, parser), stop_reason=choice.stop_reason,
+        finish_reason=_finish_reason(choice.finish_reason, parser), stop_reason=choice.stop_reason,
         token_ids=choice.token_ids if has_ids else UNSET,
     )
 
 
-def _message(parsed: ParsedMessage, plan: AnswerPlan) -> AssistantMessage:
+def _message(parsed: ParsedMessage, plan: OutputPlan) -> AssistantMessage:
     message = AssistantMessage(parsed.content if parsed.content or not parsed.tool_calls else None)
-    if parsed.reasoning and plan.tells_reasoning:
+    if parsed.reasoning and plan.includes_reasoning:
         message.reasoning_content = message.reasoning = parsed.reasoning
     if parsed.tool_calls:
-        message.tool_calls = [AnsweredCall(c.call_id, AnsweredFunction(c.arguments, c.name)) for c in parsed.tool_calls]
+        message.tool_calls = [ResponseCall(c.call_id, ResponseFunction(c.arguments, c.name)) for c in parsed.tool_calls]
     return message
 
 
-class _ChoiceEvents:
-    """Deltas of one choice as news of a message."""
+class _ChoiceReader:
+    """Turns the deltas of one choice into deltas of a message."""
 
-    def __init__(self, plan: AnswerPlan):
+    def __init__(self, plan: OutputPlan):
         self.parser = plan.parser() if plan.parses else None
         self._plan = plan
         self._held_reasoning: list[str] = []
         self.content_frames: TextFrames | None = None
 
     def read(self, delta: ChoiceDelta) -> ChatDelta:
-        """What the delta brings; empty when its text must wait."""
+        """The new parts; empty while the parser holds text back."""
         if self.parser is None:
             return ChatDelta(content=delta.text) if delta.text or not delta.finish_reason else ChatDelta()
         events = self.parser.push(delta.text)
         if delta.finish_reason is not None:
             events += self.parser.finish()
-        news, reasoning = ChatDelta(), []
+        added, reasoning = ChatDelta(), []
         for event in events:
             if isinstance(event, TextDelta) and event.is_reasoning:
                 reasoning.append(event.text)
             elif isinstance(event, TextDelta):
-                news.content = event.text if news.content is UNSET else news.content + event.text
+                added.content = event.text if added.content is UNSET else added.content + event.text
             else:
-                _add_call(news, event)
-        thought = self._tell(reasoning, is_over=not self.parser.is_reasoning or delta.finish_reason is not None)
-        if thought:
-            news.reasoning_content = news.reasoning = thought
-        return news
+                _add_call(added, event)
+        is_over = not self.parser.is_reasoning or delta.finish_reason is not None
+        text = self._take_reasoning(reasoning, is_over=is_over)
+        if text:
+            added.reasoning_content = added.reasoning = text
+        return added
 
-    def _tell(self, reasoning: list[str], *, is_over: bool) -> str:
-        """The reasoning to send now: all there is, or with ``stream_reasoning`` false all at its end."""
-        if not self._plan.tells_reasoning:
+    def _take_reasoning(self, reasoning: list[str], *, is_over: bool) -> str:
+        """The reasoning to send now: what is new, or with ``stream_reasoning`` false all of it when it is over."""
+        if not self._plan.includes_reasoning:
             return ""
         self._held_reasoning += reasoning
         if not (self._plan.streams_reasoning or is_over):
@@ -105,74 +106,78 @@ class _ChoiceEvents:
         return text
 
 
-def _add_call(news: ChatDelta, event: Event) -> None:
-    """Add an event of a call to what is told of its index in this chunk."""
-    pieces = news.tool_calls = news.tool_calls or []
+def _add_call(added: ChatDelta, event: Event) -> None:
+    """Add a call event to the delta of its call in this chunk."""
+    pieces = added.tool_calls or []
     if isinstance(event, CallStart):
-        pieces.append(CallPiece(event.index, AnsweredFunction("", event.name), event.call_id, "function"))
+        pieces.append(CallDelta(event.index, ResponseFunction("", event.name), event.call_id, "function"))
     elif isinstance(event, CallArguments):
         if not pieces or pieces[-1].index != event.index:
-            pieces.append(CallPiece(event.index, AnsweredFunction("")))
+            pieces.append(CallDelta(event.index, ResponseFunction("")))
         pieces[-1].function.arguments += event.text
-    if not pieces:
-        news.tool_calls = UNSET
+    if pieces:
+        added.tool_calls = pieces
 
 
 class ChatEvents(Events):
-    """The wording of a streamed chat answer: a role chunk for each choice, then its news, then usage when asked for."""
+    """Stream events: a role chunk per choice, then its deltas, then usage if requested."""
 
-    def __init__(self, body: ChatRequest, generation: Generation, plan: AnswerPlan, model: str, names: TokenNames):
+    def __init__(self, body: ChatRequest, generation: Generation, plan: OutputPlan, model: str, names: TokenNames):
         self._generation = generation
         self._plan = plan
         self._model = model
         self._names = names
         self._created = int(time.time())
-        self._choices: dict[int, _ChoiceEvents] = {}
+        self._choices: dict[int, _ChoiceReader] = {}
         self._has_usage, self._has_running_usage = check_stream_options(body)
         self._has_ids = bool(body.return_token_ids)
-        self._has_text_alone = not (self._has_running_usage or self._has_ids)
+        self._is_text_only = not (self._has_running_usage or self._has_ids)
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
-        """Chunks of one delta; nothing when its text is still being held."""
-        opening, choice_events = b"", self._choices.get(delta.index)
-        if choice_events is None:
-            chunk = self._chunk([ChatChunkChoice(delta.index, ChatDelta(role="assistant", content=""))])
-            if not self._choices and self._has_ids:
-                chunk.prompt_token_ids = self._generation.streams[0].prompt_token_ids
-            choice_events = self._choices[delta.index] = _ChoiceEvents(self._plan)
-            opening = frame(chunk)
-        news = choice_events.read(delta)
-        is_news = (
-            news.content or news.reasoning or news.tool_calls or delta.finish_reason or delta.logprobs
+        """Chunks of one delta; nothing while its text is held back."""
+        opening, reader = b"", self._choices.get(delta.index)
+        if reader is None:
+            opening = self._open_choice(delta.index)
+            reader = self._choices[delta.index] = _ChoiceReader(self._plan)
+        added = reader.read(delta)
+        has_content = (
+            added.content or added.reasoning or added.tool_calls or delta.finish_reason or delta.logprobs
             or (self._has_ids and delta.token_ids)
         )
-        if not is_news:
+        if not has_content:
             return opening
-        if self._has_text_alone and delta.finish_reason is None and delta.logprobs is None and news.is_content_alone:
-            return opening + self._frames_of(choice_events, delta.index).fill(news.content)
-        choice = ChatChunkChoice(delta.index, news)
+        # The common case, a token of plain text, fills a prepared frame instead of encoding a chunk.
+        if self._is_text_only and delta.finish_reason is None and delta.logprobs is None and added.is_content_alone:
+            return opening + self._frames_of(reader, delta.index).fill(added.content or "")
+        choice = ChatChunkChoice(delta.index, added)
         if delta.logprobs is not None:
             choice.logprobs = chat_logprobs(delta.logprobs, self._names)
         if delta.finish_reason is not None:
-            choice.finish_reason = finish_reason(delta.finish_reason, choice_events.parser)
+            choice.finish_reason = _finish_reason(delta.finish_reason, reader.parser)
             choice.stop_reason = UNSET if delta.stop_reason is None else delta.stop_reason
         if self._has_ids:
             choice.token_ids = delta.token_ids
         return opening + frame(self._chunk([choice]))
 
-    def _frames_of(self, choice_events: _ChoiceEvents, index: int) -> TextFrames:
-        if choice_events.content_frames is None:
-            choice_events.content_frames = TextFrames(
+    def _open_choice(self, index: int) -> bytes:
+        chunk = self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
+        if not self._choices and self._has_ids:
+            chunk.prompt_token_ids = self._generation.streams[0].prompt_token_ids
+        return frame(chunk)
+
+    def _frames_of(self, reader: _ChoiceReader, index: int) -> TextFrames:
+        if reader.content_frames is None:
+            reader.content_frames = TextFrames(
                 lambda text: self._chunk([ChatChunkChoice(index, ChatDelta(content=text))])
             )
-        return choice_events.content_frames
+        return reader.content_frames
 
     def end(self) -> bytes:
         """The usage chunk."""
         return frame(self._chunk([], usage=self._generation.usage())) if self._has_usage else b""
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        chunk = ChatChunk(self._generation.ask.request_id, self._created, self._model, choices)
+        chunk = ChatChunk(self._generation.request.request_id, self._created, self._model, choices)
         if self._has_running_usage:
             chunk.usage = self._generation.usage()
         elif self._has_usage:
@@ -180,22 +185,17 @@ class ChatEvents(Events):
         return chunk
 
 
-BODY = JsonBody(ChatRequest)
-
-
 async def create_chat_completion(request: Request) -> JsonResponse | EventStream:
     """Answer a conversation."""
-    context = context_of(request)
-    body = await BODY.read(request, context.server.max_body_bytes)
+    context, body = await read_request(request, BODY)
     check_stream_options(body)
     chat = await prepare_chat(request, context, body, id_prefix="chatcmpl-")
-    ask, plan = chat.ask, chat.plan
-    names = TokenNames(context.client.tokenizer)
+    plan, names = chat.plan, TokenNames(context.client.tokenizer)
     if body.stream:
-        return await start_stream(request, ask, lambda g: ChatEvents(body, g, plan, context.model_name, names))
-    generation, (output,) = await collect_generation(request, ask)
-    return await generation.answer(lambda: ChatCompletion(
-        id=ask.request_id, created=int(time.time()), model=context.model_name,
+        return await start_stream(request, chat.request, lambda g: ChatEvents(body, g, plan, context.model_name, names))
+    generation, (output,) = await collect_generation(request, chat.request)
+    return await generation.respond(lambda: ChatCompletion(
+        id=chat.request.request_id, created=int(time.time()), model=context.model_name,
         choices=[whole_choice(c, plan, names, has_ids=bool(body.return_token_ids)) for c in output.outputs],
         usage=generation.usage(),
         prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, names) if output.prompt_logprobs else UNSET,
@@ -204,9 +204,8 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
 
 
 ENDPOINTS = (
-    Endpoint(
-        path="/v1/chat/completions", methods=("POST",), handler=create_chat_completion, tag="openai",
-        doc="Answer a conversation.",
-        body=BODY, answer=ChatCompletion, event=ChatChunk, errors=(404, 429, 503, 504),
+    post(
+        "/v1/chat/completions", create_chat_completion, "openai", "Answer a conversation.", ChatCompletion, body=BODY,
+        event=ChatChunk, errors=GENERATION_ERRORS
     ),
 )

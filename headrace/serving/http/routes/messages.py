@@ -1,8 +1,5 @@
-"""Anthropic's requests as chat requests.
-
-Answers in Anthropic's words: `whole_message`, and `MessageEvents` for streams.
-
-``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's dialect."""
+"""``/v1/messages`` and ``/v1/messages/count_tokens``, Anthropic's API: requests converted to `ChatRequest`, responses
+whole (`whole_message`) and streamed (`MessageEvents`)."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from starlette.requests import Request
 from headrace.base.errors import HeadraceError, RequestError
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
-from headrace.serving.http.generation.chat import AnswerReader, Chat, prepare_chat
-from headrace.serving.http.generation.context import context_of
+from headrace.serving.http.generation.chat import Chat, OutputReader, prepare_chat
+from headrace.serving.http.generation.context import read_request
 from headrace.serving.http.generation.conversation import count_prompt
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, named_frame, start_stream
@@ -23,12 +20,11 @@ from headrace.serving.http.protocol.messages import (
     AnyChoice,
     Block,
     BlockDelta,
-    BlockPiece,
     BlockStart,
     BlockStop,
     ClientTool,
+    ContentDelta,
     CountRequest,
-    Ending,
     Message,
     MessageDelta,
     MessagesRequest,
@@ -37,19 +33,20 @@ from headrace.serving.http.protocol.messages import (
     MessagesUsage,
     NamedChoice,
     NoChoice,
+    OutputBlock,
     Ping,
-    PlainText,
-    ShownBlock,
-    ShownText,
-    ShownThinking,
-    ShownToolUse,
+    StopInfo,
     StreamEvent,
     TextBlock,
+    TextOnlyBlock,
+    TextOutput,
     Thinking,
     ThinkingBlock,
+    ThinkingOutput,
     TokenCount,
     ToolResultBlock,
     ToolUseBlock,
+    ToolUseOutput,
     Turn,
 )
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, TextPart, Usage
@@ -62,58 +59,54 @@ from headrace.serving.http.protocol.tools import (
     ThinkingSwitch,
     Tool,
 )
-from headrace.serving.http.transport.endpoint import Endpoint, JsonBody
+from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-OWNERS: dict[type, tuple[str, str]] = {
+BODY, COUNT_BODY = JsonBody(MessagesRequest), JsonBody(CountRequest)
+ROLES: dict[type, tuple[str, str]] = {
     ToolResultBlock: ("user", "tool_result"), ToolUseBlock: ("assistant", "tool_use"),
     ThinkingBlock: ("assistant", "thinking"),
 }
+"""The role that may send a block, and the block's type."""
 
 
-def _text(content: str | list[PlainText] | None) -> str:
+def _text(content: str | list[TextOnlyBlock] | None) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
-def _check_owners(turn: Turn, where: str) -> None:
+def _check_roles(turn: Turn, where: str) -> None:
     for index, block in enumerate(turn.content):
-        role, kind = OWNERS.get(type(block), (turn.role, ""))
+        role, kind = ROLES.get(type(block), (turn.role, ""))
         if role != turn.role:
             param = f"{where}.content[{index}]"
             raise RequestError(f"{param}: {kind} blocks belong to messages of the role {role!r}", param=param)
 
 
 def _assistant_message(blocks: list[Block]) -> ChatMessage:
-    texts = [b.text for b in blocks if isinstance(b, TextBlock)]
-    thoughts = [b.thinking for b in blocks if isinstance(b, ThinkingBlock)]
+    text = "".join(b.text for b in blocks if isinstance(b, TextBlock))
+    reasoning = "".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
     calls = [
         CallRecord(id=b.id, type="function", function=FunctionCall(name=b.name, arguments=b.input))
         for b in blocks if isinstance(b, ToolUseBlock)
     ]
     return ChatMessage(
-        role="assistant", content="".join(texts) or None, reasoning_content="".join(thoughts) or None,
-        tool_calls=calls or None,
-    )
-
-
-def _result_message(block: ToolResultBlock) -> ChatMessage:
-    text = _text(block.content)
-    return ChatMessage(
-        role="tool", tool_call_id=block.tool_use_id, content=f"Error: {text}" if block.is_error else text
+        role="assistant", content=text or None, reasoning_content=reasoning or None, tool_calls=calls or None
     )
 
 
 def _turn_messages(turn: Turn, where: str) -> list[ChatMessage]:
-    """The messages of one turn: every result is one of its own, texts beside each other stay together."""
+    """The messages of one turn: one per tool result, consecutive texts together."""
     if isinstance(turn.content, str):
         return [ChatMessage(role=turn.role, content=turn.content)]
-    _check_owners(turn, where)
+    _check_roles(turn, where)
     if turn.role == "assistant":
         return [_assistant_message(turn.content)]
     messages: list[ChatMessage] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
-            messages.append(_result_message(block))
+            text = _text(block.content)
+            text = f"Error: {text}" if block.is_error else text
+            messages.append(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=text))
         elif isinstance(block, TextBlock):
             if messages and isinstance(messages[-1].content, list):
                 messages[-1].content.append(TextPart(text=block.text))
@@ -155,8 +148,8 @@ def _set_thinking(chat: ChatRequest, thinking: Thinking) -> None:
     chat.include_reasoning = thinking.display != "omitted"
 
 
-def read_prompt(body: CountRequest) -> ChatRequest:
-    """The chat request of what becomes the prompt. Raises `RequestError` for blocks in the wrong place."""
+def convert_prompt(body: CountRequest) -> ChatRequest:
+    """The chat request for the fields that make the prompt. Raises `RequestError` for misplaced blocks."""
     messages = [m for i, turn in enumerate(body.messages) for m in _turn_messages(turn, f"messages[{i}]")]
     if not messages:
         raise RequestError("messages must have content", param="messages")
@@ -181,13 +174,13 @@ def read_prompt(body: CountRequest) -> ChatRequest:
     return chat
 
 
-def read_messages(body: MessagesRequest) -> ChatRequest:
+def convert_request(body: MessagesRequest) -> ChatRequest:
     """The chat request of ``body``."""
     if body.thread is not None:
         raise ThreadsNotServed(
-            "thread is not supported: conversations are not kept; send the whole of them", param="thread"
+            "thread is not supported: conversations are not stored; send all messages", param="thread"
         )
-    chat = read_prompt(body)
+    chat = convert_prompt(body)
     chat.stream, chat.max_completion_tokens = body.stream, body.max_tokens
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     chat.stop = body.stop_sequences or None
@@ -197,14 +190,14 @@ def read_messages(body: MessagesRequest) -> ChatRequest:
     return chat
 
 
-def _ending(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls: bool) -> Ending:
+def _stop_info(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls: bool) -> StopInfo:
     if isinstance(choice.stop_reason, str):
-        return Ending("stop_sequence", choice.stop_reason)
+        return StopInfo("stop_sequence", choice.stop_reason)
     if choice.finish_reason == "stop":
-        return Ending("tool_use" if has_calls else "end_turn", None)
+        return StopInfo("tool_use" if has_calls else "end_turn", None)
     if chat.is_capped and choice.finish_reason == "length":
-        return Ending("model_context_window_exceeded", None)
-    return Ending("max_tokens", None)  # cut short, whoever did it
+        return StopInfo("model_context_window_exceeded", None)
+    return StopInfo("max_tokens", None)  # the API has no reason for aborted requests
 
 
 def _usage(usage: Usage) -> MessagesUsage:
@@ -212,32 +205,33 @@ def _usage(usage: Usage) -> MessagesUsage:
     return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _opening(event: Event) -> ShownBlock:
+def _empty_block(event: Event) -> OutputBlock:
     """The block that an event begins, empty."""
     if isinstance(event, CallStart):
-        return ShownToolUse(event.call_id, event.name, Raw(b"{}"))
-    return ShownThinking("") if isinstance(event, TextDelta) and event.is_reasoning else ShownText("")
+        return ToolUseOutput(event.call_id, event.name, Raw(b"{}"))
+    return ThinkingOutput("") if isinstance(event, TextDelta) and event.is_reasoning else TextOutput("")
 
 
 def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage) -> Message:
-    """One finished answer. A call that was cut short is left out: it has no input to act upon."""
-    reader, content = AnswerReader(chat.plan), []
-    block: ShownBlock = ShownText("")
+    """One finished response. An incomplete call is dropped: its input is not valid JSON."""
+    reader = OutputReader(chat.plan)
+    content: list[OutputBlock] = []
+    block: OutputBlock = TextOutput("")
     arguments: list[str] = []
     for event in reader.read(choice):
         match event:
             case TextDelta(text, is_reasoning):
-                content.append(ShownThinking(text) if is_reasoning else ShownText(text))
+                content.append(ThinkingOutput(text) if is_reasoning else TextOutput(text))
             case CallStart():
-                block, arguments = _opening(event), []
+                block, arguments = _empty_block(event), []
             case CallArguments(_, text):
                 arguments.append(text)
-            case CallEnd(_, is_complete) if is_complete and isinstance(block, ShownToolUse):
-                content.append(ShownToolUse(block.id, block.name, Raw("".join(arguments).encode() or b"{}")))
-    ending = _ending(choice, chat, has_calls=reader.has_calls)
+            case CallEnd(_, is_complete) if is_complete and isinstance(block, ToolUseOutput):
+                content.append(ToolUseOutput(block.id, block.name, Raw("".join(arguments).encode() or b"{}")))
+    stop = _stop_info(choice, chat, has_calls=reader.has_calls)
     return Message(
-        chat.ask.request_id, model, content, _usage(usage), stop_reason=ending.stop_reason,
-        stop_sequence=ending.stop_sequence
+        chat.request.request_id, model, content, _usage(usage), stop_reason=stop.stop_reason,
+        stop_sequence=stop.stop_sequence
     )
 
 
@@ -246,39 +240,39 @@ def _frame(event: StreamEvent) -> bytes:
 
 
 class BlockWriter:
-    """Events as blocks that begin, grow and stop, one at a time."""
+    """Writes parse events as content blocks: start, deltas, stop; one block at a time."""
 
     def __init__(self) -> None:
         self._index = -1
-        self._block: ShownBlock | None = None
+        self._block: OutputBlock | None = None
 
     def write(self, event: Event) -> bytes:
         """The frames of one event."""
         match event:
             case TextDelta(text, True):
-                return self._turn_to(event) + self._grow(BlockPiece("thinking_delta", thinking=text))
+                return self._turn_to(event) + self._delta(ContentDelta("thinking_delta", thinking=text))
             case TextDelta(text):
-                return self._turn_to(event) + self._grow(BlockPiece("text_delta", text=text))
+                return self._turn_to(event) + self._delta(ContentDelta("text_delta", text=text))
             case CallArguments(_, text):
-                return self._grow(BlockPiece("input_json_delta", partial_json=text))
+                return self._delta(ContentDelta("input_json_delta", partial_json=text))
             case CallEnd():
                 return self.stop()
         return self._turn_to(event)
 
     def _turn_to(self, event: Event) -> bytes:
-        """Stop the block before and begin one for the event, unless it goes on with the same."""
-        block = _opening(event)
-        if type(block) is type(self._block) and not isinstance(block, ShownToolUse):
+        """Start a block for the event, unless it continues the open one."""
+        block = _empty_block(event)
+        if type(block) is type(self._block) and not isinstance(block, ToolUseOutput):
             return b""
         stopped = self.stop()
         self._block, self._index = block, self._index + 1
         return stopped + _frame(BlockStart(self._index, block))
 
-    def _grow(self, piece: BlockPiece) -> bytes:
-        return _frame(BlockDelta(self._index, piece))
+    def _delta(self, delta: ContentDelta) -> bytes:
+        return _frame(BlockDelta(self._index, delta))
 
     def stop(self) -> bytes:
-        """End the block that is open, if one is."""
+        """Stop the open block, if any."""
         if self._block is None:
             return b""
         self._block = None
@@ -286,7 +280,7 @@ class BlockWriter:
 
 
 class MessageEvents(Events):
-    """The wording of a stream: the message's start, its blocks, its end."""
+    """Stream events: the message's start, its blocks, its stop."""
 
     done = b""
 
@@ -294,69 +288,60 @@ class MessageEvents(Events):
         self._generation = generation
         self._chat = chat
         self._model = model
-        self._reader = AnswerReader(chat.plan)
+        self._reader = OutputReader(chat.plan)
         self._writer = BlockWriter()
         self._has_begun = False
-        self._ending = Ending(None, None)
+        self._stop = StopInfo(None, None)
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         """Frames of one delta."""
         opening = b"" if self._has_begun else self._begin()
         frames = b"".join(map(self._writer.write, self._reader.read(delta)))
         if delta.finish_reason is not None:
-            self._ending = _ending(delta, self._chat, has_calls=self._reader.has_calls)
+            self._stop = _stop_info(delta, self._chat, has_calls=self._reader.has_calls)
         return opening + frames
 
     def _begin(self) -> bytes:
         self._has_begun = True
         usage = _usage(self._generation.usage())
         usage.output_tokens = 0
-        return _frame(MessageStart(Message(self._generation.ask.request_id, self._model, [], usage))) + _frame(Ping())
+        message = Message(self._generation.request.request_id, self._model, [], usage)
+        return _frame(MessageStart(message)) + _frame(Ping())
 
     def end(self) -> bytes:
-        """What stopped it, and the usage."""
-        return (
-            self._writer.stop() + _frame(MessageDelta(self._ending, _usage(self._generation.usage())))
-            + _frame(MessageStop())
-        )
+        """The stop reason and the usage."""
+        delta = MessageDelta(self._stop, _usage(self._generation.usage()))
+        return self._writer.stop() + _frame(delta) + _frame(MessageStop())
 
     def fail(self, error: HeadraceError) -> bytes:
-        """An error event; nothing follows it."""
+        """An error event, the last of the stream."""
         return _frame(describe_messages_error(error))
-
-
-BODY = JsonBody(MessagesRequest)
-COUNT_BODY = JsonBody(CountRequest)
 
 
 async def create_message(request: Request) -> JsonResponse | EventStream:
     """Answer a conversation."""
-    context = context_of(request)
-    body = await BODY.read(request, context.server.max_body_bytes)
-    chat = await prepare_chat(request, context, read_messages(body), id_prefix="msg_", fits=True)
+    context, body = await read_request(request, BODY)
+    chat = await prepare_chat(request, context, convert_request(body), id_prefix="msg_", fits=True)
     if body.stream:
-        return await start_stream(request, chat.ask, lambda g: MessageEvents(g, chat, context.model_name))
-    generation, (output,) = await collect_generation(request, chat.ask)
+        return await start_stream(request, chat.request, lambda g: MessageEvents(g, chat, context.model_name))
+    generation, (output,) = await collect_generation(request, chat.request)
     return JsonResponse(whole_message(context.model_name, output.outputs[0], chat, generation.usage()))
 
 
 async def count_tokens(request: Request) -> JsonResponse:
     """The length of a conversation's prompt."""
-    context = context_of(request)
-    body = await COUNT_BODY.read(request, context.server.max_body_bytes)
+    context, body = await read_request(request, COUNT_BODY)
     context.check_model(body.model)
-    return JsonResponse(TokenCount(await count_prompt(context, read_prompt(body))))
+    return JsonResponse(TokenCount(await count_prompt(context, convert_prompt(body))))
 
 
 ENDPOINTS = (
-    Endpoint(
-        path="/v1/messages", methods=("POST",), handler=create_message, tag="anthropic",
-        doc="Answer a conversation, in Anthropic's dialect.",
-        body=BODY, answer=Message, event=StreamEvent, errors=(404, 429, 503, 504),
+    post(
+        "/v1/messages", create_message, "anthropic", "Answer a conversation (Anthropic's API).", Message, body=BODY,
+        event=StreamEvent, errors=GENERATION_ERRORS
     ),
-    Endpoint(
-        path="/v1/messages/count_tokens", methods=("POST",), handler=count_tokens, tag="anthropic",
-        doc="Count the tokens of a conversation.",
-        body=COUNT_BODY, answer=TokenCount, errors=(404, 503),
+    post(
+        "/v1/messages/count_tokens", count_tokens, "anthropic", "Count the tokens of a conversation.", TokenCount,
+        body=COUNT_BODY, errors=(404, 503)
     ),
 )

@@ -1,16 +1,18 @@
-"""Answers of ``/v1/responses``: `ItemWriter` makes items of events, `ResponseWriter` the answer, `ResponseEvents` streams."""
+"""Responses of ``/v1/responses``: `ItemWriter` turns parse events into items, `ResponseWriter` makes the response,
+`ResponseEvents` its stream."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
 from headrace.base.errors import HeadraceError
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
-from headrace.serving.http.generation.chat import AnswerPlan, AnswerReader
+from headrace.serving.http.generation.chat import OutputPlan, OutputReader
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs
 from headrace.serving.http.generation.run import Generation
 from headrace.serving.http.generation.stream import Events, named_frame
@@ -30,18 +32,19 @@ from headrace.serving.http.protocol.responses import (
     ResponseEvent,
     ResponsesRequest,
     ResponseUsage,
+    Status,
 )
 
-ASKED = (
+ECHOED_FIELDS = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "text", "reasoning", "metadata",
-    "previous_response_id",
+    "parallel_tool_calls", "text", "reasoning", "metadata", "previous_response_id",
 )
+"""Request fields that the response repeats."""
 
 
 class ItemWriter:
-    """Events of a model's output as items that are added, grow and are done, one at a time. ``items`` are those so far;
-    their texts are whole once they are done. ``logprobs`` are those of tokens whose text is not told yet."""
+    """Turns parse events into items that are added, grow and are done, one at a time. ``items`` are those so far; their
+    texts are complete once they are done. ``logprobs`` are those of tokens whose text has not been sent yet."""
 
     def __init__(self, request_id: str):
         self.items: list[OutputItem] = []
@@ -51,13 +54,12 @@ class ItemWriter:
         self._is_open = False
 
     def write(self, event: Event) -> Iterator[ResponseEvent]:
-        """The events that tell of ``event``."""
+        """The stream events for ``event``."""
         match event:
             case TextDelta(text, is_reasoning):
                 yield from self._turn_to(OutputReasoning if is_reasoning else OutputMessage)
-                yield self._grow(
-                    "response.reasoning_text.delta" if is_reasoning else "response.output_text.delta", text
-                )
+                kind = "response.reasoning_text.delta" if is_reasoning else "response.output_text.delta"
+                yield self._grow(kind, text)
             case CallStart(_, call_id, name):
                 yield from self.close("completed")
                 yield from self._add(OutputCall(self._item_id("fc"), "in_progress", call_id, name, ""))
@@ -66,8 +68,8 @@ class ItemWriter:
             case CallEnd(_, is_complete):
                 yield from self.close("completed" if is_complete else "incomplete")
 
-    def close(self, status: str) -> Iterator[ResponseEvent]:
-        """End the item that is open, if one is."""
+    def close(self, status: Status) -> Iterator[ResponseEvent]:
+        """End the open item, if any."""
         if not self._is_open:
             return
         self._is_open = False
@@ -90,23 +92,29 @@ class ItemWriter:
         return f"{prefix}_{self._suffix}_{len(self.items)}"
 
     def _turn_to(self, kind: type[OutputMessage] | type[OutputReasoning]) -> Iterator[ResponseEvent]:
+        """Open an item of this kind, unless the open one is."""
         if self._is_open and isinstance(self.items[-1], kind):
             return
         yield from self.close("completed")
+        item: OutputMessage | OutputReasoning
+        part: OutputText | ReasoningText
         if kind is OutputMessage:
-            yield from self._add(OutputMessage(self._item_id("msg"), "in_progress", []), OutputText(""))
+            part = OutputText("")
+            item = OutputMessage(self._item_id("msg"), "in_progress", [])
+            yield from self._add(item)
+            item.content = [part]
         else:
-            yield from self._add(OutputReasoning(self._item_id("rs"), "in_progress", []), ReasoningText(""))
+            part = ReasoningText("")
+            item = OutputReasoning(self._item_id("rs"), "in_progress", [])
+            yield from self._add(item)
+            item.content = [part]
+        yield self._event("response.content_part.added", content_index=0, part=part)
 
-    def _add(self, item: OutputItem, part: OutputText | ReasoningText | None = None) -> Iterator[ResponseEvent]:
+    def _add(self, item: OutputItem) -> Iterator[ResponseEvent]:
         self.items.append(item)
         self._texts, self._is_open = [], True
-        yield ResponseEvent(
-            type="response.output_item.added", output_index=len(self.items) - 1, item=msgspec.structs.replace(item)
-        )
-        if part is not None and not isinstance(item, OutputCall):
-            item.content = [part]  # type: ignore[assignment,list-item]
-            yield self._event("response.content_part.added", content_index=0, part=part)
+        copied = msgspec.structs.replace(item)  # the event shows the item as it starts
+        yield ResponseEvent(type="response.output_item.added", output_index=len(self.items) - 1, item=copied)
 
     def _grow(self, kind: str, text: str) -> ResponseEvent:
         self._texts.append(text)
@@ -120,55 +128,58 @@ class ItemWriter:
         return event
 
     def _take_logprobs(self, text: str) -> list[ContentLogprob]:
-        """Those of the tokens that hold the next text; those before it, of marks around items, are dropped. None where the
-        text is not what tokens spelled, as in arguments that were put in order."""
+        """Those of the tokens that spell the next text; those before it, of markers around items, are dropped. None if
+        the tokens do not spell the text, as with reordered arguments."""
         if not self.logprobs:
             return []
         spelled = [bytes(entry.bytes or ()) for entry in self.logprobs]
-        begin, wanted, place = b"".join(spelled).find(text.encode()), len(text.encode()), 0
+        begin, size, position = b"".join(spelled).find(text.encode()), len(text.encode()), 0
         if begin < 0:
             return []
-        taken, kept = [], []
+        taken: list[ContentLogprob] = []
+        kept: list[ContentLogprob] = []
         for entry, spelling in zip(self.logprobs, spelled, strict=True):
-            place += len(spelling)
-            if place > begin:
-                (taken if place - len(spelling) < begin + wanted else kept).append(entry)
+            position += len(spelling)
+            if position > begin:
+                (taken if position - len(spelling) < begin + size else kept).append(entry)
         self.logprobs = kept
         return taken
 
-    def _event(self, kind: str, **fields: object) -> ResponseEvent:
-        return ResponseEvent(type=kind, output_index=len(self.items) - 1, item_id=self.items[-1].id, **fields)  # type: ignore[arg-type]
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        return ResponseEvent(type=kind, output_index=len(self.items) - 1, item_id=self.items[-1].id, **fields)
 
 
 class ResponseWriter:
-    """Makes the answer of one request, as far as it has come. ``is_running`` until the whole answer was made; ``is_kept``
-    is what it says of itself."""
+    """Makes the response of one request. ``is_running`` until the final response was made; ``is_kept`` is its
+    ``store``."""
 
     def __init__(
-        self, body: ResponsesRequest, plan: AnswerPlan, request_id: str, model: str, names: TokenNames, *,
+        self, body: ResponsesRequest, plan: OutputPlan, request_id: str, model: str, names: TokenNames, *,
         owner: bytes = b"", is_kept: bool = False,
     ):
         self.owner, self._names = owner, names
-        self._reader = AnswerReader(plan)
+        self._reader = OutputReader(plan)
         self._items = ItemWriter(request_id)
-        self._base = Response(id=request_id, created_at=int(time.time()), status="in_progress", output=[], model=model, store=is_kept, **{
-            name: value for name in ASKED if (value := getattr(body, name)) is not None
-        })
+        echoed = {name: value for name in ECHOED_FIELDS if (value := getattr(body, name)) is not None}
+        self._base = Response(
+            id=request_id, created_at=int(time.time()), status="in_progress", output=[], model=model, store=is_kept,
+            **echoed
+        )
         self._finish: str | None = None
         self.is_running = True
 
-    def write(self, news: ChoiceDelta | CompletionOutput) -> Iterator[ResponseEvent]:
+    def write(self, delta: ChoiceDelta | CompletionOutput) -> Iterator[ResponseEvent]:
         """The events of a delta, or of a whole output."""
-        if news.logprobs is not None:
-            self._items.logprobs += chat_logprobs(news.logprobs, self._names).content
-        for event in self._reader.read(news):
+        if delta.logprobs is not None:
+            self._items.logprobs += chat_logprobs(delta.logprobs, self._names).content
+        for event in self._reader.read(delta):
             yield from self._items.write(event)
-        if news.finish_reason is not None:
-            self._finish = news.finish_reason
-            yield from self._items.close("completed" if news.finish_reason == "stop" else "incomplete")
+        if delta.finish_reason is not None:
+            self._finish = delta.finish_reason
+            yield from self._items.close("completed" if delta.finish_reason == "stop" else "incomplete")
 
     def response(self, generation: Generation | None = None) -> Response:
-        """The answer: with what came and what it took when ``generation`` is given, else as it begins."""
+        """The final response with output and usage if ``generation`` is given, else the initial one."""
         if generation is None:
             return self._base
         self.is_running = False
@@ -185,7 +196,7 @@ class ResponseWriter:
 
 
 class ResponseEvents(Events):
-    """The wording of a stream: numbered events, the last of them with the whole answer."""
+    """Stream events, numbered; the last one has the whole response."""
 
     done = b""
 
@@ -199,17 +210,21 @@ class ResponseEvents(Events):
         """Frames of one delta."""
         opening = b""
         if self._number == 0:
-            opening = self._tell("response.created") + self._tell("response.in_progress")
+            initial = self._writer.response()
+            opening = b"".join(
+                self._frame(ResponseEvent(type=kind, response=initial))
+                for kind in ("response.created", "response.in_progress")
+            )
         return opening + b"".join(map(self._frame, self._writer.write(delta)))
 
     def end(self) -> bytes:
-        """The whole answer."""
+        """The whole response."""
         response = self._writer.response(self._generation)
         kind = "response.completed" if response.status == "completed" else "response.incomplete"
         return self._conclude(kind, response)
 
     def fail(self, error: HeadraceError) -> bytes:
-        """The answer as far as it came, failed."""
+        """The response so far, as failed."""
         response = msgspec.structs.replace(
             self._writer.response(self._generation), status="failed",
             error=ResponseError("server_error", error.message), incomplete_details=None,
@@ -220,9 +235,6 @@ class ResponseEvents(Events):
         if self._keep is not None:
             self._keep(response)
         return self._frame(ResponseEvent(type=kind, response=response))
-
-    def _tell(self, kind: str) -> bytes:
-        return self._frame(ResponseEvent(type=kind, response=self._writer.response()))
 
     def _frame(self, event: ResponseEvent) -> bytes:
         event.sequence_number = self._number

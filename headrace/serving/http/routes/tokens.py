@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError
 from headrace.service.tokenization import Tokenizer
-from headrace.serving.http.generation.context import context_of
+from headrace.serving.http.generation.context import context_of, read_request
 from headrace.serving.http.generation.conversation import render_conversation
 from headrace.serving.http.protocol.fields import TokenId
 from headrace.serving.http.protocol.native import (
@@ -22,25 +22,25 @@ from headrace.serving.http.protocol.native import (
     TokenizeRequest,
     TokenizerInfo,
 )
-from headrace.serving.http.transport.endpoint import Endpoint, JsonBody
+from headrace.serving.http.transport.endpoint import Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
 TOKENIZE_BODY = JsonBody(TokenizeRequest)
 DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
 
-LETTERS_AT_ONCE = 1 << 18
-"""Of ids in JSON. What is made of them takes a millisecond or two, in which no other thread runs."""
+PIECE_BYTES = 1 << 18
+"""Bytes of JSON decoded at a time. Each piece holds the GIL for a millisecond or two."""
 _IDS = msgspec.json.Decoder(list[TokenId])
-_PLACE = re.compile(r" - at `\$\[(?P<index>\d+)\]`$")
+_INDEX = re.compile(r" - at `\$\[(?P<index>\d+)\]`$")
 
 
 async def tokenize(request: Request) -> JsonResponse:
     """Text or a conversation to ids."""
-    context = context_of(request)
-    body = await TOKENIZE_BODY.read(request, context.server.max_body_bytes)
+    context, body = await read_request(request, TOKENIZE_BODY)
     facts, tokenizer = context.facts(), context.tokenizer()
     context.check_model(body.model)
-    given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
+    sources = {"prompt": body.prompt, "text": body.text, "messages": body.messages}
+    given = [name for name, value in sources.items() if value is not None]
     if len(given) != 1:
         raise RequestError(
             f"give one of prompt, text and messages, got {' and '.join(given) or 'none'}",
@@ -54,17 +54,15 @@ async def tokenize(request: Request) -> JsonResponse:
         text = (body.prompt if body.text is None else body.text) or ""
         has_special = has_special is not False
     has_strings = bool(body.return_token_strs)
-    return JsonResponse(
-        await asyncio.to_thread(
-            _write_ids, tokenizer, text, facts.max_model_len, has_special=has_special, has_strings=has_strings
-        )
-    )
+    return JsonResponse(await asyncio.to_thread(
+        _tokenize, tokenizer, text, facts.max_model_len, has_special=has_special, has_strings=has_strings
+    ))
 
 
-def _write_ids(
+def _tokenize(
     tokenizer: Tokenizer, text: str, max_model_len: int, *, has_special: bool, has_strings: bool
 ) -> Tokenized:
-    """The answer, written piece by piece: millions of ids are large as objects."""
+    """Tokenizes and encodes JSON piece by piece: millions of ids would be large as Python objects."""
     count, ids, strings = 0, [], []
     for piece in tokenizer.encode_pieces(text, add_special_tokens=has_special):
         count += len(piece)
@@ -74,42 +72,41 @@ def _write_ids(
     return Tokenized(count, max_model_len, _join_lists(ids), _join_lists(strings) if has_strings else UNSET)
 
 
-def _join_lists(written: Iterable[bytes]) -> msgspec.Raw:
-    """One list of several, all written as JSON."""
-    return msgspec.Raw(b"[" + b",".join(inner for each in written if (inner := each[1:-1])) + b"]")
+def _join_lists(encoded: Iterable[bytes]) -> msgspec.Raw:
+    """Encoded JSON lists joined to one."""
+    return msgspec.Raw(b"[" + b",".join(inner for each in encoded if (inner := each[1:-1])) + b"]")
 
 
 async def detokenize(request: Request) -> JsonResponse:
     """Ids to text."""
-    context = context_of(request)
-    body = await DETOKENIZE_BODY.read(request, context.server.max_body_bytes)
+    context, body = await read_request(request, DETOKENIZE_BODY)
     context.facts()
     tokenizer = context.tokenizer()
     context.check_model(body.model)
     text = await asyncio.to_thread(
-        _write_text, tokenizer, bytes(body.tokens), skips_special=bool(body.skip_special_tokens)
+        _detokenize, tokenizer, bytes(body.tokens), skips_special=bool(body.skip_special_tokens)
     )
     return JsonResponse(Detokenized(text, text))
 
 
-def _write_text(tokenizer: Tokenizer, tokens: bytes, *, skips_special: bool) -> msgspec.Raw:
-    """The text of ids in JSON as JSON, read and written piece by piece."""
+def _detokenize(tokenizer: Tokenizer, tokens: bytes, *, skips_special: bool) -> msgspec.Raw:
+    """The text of a JSON list of ids, as JSON; decoded and encoded piece by piece."""
     texts = tokenizer.decode_pieces(_read_ids(tokens, tokenizer.vocab_size), skip_special_tokens=skips_special)
     return msgspec.Raw(b'"' + b"".join(msgspec.json.encode(text)[1:-1] for text in texts) + b'"')
 
 
 def _read_ids(tokens: bytes, vocab_size: int) -> Iterator[list[int]]:
-    """The ids of a list in JSON, some ten thousand at a time."""
+    """The ids of a JSON list, some ten thousand at a time."""
     begin, count = 0, 0
     while begin < len(tokens):
-        comma = tokens.find(b",", begin + LETTERS_AT_ONCE) if tokens.startswith(b"[") else -1
+        comma = tokens.find(b",", begin + PIECE_BYTES) if tokens.startswith(b"[") else -1
         end = comma if comma >= 0 else len(tokens)
         piece = (b"[" if begin else b"") + tokens[begin:end] + (b"]" if comma >= 0 else b"")
         try:
             ids = _IDS.decode(piece)
         except msgspec.ValidationError as error:
             raise _explain(error, count) from None
-        except msgspec.DecodeError:  # it was cut inside of what is no number
+        except msgspec.DecodeError:  # the comma was inside something that is no number
             raise RequestError("tokens must be a list of token ids", param="tokens") from None
         largest = max(ids, default=0)
         if largest >= vocab_size:
@@ -121,15 +118,15 @@ def _read_ids(tokens: bytes, vocab_size: int) -> Iterator[list[int]]:
 
 
 def _explain(error: msgspec.ValidationError, num_before: int) -> RequestError:
-    """What is wrong with one of the ids after ``num_before`` others, or with their list."""
+    """The error of one id after ``num_before`` others, or of the list."""
     text = str(error).replace("Expected", "expected")
-    place = _PLACE.search(text)
-    name = f"tokens[{num_before + int(place['index'])}]" if place else "tokens"
-    return RequestError(f"{name}: {text[: place.start() if place else None].replace('`', '')}", param=name)
+    found = _INDEX.search(text)
+    name = f"tokens[{num_before + int(found['index'])}]" if found else "tokens"
+    return RequestError(f"{name}: {text[: found.start() if found else None].replace('`', '')}", param=name)
 
 
 async def show_tokenizer(request: Request) -> JsonResponse:
-    """The tokenizer's facts."""
+    """Facts of the tokenizer."""
     context = context_of(request)
     facts, tokenizer = context.facts(), context.tokenizer()
     first, last = (
@@ -142,23 +139,14 @@ async def show_tokenizer(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     Endpoint(
-        path="/tokenizer_info", handler=show_tokenizer, tag="tokens", doc="The tokenizer's facts.",
-        answer=TokenizerInfo, errors=(400, 503)
+        "/tokenizer_info", show_tokenizer, "tokens", "Facts of the tokenizer.", TokenizerInfo, errors=(400, 503)
     ),
-    *(
-        Endpoint(
-            path=path, methods=("POST",), handler=tokenize, tag="tokens", doc="Text to token ids.", body=TOKENIZE_BODY,
-            answer=Tokenized,
-            errors=(404, 503),
-        )
-        for path in ("/tokenize", "/v1/tokenize")
+    post(
+        "/tokenize", tokenize, "tokens", "Text to token ids.", Tokenized, body=TOKENIZE_BODY, errors=(404, 503),
+        aliases=("/v1/tokenize",)
     ),
-    *(
-        Endpoint(
-            path=path, methods=("POST",), handler=detokenize, tag="tokens", doc="Token ids to text.",
-            body=DETOKENIZE_BODY, answer=Detokenized,
-            errors=(404, 503),
-        )
-        for path in ("/detokenize", "/v1/detokenize")
+    post(
+        "/detokenize", detokenize, "tokens", "Token ids to text.", Detokenized, body=DETOKENIZE_BODY,
+        errors=(404, 503), aliases=("/v1/detokenize",)
     ),
 )

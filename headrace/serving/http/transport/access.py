@@ -1,4 +1,4 @@
-"""What stands before the routes, as plain ASGI: the proxy's prefix, the API key, one count (and log line) a request."""
+"""Middleware before the routes, as plain ASGI: the proxy's prefix, API keys, the count and log line of each request."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/metrics"})
-"""Served without a key, compared exactly: the page (it asks for the key), the description of the routes, and what
-monitoring reads."""
+"""Served without a key; compared exactly. The page asks the user for the key itself."""
 
 
 class Prefix:
-    """Tells the routes the path prefix of the proxy in front; it works whether the proxy strips it or not."""
+    """Sets the path prefix of the proxy in front; works whether or not the proxy strips it."""
 
     def __init__(self, app: ASGIApp, prefix: str):
         self._app = app
@@ -41,77 +40,78 @@ class Prefix:
 
 
 def check_key(key: str, name: str = "api_key") -> str:
-    """The key, when it is one; raises `ConfigError` for a blank one, which anybody could send."""
+    """The key; raises `ConfigError` for a blank one, which any client could send."""
     if not key.strip():
         raise ConfigError(
-            f"{name} must not be empty; leave the option (and its variable in the environment) out to serve without a "
-            "key",
+            f"{name} must not be empty; leave out the option (and its environment variable) to serve without a key",
             param=name
         )
     return key
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is reached from this machine alone."""
+    """Whether an address to listen on can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _brings_key(headers: Headers, key: bytes) -> bool:
-    kind, _, given = headers.get("authorization", "").partition(" ")
-    keys = [given if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    return any([hmac.compare_digest(k.strip().encode("latin-1"), key) for k in keys])
+def _bearer(headers: Headers) -> str:
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _has_key(headers: Headers, key: bytes) -> bool:
+    """Whether ``Authorization: Bearer`` or ``x-api-key`` (Anthropic's clients) holds the key. Both are always compared,
+    in constant time."""
+    keys = (_bearer(headers), headers.get("x-api-key", "").strip())
+    return any([hmac.compare_digest(k.encode("latin-1"), key) for k in keys])
 
 
 def owner_of(headers: Headers) -> bytes:
-    """Whom a client's stored things belong to: whoever brings the same key. Keys themselves are not kept."""
-    kind, _, given = headers.get("authorization", "").partition(" ")
-    key = (given if kind.lower() == "bearer" else "").strip() or headers.get("x-api-key", "").strip()
+    """The owner of what a client stores: a hash of its key."""
+    key = _bearer(headers) or headers.get("x-api-key", "").strip()
     return hashlib.sha256(key.encode("latin-1")).digest()
 
 
 class AdminGate:
-    """Before the routes that concern the server and everybody on it. With an admin key, only that opens them, and
-    nothing else; without one they are closed, unless the server listens to this machine alone. Then pages of other
-    sites that a browser here has open stay outside."""
+    """Guards routes that affect the server and all its users. With an admin key, only that key opens them. Without one
+    they are closed, unless the server listens on a loopback address; then browsers' requests from pages of other sites
+    are refused."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, paths: frozenset[str]):
         self._app, self._paths = app, paths
-        self._key = (
-            check_key(server.admin_api_key, "admin_api_key").strip().encode() if server.admin_api_key is not None
-            else None
-        )
+        key = server.admin_api_key
+        self._key = None if key is None else check_key(key, "admin_api_key").strip().encode()
         self._is_local = is_loopback(server.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or path_of(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        refusal: HeadraceError | None = None
-        if self._key is not None:
-            refusal = (
-                None if _brings_key(headers, self._key)
-                else Unauthorized("the admin key is missing or wrong; send Authorization: Bearer KEY")
-            )
-        elif not self._is_local:
-            refusal = Forbidden(
-                "admin routes are closed: the server listens to other machines and has no --admin-api-key"
-            )
-        elif headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            refusal = Forbidden("admin routes are closed to pages of other sites")
+        refusal = self._refusal(Headers(scope=scope))
         if refusal is not None:
             await respond_error(refusal, scope)(scope, receive, send)
         else:
             scope["is_admin"] = self._key is not None
             await self._app(scope, receive, send)
 
+    def _refusal(self, headers: Headers) -> HeadraceError | None:
+        if self._key is not None:
+            if _has_key(headers, self._key):
+                return None
+            return Unauthorized("the admin key is missing or wrong; send Authorization: Bearer KEY")
+        if not self._is_local:
+            return Forbidden("admin routes are closed: the server is open to the network and has no --admin-api-key")
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return Forbidden("admin routes are closed to pages of other sites")
+        return None
+
 
 class KeyGate:
-    """Lets a request pass that brings ``Authorization: Bearer KEY``, or ``x-api-key: KEY`` as Anthropic's clients;
-    compared in constant time."""
+    """Requires the API key except on `OPEN_PATHS`; requests that passed `AdminGate` with the admin key need no
+    other."""
 
     def __init__(self, app: ASGIApp, key: str):
         self._app = app
@@ -120,13 +120,12 @@ class KeyGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] != "http" or path_of(scope) in OPEN_PATHS or scope.get("is_admin")
-            or _brings_key(Headers(scope=scope), self._key)
+            or _has_key(Headers(scope=scope), self._key)
         ):
             await self._app(scope, receive, send)
             return
-        await respond_error(
-            Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY"), scope
-        )(scope, receive, send)
+        refusal = Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY")
+        await respond_error(refusal, scope)(scope, receive, send)
 
 
 def read_request_id(header: str | None) -> str | None:
@@ -135,8 +134,8 @@ def read_request_id(header: str | None) -> str | None:
 
 
 class RequestLedger:
-    """Counts requests by method, route and status; logs a line for each when asked to. Puts the request's id on the
-    answer: the client's own ``X-Request-Id``, else the one a route gave it."""
+    """Counts requests by method, route and status, and logs a line for each if ``has_log``. Adds ``X-Request-Id`` to
+    the response: the client's own id, else the one that the route set."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str], *, has_log: bool):
         self._app, self._metrics, self._routes, self._has_log = app, metrics, routes, has_log
@@ -162,13 +161,9 @@ class RequestLedger:
             await self._app(scope, receive, note_status)
         finally:
             self._metrics.http_active.dec()
-            self._metrics.http_requests.labels(
-                method_of(scope), route_of(path_of(scope), self._routes), str(status)
-            ).inc()
+            route = route_of(path_of(scope), self._routes)
+            self._metrics.http_requests.labels(method_of(scope), route, str(status)).inc()
             if self._has_log:
-                client = scope.get("client") or ("-", 0)
+                client, path = scope.get("client") or ("-", 0), quote(scope["path"])  # quoted: no forged log lines
                 seconds, name = time.perf_counter() - begin, state["request_id"] or "-"
-                logger.info(
-                    "%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], quote(scope["path"]), status,
-                    seconds, name
-                )
+                logger.info("%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], path, status, seconds, name)

@@ -1,12 +1,6 @@
-"""`BurstWriter`: writes of one turn of an event loop, as one.
-
-A system call for every few bytes wakes their reader each time, and code of the system and our own throw one another out
-of the caches when they take turns.
-
-
-What uvicorn's fast HTTP parser lacks: bounds on the size of a request's head and on the time it may take, bodies of
-requests that offer an upgrade, answers that reach clients who are still sending, and streams to clients who know no
-chunks. Refuses: upgrades; this server speaks HTTP/1.0 and 1.1.
+"""What uvicorn's fast HTTP parser lacks: limits on the size and duration of a request's head, bodies of requests that
+offer an upgrade, responses to clients that are still sending, streams to HTTP/1.0 clients, and batched writes. Refuses:
+upgrades; this server speaks HTTP/1.0 and 1.1.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from starlette.types import Message, Scope
@@ -24,61 +18,57 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from headrace.base.errors import RequestError
 from headrace.serving.http.protocol.errors import describe_error
 
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 60.0
+REST_TIMEOUT_S, MAX_REST_BYTES = 60.0, 1 << 30
+"""How long and how much is read and dropped of a body after its response. Most clients read the response only when all
+is sent. The limits are far above what is sent by mistake; dropping costs about a second per gigabyte."""
+END_OF_HEAD = b"\r\n\r\n"
+EXTENSION = "headrace.body"
+"""The key in a scope's ``extensions`` under which a route finds the request's `BodyWriter`; absent on other servers and
+when middleware reads response bodies."""
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+
 
 class BurstWriter:
-    """Stands before a transport. What is written is held until the loop's next turn: then this transport's pieces go
-    out together, and those of others right before and behind. Everything but writing is the transport's."""
+    """Wraps a transport and joins the writes of one event loop turn. Each system call wakes the client, and alternating
+    between kernel and Python code evicts both from the caches: in the next turn this transport's pieces are written
+    together, back to back with those of other connections. All other methods are the transport's."""
 
-    __slots__ = ("_held", "_loop", "_transport")
+    __slots__ = ("_loop", "_pending", "_transport")
 
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._held: list[bytes] = []
+        self._pending: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        """Take bytes; never waits."""
-        if not self._held:
+        """Queue bytes; never blocks."""
+        if not self._pending:
             self._loop.call_soon(self._flush)
-        self._held.append(data)
+        self._pending.append(data)
 
     def close(self) -> None:
-        """Send what is held, then close."""
+        """Flush, then close."""
         self._flush()
         self._transport.close()
 
     def abort(self) -> None:
         """Close at once."""
-        self._held.clear()
+        self._pending.clear()
         self._transport.abort()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def _flush(self) -> None:
-        if self._held and not self.is_closing():
-            self._transport.write(b"".join(self._held))
-        self._held.clear()
-
-
-MAX_HEAD_BYTES = 64 * 1024
-HEAD_TIMEOUT_S = 60.0
-
-REST_TIMEOUT_S, MAX_REST_BYTES = 60.0, 1 << 30
-"""How long, and how much, is read and dropped of what a client goes on sending after its answer. Most look at the
-answer only when all is sent; the bounds are far above what somebody sends by mistake, and dropping costs a gigabyte
-about a second."""
-END_OF_HEAD = b"\r\n\r\n"
-
-EXTENSION = "headrace.body"
-"""Under this name a scope's ``extensions`` have the request's `BodyWriter`, when the server is this one and nobody
-between it and the route looks at bodies."""
-UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+        if self._pending and not self.is_closing():
+            self._transport.write(b"".join(self._pending))
+        self._pending.clear()
 
 
 def _refusal(status: int, message: str) -> bytes:
-    """The whole answer to what could not be read as a request. In OpenAI's form: there is no path to tell another
-    by."""
+    """The response to what is no valid request, in OpenAI's form: there is no path that could select another."""
     error = RequestError(message)
     error.status = status
     body = msgspec.json.encode(describe_error(error))
@@ -90,8 +80,8 @@ def _refusal(status: int, message: str) -> bytes:
 
 
 class BodyWriter:
-    """Writes pieces of an answer's body at once, past the tasks and wrappers that ``send`` awaits: what a token costs
-    most."""
+    """Writes pieces of a response body directly, without the awaits and wrappers of ``send``, which are most of the
+    cost of a streamed token."""
 
     __slots__ = ("_cycle",)
 
@@ -100,31 +90,31 @@ class BodyWriter:
 
     @property
     def is_free(self) -> bool:
-        """Whether a piece would go straight to a client who keeps up. Else ``send`` knows what to do."""
+        """Whether a piece can be written now: the stream is open and the client keeps up. Otherwise use ``send``."""
         cycle = self._cycle
         is_open = cycle.response_started and not cycle.response_complete and cycle.chunked_encoding is True
         return is_open and not cycle.disconnected and not cycle.flow.write_paused
 
     def write(self, piece: bytes) -> None:
-        """Send a piece that is not empty."""
+        """Send a non-empty piece as one chunk."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
-    """The writer of this request's answer, where there is one."""
-    found = scope.get("extensions", {}).get(EXTENSION)
+    """The writer of this request's response, if there is one."""
+    found = scope.get("extensions", {}).get(EXTENSION, {}).get("writer")
     return found if isinstance(found, BodyWriter) else None
 
 
-def forgo_writer(scope: Scope) -> None:
-    """Whoever looks at bodies on their way out calls this, so that all of them pass through ``send``."""
+def drop_writer(scope: Scope) -> None:
+    """For middleware that reads response bodies: makes all of them pass through ``send``."""
     scope.get("extensions", {}).pop(EXTENSION, None)
 
 
 class LingeringWriter(BurstWriter):
-    """The first `close` ends only what is written, when ``lingers`` says that the client may still be sending; the
-    second closes. A connection that is closed with bytes unread is reset, which takes along the answer before the
-    client has read it (RFC 9112, section 9.6)."""
+    """If ``lingers`` says that the client may still be sending, the first `close` only shuts down the write side; the
+    second closes. Closing with unread bytes resets the connection, and the client may lose the response before reading
+    it (RFC 9112, section 9.6)."""
 
     __slots__ = ("_is_ended", "_lingers")
 
@@ -138,7 +128,7 @@ class LingeringWriter(BurstWriter):
         return self._is_ended or self._transport.is_closing()
 
     def close(self) -> None:
-        """Send what is held, then close, or wait for the client to do so."""
+        """Flush, then close or wait for the client to close."""
         if self.is_closing() or not self._lingers():
             super().close()
             return
@@ -150,8 +140,8 @@ class LingeringWriter(BurstWriter):
             self._transport.abort()
 
 
-class UnframedAnswer:
-    """The ``send`` of a request of HTTP/1.0, which knows no chunks: a body whose length nobody states ends with the
+class UnframedResponse:
+    """``send`` for HTTP/1.0, which has no chunked encoding: a body without a declared length ends with the
     connection."""
 
     def __init__(self, cycle: RequestResponseCycle):
@@ -166,31 +156,32 @@ class UnframedAnswer:
             if self._is_unframed:
                 self._cycle.chunked_encoding = False
         elif self._is_unframed:
-            self._cycle.expected_content_length = len(message.get("body", b""))  # of this piece: it may be any
+            # uvicorn counts body bytes down from this: set per piece, it accepts any total
+            self._cycle.expected_content_length = len(message.get("body", b""))
         await self._send(message)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Ends a connection whose request line and headers pass `MAX_HEAD_BYTES`, before they pile up, or do not come
-    within `HEAD_TIMEOUT_S`. What a client sends beyond an answer, because it was answered before its body was read, is
-    dropped.
+    """Closes connections whose request line and headers exceed `MAX_HEAD_BYTES` or take longer than `HEAD_TIMEOUT_S`.
+    Drops body bytes that arrive after an early response.
 
-    Takes offers of an upgrade out of a head that comes in one piece: the parser drops the body of such a request, and
-    Java's HTTP client offers HTTP/2 with every one.
+    Removes ``Upgrade`` from a head that arrives in one piece: the parser drops the body of such requests, and Java's
+    HTTP client offers HTTP/2 with every request.
     """
 
     _is_in_head = True
     _is_dropping = False
     _num_head_bytes = 0
     _num_dropped = 0
-    _patience: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(LingeringWriter(transport, self._drop_rest))
-        self._await_head()
+        writer = LingeringWriter(transport, self._drop_rest)
+        super().connection_made(cast("asyncio.Transport", writer))  # it delegates what it does not define
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_patience()
+        self._cancel_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -211,55 +202,56 @@ class BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse()
-        elif self._is_in_head and self._num_head_bytes and self._patience is None:
-            self._await_head()
+        elif self._is_in_head and self._num_head_bytes and self._timer is None:
+            self._start_head_timer()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self._forget_patience()
+        self._cancel_timer()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {EXTENSION: BodyWriter(self.cycle)}
+            self.scope["extensions"] = {EXTENSION: {"writer": BodyWriter(self.cycle)}}
             if self.parser.get_http_version() < "1.1":
-                self.cycle.send = UnframedAnswer(self.cycle).send  # its task begins in the loop's next turn
+                # The cycle's task starts in the loop's next turn; uvicorn has no hook for its ``send``.
+                self.cycle.send = UnframedResponse(self.cycle).send  # type: ignore[method-assign,assignment]
 
     def on_message_complete(self) -> None:
         self._is_in_head, self._num_head_bytes = True, 0
         if self._is_dropping:
             self._is_dropping = False
-            self._forget_patience()
+            self._cancel_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # and no other, whose body is read
+        if self.cycle.response_complete:  # not a pipelined one whose body is still needed
             self._drop_rest()
 
     def send_400_response(self, msg: str) -> None:
-        """Of uvicorn: answer what the parser does not take, and close."""
-        self.transport.write(_refusal(400, "this is no request of HTTP/1.1, as this server speaks it"))
+        """Called by uvicorn for what the parser rejects: respond and close."""
+        self.transport.write(_refusal(400, "not a valid HTTP/1.1 request"))
         self.transport.close()
 
-    def _await_head(self) -> None:
-        self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+    def _start_head_timer(self) -> None:
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
-    def _forget_patience(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _drop_rest(self) -> bool:
-        """Begin to drop what still comes of a request, if anything may."""
+        """Start to drop the rest of the body; False if it has arrived completely."""
         if self._is_in_head:
             return False
         if not self._is_dropping:
             self._is_dropping, self._num_dropped = True, 0
-            self._patience = self.loop.call_later(REST_TIMEOUT_S, self.transport.abort)
+            self._timer = self.loop.call_later(REST_TIMEOUT_S, self.transport.abort)
             self.flow.resume_reading()
         return True
 
     def _refuse(self) -> None:
-        self._is_in_head = False  # whatever still comes is of no head
-        self._forget_patience()
+        self._is_in_head = False  # what follows is not parsed as a head
+        self._cancel_timer()
         self.transport.write(_refusal(431, f"the request line and headers have more than {MAX_HEAD_BYTES} bytes"))
         self.transport.close()

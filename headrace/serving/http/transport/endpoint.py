@@ -1,15 +1,13 @@
-"""`JsonBody`: reads a request body within a bound and decodes it into one record type; every complaint names the
-field.
-
-`Endpoint`: one route as data: where, what it reads, what it answers. Routing and the OpenAPI document are made from
-it."""
+"""`Endpoint`: one route as data, from which routing and the OpenAPI document are made. `JsonBody`: reads a request body
+within bounds and decodes it into one record type; every error names the field."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
+import dataclasses
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
@@ -20,32 +18,36 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from headrace.base.errors import RequestError, UnsupportedFeature
-from headrace.serving.http.protocol.fields import ASK_WHEN_EMPTY, DEFERRED, MEDIA, RESTRICTED
+from headrace.serving.http.protocol.fields import DEFERRED, MEANINGFUL_WHEN_EMPTY, MEDIA, RESTRICTED
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
 
 T = TypeVar("T", bound=msgspec.Struct)
+Handler = Callable[[Request], Awaitable[Response]]
+Query = dict[str, dict[str, Any]]
+"""JSON schemas of query parameters by name."""
+
+GENERATION_ERRORS = (404, 429, 503, 504)
+"""Statuses besides 200 of routes that run requests."""
 GAP_TIMEOUT_S = 60.0
 NESTED = "sampling_params"
-
-MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""What files begin with that are written on Windows."""
+BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, at most ``limit`` bytes of it whether its length was declared or it comes in chunks."""
+    """The body of at most ``limit`` bytes, whether its length was declared or it comes in chunks."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise BodyTooLarge(f"the body has {declared} bytes; at most {limit} are taken")
+        raise BodyTooLarge(f"the body has {declared} bytes; the limit is {limit}")
     chunks, size, has_more = [], 0, True
     while has_more:
         try:
             async with asyncio.timeout(GAP_TIMEOUT_S):
                 message = await request.receive()
         except TimeoutError:
-            raise BodyTooSlow(f"nothing of the body came for {GAP_TIMEOUT_S:g} s; {size} bytes had come") from None
+            raise BodyTooSlow(f"no body data for {GAP_TIMEOUT_S:g} s; {size} bytes were received") from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk, has_more = message.get("body", b""), message.get("more_body", False)
@@ -58,21 +60,20 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 def _check_media_type(request: Request, *, is_lenient: bool) -> None:
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_any_served = is_lenient and "origin" not in request.headers  # pages of other sites can send all but JSON unasked
-    if (
-        not is_any_served and declared != "application/json"
-        and not (declared.startswith("application/") and declared.endswith("+json"))
-    ):
+    # Browsers let pages of other sites send any type but JSON without a preflight; such requests have an Origin.
+    accepts_any = is_lenient and "origin" not in request.headers
+    is_json = declared == "application/json" or (declared.startswith("application/") and declared.endswith("+json"))
+    if not is_json and not accepts_any:
         raise UnsupportedMediaType(f"Content-Type must be application/json, got {declared or 'none'}")
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":
-        raise UnsupportedMediaType(f"Content-Encoding {coding} is not taken; send the body uncompressed")
+        raise UnsupportedMediaType(f"Content-Encoding {coding} is not supported; send the body uncompressed")
 
 
 class JsonBody(Generic[T]):
-    """Decoder of one request type. Strict: no number in a string, no unknown field; a known field of a feature that is
-    not served is refused by its name unless it asks for nothing (null, false or empty). ``is_lenient``: whatever type
-    is declared, for dialects whose clients declare none."""
+    """Decoder of one request type. Strict: no numbers in strings, no unknown fields. A known field of an unsupported
+    feature is refused by name unless it requests nothing (null, false or empty). ``is_lenient``: accepts any declared
+    media type, for APIs whose clients declare none."""
 
     def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None, is_lenient: bool = False):
         self.record = record
@@ -82,12 +83,12 @@ class JsonBody(Generic[T]):
         self._nested_fields = _fields_of(nested) if nested else frozenset()
 
     async def read(self, request: Request, limit: int) -> T:
-        """The decoded body; raises `RequestError` (400, 413 or 415)."""
+        """The decoded body; raises `RequestError` (400, 408, 413 or 415)."""
         _check_media_type(request, is_lenient=self._is_lenient)
         return self.decode(await read_body(request, limit))
 
     async def read_optional(self, request: Request, limit: int) -> T:
-        """The decoded body, of whatever declared type; no body is the same as an empty object."""
+        """The decoded body, of any declared type; no body is the same as an empty object."""
         body = await read_body(request, limit)
         return self.decode(body if body.strip() else b"{}")
 
@@ -101,17 +102,17 @@ class JsonBody(Generic[T]):
             if "unknown field" not in str(error):
                 raise _explain(error, self.record) from None
         except msgspec.DecodeError as error:
-            if body.startswith(MARKS):
+            if body.startswith(BYTE_ORDER_MARKS):
                 raise RequestError("the body begins with a byte order mark; send it as UTF-8 without one") from None
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except UnicodeDecodeError:
             raise RequestError("the body is not valid UTF-8") from None
         except RecursionError:
             raise RequestError("the body is nested too deeply") from None
-        return self._decode_loosely(body)
+        return self._decode_without_deferred(body)
 
-    def _decode_loosely(self, body: bytes) -> T:
-        """Second look at a body with unknown fields: drop those that ask for nothing, name the others."""
+    def _decode_without_deferred(self, body: bytes) -> T:
+        """Second pass over a body with unknown fields: drop those that request nothing, refuse the others by name."""
         try:
             document = msgspec.json.decode(body)
             _refuse_fields(document, self._fields)
@@ -137,7 +138,7 @@ def _refuse_fields(document: dict[str, Any], known: frozenset[str], *, within: s
         value = document[name]
         if name not in DEFERRED:
             raise _unknown_field(name, known, within)
-        if value is not None and value is not False and (value not in ([], {}) or name in ASK_WHEN_EMPTY):
+        if value is not None and value is not False and (value not in ([], {}) or name in MEANINGFUL_WHEN_EMPTY):
             raise UnsupportedFeature(f"{within}{name} is not supported: {DEFERRED[name]}", param=within + name)
         del document[name]
 
@@ -149,7 +150,7 @@ def _unknown_field(name: str, known: frozenset[str], within: str = "") -> Reques
 
 
 def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct]) -> RequestError:
-    """msgspec's complaint as ours: the field first, in words of JSON."""
+    """msgspec's error as ours: the field first, in JSON terms."""
     text = str(error)
     part = _PART.match(text)
     if part is not None:
@@ -168,19 +169,16 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct]) -> Re
     if unknown is not None:
         path = f"{path}.{unknown['name']}" if path else unknown["name"]
         return RequestError(f"unknown field {path!r}", param=path)
-    if reason.startswith("Invalid enum value"):
-        choices = _choices_at(record, path)
-        reason = (
-            f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}; "
-            f"got{reason.removeprefix('Invalid enum value')}"
-            if choices else reason
-        )
+    choices = _choices_at(record, path) if reason.startswith("Invalid enum value") else []
+    if choices:
+        given = reason.removeprefix("Invalid enum value")
+        reason = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}; got{given}"
     reason = reason.replace("`", "").replace("Expected", "expected")
     return RequestError(f"{path}: {reason}" if path else f"the body: {reason}", param=path or None)
 
 
 def _choices_at(record: type[msgspec.Struct], path: str) -> list[str]:
-    """The words that may stand at a path of a record, as msgspec tells paths; none where it is not known."""
+    """The literals allowed at a path of a record, in msgspec's path notation; empty if unknown."""
     found: list[inspect.Type] = [inspect.type_info(record)]
     for name in re.findall(r"[^.\[\]]+", path):
         parts = _alternatives(found)
@@ -199,24 +197,33 @@ def _alternatives(types: list[inspect.Type]) -> list[inspect.Type]:
     return [part for found in types for part in (found.types if isinstance(found, inspect.UnionType) else (found,))]
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Endpoint:
-    """``answer`` is the msgspec type of the 200 answer (None: plain text). ``event`` is the type of an event
-    when the route can stream, as ``event_media``. ``errors`` are statuses beside 200 (500 is always possible).
-    ``is_admin``: concerns the server and not its caller alone; see `AdminGate`."""
+    """``response`` is the msgspec type of the 200 response (None: plain text), ``event`` that of a stream event, sent
+    as ``event_media``. ``errors`` are statuses besides 200 (500 is always possible). ``is_admin``: needs `AdminGate`.
+    ``aliases`` are further paths."""
 
     path: str
     handler: Handler
-    doc: str
     tag: str
+    doc: str
+    response: Any = None
+    _: dataclasses.KW_ONLY
     methods: tuple[str, ...] = ("GET",)
     body: JsonBody[Any] | None = None
-    answer: Any = None
     event: Any = None
     event_media: str = "text/event-stream"
-    query: dict[str, dict[str, Any]] | None = None
+    query: Query | None = None
     errors: tuple[int, ...] = ()
     is_admin: bool = False
+    aliases: tuple[str, ...] = ()
+
+    def expand(self) -> Iterator[Endpoint]:
+        """One endpoint per path."""
+        for path in (self.path, *self.aliases):
+            yield dataclasses.replace(self, path=path, aliases=())
+
+
+def post(path: str, handler: Handler, tag: str, doc: str, response: Any = None, **options: Any) -> Endpoint:
+    """An endpoint for POST."""
+    return Endpoint(path, handler, tag, doc, response, methods=("POST",), **options)

@@ -1,6 +1,6 @@
-"""`Metrics`: everything ``/metrics`` tells, in a registry of its own. Names and meanings are in ``docs/metrics.md``.
+"""`Metrics`: everything that ``/metrics`` reports, in its own registry; documented in ``docs/metrics.md``.
 
-What the engine counts is read from its statistics; what a client feels (latencies, statuses) is observed here.
+Engine counters come from its statistics; latencies and statuses are measured here.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ GAUGES = {
     "num_pages": ("kv_pages", "KV pages of all cache groups."),
     "num_used_pages": ("kv_used_pages", "KV pages that running requests hold, prefixes they share included."),
     "num_evictable_pages": (
-        "kv_evictable_pages", "KV pages that only the prefix cache holds; given up when others need them."
+        "kv_evictable_pages", "KV pages that only the prefix cache holds; evicted when others need them."
     ),
 }
 
 COUNTERS = {
     "prompt_tokens_total": (
-        "prompt_tokens", "Prompt tokens of admitted requests; also what the prefix cache was asked for."
+        "prompt_tokens", "Prompt tokens of admitted requests; also the prefix cache's queries."
     ),
     "cached_tokens_total": ("prefix_cache_hit_tokens", "Prompt tokens that came from the prefix cache."),
     "computed_tokens_total": ("computed_tokens", "Tokens run through the model: prompts and outputs."),
     "generation_tokens_total": ("generation_tokens", "Output tokens."),
-    "requests_total": ("engine_requests", "Requests taken by the engine; n choices count n times."),
+    "requests_total": ("engine_requests", "Requests submitted to the engine; n choices count n times."),
     "aborted_total": ("aborted_requests", "Requests ended before they finished."),
-    "retracted_total": ("retracted_requests", "Times a running request gave its pages back and waited again."),
+    "retracted_total": ("retracted_requests", "Times a running request released its pages and was queued again."),
     "failed_steps_total": ("failed_steps", "Steps that raised an error."),
     "steps_total": ("engine_steps", "Steps computed."),
-    "evicted_pages_total": ("evicted_pages", "Cached pages given to other requests."),
+    "evicted_pages_total": ("evicted_pages", "Cached pages evicted for other requests."),
 }
 
 
@@ -70,7 +70,7 @@ class EngineCollector(Collector):
 
 
 class LoopHistogram(Collector):
-    """A histogram of what is observed in one event loop alone, some of it with every token: no lock, no labels."""
+    """A histogram without lock and labels, for values observed per token in a single event loop."""
 
     def __init__(self, name: str, doc: str, buckets: tuple[float, ...]):
         self._name, self._doc, self._buckets = name, doc, buckets
@@ -78,7 +78,7 @@ class LoopHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
+        """Observe one value."""
         self._counts[bisect_left(self._buckets, value)] += 1
         self._sum += value
 
@@ -111,11 +111,11 @@ class Metrics:
         )
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length of a request.", TOKENS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Output length of a choice.", TOKENS)
-        self.http_requests = self._counter("http_requests", "HTTP requests answered.", ("method", "route", "status"))
+        self.http_requests = self._counter("http_requests", "HTTP requests completed.", ("method", "route", "status"))
         self.http_active = Gauge(
-            "headrace_http_requests_active", "HTTP requests being answered, streams included.", registry=self.registry
+            "headrace_http_requests_active", "HTTP requests in progress, streams included.", registry=self.registry
         )
-        self.ready = Gauge("headrace_ready", "1 when the server takes requests.", registry=self.registry)
+        self.ready = Gauge("headrace_ready", "1 when the server accepts requests.", registry=self.registry)
 
     def _counter(self, name: str, doc: str, labels: tuple[str, ...]) -> Counter:
         return Counter(f"headrace_{name}", doc, labels, registry=self.registry)
@@ -126,21 +126,21 @@ class Metrics:
         return made
 
     def render(self, stats: EngineStats, *, is_ready: bool) -> bytes:
-        """The Prometheus text of this moment."""
+        """The metrics in Prometheus text format."""
         self.engine.stats = stats
         self.ready.set(is_ready)
         return generate_latest(self.registry)
 
     def names(self) -> Iterator[str]:
-        """Every metric name, as documented."""
+        """Every metric name."""
         for family in self.registry.collect():
             yield family.name + ("_total" if family.type == "counter" else "")
 
 
 class RequestTimer:
-    """Observes one engine request from its deltas. ``first_token_s`` and ``end_s``: seconds from its coming to its
-    first token and to its end, 0 until then; ``queued_s`` those that its first choice waited for a step. ``arrival_ns``
-    is by the wall clock."""
+    """Measures one engine request by its deltas. ``first_token_s`` and ``end_s``: seconds from arrival to the first
+    token and to the end, 0 until then; ``queued_s``: seconds until the first choice's first step. ``arrival_ns`` is
+    wall-clock time."""
 
     def __init__(self, metrics: Metrics, prompt_len: int, num_choices: int):
         self._metrics = metrics
@@ -163,11 +163,11 @@ class RequestTimer:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the request came."""
+        """Seconds since arrival."""
         return time.perf_counter() - self._arrival
 
     def observe(self, delta: ChoiceDelta) -> None:
-        """Count one delta."""
+        """Observe one delta."""
         now, index, num_tokens = time.perf_counter(), delta.index, len(delta.token_ids)
         if delta.queued_s is not None and index not in self._queued:
             self._queued.add(index)

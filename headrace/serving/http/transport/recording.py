@@ -1,12 +1,7 @@
-"""`Recorder`: sees whole requests and answers pass, for those who log or keep them. `RequestLog` is one of them.
+"""`Recorder`: passes whole requests and responses to sinks: `RequestLog` (log lines) and `DumpFolder` (files for
+`headrace replay`).
 
-Refuses: keys. Of headers only a few harmless ones are told; texts are told when asked for.
-
-
-A folder of recorded requests: JSON lines in files that are begun anew as they grow; the oldest go when all have
-grown.
-
-Refuses: keys; no header is written. Texts of users are: the folder and its files are for their owner's eyes alone.
+Refuses: keys. Only harmless headers are logged; prompts are logged only if configured.
 """
 
 from __future__ import annotations
@@ -29,31 +24,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.config import OperationsConfig
 from headrace.base.errors import ConfigError
-from headrace.serving.http.transport.connection import forgo_writer
+from headrace.serving.http.transport.connection import drop_writer
 from headrace.serving.http.transport.errors import path_of
 from headrace.serving.replay import NAME, NO_BODY, Record
 
 logger = logging.getLogger(__name__)
 MAX_KEPT_BODY = 4 * 2**20
-MAX_KEPT_ANSWER = 2**20
+MAX_KEPT_RESPONSE = 2**20
 MAX_LOGGED_TEXT = 2048
 
 PLAIN_HEADERS = frozenset(
     {"accept", "content-length", "content-type", "host", "traceparent", "user-agent", "x-request-id"}
 )
-"""Headers whose values may be told. Any other may hold a key."""
+"""Headers whose values may be logged. Any other may hold a key."""
 
 PLAIN_FIELDS = frozenset(
     {"model", "response_format", "type", "role", "tool_choice", "reasoning_effort", "effort", "encoding_format", "task"}
 )
-"""Fields whose short texts may be told although they are texts."""
+"""Fields whose short texts may be logged even without prompts."""
 MAX_PLAIN_TEXT = 64
 
 
 @dataclass
 class Exchange:
-    """A request and its answer, each cut off at a limit. ``is_complete``: the answer was sent to its end. ``at`` is by
-    the wall clock; ``seconds`` to the end, ``first_byte_s`` to the answer's beginning."""
+    """A request and its response, each truncated at a limit. ``is_complete``: the response was sent completely. ``at``
+    is wall-clock time; ``seconds`` is the time to the end, ``first_byte_s`` that to the first byte of the body."""
 
     method: str
     path: str
@@ -61,29 +56,29 @@ class Exchange:
     at: float
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
-    answer: bytearray = field(default_factory=bytearray)
+    response: bytearray = field(default_factory=bytearray)
     seconds: float = 0.0
     first_byte_s: float = 0.0
     is_body_cut: bool = False
-    is_answer_cut: bool = False
+    is_response_cut: bool = False
     is_complete: bool = False
     request_id: str = "-"
 
     @property
     def num_bytes(self) -> int:
-        """Of both together."""
-        return len(self.body) + len(self.answer)
+        """Bytes of both bodies."""
+        return len(self.body) + len(self.response)
 
 
 class Sink(Protocol):
-    """Who is given exchanges; called in the event loop."""
+    """Takes exchanges; called in the event loop."""
 
     def take(self, exchange: Exchange) -> None:
-        """One that has ended."""
+        """Take an exchange that has ended."""
 
 
 class Recorder:
-    """Of POST requests to ``paths``. What the application sees and sends is not changed."""
+    """Records POST requests to ``paths``. What the application receives and sends is unchanged."""
 
     def __init__(self, app: ASGIApp, sinks: Iterable[Sink], paths: frozenset[str]):
         self._app, self._sinks, self._paths = app, list(sinks), paths
@@ -92,7 +87,7 @@ class Recorder:
         if scope["type"] != "http" or scope["method"] != "POST" or path_of(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
-        forgo_writer(scope)
+        drop_writer(scope)
         exchange, begin = Exchange("POST", path_of(scope), Headers(scope=scope), time.time()), time.perf_counter()
 
         async def note_body() -> Message:
@@ -101,17 +96,17 @@ class Recorder:
                 exchange.is_body_cut |= _keep(exchange.body, message.get("body", b""), MAX_KEPT_BODY)
             return message
 
-        async def note_answer(message: Message) -> None:
+        async def note_response(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
             else:
                 exchange.first_byte_s = exchange.first_byte_s or time.perf_counter() - begin
-                exchange.is_answer_cut |= _keep(exchange.answer, message.get("body", b""), MAX_KEPT_ANSWER)
+                exchange.is_response_cut |= _keep(exchange.response, message.get("body", b""), MAX_KEPT_RESPONSE)
                 exchange.is_complete = not message.get("more_body", False)
             await send(message)
 
         try:
-            await self._app(scope, note_body, note_answer)
+            await self._app(scope, note_body, note_response)
         finally:
             exchange.seconds = time.perf_counter() - begin
             exchange.request_id = scope.get("state", {}).get("request_id") or "-"
@@ -120,54 +115,51 @@ class Recorder:
 
 
 def _keep(kept: bytearray, more: bytes, limit: int) -> bool:
-    """Add what there is room for; whether it was too much."""
+    """Append up to ``limit`` bytes; returns whether something was cut."""
     room = limit - len(kept)
     kept += more[:room]
     return len(more) > room
 
 
 class RequestLog:
-    """A line with the headers and fields of each request; with ``has_texts`` its texts, too."""
+    """Logs a line with the headers and fields of each request; with ``has_texts`` also its texts."""
 
     def __init__(self, *, has_texts: bool):
         self._has_texts = has_texts
 
     def take(self, exchange: Exchange) -> None:
-        """Log one."""
+        """Log one exchange."""
         headers = {
-            name: value[:MAX_LOGGED_TEXT] if name in PLAIN_HEADERS else "***" for name,
-            value in exchange.headers.items()
+            name: value[:MAX_LOGGED_TEXT] if name in PLAIN_HEADERS else "***"
+            for name, value in exchange.headers.items()
         }
         try:
             fields = shorten(msgspec.json.decode(bytes(exchange.body)), has_texts=self._has_texts)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            fields = f"<{len(exchange.body)} bytes that are no JSON>"
+            fields = f"<{len(exchange.body)} bytes, not JSON>"
         logger.info("id %s %s headers %s fields %s", exchange.request_id, exchange.path, _line(headers), _line(fields))
 
 
 def open_log(operations: OperationsConfig) -> RequestLog | None:
-    """The log of fields, when more than lines is wanted."""
-    return (
-        RequestLog(has_texts=operations.log_requests == "prompts") if operations.log_requests in ("fields", "prompts")
-        else None
-    )
+    """The log of fields, if configured."""
+    if operations.log_requests not in ("fields", "prompts"):
+        return None
+    return RequestLog(has_texts=operations.log_requests == "prompts")
 
 
 def shorten(value: Any, *, has_texts: bool, name: str = "", depth: int = 0) -> Any:
-    """A request's fields as they may be told: numbers and switches as they are, texts by their length or cut off, lists
-    and deep parts by their size."""
+    """A request's fields for the log: numbers and booleans unchanged, texts truncated or replaced by their length,
+    lists and deep objects by their size."""
     if isinstance(value, str):
         if has_texts:
             return value if len(value) <= MAX_LOGGED_TEXT else f"{value[:MAX_LOGGED_TEXT]}... ({len(value)} characters)"
         return value if name in PLAIN_FIELDS and len(value) <= MAX_PLAIN_TEXT else f"<text, {len(value)} characters>"
     if isinstance(value, dict):
-        if depth >= 3 and not has_texts:
-            return f"<object, {len(value)} fields>"
-        if not has_texts and name in ("metadata", "logit_bias"):
+        if not has_texts and (depth >= 3 or name in ("metadata", "logit_bias")):
             return f"<object, {len(value)} fields>"
         return {
-            key[:MAX_PLAIN_TEXT]: shorten(item, has_texts=has_texts, name=key, depth=depth + 1) for key,
-            item in list(value.items())[:64]
+            key[:MAX_PLAIN_TEXT]: shorten(item, has_texts=has_texts, name=key, depth=depth + 1)
+            for key, item in list(value.items())[:64]
         }
     if isinstance(value, list):
         return (
@@ -178,26 +170,27 @@ def shorten(value: Any, *, has_texts: bool, name: str = "", depth: int = 0) -> A
 
 
 def _line(value: Any) -> str:
-    """On one line, whatever is in it."""
+    """The value as JSON on one line."""
     return msgspec.json.encode(value).decode()
 
 
 NUM_FILES = 8
-"""Into how many files the limit is divided: this share of the records goes at a time."""
+"""Files that the limit is divided into; the oldest is deleted to make room."""
 
 MAX_PENDING = 64 * 2**20
-"""Bytes of requests and answers that wait for a slow disk; what comes above is left out."""
+"""Bytes of exchanges that wait for a slow disk; further ones are dropped."""
 
 
 class DumpFolder:
-    """Writes exchanges on a thread of its own. ``limit`` is in bytes."""
+    """Writes exchanges to JSON lines files on a thread; ``limit`` is in bytes. Bodies are written, headers never: the
+    files are readable by their owner only."""
 
     def __init__(self, folder: str, limit: int):
         self._folder, self._limit = Path(folder), limit
         self._writer = ThreadPoolExecutor(1, "request-dump")
         self._file: FileIO | None = None
         self._lock = threading.Lock()
-        self._num_pending = self._num_left_out = 0
+        self._num_pending = self._num_dropped = 0
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open()
@@ -207,17 +200,17 @@ class DumpFolder:
             ) from error
 
     def take(self, exchange: Exchange) -> None:
-        """Write one, soon."""
+        """Queue one exchange for writing."""
         if self._num_pending > MAX_PENDING:
-            self._num_left_out += 1
-            if self._num_left_out == 1:
-                logger.warning("requests come faster than they can be written to the dump; some are left out")
+            self._num_dropped += 1
+            if self._num_dropped == 1:
+                logger.warning("requests arrive faster than the dump can be written; some are dropped")
             return
         self._count(exchange.num_bytes)
         self._writer.submit(self._write, exchange)
 
     def close(self) -> None:
-        """Write what waits, then close."""
+        """Write what is queued, then close."""
         self._writer.shutdown(wait=True)
         if self._file is not None:
             self._file.close()
@@ -234,7 +227,7 @@ class DumpFolder:
             self._count(-exchange.num_bytes)
 
     def _append(self, line: bytes) -> None:
-        """All of a line or, on a full disk, nothing of it."""
+        """Write the whole line or, on a full disk, nothing."""
         assert self._file is not None
         begin = os.fstat(self._file.fileno()).st_size
         if self._file.write(line) < len(line):
@@ -246,7 +239,7 @@ class DumpFolder:
             self._num_pending += num_bytes
 
     def _open(self) -> None:
-        """Begin a new file; give up the oldest ones when there is no room for another."""
+        """Start a new file; delete the oldest ones if the limit requires it."""
         if self._file is not None:
             self._file.close()
         files = sorted(self._folder.glob(NAME))
@@ -256,7 +249,7 @@ class DumpFolder:
             oldest.unlink()
             del sizes[oldest]
         seconds, rest = divmod(time.time_ns(), 10**9)
-        # sorts by time
+        # names sort by time
         name = f"requests-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(seconds))}-{rest:09d}-{os.getpid()}.jsonl"
         self._file = os.fdopen(
             os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0
@@ -266,10 +259,10 @@ class DumpFolder:
 def _record(exchange: Exchange) -> Record:
     return Record(
         at=exchange.at, path=exchange.path, body=_as_json(exchange), status=exchange.status,
-        answer=exchange.answer.decode(errors="replace"),
+        answer=exchange.response.decode(errors="replace"),
         seconds=round(exchange.seconds, 6), first_byte_s=round(exchange.first_byte_s, 6),
         request_id=exchange.request_id,
-        is_answer_cut=exchange.is_answer_cut, is_complete=exchange.is_complete,
+        is_answer_cut=exchange.is_response_cut, is_complete=exchange.is_complete,
     )
 
 
@@ -277,6 +270,6 @@ def _as_json(exchange: Exchange) -> msgspec.Raw:
     if exchange.is_body_cut:
         return NO_BODY
     try:
-        return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(bytes(exchange.body))))  # on one line, and valid
+        return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(bytes(exchange.body))))  # validated, and on one line
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return NO_BODY

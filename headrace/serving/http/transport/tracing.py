@@ -1,8 +1,6 @@
-"""`Tracing`: OpenTelemetry spans, one a request, within it the wait, the prefill and the decoding of each of its
-prompts.
+"""`Tracing`: OpenTelemetry spans: one per request, with child spans for queue, prefill and decode of each prompt.
 
-OpenTelemetry is imported when there is something to trace, and not before. Refuses: texts; spans carry names, counts,
-times.
+OpenTelemetry is imported only when tracing is configured. Refuses: texts; spans carry names, counts and times.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ TRACES_PATH = "/v1/traces"
 EXPORT_TIMEOUT_S = 3
 
 MAX_PROMPTS = 16
-"""Prompts of one request that get spans of their own."""
+"""Prompts per request that get child spans."""
 UNTRACED = frozenset({"/health", "/ready", "/metrics"})
 NS = 1_000_000_000
 
 
 class Tracing:
-    """Hands finished spans to ``processor``. A request whose ``traceparent`` header says whether it is sampled is or is
-    not; of the others ``share`` is."""
+    """Passes finished spans to ``processor``. The sampling decision of a ``traceparent`` header is followed; of other
+    requests ``share`` are sampled."""
 
     def __init__(self, processor: SpanProcessor, share: float):
         from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -52,7 +50,7 @@ class Tracing:
         self._extract = TraceContextTextMapPropagator().extract
 
     def begin(self, headers: Headers, method: str, route: str) -> Span:
-        """The span of one HTTP request; its caller's span, if the headers name one, is its parent."""
+        """The span of one HTTP request, a child of the span in the headers, if any."""
         from opentelemetry.trace import SpanKind
 
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
@@ -62,7 +60,7 @@ class Tracing:
         )
 
     def end(self, span: Span, status: int) -> None:
-        """The request has been answered."""
+        """End the span of a completed request."""
         from opentelemetry.trace import StatusCode
 
         span.set_attribute("http.response.status_code", status)
@@ -71,7 +69,7 @@ class Tracing:
         span.end()
 
     def add_generation(self, span: Span, request_id: str, model: str, timers: list[RequestTimer]) -> None:
-        """What the engine did for a request: names and counts on its span, and a span for each stage of each prompt."""
+        """Add names and counts to a request's span, and a child span for each stage of each prompt."""
         if not span.is_recording():
             return
         span.set_attributes({
@@ -89,7 +87,7 @@ class Tracing:
             self._add_stages(span, index, timer)
 
     def close(self) -> None:
-        """Send what is left; gives up after a few seconds."""
+        """Flush, for a few seconds at most."""
         self._provider.force_flush(EXPORT_TIMEOUT_S * 1000)
         self._provider.shutdown()
 
@@ -110,7 +108,7 @@ class Tracing:
 
 
 class TracedRequests:
-    """Gives each request its span, as ``state.span``, and ends it with the answer."""
+    """Starts a span per request, as ``state["span"]``, and ends it after the response."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing, routes: frozenset[str]):
         self._app, self._tracing, self._routes = app, tracing, routes
@@ -136,7 +134,7 @@ class TracedRequests:
 
 
 def open_tracing(operations: OperationsConfig) -> Tracing | None:
-    """Tracing to the configured collector, None when there is none; raises `ConfigError` for one that cannot be."""
+    """Tracing to the configured collector, None if there is none; raises `ConfigError` for an invalid one."""
     endpoint = operations.otlp_endpoint
     if endpoint is None:
         return None
