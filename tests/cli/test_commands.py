@@ -102,7 +102,7 @@ def test_ctrl_c_is_an_exception_again_once_the_command_runs():
     code = """
 import atexit, signal
 from headrace.__main__ import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests themselves run in the background of a shell
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in a shell's background
 atexit.register(lambda: print(signal.getsignal(signal.SIGINT).__name__))
 main()
 """

@@ -117,8 +117,11 @@ def test_json_lines_from_stdin(run, argv: list[str]):
 
 
 def test_wrong_lines_fail_alone(run, tmp_path: Path):
-    wrong = ["{", "[]", '{"prompt": 5}', '{"prompt": "a", "messages": []}', '{"prompt": "a", "temprature": 1}', '{"prompt": "a", "top_p": 7}',
-             '{"prompt": "a", "n": "many"}', '{"prompt": ""}', '{"prompt": [300]}', '{"messages": []}', json.dumps({"prompt": "x" * 500})]
+    wrong = [
+        "{", "[]", '{"prompt": 5}', '{"prompt": "a", "messages": []}', '{"prompt": "a", "temprature": 1}',
+        '{"prompt": "a", "top_p": 7}', '{"prompt": "a", "n": "many"}', '{"prompt": ""}', '{"prompt": [300]}',
+        '{"messages": []}', json.dumps({"prompt": "x" * 500})
+    ]
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join([*wrong, '"fine"', '{"prompt": "boom!"}']))
     code, lines = run("--input", str(path))

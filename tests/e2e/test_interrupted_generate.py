@@ -25,7 +25,7 @@ exec sleep 287.5
 PROGRAM = """
 import signal, sys
 from headrace.__main__ import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests themselves run in the background of a shell
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in a shell's background
 sys.exit(main())
 """
 

@@ -15,7 +15,8 @@ from headrace.base.sampling import ThinkingBudget
 pytest.importorskip("llguidance")
 
 TOOLS = [
-    {"type": "function", "function": {"name": "set_lamp", "description": "Switch a lamp", "strict": True, "parameters": {
+    {"type": "function", "function": {"name": "set_lamp", "description": "Switch a lamp", "strict": True,
+     "parameters": {
         "type": "object",
         "properties": {
             "room": {"enum": ["kitchen", "hall"]}, "is_on": {"type": "boolean"},

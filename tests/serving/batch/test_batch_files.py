@@ -108,7 +108,8 @@ async def test_a_full_queue_is_waited_for_and_a_dead_engine_ends_the_run(
 
     client = Flaky(create_app(FakeClient(), ServerConfig()))
     output = io.BytesIO()
-    tally = await run_batch(client, read_items(io.BytesIO(line("a", GOOD)), Completed(set(), set())), output, concurrency=2)
+    items = read_items(io.BytesIO(line("a", GOOD)), Completed(set(), set()))
+    tally = await run_batch(client, items, output, concurrency=2)
     assert (client.tries, tally.completed, tally.failed) == (3, 1, 0)
     fake = FakeClient()
     fake.state = "stopped"

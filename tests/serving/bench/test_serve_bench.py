@@ -199,7 +199,7 @@ def test_a_trace_is_replayed(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "trace.jsonl:2 is no JSON"), ("3", ":2 needs"), ('{"prompt": 3}', ":2 needs"),
+        ("{", "trace.jsonl:2 is not JSON"), ("3", ":2 needs"), ('{"prompt": 3}', ":2 needs"),
         ('{"prompt": []}', ":2 needs"), ('{"prompt": "a", "max_tokens": 0}', "max_tokens"),
         ('{"prompt": "a", "timestamp": "x"}', "timestamp")
     ],
@@ -212,9 +212,9 @@ def test_unsound_traces(tmp_path, line, message):
 
 
 def test_what_is_said_when_no_server_helps(tmp_path):
-    with pytest.raises(ConfigError, match="no server answers"):
+    with pytest.raises(ConfigError, match="no server responds"):
         run_serve_bench(serve_bench_options(base_url="http://127.0.0.1:9"))
-    with pytest.raises(ConfigError, match=r"answers 401.*--api-key"):
+    with pytest.raises(ConfigError, match=r"responds with 401.*--api-key"):
         bench(FakeServer(key="secret"))
     assert bench(FakeServer(key="secret"), api_key="secret").num_completed == 20
     with pytest.raises(ConfigError, match=r"http 400.*--random-words"):

@@ -127,8 +127,11 @@ async def test_slow_reader_gets_everything_in_fewer_chunks(app, client):
             return message
         await asyncio.Event().wait()
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-type", b"application/json")], "query_string": b"", "http_version": "1.1",
-             "scheme": "http", "server": ("x", 1), "client": ("y", 1), "asgi": {"version": "3.0"}}
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1",
+        "headers": [(b"content-type", b"application/json")], "scheme": "http", "server": ("x", 1), "client": ("y", 1),
+        "asgi": {"version": "3.0"}
+    }
     serving = asyncio.create_task(app(scope, receive, send))
     await until(lambda: client.num_tokens == 500)
     assert len(sent) == 1

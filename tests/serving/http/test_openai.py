@@ -159,7 +159,8 @@ async def test_echo_with_logprobs_and_no_new_tokens(api):
 
 async def test_logprobs_of_characters_in_several_tokens(api):
     answer = await api.completions.create(
-        model="fake-model", prompt="é日x", echo=True, max_tokens=1, logprobs=1, extra_body={"add_special_tokens": False},
+        model="fake-model", prompt="é日x", echo=True, max_tokens=1, logprobs=1,
+        extra_body={"add_special_tokens": False},
     )
     found, text = answer.choices[0].logprobs, answer.choices[0].text
     assert found.tokens[:6] == [r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xe6", r"bytes:\x97", r"bytes:\xa5", "x"]
@@ -171,8 +172,11 @@ async def test_answers_come_back_with_what_clients_note_about_them(api, client):
         "id": "c1", "type": "function", "index": 0, "provider_specific_fields": None,
         "function": {"name": "f", "arguments": "{}"}
     }
-    noted = {"role": "assistant", "content": "a", "tool_calls": [call], "provider_specific_fields": {"x": 1}, "thinking_blocks": [], "reasoning_details": [{}],
-             "function_call": None, "audio": None, "refusal": None, "annotations": []}
+    noted = {
+        "role": "assistant", "content": "a", "tool_calls": [call], "provider_specific_fields": {"x": 1},
+        "thinking_blocks": [], "reasoning_details": [{}], "function_call": None, "audio": None, "refusal": None,
+        "annotations": []
+    }
     parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
     messages = [{"role": "user", "content": parts}, noted, {"role": "tool", "tool_call_id": "c1", "content": "b"}]
     await api.chat.completions.create(model="fake-model", messages=messages, max_tokens=1)
@@ -193,8 +197,11 @@ async def test_greedy_choices_are_the_same(api):
 async def test_extensions_arrive_at_the_engine(api, client):
     await api.completions.create(
         model="fake-model", prompt="once", max_tokens=4, temperature=0.5, logit_bias={"97": -5}, seed=3, user="u",
-        extra_body={"top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2, "bad_words": ["x"], "allowed_token_ids": [97, 98],
-                    "stop_token_ids": [5], "ignore_eos": True, "skip_special_tokens": False, "priority": 3, "cache_salt": "me", "request_id": "mine"},
+        extra_body={
+            "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2, "bad_words": ["x"],
+            "allowed_token_ids": [97, 98], "stop_token_ids": [5], "ignore_eos": True, "skip_special_tokens": False,
+            "priority": 3, "cache_salt": "me", "request_id": "mine"
+        },
     )
     ((request_id, params, namespace, priority),) = client.submitted
     assert (request_id, namespace, priority) == ("mine", "me", 3)

@@ -33,8 +33,11 @@ async def test_page_is_one_file_that_calls_nobody_else(http):
 async def test_page_sends_only_known_fields(http):
     """The body the page builds is one the server takes."""
     html = (await http.get("/")).text
-    body = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}], "temperature": 0.7, "top_p": 0.95, "max_tokens": 5, "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    body = {
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}], "temperature": 0.7,
+        "top_p": 0.95, "max_tokens": 5, "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}
+    }
     assert all(name in html for name in (*body, *body["stream_options"]))
     assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
 

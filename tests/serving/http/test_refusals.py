@@ -78,7 +78,8 @@ async def test_features_of_later_are_refused_by_name(http, field, value):
 
 
 async def test_null_and_empty_ask_for_nothing(http):
-    body = {"messages": [USER], "max_tokens": 1, "tools": None, "functions": [], "response_format": {"type": "text"}, "tool_choice": "none", "stream": None,
+    body = {"messages": [USER], "max_tokens": 1, "tools": None, "functions": [], "response_format": {"type": "text"},
+            "tool_choice": "none", "stream": None,
             "temperature": None, "stop": None, "modalities": ["text"], "metadata": {
                 "a": "b"
             }, "store": False, "service_tier": "auto", "lora_path": None}

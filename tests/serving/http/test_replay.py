@@ -101,7 +101,7 @@ async def test_times_between_requests_are_kept(tmp_path: Path):
         offsets = [answer.at - begin + 0.001 for answer in answers]  # by two clocks
         assert [a.status for a in answers] == [200] * 3, "the model goes by its name here"
         assert offsets[0] >= 0 and offsets[1] >= 0.15 and offsets[2] >= 0.3
-    with pytest.raises(ConfigError, match="no server answers"):
+    with pytest.raises(ConfigError, match="no server responds"):
         await replay(records, ReplayOptions(base_url=url, speed=0))
     with pytest.raises(ConfigError, match="http://"):
         await replay(records, ReplayOptions(base_url="ftp://x"))
@@ -120,7 +120,7 @@ async def test_the_command(tmp_path: Path, capsys, monkeypatch):
         assert await asyncio.to_thread(main, argv) == 0
         said = capsys.readouterr().out
         assert (
-            "9 requests sent, 9 with the recorded status" in said and "answers: 8 the same, 0 different" in said
+            "9 requests sent, 9 with the recorded status" in said and "responses: 8 the same, 0 different" in said
             and "output tokens" in said
         )
         assert len(read_records(str(tmp_path / "now.jsonl"))) == 9

@@ -197,7 +197,8 @@ def test_announcement(caplog: pytest.LogCaptureFixture):
         tokenizer=client.tokenizer
     )
     text = printed.getvalue()
-    assert "curl http://h:1/v1/chat/completions -H 'Content-Type: application/json' -H 'Authorization: Bearer KEY'" in text
+    command = "curl http://h:1/v1/chat/completions -H 'Content-Type: application/json' -H 'Authorization: Bearer KEY'"
+    assert command in text
     assert "[red]m' is ready" in text
     for tokenizer, asked in (
         (SimpleNamespace(has_chat_template=False), '"prompt": "The capital'), (None, '"prompt": [1, 2, 3]')

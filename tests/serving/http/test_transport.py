@@ -45,8 +45,8 @@ async def port(client: FakeClient) -> AsyncIterator[int]:
 async def talk(
     port: int, *pieces: bytes, until: bytes = b"", count: int = 1, gap_s: float = 0.02, rest_s: float = 0.2
 ) -> tuple[bytes, bool]:
-    """What comes back, and whether the server closed the connection. Waits for that, or for so many of ``until`` in the answer and
-    then for what comes within ``rest_s``."""
+    """The response, and whether the server closed the connection. Waits for the close, or for ``count`` times ``until`` in
+    the response and then for what arrives within ``rest_s``."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:
@@ -170,8 +170,10 @@ def with_curl(port: int, path: str, headers: dict[str, str], body: bytes, *more:
     if command is None:
         pytest.skip("curl is not installed")
     told = [part for name, value in headers.items() for part in ("-H", f"{name}: {value}")]
-    done = subprocess.run([command, "-sS", "-w", "\n%{http_code}", "-m", str(PATIENCE_S), *more, *told, "--data-binary", "@-", f"http://127.0.0.1:{port}{path}"], input=body,
-                          capture_output=True, check=True)
+    arguments = ["-sS", "-w", "\n%{http_code}", "-m", str(PATIENCE_S), *more, *told, "--data-binary", "@-"]
+    done = subprocess.run(
+        [command, *arguments, f"http://127.0.0.1:{port}{path}"], input=body, capture_output=True, check=True
+    )
     text, _, status = done.stdout.rpartition(b"\n")
     return int(status), text
 
@@ -192,7 +194,7 @@ CLOSING, STAYING = {"Connection": "close"}, {}
 @pytest.mark.parametrize("headers", [CLOSING, STAYING], ids=["closing", "staying"])
 @pytest.mark.parametrize("send", SENDERS)
 async def test_who_sends_too_much_is_told_so_whenever_it_looks(port, client, send: Sender, headers):
-    """Other than a reset connection. Most clients look at the answer when all is sent, far beyond what sockets hold meanwhile."""
+    """Not by a reset connection. Most clients read the response when all is sent, far beyond what sockets buffer."""
     body = b'{"prompt": "' + b"x" * (24 << 20) + b'"}'
     for path, read in (
         ("/v1/completions", lambda told: told["error"]["code"]),
