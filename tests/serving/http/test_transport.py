@@ -45,7 +45,7 @@ async def port(client: FakeClient) -> AsyncIterator[int]:
 async def talk(
     port: int, *pieces: bytes, until: bytes = b"", count: int = 1, gap_s: float = 0.02, rest_s: float = 0.2
 ) -> tuple[bytes, bool]:
-    """The response, and whether the server closed the connection. Waits for the close, or for ``count`` times ``until`` in
+    """The response, and whether the server closed the connection. Waits for the close, or for ``count`` of ``until`` in
     the response and then for what arrives within ``rest_s``."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""

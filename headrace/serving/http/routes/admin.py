@@ -18,25 +18,13 @@ from headrace.base.admin import DEVICE_PARTS, DevicePart, StartProfile
 from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.service.client.admin import SleepMode
 from headrace.serving.http.generation.context import AppContext, context_of
-from headrace.serving.http.protocol.admin import (
-    AdminResponse,
-    FlushResponse,
-    Load,
-    Loads,
-    MemoryRequest,
-    PauseRequest,
-    PauseState,
-    ProfileRequest,
-    SleepState,
-    UpdateWeightsRequest,
-    UpdateWeightsResponse,
-)
+from headrace.serving.http.protocol import admin as wire
 from headrace.serving.http.routes.control import current_stats
 from headrace.serving.http.transport.endpoint import Endpoint, Handler, JsonBody, Query, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-MEMORY_BODY, UPDATE_BODY = JsonBody(MemoryRequest), JsonBody(UpdateWeightsRequest)
-PAUSE_BODY, PROFILE_BODY = JsonBody(PauseRequest), JsonBody(ProfileRequest)
+MEMORY_BODY, UPDATE_BODY = JsonBody(wire.MemoryRequest), JsonBody(wire.UpdateWeightsRequest)
+PAUSE_BODY, PROFILE_BODY = JsonBody(wire.PauseRequest), JsonBody(wire.ProfileRequest)
 SLEEP_MODES: dict[str, SleepMode] = {"refuse": "refuse", "abort": "abort", "wait": "wait"}
 PAUSE_MODES = ("abort", "keep")
 NO_PROFILES = "profiles need a folder: start the server with --profile-folder"
@@ -45,7 +33,7 @@ CHANGE_ERRORS = (400, 401, 403, 408, 409, 413, 503)
 
 
 def _done(message: str) -> JsonResponse:
-    return JsonResponse(AdminResponse(True, message))
+    return JsonResponse(wire.AdminResponse(True, message))
 
 
 def _check_loaded(context: AppContext) -> None:
@@ -75,7 +63,7 @@ async def flush_cache(request: Request) -> JsonResponse:
     context.check_available()
     is_empty = await context.client.reset_prefix_cache()
     message = "the prefix cache is empty" if is_empty else "running requests hold pages; retry when they have finished"
-    return JsonResponse(FlushResponse(is_empty, message), 200 if is_empty else 400)
+    return JsonResponse(wire.FlushResponse(is_empty, message), 200 if is_empty else 400)
 
 
 async def pause_generation(request: Request) -> JsonResponse:
@@ -108,7 +96,7 @@ async def resume(request: Request) -> JsonResponse:
 
 async def show_paused(request: Request) -> JsonResponse:
     """Whether generation is paused."""
-    return JsonResponse(PauseState(context_of(request).admin.is_paused))
+    return JsonResponse(wire.PauseState(context_of(request).admin.is_paused))
 
 
 async def freeze_gc(request: Request) -> JsonResponse:
@@ -125,13 +113,13 @@ async def show_loads(request: Request) -> JsonResponse:
     """The load of the engine."""
     context = context_of(request)
     facts, stats = context.facts(), await current_stats(context)
-    load = Load(
+    load = wire.Load(
         dp_rank=0, num_running_reqs=stats.num_running, num_waiting_reqs=stats.num_queued,
         num_total_reqs=stats.num_running + stats.num_queued,
         num_used_tokens=stats.num_used_pages * facts.page_size, max_total_num_tokens=facts.num_kv_tokens,
         token_usage=stats.num_used_pages / max(1, stats.num_pages),
     )
-    return JsonResponse(Loads(time.time(), VERSION, 1, [load]))
+    return JsonResponse(wire.Loads(time.time(), VERSION, 1, [load]))
 
 
 def _memory_handler(*, is_release: bool) -> Handler:
@@ -171,7 +159,7 @@ def _memory_response(context: AppContext) -> JsonResponse:
 
 async def show_sleeping(request: Request) -> JsonResponse:
     """Whether the engine sleeps."""
-    return JsonResponse(SleepState(context_of(request).admin.is_asleep))
+    return JsonResponse(wire.SleepState(context_of(request).admin.is_asleep))
 
 
 async def update_weights(request: Request) -> JsonResponse:
@@ -194,7 +182,7 @@ async def update_weights(request: Request) -> JsonResponse:
             f"the weights were not replaced: {_without_paths(context, error.message, model)}", param="model_path"
         ) from error
     num_paused = 0 if body.abort_all_requests else num_kept
-    return JsonResponse(UpdateWeightsResponse(True, "the weights were replaced", num_paused))
+    return JsonResponse(wire.UpdateWeightsResponse(True, "the weights were replaced", num_paused))
 
 
 def _find_model(context: AppContext, path: str | None) -> str:
@@ -248,7 +236,7 @@ async def stop_profile(request: Request) -> JsonResponse:
 
 
 def _admin(
-    path: str, handler: Handler, doc: str, *, response: type = AdminResponse, query: Query | None = None,
+    path: str, handler: Handler, doc: str, *, response: type = wire.AdminResponse, query: Query | None = None,
     errors: tuple[int, ...] = CHANGE_ERRORS,
 ) -> Endpoint:
     return post(path, handler, "admin", doc, response, query=query, errors=errors, is_admin=True)
@@ -259,24 +247,24 @@ SLEEP_QUERY: Query = {"level": LEVEL, "mode": {"type": "string", "enum": list(SL
 PAUSE_QUERY: Query = {"mode": {"type": "string", "enum": list(PAUSE_MODES)}}
 ENDPOINTS = (
     Endpoint(
-        "/flush_cache", flush_cache, "admin", "Empty the prefix cache.", FlushResponse, methods=("GET", "POST"),
+        "/flush_cache", flush_cache, "admin", "Empty the prefix cache.", wire.FlushResponse, methods=("GET", "POST"),
         errors=(400, *ADMIN_ERRORS), is_admin=True, aliases=("/reset_prefix_cache",)
     ),
     _admin("/pause_generation", pause_generation, "Pause generation.", errors=(400, 413, 408, *ADMIN_ERRORS)),
     _admin("/continue_generation", resume, "Continue after a pause.", errors=ADMIN_ERRORS),
     _admin("/freeze_gc", freeze_gc, "Exclude objects in memory from garbage collection.", errors=ADMIN_ERRORS),
-    Endpoint("/v1/loads", show_loads, "control", "The load of the engine.", Loads, errors=(503,)),
+    Endpoint("/v1/loads", show_loads, "control", "The load of the engine.", wire.Loads, errors=(503,)),
     _admin("/release_memory_occupation", _memory_handler(is_release=True), "Free device memory."),
     _admin("/resume_memory_occupation", _memory_handler(is_release=False), "Reallocate device memory."),
     _admin("/sleep", sleep, "Free all device memory.", query=SLEEP_QUERY),
     _admin("/wake_up", wake_up, "Reallocate device memory.", query={"tags": TAGS}),
-    Endpoint("/is_sleeping", show_sleeping, "control", "Whether the engine sleeps.", SleepState),
+    Endpoint("/is_sleeping", show_sleeping, "control", "Whether the engine sleeps.", wire.SleepState),
     _admin("/pause", pause, "Pause generation.", query=PAUSE_QUERY),
     _admin("/resume", resume, "Continue after a pause."),
-    Endpoint("/is_paused", show_paused, "control", "Whether generation is paused.", PauseState),
+    Endpoint("/is_paused", show_paused, "control", "Whether generation is paused.", wire.PauseState),
     _admin(
         "/update_weights_from_disk", update_weights, "Serve other weights of the same shapes.",
-        response=UpdateWeightsResponse
+        response=wire.UpdateWeightsResponse
     ),
     _admin("/start_profile", start_profile, "Record a profile of the engine."),
     _admin("/stop_profile", stop_profile, "Write the profile."),

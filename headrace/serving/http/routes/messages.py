@@ -14,41 +14,9 @@ from headrace.serving.http.generation.context import read_request
 from headrace.serving.http.generation.conversation import count_prompt
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, named_frame, start_stream
+from headrace.serving.http.protocol import messages as wire
 from headrace.serving.http.protocol.errors import ThreadsNotServed, describe_messages_error
 from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
-from headrace.serving.http.protocol.messages import (
-    AnyChoice,
-    Block,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    ClientTool,
-    ContentDelta,
-    CountRequest,
-    Message,
-    MessageDelta,
-    MessagesRequest,
-    MessageStart,
-    MessageStop,
-    MessagesUsage,
-    NamedChoice,
-    NoChoice,
-    OutputBlock,
-    Ping,
-    StopInfo,
-    StreamEvent,
-    TextBlock,
-    TextOnlyBlock,
-    TextOutput,
-    Thinking,
-    ThinkingBlock,
-    ThinkingOutput,
-    TokenCount,
-    ToolResultBlock,
-    ToolUseBlock,
-    ToolUseOutput,
-    Turn,
-)
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, TextPart, Usage
 from headrace.serving.http.protocol.tools import (
     CallRecord,
@@ -62,19 +30,19 @@ from headrace.serving.http.protocol.tools import (
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-BODY, COUNT_BODY = JsonBody(MessagesRequest), JsonBody(CountRequest)
+BODY, COUNT_BODY = JsonBody(wire.MessagesRequest), JsonBody(wire.CountRequest)
 ROLES: dict[type, tuple[str, str]] = {
-    ToolResultBlock: ("user", "tool_result"), ToolUseBlock: ("assistant", "tool_use"),
-    ThinkingBlock: ("assistant", "thinking"),
+    wire.ToolResultBlock: ("user", "tool_result"), wire.ToolUseBlock: ("assistant", "tool_use"),
+    wire.ThinkingBlock: ("assistant", "thinking"),
 }
 """The role that may send a block, and the block's type."""
 
 
-def _text(content: str | list[TextOnlyBlock] | None) -> str:
+def _text(content: str | list[wire.TextOnlyBlock] | None) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
-def _check_roles(turn: Turn, where: str) -> None:
+def _check_roles(turn: wire.Turn, where: str) -> None:
     for index, block in enumerate(turn.content):
         role, kind = ROLES.get(type(block), (turn.role, ""))
         if role != turn.role:
@@ -82,19 +50,19 @@ def _check_roles(turn: Turn, where: str) -> None:
             raise RequestError(f"{param}: {kind} blocks belong to messages of the role {role!r}", param=param)
 
 
-def _assistant_message(blocks: list[Block]) -> ChatMessage:
-    text = "".join(b.text for b in blocks if isinstance(b, TextBlock))
-    reasoning = "".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
+def _assistant_message(blocks: list[wire.Block]) -> ChatMessage:
+    text = "".join(b.text for b in blocks if isinstance(b, wire.TextBlock))
+    reasoning = "".join(b.thinking for b in blocks if isinstance(b, wire.ThinkingBlock))
     calls = [
         CallRecord(id=b.id, type="function", function=FunctionCall(name=b.name, arguments=b.input))
-        for b in blocks if isinstance(b, ToolUseBlock)
+        for b in blocks if isinstance(b, wire.ToolUseBlock)
     ]
     return ChatMessage(
         role="assistant", content=text or None, reasoning_content=reasoning or None, tool_calls=calls or None
     )
 
 
-def _turn_messages(turn: Turn, where: str) -> list[ChatMessage]:
+def _turn_messages(turn: wire.Turn, where: str) -> list[ChatMessage]:
     """The messages of one turn: one per tool result, consecutive texts together."""
     if isinstance(turn.content, str):
         return [ChatMessage(role=turn.role, content=turn.content)]
@@ -103,11 +71,11 @@ def _turn_messages(turn: Turn, where: str) -> list[ChatMessage]:
         return [_assistant_message(turn.content)]
     messages: list[ChatMessage] = []
     for block in turn.content:
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, wire.ToolResultBlock):
             text = _text(block.content)
             text = f"Error: {text}" if block.is_error else text
             messages.append(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=text))
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, wire.TextBlock):
             if messages and isinstance(messages[-1].content, list):
                 messages[-1].content.append(TextPart(text=block.text))
             else:
@@ -115,28 +83,28 @@ def _turn_messages(turn: Turn, where: str) -> list[ChatMessage]:
     return messages
 
 
-def _tool(tool: ClientTool) -> Tool:
+def _tool(tool: wire.ClientTool) -> Tool:
     return Tool(type="function", function=FunctionTool(
         name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict,
     ))
 
 
-def _set_tools(chat: ChatRequest, body: CountRequest) -> None:
+def _set_tools(chat: ChatRequest, body: wire.CountRequest) -> None:
     chat.tools = [_tool(tool) for tool in body.tools] if body.tools else None
     choice = body.tool_choice
     if choice is None:
         return
-    if isinstance(choice, NoChoice):
+    if isinstance(choice, wire.NoChoice):
         chat.tool_choice = "none"
         return
     chat.parallel_tool_calls = not choice.disable_parallel_tool_use
-    if isinstance(choice, NamedChoice):
+    if isinstance(choice, wire.NamedChoice):
         chat.tool_choice = NamedTool(function=FunctionName(name=choice.name))
     else:
-        chat.tool_choice = "required" if isinstance(choice, AnyChoice) else "auto"
+        chat.tool_choice = "required" if isinstance(choice, wire.AnyChoice) else "auto"
 
 
-def _set_thinking(chat: ChatRequest, thinking: Thinking) -> None:
+def _set_thinking(chat: ChatRequest, thinking: wire.Thinking) -> None:
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
         raise RequestError(
             "thinking.budget_tokens belongs to the type 'enabled', and is required there",
@@ -148,7 +116,7 @@ def _set_thinking(chat: ChatRequest, thinking: Thinking) -> None:
     chat.include_reasoning = thinking.display != "omitted"
 
 
-def convert_prompt(body: CountRequest) -> ChatRequest:
+def convert_prompt(body: wire.CountRequest) -> ChatRequest:
     """The chat request for the fields that make the prompt. Raises `RequestError` for misplaced blocks."""
     messages = [m for i, turn in enumerate(body.messages) for m in _turn_messages(turn, f"messages[{i}]")]
     if not messages:
@@ -174,7 +142,7 @@ def convert_prompt(body: CountRequest) -> ChatRequest:
     return chat
 
 
-def convert_request(body: MessagesRequest) -> ChatRequest:
+def convert_request(body: wire.MessagesRequest) -> ChatRequest:
     """The chat request of ``body``."""
     if body.thread is not None:
         raise ThreadsNotServed(
@@ -190,52 +158,52 @@ def convert_request(body: MessagesRequest) -> ChatRequest:
     return chat
 
 
-def _stop_info(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls: bool) -> StopInfo:
+def _stop_info(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls: bool) -> wire.StopInfo:
     if isinstance(choice.stop_reason, str):
-        return StopInfo("stop_sequence", choice.stop_reason)
+        return wire.StopInfo("stop_sequence", choice.stop_reason)
     if choice.finish_reason == "stop":
-        return StopInfo("tool_use" if has_calls else "end_turn", None)
+        return wire.StopInfo("tool_use" if has_calls else "end_turn", None)
     if chat.is_capped and choice.finish_reason == "length":
-        return StopInfo("model_context_window_exceeded", None)
-    return StopInfo("max_tokens", None)  # the API has no reason for aborted requests
+        return wire.StopInfo("model_context_window_exceeded", None)
+    return wire.StopInfo("max_tokens", None)  # the API has no reason for aborted requests
 
 
-def _usage(usage: Usage) -> MessagesUsage:
+def _usage(usage: Usage) -> wire.MessagesUsage:
     cached = usage.prompt_tokens_details.cached_tokens
-    return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+    return wire.MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _empty_block(event: Event) -> OutputBlock:
+def _empty_block(event: Event) -> wire.OutputBlock:
     """The block that an event begins, empty."""
     if isinstance(event, CallStart):
-        return ToolUseOutput(event.call_id, event.name, Raw(b"{}"))
-    return ThinkingOutput("") if isinstance(event, TextDelta) and event.is_reasoning else TextOutput("")
+        return wire.ToolUseOutput(event.call_id, event.name, Raw(b"{}"))
+    return wire.ThinkingOutput("") if isinstance(event, TextDelta) and event.is_reasoning else wire.TextOutput("")
 
 
-def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage) -> Message:
+def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage) -> wire.Message:
     """One finished response. An incomplete call is dropped: its input is not valid JSON."""
     reader = OutputReader(chat.plan)
-    content: list[OutputBlock] = []
-    block: OutputBlock = TextOutput("")
+    content: list[wire.OutputBlock] = []
+    block: wire.OutputBlock = wire.TextOutput("")
     arguments: list[str] = []
     for event in reader.read(choice):
         match event:
             case TextDelta(text, is_reasoning):
-                content.append(ThinkingOutput(text) if is_reasoning else TextOutput(text))
+                content.append(wire.ThinkingOutput(text) if is_reasoning else wire.TextOutput(text))
             case CallStart():
                 block, arguments = _empty_block(event), []
             case CallArguments(_, text):
                 arguments.append(text)
-            case CallEnd(_, is_complete) if is_complete and isinstance(block, ToolUseOutput):
-                content.append(ToolUseOutput(block.id, block.name, Raw("".join(arguments).encode() or b"{}")))
+            case CallEnd(_, is_complete) if is_complete and isinstance(block, wire.ToolUseOutput):
+                content.append(wire.ToolUseOutput(block.id, block.name, Raw("".join(arguments).encode() or b"{}")))
     stop = _stop_info(choice, chat, has_calls=reader.has_calls)
-    return Message(
+    return wire.Message(
         chat.request.request_id, model, content, _usage(usage), stop_reason=stop.stop_reason,
         stop_sequence=stop.stop_sequence
     )
 
 
-def _frame(event: StreamEvent) -> bytes:
+def _frame(event: wire.StreamEvent) -> bytes:
     return named_frame(str(type(event).__struct_config__.tag), event)
 
 
@@ -244,17 +212,17 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self._index = -1
-        self._block: OutputBlock | None = None
+        self._block: wire.OutputBlock | None = None
 
     def write(self, event: Event) -> bytes:
         """The frames of one event."""
         match event:
             case TextDelta(text, True):
-                return self._turn_to(event) + self._delta(ContentDelta("thinking_delta", thinking=text))
+                return self._turn_to(event) + self._delta(wire.ContentDelta("thinking_delta", thinking=text))
             case TextDelta(text):
-                return self._turn_to(event) + self._delta(ContentDelta("text_delta", text=text))
+                return self._turn_to(event) + self._delta(wire.ContentDelta("text_delta", text=text))
             case CallArguments(_, text):
-                return self._delta(ContentDelta("input_json_delta", partial_json=text))
+                return self._delta(wire.ContentDelta("input_json_delta", partial_json=text))
             case CallEnd():
                 return self.stop()
         return self._turn_to(event)
@@ -262,21 +230,21 @@ class BlockWriter:
     def _turn_to(self, event: Event) -> bytes:
         """Start a block for the event, unless it continues the open one."""
         block = _empty_block(event)
-        if type(block) is type(self._block) and not isinstance(block, ToolUseOutput):
+        if type(block) is type(self._block) and not isinstance(block, wire.ToolUseOutput):
             return b""
         stopped = self.stop()
         self._block, self._index = block, self._index + 1
-        return stopped + _frame(BlockStart(self._index, block))
+        return stopped + _frame(wire.BlockStart(self._index, block))
 
-    def _delta(self, delta: ContentDelta) -> bytes:
-        return _frame(BlockDelta(self._index, delta))
+    def _delta(self, delta: wire.ContentDelta) -> bytes:
+        return _frame(wire.BlockDelta(self._index, delta))
 
     def stop(self) -> bytes:
         """Stop the open block, if any."""
         if self._block is None:
             return b""
         self._block = None
-        return _frame(BlockStop(self._index))
+        return _frame(wire.BlockStop(self._index))
 
 
 class MessageEvents(Events):
@@ -291,7 +259,7 @@ class MessageEvents(Events):
         self._reader = OutputReader(chat.plan)
         self._writer = BlockWriter()
         self._has_begun = False
-        self._stop = StopInfo(None, None)
+        self._stop = wire.StopInfo(None, None)
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         """Frames of one delta."""
@@ -305,13 +273,13 @@ class MessageEvents(Events):
         self._has_begun = True
         usage = _usage(self._generation.usage())
         usage.output_tokens = 0
-        message = Message(self._generation.request.request_id, self._model, [], usage)
-        return _frame(MessageStart(message)) + _frame(Ping())
+        message = wire.Message(self._generation.request.request_id, self._model, [], usage)
+        return _frame(wire.MessageStart(message)) + _frame(wire.Ping())
 
     def end(self) -> bytes:
         """The stop reason and the usage."""
-        delta = MessageDelta(self._stop, _usage(self._generation.usage()))
-        return self._writer.stop() + _frame(delta) + _frame(MessageStop())
+        delta = wire.MessageDelta(self._stop, _usage(self._generation.usage()))
+        return self._writer.stop() + _frame(delta) + _frame(wire.MessageStop())
 
     def fail(self, error: HeadraceError) -> bytes:
         """An error event, the last of the stream."""
@@ -332,16 +300,16 @@ async def count_tokens(request: Request) -> JsonResponse:
     """The length of a conversation's prompt."""
     context, body = await read_request(request, COUNT_BODY)
     context.check_model(body.model)
-    return JsonResponse(TokenCount(await count_prompt(context, convert_prompt(body))))
+    return JsonResponse(wire.TokenCount(await count_prompt(context, convert_prompt(body))))
 
 
 ENDPOINTS = (
     post(
-        "/v1/messages", create_message, "anthropic", "Answer a conversation (Anthropic's API).", Message, body=BODY,
-        event=StreamEvent, errors=GENERATION_ERRORS
+        "/v1/messages", create_message, "anthropic", "Answer a conversation (Anthropic's API).", wire.Message,
+        body=BODY, event=wire.StreamEvent, errors=GENERATION_ERRORS
     ),
     post(
-        "/v1/messages/count_tokens", count_tokens, "anthropic", "Count the tokens of a conversation.", TokenCount,
+        "/v1/messages/count_tokens", count_tokens, "anthropic", "Count the tokens of a conversation.", wire.TokenCount,
         body=COUNT_BODY, errors=(404, 503)
     ),
 )

@@ -30,44 +30,20 @@ from headrace.serving.http.generation.pooling import (
 )
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, start_stream
+from headrace.serving.http.protocol import ollama as wire
 from headrace.serving.http.protocol.errors import describe_ollama_error
 from headrace.serving.http.protocol.fields import MEDIA, JsonSchemaFormat, ResponseFormat
-from headrace.serving.http.protocol.ollama import (
-    OllamaCard,
-    OllamaChatRequest,
-    OllamaChatResponse,
-    OllamaDetails,
-    OllamaEmbedding,
-    OllamaEmbeddings,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaGenerateResponse,
-    OllamaLegacyEmbedRequest,
-    OllamaList,
-    OllamaMessage,
-    OllamaModel,
-    OllamaOptions,
-    OllamaRequest,
-    OllamaResponse,
-    OllamaResponseCall,
-    OllamaResponseFunction,
-    OllamaResponseMessage,
-    OllamaRunning,
-    OllamaRunningList,
-    OllamaShowRequest,
-    OllamaVersion,
-)
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, ContentLogprob
 from headrace.serving.http.protocol.pooling import PoolingFields
 from headrace.serving.http.protocol.tools import CallRecord, FunctionCall
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-CHAT_BODY = JsonBody(OllamaChatRequest, is_lenient=True)
-GENERATE_BODY = JsonBody(OllamaGenerateRequest, is_lenient=True)
-SHOW_BODY = JsonBody(OllamaShowRequest, is_lenient=True)
-EMBED_BODY = JsonBody(OllamaEmbedRequest, is_lenient=True)
-LEGACY_EMBED_BODY = JsonBody(OllamaLegacyEmbedRequest, is_lenient=True)
+CHAT_BODY = JsonBody(wire.OllamaChatRequest, is_lenient=True)
+GENERATE_BODY = JsonBody(wire.OllamaGenerateRequest, is_lenient=True)
+SHOW_BODY = JsonBody(wire.OllamaShowRequest, is_lenient=True)
+EMBED_BODY = JsonBody(wire.OllamaEmbedRequest, is_lenient=True)
+LEGACY_EMBED_BODY = JsonBody(wire.OllamaLegacyEmbedRequest, is_lenient=True)
 SECOND = 1_000_000_000
 NDJSON = "application/x-ndjson"
 FAR_FUTURE = "2318-01-01T00:00:00Z"
@@ -84,7 +60,7 @@ def format_time(seconds: float | None = None) -> str:
     return (datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)).isoformat()
 
 
-def _chat_message(message: OllamaMessage, where: str) -> ChatMessage:
+def _chat_message(message: wire.OllamaMessage, where: str) -> ChatMessage:
     if message.images:
         raise UnsupportedFeature(f"{where}.images is not supported: {MEDIA}", param=f"{where}.images")
     calls = [
@@ -100,7 +76,7 @@ def _chat_message(message: OllamaMessage, where: str) -> ChatMessage:
     )
 
 
-def _set_options(chat: ChatRequest, options: OllamaOptions, max_model_len: int) -> None:
+def _set_options(chat: ChatRequest, options: wire.OllamaOptions, max_model_len: int) -> None:
     if options.num_ctx is not None and options.num_ctx > max_model_len:
         raise RequestError(
             f"options.num_ctx must be at most {max_model_len}, the server's context; leave it out",
@@ -116,7 +92,7 @@ def _set_options(chat: ChatRequest, options: OllamaOptions, max_model_len: int) 
         chat.max_completion_tokens = options.num_predict
 
 
-def _set_common(chat: ChatRequest, body: OllamaRequest, max_model_len: int) -> ChatRequest:
+def _set_common(chat: ChatRequest, body: wire.OllamaRequest, max_model_len: int) -> ChatRequest:
     chat.model, chat.stream = plain_name(body.model), body.stream is not False
     if body.options is not None:
         _set_options(chat, body.options, max_model_len)
@@ -132,7 +108,7 @@ def _set_common(chat: ChatRequest, body: OllamaRequest, max_model_len: int) -> C
     return chat
 
 
-def convert_chat(body: OllamaChatRequest, max_model_len: int) -> ChatRequest | None:
+def convert_chat(body: wire.OllamaChatRequest, max_model_len: int) -> ChatRequest | None:
     """The chat request of ``body``; None without messages."""
     if not body.messages:
         return None
@@ -140,7 +116,7 @@ def convert_chat(body: OllamaChatRequest, max_model_len: int) -> ChatRequest | N
     return _set_common(ChatRequest(messages=messages, tools=body.tools or None), body, max_model_len)
 
 
-def convert_generate(body: OllamaGenerateRequest, max_model_len: int) -> ChatRequest | None:
+def convert_generate(body: wire.OllamaGenerateRequest, max_model_len: int) -> ChatRequest | None:
     """The chat request of ``body``; None without a prompt."""
     if not body.prompt:
         return None
@@ -157,17 +133,17 @@ class OllamaWriter:
         self._logprobs: list[ContentLogprob] = []
         self._reader = OutputReader(plan) if plan is not None else None
         self._is_chat = is_chat
-        self._call = OllamaResponseCall("", OllamaResponseFunction(0, "", EMPTY_OBJECT))
+        self._call = wire.OllamaResponseCall("", wire.OllamaResponseFunction(0, "", EMPTY_OBJECT))
         self._arguments: list[str] = []
 
-    def write(self, delta: ChoiceDelta) -> OllamaResponse | None:
+    def write(self, delta: ChoiceDelta) -> wire.OllamaResponse | None:
         """A line with the new parts; None if there are none yet."""
         content, thinking, calls = self._read(delta)
         return self._line(content, thinking, calls) if content or thinking or calls else None
 
     def end(
         self, output: CompletionOutput | None, reason: str | None, generation: Generation | None
-    ) -> OllamaResponse:
+    ) -> wire.OllamaResponse:
         """The last line, with all of ``output`` if nothing was streamed, and the counts of ``generation``."""
         line = self._line(*self._read(output)) if output is not None else self._line("", "", [])
         line.done, line.done_reason = True, reason or "stop"
@@ -180,7 +156,7 @@ class OllamaWriter:
         line.eval_count, line.eval_duration = usage.completion_tokens, total - first
         return line
 
-    def _read(self, delta: ChoiceDelta | CompletionOutput) -> tuple[str, str, list[OllamaResponseCall]]:
+    def _read(self, delta: ChoiceDelta | CompletionOutput) -> tuple[str, str, list[wire.OllamaResponseCall]]:
         """``(content, thinking, calls)`` of a delta or of a whole output."""
         texts: dict[bool, str] = {False: "", True: ""}
         if delta.logprobs is not None:
@@ -191,8 +167,8 @@ class OllamaWriter:
                 case TextDelta(text, is_reasoning):
                     texts[is_reasoning] += text
                 case CallStart(index, call_id, name):
-                    self._call = OllamaResponseCall(call_id, OllamaResponseFunction(index, name, EMPTY_OBJECT))
-                    self._arguments = []
+                    function = wire.OllamaResponseFunction(index, name, EMPTY_OBJECT)
+                    self._call, self._arguments = wire.OllamaResponseCall(call_id, function), []
                 case CallArguments(_, text):
                     self._arguments.append(text)
                 case CallEnd(_, True):
@@ -200,16 +176,16 @@ class OllamaWriter:
                     calls.append(self._call)
         return texts[False], texts[True], calls
 
-    def _line(self, content: str, reasoning: str, calls: list[OllamaResponseCall]) -> OllamaResponse:
+    def _line(self, content: str, reasoning: str, calls: list[wire.OllamaResponseCall]) -> wire.OllamaResponse:
         thinking, logprobs = reasoning or msgspec.UNSET, self._logprobs or msgspec.UNSET
         self._logprobs = []
         if not self._is_chat:
-            return OllamaGenerateResponse(
+            return wire.OllamaGenerateResponse(
                 model=self._model, created_at=format_time(), done=False, response=content, thinking=thinking,
                 logprobs=logprobs
             )
-        message = OllamaResponseMessage(content, thinking=thinking, tool_calls=calls or msgspec.UNSET)
-        return OllamaChatResponse(
+        message = wire.OllamaResponseMessage(content, thinking=thinking, tool_calls=calls or msgspec.UNSET)
+        return wire.OllamaChatResponse(
             model=self._model, created_at=format_time(), done=False, message=message, logprobs=logprobs
         )
 
@@ -273,20 +249,20 @@ async def generate(request: Request) -> JsonResponse | EventStream:
     return await _respond(request, body.model, convert_generate(body, context.facts().max_model_len), is_chat=False)
 
 
-def _details(facts: ModelFacts) -> OllamaDetails:
-    return OllamaDetails(facts.family, [facts.family], f"{facts.num_parameters / 1e9:.1f}B", facts.dtype)
+def _details(facts: ModelFacts) -> wire.OllamaDetails:
+    return wire.OllamaDetails(facts.family, [facts.family], f"{facts.num_parameters / 1e9:.1f}B", facts.dtype)
 
 
-def _card(context: AppContext, facts: ModelFacts) -> OllamaCard:
+def _card(context: AppContext, facts: ModelFacts) -> wire.OllamaCard:
     name, size = context.model_name, sum(line.num_bytes for line in context.client.memory if line.name == "weights")
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return OllamaCard(name, name, format_time(context.created), size, digest, _details(facts))
+    return wire.OllamaCard(name, name, format_time(context.created), size, digest, _details(facts))
 
 
 async def list_tags(request: Request) -> JsonResponse:
     """The served model."""
     context = context_of(request)
-    return JsonResponse(OllamaList([_card(context, context.facts())]))
+    return JsonResponse(wire.OllamaList([_card(context, context.facts())]))
 
 
 async def list_running(request: Request) -> JsonResponse:
@@ -294,7 +270,7 @@ async def list_running(request: Request) -> JsonResponse:
     context = context_of(request)
     facts = context.facts()
     card, size = _card(context, facts), sum(line.num_bytes for line in context.client.memory if line.name != "free")
-    return JsonResponse(OllamaRunningList([OllamaRunning(
+    return JsonResponse(wire.OllamaRunningList([wire.OllamaRunning(
         card.name, card.model, size, card.digest, card.details, expires_at=FAR_FUTURE,
         size_vram=0 if facts.device == "cpu" else size, context_length=facts.max_model_len,
     )]))
@@ -316,15 +292,15 @@ async def show(request: Request) -> JsonResponse:
         formats = context.formats()
         found = {"completion": True, "tools": formats.tools is not None, "thinking": formats.reasoning is not None}
         capabilities = [name for name, has in found.items() if has]
-    return JsonResponse(OllamaModel(_details(facts), info, capabilities, format_time(context.created)))
+    return JsonResponse(wire.OllamaModel(_details(facts), info, capabilities, format_time(context.created)))
 
 
 async def show_version(_request: Request) -> JsonResponse:
     """The version."""
-    return JsonResponse(OllamaVersion(VERSION))
+    return JsonResponse(wire.OllamaVersion(VERSION))
 
 
-async def _embed(request: Request, body: OllamaEmbedRequest) -> OllamaEmbeddings:
+async def _embed(request: Request, body: wire.OllamaEmbedRequest) -> wire.OllamaEmbeddings:
     context, began = context_of(request), time.perf_counter_ns()
     context.check_request(plain_name(body.model))
     check_dimensions(body.dimensions, require_kind(context.facts(), "embed").width)
@@ -334,7 +310,7 @@ async def _embed(request: Request, body: OllamaEmbedRequest) -> OllamaEmbeddings
     inputs = await tokenize(lambda: [reader.read(text) for text in texts], texts)
     outputs = await run_pooling(request, inputs, PoolingFields(), "ollama-")
     vectors = [shorten(unpack_floats(packed), body.dimensions) for packed in outputs.packed]
-    return OllamaEmbeddings(body.model, vectors, time.perf_counter_ns() - began, 0, outputs.usage.prompt_tokens)
+    return wire.OllamaEmbeddings(body.model, vectors, time.perf_counter_ns() - began, 0, outputs.usage.prompt_tokens)
 
 
 async def embed(request: Request) -> JsonResponse:
@@ -346,29 +322,29 @@ async def embed(request: Request) -> JsonResponse:
 async def embed_one(request: Request) -> JsonResponse:
     """The embedding of one text."""
     _, body = await read_request(request, LEGACY_EMBED_BODY)
-    result = await _embed(request, OllamaEmbedRequest(model=body.model, input=body.prompt))
-    return JsonResponse(OllamaEmbedding(result.embeddings[0]))
+    result = await _embed(request, wire.OllamaEmbedRequest(model=body.model, input=body.prompt))
+    return JsonResponse(wire.OllamaEmbedding(result.embeddings[0]))
 
 
 ENDPOINTS = (
     post(
-        "/api/chat", chat, "ollama", "Answer a conversation (Ollama's API).", OllamaChatResponse, body=CHAT_BODY,
-        event=OllamaChatResponse, event_media=NDJSON, errors=GENERATION_ERRORS
+        "/api/chat", chat, "ollama", "Answer a conversation (Ollama's API).", wire.OllamaChatResponse, body=CHAT_BODY,
+        event=wire.OllamaChatResponse, event_media=NDJSON, errors=GENERATION_ERRORS
     ),
     post(
-        "/api/generate", generate, "ollama", "Answer a prompt (Ollama's API).", OllamaGenerateResponse,
-        body=GENERATE_BODY, event=OllamaGenerateResponse, event_media=NDJSON, errors=GENERATION_ERRORS
+        "/api/generate", generate, "ollama", "Answer a prompt (Ollama's API).", wire.OllamaGenerateResponse,
+        body=GENERATE_BODY, event=wire.OllamaGenerateResponse, event_media=NDJSON, errors=GENERATION_ERRORS
     ),
-    Endpoint("/api/tags", list_tags, "ollama", "List the served models.", OllamaList, errors=(503,)),
-    Endpoint("/api/ps", list_running, "ollama", "List the loaded models.", OllamaRunningList, errors=(503,)),
-    post("/api/show", show, "ollama", "Describe a model.", OllamaModel, body=SHOW_BODY, errors=(404, 503)),
-    Endpoint("/api/version", show_version, "ollama", "The version.", OllamaVersion),
+    Endpoint("/api/tags", list_tags, "ollama", "List the served models.", wire.OllamaList, errors=(503,)),
+    Endpoint("/api/ps", list_running, "ollama", "List the loaded models.", wire.OllamaRunningList, errors=(503,)),
+    post("/api/show", show, "ollama", "Describe a model.", wire.OllamaModel, body=SHOW_BODY, errors=(404, 503)),
+    Endpoint("/api/version", show_version, "ollama", "The version.", wire.OllamaVersion),
     post(
-        "/api/embed", embed, "ollama", "Embeddings of texts (Ollama's API).", OllamaEmbeddings, body=EMBED_BODY,
+        "/api/embed", embed, "ollama", "Embeddings of texts (Ollama's API).", wire.OllamaEmbeddings, body=EMBED_BODY,
         errors=GENERATION_ERRORS
     ),
     post(
-        "/api/embeddings", embed_one, "ollama", "The embedding of one text (older Ollama clients).", OllamaEmbedding,
-        body=LEGACY_EMBED_BODY, errors=GENERATION_ERRORS
+        "/api/embeddings", embed_one, "ollama", "The embedding of one text (older Ollama clients).",
+        wire.OllamaEmbedding, body=LEGACY_EMBED_BODY, errors=GENERATION_ERRORS
     ),
 )

@@ -7,6 +7,7 @@ import base64
 import math
 import time
 
+from msgspec import UNSET
 from starlette.requests import Request
 
 from headrace.base.errors import RequestError
@@ -24,36 +25,19 @@ from headrace.serving.http.generation.pooling import (
     tokenize,
 )
 from headrace.serving.http.generation.run import Prompt
-from headrace.serving.http.protocol.pooling import (
-    Classification,
-    ClassifyRequest,
-    ClassifyResponse,
-    Document,
-    Embedding,
-    EmbeddingRequest,
-    EmbeddingResponse,
-    Encoded,
-    EncodeInfo,
-    EncodeRequest,
-    PoolingFields,
-    Ranked,
-    RerankRequest,
-    RerankResponse,
-    Score,
-    ScoreRequest,
-    ScoreResponse,
-)
+from headrace.serving.http.protocol import pooling as wire
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-EMBED_BODY, ENCODE_BODY, RERANK_BODY = JsonBody(EmbeddingRequest), JsonBody(EncodeRequest), JsonBody(RerankRequest)
-SCORE_BODY, CLASSIFY_BODY = JsonBody(ScoreRequest), JsonBody(ClassifyRequest)
+EMBED_BODY, ENCODE_BODY = JsonBody(wire.EmbeddingRequest), JsonBody(wire.EncodeRequest)
+RERANK_BODY, SCORE_BODY = JsonBody(wire.RerankRequest), JsonBody(wire.ScoreRequest)
+CLASSIFY_BODY = JsonBody(wire.ClassifyRequest)
 COHERE = "/v2/"
 """This version of the rerank route returns documents only on request; the others return them by default."""
 
 
 async def _run(
-    request: Request, body: EmbeddingRequest | ClassifyRequest, *, limit: int, id_prefix: str
+    request: Request, body: wire.EmbeddingRequest | wire.ClassifyRequest, *, limit: int, id_prefix: str
 ) -> PooledOutputs:
     """Run the inputs of an embedding or classification request."""
     inputs = split_inputs(body.input, limit)
@@ -76,9 +60,9 @@ async def create_embeddings(request: Request) -> JsonResponse:
             packed = pack_floats(shorten(unpack_floats(packed), body.dimensions))
         return base64.b64encode(packed).decode()
 
-    data = [Embedding(i, write(packed)) for i, packed in enumerate(outputs.packed)]
+    data = [wire.Embedding(i, write(packed)) for i, packed in enumerate(outputs.packed)]
     created = int(time.time())
-    return JsonResponse(EmbeddingResponse(outputs.request_id, created, context.model_name, data, outputs.usage))
+    return JsonResponse(wire.EmbeddingResponse(outputs.request_id, created, context.model_name, data, outputs.usage))
 
 
 async def encode(request: Request) -> JsonResponse:
@@ -92,11 +76,11 @@ async def encode(request: Request) -> JsonResponse:
     inputs = split_inputs(given, context.server.max_batch_prompts, param)
     reader = reader_for(request, body.truncate_prompt_tokens)
     encoded = await tokenize(lambda: [reader.read(text) for text in inputs], inputs)
-    fields = PoolingFields(rid=body.rid, priority=body.priority, cache_salt=body.cache_salt)
+    fields = wire.PoolingFields(rid=body.rid, priority=body.priority, cache_salt=body.cache_salt)
     outputs = await run_pooling(request, encoded, fields, "enc-")
     generation = outputs.generation
     results = [
-        Encoded(shorten(unpack_floats(packed), body.dimensions), EncodeInfo(
+        wire.Encoded(shorten(unpack_floats(packed), body.dimensions), wire.EncodeInfo(
             id=name, prompt_tokens=len(encoded[i].token_ids), cached_tokens=generation.num_cached(i),
             e2e_latency=generation.timers[i].elapsed_s,
         ))
@@ -107,7 +91,7 @@ async def encode(request: Request) -> JsonResponse:
 
 
 async def _score(
-    request: Request, pairs: list[tuple[str, str]], fields: PoolingFields, *, instruct: str | None, id_prefix: str
+    request: Request, pairs: list[tuple[str, str]], fields: wire.PoolingFields, *, instruct: str | None, id_prefix: str
 ) -> tuple[list[float], PooledOutputs]:
     reader = reader_for(request, fields.truncate_prompt_tokens)
     texts = [text for pair in pairs for text in pair]
@@ -121,13 +105,15 @@ async def rerank(request: Request) -> JsonResponse:
     context, body = await read_request(request, RERANK_BODY)
     context.check_request(body.model)
     check_amount(len(body.documents), context.server.max_batch_prompts - 1, "documents")
-    texts = [d.text if isinstance(d, Document) else d for d in body.documents]
+    texts = [d.text if isinstance(d, wire.Document) else d for d in body.documents]
     pairs = [(body.query, text) for text in texts]
     scores, outputs = await _score(request, pairs, body, instruct=body.instruct, id_prefix="rerank-")
     best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
     has_documents = COHERE not in request.url.path if body.return_documents is None else body.return_documents
-    ranked = [Ranked(i, scores[i], Document(text=texts[i])) if has_documents else Ranked(i, scores[i]) for i in best]
-    return JsonResponse(RerankResponse(outputs.request_id, context.model_name, ranked, outputs.usage))
+    ranked = [
+        wire.Ranked(i, scores[i], wire.Document(text=texts[i]) if has_documents else UNSET) for i in best
+    ]
+    return JsonResponse(wire.RerankResponse(outputs.request_id, context.model_name, ranked, outputs.usage))
 
 
 async def score(request: Request) -> JsonResponse:
@@ -140,11 +126,11 @@ async def score(request: Request) -> JsonResponse:
     scores, outputs = await _score(
         request, _pairs(body, limit), body, instruct=body.instruct, id_prefix="score-"
     )
-    data, created = [Score(i, value) for i, value in enumerate(scores)], int(time.time())
-    return JsonResponse(ScoreResponse(outputs.request_id, created, context.model_name, outputs.usage, data=data))
+    data, created = [wire.Score(i, value) for i, value in enumerate(scores)], int(time.time())
+    return JsonResponse(wire.ScoreResponse(outputs.request_id, created, context.model_name, outputs.usage, data=data))
 
 
-def _pairs(body: ScoreRequest, limit: int) -> list[tuple[str, str]]:
+def _pairs(body: wire.ScoreRequest, limit: int) -> list[tuple[str, str]]:
     if None not in (body.text_1, body.queries) or None not in (body.text_2, body.documents):
         raise RequestError(
             "text_1 and queries are the same field, as are text_2 and documents; give one of each", param="text_1"
@@ -164,7 +150,7 @@ def _pairs(body: ScoreRequest, limit: int) -> list[tuple[str, str]]:
     return list(zip(left, right, strict=True))
 
 
-async def _score_labels(request: Request, body: ScoreRequest, limit: int) -> JsonResponse:
+async def _score_labels(request: Request, body: wire.ScoreRequest, limit: int) -> JsonResponse:
     """Probabilities of label tokens after query and item (SGLang's form)."""
     context, query, given = context_of(request), body.query, body.items
     if query is None or given is None or not body.label_token_ids:
@@ -185,7 +171,7 @@ async def _score_labels(request: Request, body: ScoreRequest, limit: int) -> Jso
     outputs = await run_pooling(request, encoded, body, "score-")
     logprobs = [unpack_floats(packed) for packed in outputs.packed]
     scores = [activate(row, "softmax") if body.apply_softmax else [math.exp(x) for x in row] for row in logprobs]
-    return JsonResponse(ScoreResponse(
+    return JsonResponse(wire.ScoreResponse(
         outputs.request_id, int(time.time()), context.model_name, outputs.usage, scores=scores, object="scoring"
     ))
 
@@ -203,30 +189,30 @@ async def classify(request: Request) -> JsonResponse:
     for index, packed in enumerate(outputs.packed):
         probs = activate(unpack_floats(packed), activation)
         label = facts.labels[max(range(len(probs)), key=probs.__getitem__)]
-        data.append(Classification(index, label, probs, len(probs)))
+        data.append(wire.Classification(index, label, probs, len(probs)))
     created = int(time.time())
-    return JsonResponse(ClassifyResponse(outputs.request_id, created, context.model_name, data, outputs.usage))
+    return JsonResponse(wire.ClassifyResponse(outputs.request_id, created, context.model_name, data, outputs.usage))
 
 
 ENDPOINTS = (
     post(
-        "/v1/embeddings", create_embeddings, "pooling", "Embeddings of texts.", EmbeddingResponse, body=EMBED_BODY,
+        "/v1/embeddings", create_embeddings, "pooling", "Embeddings of texts.", wire.EmbeddingResponse, body=EMBED_BODY,
         errors=GENERATION_ERRORS
     ),
     post(
-        "/encode", encode, "native", "Embeddings of texts (SGLang's API).", Encoded | list[Encoded], body=ENCODE_BODY,
-        errors=(429, 503, 504)
+        "/encode", encode, "native", "Embeddings of texts (SGLang's API).", wire.Encoded | list[wire.Encoded],
+        body=ENCODE_BODY, errors=(429, 503, 504)
     ),
     post(
-        "/v1/rerank", rerank, "pooling", "Order documents by relevance to a query.", RerankResponse, body=RERANK_BODY,
-        errors=GENERATION_ERRORS, aliases=("/v2/rerank", "/rerank")
+        "/v1/rerank", rerank, "pooling", "Order documents by relevance to a query.", wire.RerankResponse,
+        body=RERANK_BODY, errors=GENERATION_ERRORS, aliases=("/v2/rerank", "/rerank")
     ),
     post(
-        "/v1/score", score, "pooling", "Score pairs of texts, or label tokens after a text.", ScoreResponse,
+        "/v1/score", score, "pooling", "Score pairs of texts, or label tokens after a text.", wire.ScoreResponse,
         body=SCORE_BODY, errors=GENERATION_ERRORS, aliases=("/score",)
     ),
     post(
-        "/v1/classify", classify, "pooling", "Classify texts.", ClassifyResponse, body=CLASSIFY_BODY,
+        "/v1/classify", classify, "pooling", "Classify texts.", wire.ClassifyResponse, body=CLASSIFY_BODY,
         errors=GENERATION_ERRORS, aliases=("/classify",)
     ),
 )

@@ -16,24 +16,8 @@ from headrace.serving.http.generation.chat import OutputPlan, OutputReader
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs
 from headrace.serving.http.generation.run import Generation
 from headrace.serving.http.generation.stream import Events, named_frame
+from headrace.serving.http.protocol import responses as wire
 from headrace.serving.http.protocol.openai import ContentLogprob
-from headrace.serving.http.protocol.responses import (
-    CachedDetails,
-    IncompleteDetails,
-    OutputCall,
-    OutputDetails,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-    Response,
-    ResponseError,
-    ResponseEvent,
-    ResponsesRequest,
-    ResponseUsage,
-    Status,
-)
 
 ECHOED_FIELDS = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "tools", "tool_choice",
@@ -47,82 +31,82 @@ class ItemWriter:
     texts are complete once they are done. ``logprobs`` are those of tokens whose text has not been sent yet."""
 
     def __init__(self, request_id: str):
-        self.items: list[OutputItem] = []
+        self.items: list[wire.OutputItem] = []
         self.logprobs: list[ContentLogprob] = []
         self._suffix = request_id.rpartition("_")[2]
         self._texts: list[str] = []
         self._is_open = False
 
-    def write(self, event: Event) -> Iterator[ResponseEvent]:
+    def write(self, event: Event) -> Iterator[wire.ResponseEvent]:
         """The stream events for ``event``."""
         match event:
             case TextDelta(text, is_reasoning):
-                yield from self._turn_to(OutputReasoning if is_reasoning else OutputMessage)
+                yield from self._turn_to(wire.OutputReasoning if is_reasoning else wire.OutputMessage)
                 kind = "response.reasoning_text.delta" if is_reasoning else "response.output_text.delta"
                 yield self._grow(kind, text)
             case CallStart(_, call_id, name):
                 yield from self.close("completed")
-                yield from self._add(OutputCall(self._item_id("fc"), "in_progress", call_id, name, ""))
+                yield from self._add(wire.OutputCall(self._item_id("fc"), "in_progress", call_id, name, ""))
             case CallArguments(_, text):
                 yield self._grow("response.function_call_arguments.delta", text)
             case CallEnd(_, is_complete):
                 yield from self.close("completed" if is_complete else "incomplete")
 
-    def close(self, status: Status) -> Iterator[ResponseEvent]:
+    def close(self, status: wire.Status) -> Iterator[wire.ResponseEvent]:
         """End the open item, if any."""
         if not self._is_open:
             return
         self._is_open = False
         item, text = self.items[-1], "".join(self._texts)
         item.status = status
-        if isinstance(item, OutputCall):
+        if isinstance(item, wire.OutputCall):
             item.arguments = text
             yield self._event("response.function_call_arguments.done", name=item.name, arguments=text)
         else:
             part = item.content[0]
             part.text = text
-            if isinstance(part, OutputText):
+            if isinstance(part, wire.OutputText):
                 yield self._event("response.output_text.done", content_index=0, text=text, logprobs=part.logprobs)
             else:
                 yield self._event("response.reasoning_text.done", content_index=0, text=text)
             yield self._event("response.content_part.done", content_index=0, part=part)
-        yield ResponseEvent(type="response.output_item.done", output_index=len(self.items) - 1, item=item)
+        yield wire.ResponseEvent(type="response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._suffix}_{len(self.items)}"
 
-    def _turn_to(self, kind: type[OutputMessage] | type[OutputReasoning]) -> Iterator[ResponseEvent]:
+    def _turn_to(self, kind: type[wire.OutputMessage] | type[wire.OutputReasoning]) -> Iterator[wire.ResponseEvent]:
         """Open an item of this kind, unless the open one is."""
         if self._is_open and isinstance(self.items[-1], kind):
             return
         yield from self.close("completed")
-        item: OutputMessage | OutputReasoning
-        part: OutputText | ReasoningText
-        if kind is OutputMessage:
-            part = OutputText("")
-            item = OutputMessage(self._item_id("msg"), "in_progress", [])
+        item: wire.OutputMessage | wire.OutputReasoning
+        part: wire.OutputText | wire.ReasoningText
+        if kind is wire.OutputMessage:
+            part = wire.OutputText("")
+            item = wire.OutputMessage(self._item_id("msg"), "in_progress", [])
             yield from self._add(item)
             item.content = [part]
         else:
-            part = ReasoningText("")
-            item = OutputReasoning(self._item_id("rs"), "in_progress", [])
+            part = wire.ReasoningText("")
+            item = wire.OutputReasoning(self._item_id("rs"), "in_progress", [])
             yield from self._add(item)
             item.content = [part]
         yield self._event("response.content_part.added", content_index=0, part=part)
 
-    def _add(self, item: OutputItem) -> Iterator[ResponseEvent]:
+    def _add(self, item: wire.OutputItem) -> Iterator[wire.ResponseEvent]:
         self.items.append(item)
         self._texts, self._is_open = [], True
         copied = msgspec.structs.replace(item)  # the event shows the item as it starts
-        yield ResponseEvent(type="response.output_item.added", output_index=len(self.items) - 1, item=copied)
+        yield wire.ResponseEvent(type="response.output_item.added", output_index=len(self.items) - 1, item=copied)
 
-    def _grow(self, kind: str, text: str) -> ResponseEvent:
+    def _grow(self, kind: str, text: str) -> wire.ResponseEvent:
         self._texts.append(text)
         event = self._event(kind, delta=text)
-        if not isinstance(self.items[-1], OutputCall):
+        if not isinstance(self.items[-1], wire.OutputCall):
             event.content_index = 0
         item, logprobs = self.items[-1], self._take_logprobs(text)
-        if isinstance(item, OutputMessage):
+        if isinstance(item, wire.OutputMessage):
             event.logprobs = logprobs
             item.content[0].logprobs += logprobs
         return event
@@ -145,8 +129,8 @@ class ItemWriter:
         self.logprobs = kept
         return taken
 
-    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
-        return ResponseEvent(type=kind, output_index=len(self.items) - 1, item_id=self.items[-1].id, **fields)
+    def _event(self, kind: str, **fields: Any) -> wire.ResponseEvent:
+        return wire.ResponseEvent(type=kind, output_index=len(self.items) - 1, item_id=self.items[-1].id, **fields)
 
 
 class ResponseWriter:
@@ -154,21 +138,21 @@ class ResponseWriter:
     ``store``."""
 
     def __init__(
-        self, body: ResponsesRequest, plan: OutputPlan, request_id: str, model: str, names: TokenNames, *,
+        self, body: wire.ResponsesRequest, plan: OutputPlan, request_id: str, model: str, names: TokenNames, *,
         owner: bytes = b"", is_kept: bool = False,
     ):
         self.owner, self._names = owner, names
         self._reader = OutputReader(plan)
         self._items = ItemWriter(request_id)
         echoed = {name: value for name in ECHOED_FIELDS if (value := getattr(body, name)) is not None}
-        self._base = Response(
+        self._base = wire.Response(
             id=request_id, created_at=int(time.time()), status="in_progress", output=[], model=model, store=is_kept,
             **echoed
         )
         self._finish: str | None = None
         self.is_running = True
 
-    def write(self, delta: ChoiceDelta | CompletionOutput) -> Iterator[ResponseEvent]:
+    def write(self, delta: ChoiceDelta | CompletionOutput) -> Iterator[wire.ResponseEvent]:
         """The events of a delta, or of a whole output."""
         if delta.logprobs is not None:
             self._items.logprobs += chat_logprobs(delta.logprobs, self._names).content
@@ -178,7 +162,7 @@ class ResponseWriter:
             self._finish = delta.finish_reason
             yield from self._items.close("completed" if delta.finish_reason == "stop" else "incomplete")
 
-    def response(self, generation: Generation | None = None) -> Response:
+    def response(self, generation: Generation | None = None) -> wire.Response:
         """The final response with output and usage if ``generation`` is given, else the initial one."""
         if generation is None:
             return self._base
@@ -187,10 +171,10 @@ class ResponseWriter:
         usage = generation.usage()
         return msgspec.structs.replace(
             self._base, status=status, output=self._items.items,
-            incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
-            usage=ResponseUsage(
+            incomplete_details=wire.IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
+            usage=wire.ResponseUsage(
                 usage.prompt_tokens, usage.completion_tokens, usage.total_tokens,
-                CachedDetails(usage.prompt_tokens_details.cached_tokens), OutputDetails(),
+                wire.CachedDetails(usage.prompt_tokens_details.cached_tokens), wire.OutputDetails(),
             ),
         )
 
@@ -200,7 +184,9 @@ class ResponseEvents(Events):
 
     done = b""
 
-    def __init__(self, writer: ResponseWriter, generation: Generation, keep: Callable[[Response], None] | None = None):
+    def __init__(
+        self, writer: ResponseWriter, generation: Generation, keep: Callable[[wire.Response], None] | None = None
+    ):
         self._writer = writer
         self._generation = generation
         self._keep = keep
@@ -212,7 +198,7 @@ class ResponseEvents(Events):
         if self._number == 0:
             initial = self._writer.response()
             opening = b"".join(
-                self._frame(ResponseEvent(type=kind, response=initial))
+                self._frame(wire.ResponseEvent(type=kind, response=initial))
                 for kind in ("response.created", "response.in_progress")
             )
         return opening + b"".join(map(self._frame, self._writer.write(delta)))
@@ -227,16 +213,16 @@ class ResponseEvents(Events):
         """The response so far, as failed."""
         response = msgspec.structs.replace(
             self._writer.response(self._generation), status="failed",
-            error=ResponseError("server_error", error.message), incomplete_details=None,
+            error=wire.ResponseError("server_error", error.message), incomplete_details=None,
         )
         return self._conclude("response.failed", response)
 
-    def _conclude(self, kind: str, response: Response) -> bytes:
+    def _conclude(self, kind: str, response: wire.Response) -> bytes:
         if self._keep is not None:
             self._keep(response)
-        return self._frame(ResponseEvent(type=kind, response=response))
+        return self._frame(wire.ResponseEvent(type=kind, response=response))
 
-    def _frame(self, event: ResponseEvent) -> bytes:
+    def _frame(self, event: wire.ResponseEvent) -> bytes:
         event.sequence_number = self._number
         self._number += 1
         return named_frame(event.type, event)

@@ -18,22 +18,9 @@ from headrace.serving.http.generation.logprobs import TokenNames
 from headrace.serving.http.generation.response_store import ResponseStore, RunningResponse, StoredResponse, Turn
 from headrace.serving.http.generation.run import collect_generation
 from headrace.serving.http.generation.stream import EventStream, start_stream
+from headrace.serving.http.protocol import responses as wire
 from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
-from headrace.serving.http.protocol.responses import (
-    AllowedFunctions,
-    DeletedResponse,
-    InputCount,
-    InputItem,
-    InputPart,
-    ItemList,
-    NamedFunction,
-    OutputCall,
-    Response,
-    ResponseEvent,
-    ResponsesRequest,
-    TextFormat,
-)
 from headrace.serving.http.protocol.tools import (
     AllowedSet,
     AllowedTools,
@@ -52,12 +39,12 @@ from headrace.serving.http.transport.errors import EncodedResponse, JsonResponse
 
 T = TypeVar("T")
 
-BODY = JsonBody(ResponsesRequest)
+BODY = JsonBody(wire.ResponsesRequest)
 ENABLE_STORE = "start the server with --responses-store MIB to store responses"
 LOGPROBS = "message.output_text.logprobs"
 MAX_PAGE = 100
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_decode_items = msgspec.json.Decoder(list[InputItem]).decode
+_decode_items = msgspec.json.Decoder(list[wire.InputItem]).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -73,7 +60,7 @@ def _required(value: T | None, param: str) -> T:
     return value
 
 
-def _text(content: str | list[InputPart], param: str) -> str:
+def _text(content: str | list[wire.InputPart], param: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(
@@ -82,7 +69,7 @@ def _text(content: str | list[InputPart], param: str) -> str:
     )
 
 
-def _text_field(content: str | list[InputPart] | None, param: str) -> str:
+def _text_field(content: str | list[wire.InputPart] | None, param: str) -> str:
     if content is None:
         raise RequestError(f"{param} is required", param=param)
     return _text(content, param)
@@ -94,7 +81,7 @@ class MessageList:
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
 
-    def add(self, item: InputItem, where: str) -> None:
+    def add(self, item: wire.InputItem, where: str) -> None:
         """Add the next item."""
         match item.type:
             case "message":
@@ -114,7 +101,7 @@ class MessageList:
             self.messages.append(ChatMessage(role="assistant"))
         return self.messages[-1]
 
-    def _add_message(self, item: InputItem, where: str) -> None:
+    def _add_message(self, item: wire.InputItem, where: str) -> None:
         if item.role is None:
             raise RequestError(f"{where}.role is required", param=f"{where}.role")
         text = _text_field(item.content, f"{where}.content")
@@ -126,7 +113,7 @@ class MessageList:
             last = self._assistant(is_new=True)
         last.content = text
 
-    def _add_call(self, item: InputItem, where: str) -> None:
+    def _add_call(self, item: wire.InputItem, where: str) -> None:
         function = FunctionCall(
             name=_required(item.name, f"{where}.name"), arguments=_required(item.arguments, f"{where}.arguments")
         )
@@ -135,7 +122,7 @@ class MessageList:
         message.tool_calls = [*(message.tool_calls or ()), call]
 
 
-def _convert_format(given: TextFormat) -> ResponseFormat:
+def _convert_format(given: wire.TextFormat) -> ResponseFormat:
     if given.type != "json_schema":
         return ResponseFormat(type=given.type)
     if given.schema is None:
@@ -145,25 +132,25 @@ def _convert_format(given: TextFormat) -> ResponseFormat:
 
 
 def _convert_choice(
-    choice: ToolChoice | NamedFunction | AllowedFunctions | None
+    choice: ToolChoice | wire.NamedFunction | wire.AllowedFunctions | None
 ) -> ToolChoice | NamedTool | AllowedTools | None:
-    if isinstance(choice, NamedFunction):
+    if isinstance(choice, wire.NamedFunction):
         return _named_tool(choice)
-    if isinstance(choice, AllowedFunctions):
+    if isinstance(choice, wire.AllowedFunctions):
         tools = [_named_tool(function) for function in choice.tools]
         return AllowedTools(allowed_tools=AllowedSet(mode=choice.mode, tools=tools))
     return choice
 
 
-def _named_tool(function: NamedFunction) -> NamedTool:
+def _named_tool(function: wire.NamedFunction) -> NamedTool:
     return NamedTool(function=FunctionName(name=function.name))
 
 
-def _input_items(body: ResponsesRequest) -> list[InputItem]:
-    return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+def _input_items(body: wire.ResponsesRequest) -> list[wire.InputItem]:
+    return [wire.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
-def convert_request(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> ChatRequest:
+def convert_request(body: wire.ResponsesRequest, history: Sequence[wire.InputItem] = ()) -> ChatRequest:
     """The chat request of ``body`` after ``history``. Raises `RequestError` for items that lack a field."""
     items = MessageList()
     if body.instructions:
@@ -193,24 +180,26 @@ def convert_request(body: ResponsesRequest, history: Sequence[InputItem] = ()) -
 class Keeper:
     """Stores the response of one request when it is final."""
 
-    def __init__(self, store: ResponseStore, owner: bytes, body: ResponsesRequest, previous: Turn | None):
+    def __init__(self, store: ResponseStore, owner: bytes, body: wire.ResponsesRequest, previous: Turn | None):
         self._store, self._owner, self._body, self._previous = store, owner, body, previous
 
-    def keep(self, response: Response) -> None:
+    def keep(self, response: wire.Response) -> None:
         """Store the response. Incomplete calls are left out of the turn that later requests continue."""
-        output = [item for item in response.output if not isinstance(item, OutputCall) or item.status == "completed"]
-        items = msgspec.convert(msgspec.to_builtins(output), list[InputItem])
+        output = [
+            item for item in response.output if not isinstance(item, wire.OutputCall) or item.status == "completed"
+        ]
+        items = msgspec.convert(msgspec.to_builtins(output), list[wire.InputItem])
         turn = Turn(_encode(_input_items(self._body)), _encode(items), self._previous)
         self._store.put(self._owner, response.id, _encode(response), turn)
 
 
-def _history(turn: Turn | None) -> list[InputItem]:
+def _history(turn: Turn | None) -> list[wire.InputItem]:
     """All items up to and including a turn."""
     turns = turn.history() if turn is not None else []
     return [item for turn in turns for part in (turn.input, turn.output) for item in _decode_items(part)]
 
 
-def _list_input(response_id: str, turn: Turn, *, limit: int, is_newest_first: bool, after: str | None) -> ItemList:
+def _list_input(response_id: str, turn: Turn, *, limit: int, is_newest_first: bool, after: str | None) -> wire.ItemList:
     """A page of a response's input items, earlier turns included. Raises `RequestError` for an unknown ``after``."""
     suffix = response_id.rpartition("_")[2]
     items = [
@@ -226,10 +215,10 @@ def _list_input(response_id: str, turn: Turn, *, limit: int, is_newest_first: bo
         items = items[index + 1 :]
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ItemList(page, first, last, has_more=len(items) > len(page))
+    return wire.ItemList(page, first, last, has_more=len(items) > len(page))
 
 
-def _item_dict(item: InputItem, item_id: str) -> dict[str, Any]:
+def _item_dict(item: wire.InputItem, item_id: str) -> dict[str, Any]:
     fields = {name: value for name, value in msgspec.to_builtins(item).items() if value is not None}
     fields = {"type": item.type, "id": item_id, "status": "completed", **fields}
     if isinstance(item.content, str):
@@ -271,7 +260,7 @@ async def count_input(request: Request) -> JsonResponse:
     context, body = await read_request(request, BODY)
     context.check_model(body.model)
     previous = _find_previous(context, owner_of(request.headers), body.previous_response_id)
-    return JsonResponse(InputCount(await count_prompt(context, convert_request(body, _history(previous)))))
+    return JsonResponse(wire.InputCount(await count_prompt(context, convert_request(body, _history(previous)))))
 
 
 def _find_previous(context: AppContext, owner: bytes, response_id: str | None) -> Turn | None:
@@ -324,7 +313,7 @@ async def delete_response(request: Request) -> JsonResponse:
     context, response_id = context_of(request), request.path_params["response_id"]
     if not context.responses.drop(owner_of(request.headers), response_id):
         _refuse_missing(context, response_id)
-    return JsonResponse(DeletedResponse(response_id))
+    return JsonResponse(wire.DeletedResponse(response_id))
 
 
 async def cancel_response(request: Request) -> JsonResponse:
@@ -368,21 +357,21 @@ PAGING: Query = {
 }
 ENDPOINTS = (
     post(
-        "/v1/responses", create_response, "openai", "Answer a conversation, as items.", Response, body=BODY,
-        event=ResponseEvent, errors=GENERATION_ERRORS
+        "/v1/responses", create_response, "openai", "Answer a conversation, as items.", wire.Response, body=BODY,
+        event=wire.ResponseEvent, errors=GENERATION_ERRORS
     ),
     post(
-        "/v1/responses/input_tokens", count_input, "openai", "Count the tokens of a conversation.", InputCount,
+        "/v1/responses/input_tokens", count_input, "openai", "Count the tokens of a conversation.", wire.InputCount,
         body=BODY, errors=(404, 503)
     ),
-    Endpoint(BY_ID, show_response, "openai", "A stored response.", Response, errors=(400, 404)),
+    Endpoint(BY_ID, show_response, "openai", "A stored response.", wire.Response, errors=(400, 404)),
     Endpoint(
-        BY_ID, delete_response, "openai", "Delete a stored response.", DeletedResponse, methods=("DELETE",),
+        BY_ID, delete_response, "openai", "Delete a stored response.", wire.DeletedResponse, methods=("DELETE",),
         errors=(404,)
     ),
-    post(BY_ID + "/cancel", cancel_response, "openai", "Cancel a running response.", Response, errors=(400, 404)),
+    post(BY_ID + "/cancel", cancel_response, "openai", "Cancel a running response.", wire.Response, errors=(400, 404)),
     Endpoint(
-        BY_ID + "/input_items", list_input_items, "openai", "The input items of a stored response.", ItemList,
+        BY_ID + "/input_items", list_input_items, "openai", "The input items of a stored response.", wire.ItemList,
         query=PAGING, errors=(400, 404)
     ),
 )
