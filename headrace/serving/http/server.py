@@ -226,7 +226,7 @@ class HttpServer:
     async def _drain_requests(self) -> None:
         running, drain_s = self._context.running, self._config.drain_s
         logger.info(
-            "shutting down: %d requests are running and have %g s to finish; signal again to stop at once",
+            "shutting down: %d requests running, with %g s to finish; signal again to stop at once",
             len(running), drain_s
         )
         with contextlib.suppress(TimeoutError):  # after the deadline, closing the client fails what still runs

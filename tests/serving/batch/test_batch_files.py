@@ -142,7 +142,7 @@ def test_files_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         open_output(tmp_path / "none" / "out")
     other = tmp_path / "notes.txt"
     other.write_text("my notes\nand more")
-    with pytest.raises(ConfigError, match="line 1 is not the answer"):
+    with pytest.raises(ConfigError, match="line 1 is not a batch result"):
         open_output(other)
     assert other.read_text() == "my notes\nand more"
     monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 100)

@@ -126,7 +126,7 @@ async def test_the_command(tmp_path: Path, capsys, monkeypatch):
         assert len(read_records(str(tmp_path / "now.jsonl"))) == 9
         client.script = b"other"
         assert await asyncio.to_thread(main, argv) == 1
-        assert "7 different, 1 more drawn at random" in " ".join(capsys.readouterr().out.split())
+        assert "7 different, 1 more sampled at random" in " ".join(capsys.readouterr().out.split())
     assert await asyncio.to_thread(main, ["replay"]) == 2 and "headrace replay FOLDER" in capsys.readouterr().err
 
 

@@ -123,7 +123,7 @@ def test_an_engine_that_cannot_start_or_is_given_up_ends_the_server():
         assert server.finish() == (1, server.output) and "error: no such model" in server.output
     with running(mode="crashing") as server:
         code, output = server.finish()
-        assert code == 1 and "given up" in output and "Traceback" not in output
+        assert code == 1 and "not restarted" in output and "Traceback" not in output
 
 
 def test_while_the_model_is_loading_health_answers_and_sigterm_ends():
