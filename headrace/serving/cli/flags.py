@@ -67,7 +67,7 @@ def parse_command(command: Command, argv: list[str]) -> Invocation:
     flags = {name: _read_value(infos[name], value) for name, value in values.items()}
     if command.words == "model" and words:
         if flags.setdefault("model", words[0]) != words[0]:
-            raise ConfigError(f"the model is set twice: {words[0]} and --model {flags['model']}", param="model")
+            raise ConfigError(f"the model is given twice: {words[0]} and --model {flags['model']}", param="model")
         words = []
     given, sources = _merge(infos, flags)
     for name, value in given.items():
@@ -134,7 +134,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         kind = "JSON" if path.suffix == ".json" else "TOML (option files are TOML unless named .json)"
         raise ConfigError(f"{path} is not valid {kind}: {error}", param="config") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must contain an object of options", param="config")
+        raise ConfigError(f"{path} must hold an object of options", param="config")
     return content
 
 
