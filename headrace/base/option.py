@@ -62,13 +62,14 @@ class OptionInfo:
             raise ConfigError(
                 f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}", param=self.name
             )
-        is_number = isinstance(value, int | float)
-        if is_number and (
-            (self.low is not None and value < self.low) or (self.high is not None and value > self.high)
-        ):
+        if isinstance(value, int | float):
+            self._check_bounds(value)
+        return value
+
+    def _check_bounds(self, value: float) -> None:
+        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
             bounds = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
             raise ConfigError(f"{self.name} must be {bounds}; got {value!r}", param=self.name)
-        return value
 
 
 def options_of(section_type: type, section: str = "") -> Iterator[OptionInfo]:

@@ -37,16 +37,16 @@ def load_target(target: str) -> Any:
 
 
 def installed_points(group: str) -> EntryPoints:
-    """What installed packages offer in an entry-point group."""
-    return _points_on(tuple(sys.path)).select(group=group)
+    """The entry points that installed packages have in a group."""
+    return _selector_on(tuple(sys.path))(group=group)
 
 
 @functools.lru_cache(maxsize=1)
-def _points_on(path: tuple[str, ...]) -> EntryPoints:
-    """All groups at once: a look at a hundred packages takes some 12 ms, and a start asks for five groups."""
-    from importlib.metadata import entry_points  # slow to import, and most processes never ask
+def _selector_on(path: tuple[str, ...]) -> Callable[..., EntryPoints]:
+    """Scans all groups at once: a scan of a hundred packages takes some 12 ms, and a start needs five groups."""
+    from importlib.metadata import entry_points  # slow to import, and most processes never need it
 
-    return entry_points()
+    return entry_points().select
 
 
 def _always(_: Any) -> str | None:

@@ -1,6 +1,6 @@
-"""`Control`: answers the calls of the client between two steps, those that concern the engine as a whole.
+"""`Control`: answers calls that concern the whole engine (pause, stats, admin calls), between two steps.
 
-Refuses: requests, and doing anything of it itself; the engine and its executor do.
+Refuses: requests. The work itself is done by the engine and its executor.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ class Control:
         }
 
     def answer(self, call: Call) -> Reply:
-        """Do what is asked. Typed errors are the answer; anything else means that the engine cannot be trusted."""
+        """Run a call. Typed errors are sent as its reply; any other exception means that the engine cannot be trusted."""
         try:
             plain = self._plain.get(call.method)
-            return Reply(call.call_id, plain() if plain is not None else self._keep_up(_read(call)))
+            return Reply(call.call_id, plain() if plain is not None else self._administer(_read(call)))
         except (HeadraceError, AssertionError) as error:
             return Reply(call.call_id, error=ErrorInfo.of(error))
         except OSError as error:
             return Reply(call.call_id, error=ErrorInfo.of(ModelError(f"cannot read: {error.strerror or error}")))
 
-    def _keep_up(self, asked: AdminCall) -> object:
+    def _administer(self, call: AdminCall) -> object:
         executor = self._engine.executor
-        match asked:
+        match call:
             case StartProfile():
-                return executor.start_profile(asked)
+                executor.start_profile(call)
+                return None
             case StopProfile():
                 return executor.stop_profile()
         try:
-            self._change_device(asked)
+            self._change_device(call)
         finally:
             self._engine.is_asleep = bool(executor.released & VITAL_PARTS)
         return sorted(executor.released)
 
-    def _change_device(self, asked: ReleaseMemory | AcquireMemory | ReplaceWeights) -> None:
+    def _change_device(self, call: ReleaseMemory | AcquireMemory | ReplaceWeights) -> None:
         executor = self._engine.executor
-        match asked:
+        match call:
             case ReleaseMemory(parts, discards_weights):
                 self._engine.drain()
                 executor.release_memory(parts, discards_weights=discards_weights)
@@ -81,7 +82,7 @@ class Control:
 
 
 def freeze_heap() -> None:
-    """Clean the heap once, and spare what stays from later cleaning."""
+    """Collect garbage once, and exempt what survives from later collections."""
     gc.collect()
     gc.freeze()
 

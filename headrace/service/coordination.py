@@ -1,7 +1,7 @@
-"""Request coordinators: each may keep new requests from running until something off the step is ready for them. The
-requests are held by the scheduler, which counts them, expires them and lets them be aborted as any other.
+"""Request coordinators: each may hold new requests until something outside the step loop is ready for them, such as a
+compiled grammar. Held requests are in the scheduler, which counts, expires and aborts them like any other.
 
-Packages outside this one add theirs through the entry-point group ``headrace.coordinators``; what is installed is used.
+Installed packages add theirs through the entry-point group ``headrace.coordinators``; all that are installed are used.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "headrace.coordinators"
 
-LetGo = tuple[EngineRequest, HeadraceError | None]
-"""A request that need not wait any longer, or the reason why it cannot run."""
+Released = tuple[EngineRequest, HeadraceError | None]
+"""A request that stops waiting, with the error that ends it or None when it can run."""
 
 
 class RequestCoordinator(Protocol):
@@ -44,11 +44,11 @@ class RequestCoordinator(Protocol):
     def hold(self, request: EngineRequest) -> None:
         """Begin what the request waits for."""
 
-    def settle(self) -> list[LetGo]:
-        """What has become ready, or never will; called in every step."""
+    def poll(self) -> list[Released]:
+        """Requests that became ready, or failed; called in every step, so it must not wait."""
 
     def pause(self) -> None:
-        """Wait a moment at most for something to become ready; for an engine that has nothing else to do."""
+        """Wait briefly for something to become ready; called when the engine has nothing else to do."""
 
 
 COORDINATORS: Registry[type[RequestCoordinator]] = Registry("request coordinator")
@@ -66,12 +66,13 @@ def add_installed_coordinators() -> None:
 
 
 def create_coordinator(name: str, executor: Executor, hooks: Hooks) -> RequestCoordinator:
-    """Build one; `PluginError` lists the names there are, or tells the original error."""
-    return COORDINATORS.make(name, executor, hooks)
+    """Build one; raises `PluginError` that lists the known names or has the original error."""
+    coordinator: RequestCoordinator = COORDINATORS.make(name, executor, hooks)
+    return coordinator
 
 
 def create_coordinators(executor: Executor, hooks: Hooks) -> list[RequestCoordinator]:
-    """Build all; one of another package that cannot be had is left out with a warning."""
+    """Build all; one of another package that fails to load is left out with a warning."""
     add_installed_coordinators()
     coordinators = []
     for name in COORDINATORS.names():
@@ -85,7 +86,7 @@ def create_coordinators(executor: Executor, hooks: Hooks) -> list[RequestCoordin
 
 
 class WaitingRoom:
-    """Sends each request through the coordinators that it concerns, and then to the scheduler's queue."""
+    """Passes each request through the coordinators that apply to it, one after the other, then to the scheduler's queue."""
 
     def __init__(self, scheduler: Scheduler, coordinators: Sequence[Any]):
         self._scheduler, self._coordinators = scheduler, list(coordinators)
@@ -100,22 +101,22 @@ class WaitingRoom:
         return any(coordinator.concerns(request) for coordinator in self._coordinators)
 
     def enter(self, request: EngineRequest) -> None:
-        """Let a held request wait for the first coordinator that it concerns."""
+        """Hold a request in the first coordinator that applies to it."""
         self._pass_on(request, 0)
 
-    def settle(self) -> list[RequestOutput]:
-        """Release the requests that everything is ready for; the outputs end those that cannot run."""
+    def poll(self) -> list[RequestOutput]:
+        """Release the requests that no coordinator holds any more; the outputs end those that cannot run."""
         outputs = []
-        for place, coordinator in enumerate(self._coordinators):
-            for request, error in coordinator.settle():
+        for position, coordinator in enumerate(self._coordinators):
+            for request, error in coordinator.poll():
                 if error is None:
-                    self._pass_on(request, place + 1)
+                    self._pass_on(request, position + 1)
                 elif (output := self._scheduler.refuse(request.request_id, error)) is not None:
                     outputs.append(output)
         return outputs
 
     def pause(self) -> None:
-        """Wait a moment for one of those that are waited for."""
+        """Wait briefly, in the first coordinator that holds a request."""
         next(coordinator for coordinator in self._coordinators if coordinator.is_waiting).pause()
 
     def _pass_on(self, request: EngineRequest, first: int) -> None:
@@ -152,41 +153,35 @@ class GrammarGate:
         return request.sampling.grammar is not None
 
     def hold(self, request: EngineRequest) -> None:
-        """Start to compile, or wait for who started before."""
+        """Start to compile; equal grammars share one compilation."""
         grammar = request.sampling.grammar
         assert grammar is not None, "see concerns"
         self._waiting[request.request_id] = (
             request, self._executor.prepare_grammar(grammar), self._clock() + self._limit_s
         )
 
-    def settle(self) -> list[LetGo]:
-        """Those whose grammars are done, or take too long."""
-        settled: list[LetGo] = []
+    def poll(self) -> list[Released]:
+        """Requests whose grammars are compiled, or take too long."""
+        ready: list[Released] = []
         for request, compiled, limit in list(self._waiting.values()):
             if compiled.done():
                 error = compiled.exception()
-                settled.append((request, None if error is None else describe_failure(error)))
+                ready.append((request, None if error is None else describe_failure(error)))
             elif self._clock() >= limit:
-                settled.append(
-                    (
-                        request,
-                        RequestError(
-                            f"the grammar took more than {self._limit_s:.0f} s to compile; simplify it", param="grammar"
-                        )
-                    )
-                )
-        for request, _ in settled:
+                message = f"the grammar took more than {self._limit_s:.0f} s to compile; simplify it"
+                ready.append((request, RequestError(message, param="grammar")))
+        for request, _ in ready:
             del self._waiting[request.request_id]
-        return settled
+        return ready
 
     def pause(self) -> None:
-        """Wait a moment for a grammar."""
+        """Wait briefly for a grammar."""
         wait([compiled for _, compiled, _ in self._waiting.values()], IDLE_WAIT_S, FIRST_COMPLETED)
 
 
 class HookGate:
-    """See `RequestCoordinator`. What a hook holds is let go when it says so, when it is switched off, or after a
-    minute."""
+    """See `RequestCoordinator`. A request is released when the hook that holds it says so, when that hook is switched
+    off, or after `HOOK_LIMIT_S`."""
 
     def __init__(
         self, executor: Executor, hooks: Hooks, *, limit_s: float = HOOK_LIMIT_S,
@@ -205,14 +200,15 @@ class HookGate:
         return bool(self._hooks) and self._hooks.any("holds_request", request)
 
     def hold(self, request: EngineRequest) -> None:
-        """Remember which hooks there were."""
+        """Remember the active hooks: if one is switched off later, its requests must not wait for ever."""
         self._waiting[request.request_id] = (request, self._hooks.names, self._clock() + self._limit_s)
 
-    def settle(self) -> list[LetGo]:
-        """Those that hooks let go, or must."""
+    def poll(self) -> list[Released]:
+        """Requests that hooks released, or held too long."""
         if not self._waiting:
             return []
-        ready, settled = set(self._hooks.collect("ready_requests")), []
+        ready: set[str] = set(self._hooks.collect("ready_requests"))
+        released: list[Released] = []
         for request, names, limit in list(self._waiting.values()):
             if self._clock() >= limit:
                 logger.warning(
@@ -222,16 +218,16 @@ class HookGate:
             elif request.request_id not in ready and names == self._hooks.names:
                 continue
             del self._waiting[request.request_id]
-            settled.append((request, None))
-        return settled
+            released.append((request, None))
+        return released
 
     def pause(self) -> None:
-        """Wait a moment."""
+        """Wait briefly."""
         time.sleep(IDLE_WAIT_S)
 
 
 def describe_failure(error: BaseException) -> HeadraceError:
-    """What users are told. Whatever a grammar library raises was caused by the grammar."""
+    """The error for the user. Any exception of a grammar library was caused by the grammar."""
     return (
         error if isinstance(error, HeadraceError)
         else RequestError(f"the grammar cannot be compiled: {type(error).__name__}: {error}"[:500], param="grammar")

@@ -124,7 +124,7 @@ class Engine:
         """Keep the device fed and read the oldest result; returns everything that became known."""
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
-        outputs += self._waiting_room.settle()
+        outputs += self._waiting_room.poll()
         while (
             not self._is_paused and len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None
         ):

@@ -1,10 +1,10 @@
-"""`Executor`: how the engine reaches the device. One process now; with tensor parallelism, all ranks behind this."""
+"""`Executor`: the contract between the engine and the device; several ranks will stand behind one executor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.base.admin import DevicePart, StartProfile
 from headrace.base.cache import CacheLayout
@@ -37,10 +37,10 @@ class Executor(Protocol):
         """Launch one plan; never waits for the device on a GPU."""
 
     def use_idle_moment(self) -> bool:
-        """Called while there is nothing to run: do a little that later steps would have to do, a tenth of a second at
-        most; False when nothing is left."""
+        """Called while the engine is idle: do work that later steps would need, such as capturing a graph, for a tenth
+        of a second at most; False when nothing is left."""
 
-    def prepare_grammar(self, grammar: Grammar) -> Future[object]:
+    def prepare_grammar(self, grammar: Grammar) -> Future[Any]:
         """Compile a grammar on another thread; requests with it are run when the future is done, and end with the
         `RequestError` that it may raise. Never raises itself."""
 
@@ -49,7 +49,7 @@ class Executor(Protocol):
 
     @property
     def released(self) -> frozenset[DevicePart]:
-        """What is off the device; without `headrace.base.admin.VITAL_PARTS` nothing can be executed."""
+        """Parts that are off the device; without `headrace.base.admin.VITAL_PARTS` nothing can be executed."""
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
         """Take parts off the device, and forget all rows and pages. No plan may be in flight, here and below."""

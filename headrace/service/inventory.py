@@ -124,7 +124,8 @@ def _engine_parts(machine: Machine) -> Iterator[Finding]:
     from headrace.service import build  # noqa: F401  registers the hooks that are here
     from headrace.service.coordination import COORDINATORS, add_installed_coordinators
 
-    add_installed_hooks(), add_installed_coordinators()
+    add_installed_hooks()
+    add_installed_coordinators()
     queries = {device: engine_config() for device, _, _ in machine.devices}
     for registry in (HOOKS, COORDINATORS):
         yield from _entries(registry.noun, registry, queries)

@@ -148,10 +148,10 @@ def produce_token(engine: Engine) -> None:
     while engine.has_work:
         for output in engine.step():
             finish = output.finish or finish
-    if finish is None or finish.error is not None:
-        raise ModelError(
-            f"the engine could not produce a first token: {finish.error.message if finish else 'no output'}"
-        )
+    if finish is None:
+        raise ModelError("the engine could not produce a first token: no output")
+    if finish.error is not None:
+        raise ModelError(f"the engine could not produce a first token: {finish.error.message}")
     engine.reset_prefix_cache()
 
 
@@ -206,7 +206,8 @@ def _import_builder(target: str) -> Builder:
     with keep_bytecode():
         if target == ENGINE_BUILDER:
             import_torch()
-        return load_target(target)
+        builder: Builder = load_target(target)
+        return builder
 
 
 def _open_channel() -> tuple[EngineChannel, EngineConfig]:

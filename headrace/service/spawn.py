@@ -18,15 +18,15 @@ from headrace.base import env
 ENGINE_MODULE = "headrace.service.process"
 ENGINE_BUILDER = "headrace.service.build:build_engine"
 END_SIGNAL = signal.SIGUSR1
-"""What tells an engine process to end. Not SIGTERM: service managers send that to all processes of a server at once,
-and how long running requests may take is the parent's to say."""
+"""The signal that ends an engine process. Not SIGTERM: service managers send that to all processes of a server at once,
+and only the parent knows how long running requests may still take."""
 BUFFER_BYTES = 4 << 20
-"""Of messages on their way, each way, if the system lets us have so much."""
+"""Socket buffer for each direction; the system may grant less."""
 
 
 @dataclass(frozen=True)
 class SpawnedEngine:
-    """A new engine process, and our end of the line whose other end is its standard input."""
+    """A new engine process, and our end of the socket pair whose other end is its standard input."""
 
     process: subprocess.Popen[bytes]
     line: socket.socket
@@ -39,7 +39,7 @@ class SpawnedEngine:
 
 
 def spawn_engine(builder: str = ENGINE_BUILDER) -> SpawnedEngine:
-    """A new engine process. It ends by itself when its line is closed."""
+    """Start an engine process. It ends by itself when its socket is closed."""
     environment = env.worker_environment() | {
         "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
     }
@@ -49,7 +49,7 @@ def spawn_engine(builder: str = ENGINE_BUILDER) -> SpawnedEngine:
     with its:
         return SpawnedEngine(
             subprocess.Popen(
-                [sys.executable, "-P", "-m", ENGINE_MODULE, "--builder", builder], stdin=its, env=environment
+                [sys.executable, "-P", "-m", ENGINE_MODULE, "--builder", builder], stdin=its.fileno(), env=environment
             ),
             ours
         )

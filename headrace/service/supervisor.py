@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.base.admin import ADMIN_CALLS
 from headrace.base.config import EngineConfig
@@ -243,7 +243,8 @@ class Supervisor:
         channel.send(self.config)
         silence = asyncio.create_task(self._await_silence(channel), name="engine-silence")
         try:
-            await asyncio.wait([process.exit_code, channel.failure, silence], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [process.exit_code, channel.failure, silence]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if channel.failure.done():  # this life cannot be served any further
                 logger.error("messages of the engine cannot be taken; it is killed", exc_info=channel.failure.result())
             elif silence.done():

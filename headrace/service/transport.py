@@ -1,8 +1,8 @@
-"""The line between client and engine process: one pair of connected sockets that carries messages of base/messages,
-four bytes of length before each. The first one to the engine is its configuration.
+"""The channel between client and engine process: a socket pair that carries messages of base/messages, each behind four
+bytes of length. The first message to the engine is its configuration.
 
-Refuses: deciding anything about the messages. No thread and no task stands between a socket and who reads or writes it:
-each would have to be woken for every step, on cores that the engine computes on.
+Refuses: deciding anything about the messages. Sockets are read and written by the engine's own thread and the client's
+event loop: a thread or task between would have to be woken for every step, on cores that the engine computes on.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ Message = TypeVar("Message")
 
 
 def frame(message: Any) -> bytes:
-    """A message as it travels."""
+    """A message with its length prefix."""
     payload = encode(message)
     return LENGTH.pack(len(payload)) + payload
 
 
 class Frames(Generic[Message]):
-    """Messages out of bytes, however these are cut."""
+    """Splits a byte stream into messages."""
 
     def __init__(self, decode: Callable[[bytearray], Message]):
         self._decode = decode
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take what has come; the messages that it completes."""
+        """Add received bytes; returns the messages that they complete."""
         rest, messages, begin = self._rest, [], 0
         rest += data
         while len(rest) - begin >= LENGTH.size:
@@ -76,7 +76,7 @@ class EngineChannel:
 
     def __init__(self, line: socket.socket):
         self.is_open = True
-        """Whether there may still be somebody at the other end."""
+        """Whether the other end may still be open."""
         self._line = line
         self._poll = select.poll()
         self._poll.register(line, select.POLLIN)
@@ -110,8 +110,8 @@ class EngineChannel:
         return messages
 
     def send(self, message: FromEngine) -> None:
-        """Hand a message to the line; never waits for the reader. What the system has no room for is written by a
-        thread, which ends when it is done."""
+        """Send without waiting for the reader. What does not fit the socket buffer is written by a thread, which ends
+        when it is done: the step loop must never block on a slow client."""
         rest = frame(message)
         with self._lock:
             if not self._overflow:
@@ -123,19 +123,19 @@ class EngineChannel:
                 self._writer.start()
 
     def await_end(self, poll_s: float) -> bool:
-        """Wait at most so long for the other end to close; whether it has. For a thread of its own."""
+        """Wait at most ``poll_s`` seconds for the other end to close; returns whether it has. Runs in its own thread."""
         ended = select.poll()
-        ended.register(self._line, 0)  # a hang-up is told whether asked for or not
+        ended.register(self._line, 0)  # poll reports POLLHUP whatever the mask
         return bool(ended.poll(poll_s * 1e3))
 
     def flush(self) -> None:
-        """Give the last messages time to leave. The line ends with the process."""
+        """Give the last messages time to leave. The socket closes with the process."""
         writer = self._writer
         if writer is not None:
             writer.join(LAST_WORDS_S)
 
     def _take_bytes(self) -> bytes:
-        """What has come; empty when nothing has, or nothing will any more."""
+        """Received bytes; empty when there are none, or the other end is closed (then ``is_open`` is False)."""
         try:
             data = self._line.recv(READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -146,12 +146,12 @@ class EngineChannel:
         return data
 
     def _write(self, data: bytes) -> bytes:
-        """Write what there is room for; the rest."""
+        """Write what the socket buffer takes; returns the rest."""
         try:
             return data[self._line.send(data, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             return data
-        except (BrokenPipeError, ConnectionResetError):  # nobody is left to be told; `receive` notices
+        except (BrokenPipeError, ConnectionResetError):  # the client is gone; `receive` notices
             return b""
 
     def _write_overflow(self) -> None:
@@ -183,22 +183,22 @@ def engine_line() -> socket.socket:
 
 
 class ClientChannel(asyncio.Protocol):
-    """The client's end, one per life of the engine process, so that no message outlives it. Messages are given to
-    ``take`` in the callback that reads them; of a reader who is behind, those of several steps as one."""
+    """The client's end, one per engine process, so that no message outlives it. ``take`` gets messages in the callback
+    that reads them; when several steps were read at once, their outputs come as one message."""
 
     def __init__(self, take: Callable[[FromEngine], None]):
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        """Done when no more messages come."""
+        """Done when the other end is closed."""
         self.failure: asyncio.Future[Exception] = loop.create_future()
-        """What a message was that could not be read or taken."""
+        """The exception of a message that could not be decoded or handled."""
         self._take = take
         self._frames = Frames(decode_from_engine)
         self._transport: asyncio.WriteTransport | None = None
 
     @classmethod
     async def open(cls, line: socket.socket, take: Callable[[FromEngine], None]) -> ClientChannel:
-        """Over our end of the line."""
+        """Connect our end of the socket pair to the event loop."""
         line.setblocking(False)
         _, channel = await asyncio.get_running_loop().create_unix_connection(lambda: cls(take), sock=line)
         return channel
@@ -210,7 +210,7 @@ class ClientChannel(asyncio.Protocol):
         self._transport.write(frame(message))
 
     def close(self) -> None:
-        """Drop the line and whatever is in it."""
+        """Close at once; unsent messages are lost."""
         if self._transport is not None:
             self._transport.abort()
 

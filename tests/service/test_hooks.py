@@ -205,7 +205,7 @@ class Coordinator:
         pass
     def concerns(self, request):
         return False
-    def settle(self):
+    def poll(self):
         return []
 '''
 

@@ -1,5 +1,5 @@
-"""`EngineAdmin`: what is done to an engine as a whole, in the right order: sleep and wake, weights, pauses, profiles.
-Torch-free."""
+"""`EngineAdmin`: admin operations on one engine (sleep, wake, pause, weights, profile), in an order that is safe for
+requests. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SleepMode = Literal["refuse", "abort", "wait"]
 
 
 class EngineAdmin:
-    """Over one client; its calls take turns. ``is_paused`` and the sleep end with the engine process, which is started
-    anew with the weights that were loaded last."""
+    """Operations of one client, one at a time. A restarted engine process is neither paused nor asleep, and has the
+    weights that were loaded last."""
 
     def __init__(self, client: EngineClient):
         self._client = client
@@ -43,7 +43,7 @@ class EngineAdmin:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether memory that every request needs is given back."""
+        """Whether memory that every request needs is released."""
         return self._client.state == "asleep"
 
     @property
@@ -52,7 +52,7 @@ class EngineAdmin:
         return self._paused_engine is not None and self._paused_engine == self._client.engine_pid
 
     async def pause(self, is_paused: bool = True) -> None:
-        """Hold all generation, or go on."""
+        """Pause all generation, or continue it."""
         await self._client.control("pause" if is_paused else "continue")
         self._paused_engine = self._client.engine_pid if is_paused else None
 
@@ -60,8 +60,8 @@ class EngineAdmin:
         self, parts: Collection[DevicePart] = DEVICE_PARTS, *, discards_weights: bool = False,
         mode: SleepMode = "refuse"
     ) -> None:
-        """Give parts of the device's memory back. Requests that are running or waiting are in the way: raise
-        `Conflict`, end them, or wait for their end, refusing new ones meanwhile."""
+        """Release parts of the device's memory. ``mode`` says what happens while requests run or wait: ``refuse`` raises
+        `Conflict`, ``abort`` ends them, ``wait`` waits for their end; new ones are refused meanwhile."""
         async with self._turn:
             client, before = self._client, self._client.state
             if mode == "refuse" and client.num_inflight:
@@ -69,7 +69,7 @@ class EngineAdmin:
                     f"{client.num_inflight} requests are running; wait for their end, or end them with mode abort"
                 )
             if before == "ready":
-                client.state = "asleep"  # from here on none is taken
+                client.state = "asleep"  # no await before this line: no request may slip in behind the check
             after = before
             try:
                 if mode == "abort":
@@ -80,12 +80,12 @@ class EngineAdmin:
                 after = "asleep"
                 raise
             finally:
-                self._settle(after)
+                self._set_state(after)
 
     async def wake(self, parts: Collection[DevicePart] = DEVICE_PARTS) -> None:
-        """Take parts back. Raises `EngineAsleep` when the device has no room for them."""
+        """Acquire parts again. Raises `EngineAsleep` when the device has no room for them."""
         async with self._turn:
-            self._settle(await self._change(AcquireMemory(list(parts))))
+            self._set_state(await self._change(AcquireMemory(list(parts))))
 
     async def replace_weights(self, model: str, *, load_format: str = "auto", version: str | None = None) -> int:
         """Serve another checkpoint of the same shapes; returns how many requests went on with it. Raises typed errors,
@@ -95,7 +95,7 @@ class EngineAdmin:
             try:
                 await client.control(ReplaceWeights(model, load_format), timeout_s=LOADING_TIMEOUT_S)
             except EngineAsleep:  # the old weights are back, the KV cache has found no room
-                self._settle("asleep")
+                self._set_state("asleep")
                 raise
             config = client.config
             client.config = replace(
@@ -105,7 +105,7 @@ class EngineAdmin:
             return num_requests
 
     async def start_profile(self, options: StartProfile) -> None:
-        """Begin a trace."""
+        """Start a trace."""
         await self._client.control(options)
 
     async def stop_profile(self) -> str:
@@ -126,7 +126,7 @@ class EngineAdmin:
         except TimeoutError:
             raise Conflict(f"{self._client.num_inflight} requests did not end within {limit_s:g} s") from None
 
-    def _settle(self, state: str) -> None:
+    def _set_state(self, state: str) -> None:
         """The state after a change, unless the engine has died or the server is ending meanwhile."""
         if self._client.state in ("ready", "asleep"):
             self._client.state = state

@@ -1,4 +1,4 @@
-"""From engine outputs to what a user sees of each choice: text, stop strings, aligned logprobs, finish reasons."""
+"""Engine outputs to deltas of each choice: text, stop strings, aligned logprobs, finish reasons."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class OutputAssembler:
         return self._num_unfinished == 0
 
     def feed(self, output: RequestOutput) -> ChoiceDelta | None:
-        """News of one choice; None when there are none, or when it has finished already (the engine may have run on
-        past a stop string)."""
+        """The delta of one choice; None when there is nothing new, or when it has finished already (the engine may have
+        run on past a stop string)."""
         choice = self._choices.get(output.request_id)
         if choice is None or choice.is_finished:
             return None
@@ -43,13 +43,13 @@ class OutputAssembler:
         return delta
 
     def to_abort(self) -> list[Abort]:
-        """Requests that a stop string ended and the engine still runs; each is told once."""
+        """Requests that a stop string ended and the engine still runs; each is returned once."""
         aborts, self._aborts = self._aborts, []
         return aborts
 
 
 class _Choice:
-    """One choice in the making."""
+    """State of one choice."""
 
     def __init__(
         self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None,
@@ -111,7 +111,7 @@ class _Choice:
         return text.push(ids) + text.finish()
 
     def _cut(self, delta: ChoiceDelta, num_tokens_kept: int) -> None:
-        """Drop what came behind the token that completed a stop string."""
+        """Drop tokens behind the one that completed a stop string."""
         kept = num_tokens_kept - self._num_tokens
         delta.token_ids = delta.token_ids[:kept]
         if delta.logprobs is not None:
@@ -125,7 +125,7 @@ class _Choice:
 
 
 class PooledAssembler:
-    """What `OutputAssembler` is for generation: passes the one result on."""
+    """`OutputAssembler` of a pooling request: passes its one result on."""
 
     can_end_early = False
 
@@ -145,5 +145,5 @@ class PooledAssembler:
         )
 
     def to_abort(self) -> list[Abort]:
-        """Nothing: a text that is read ends by itself."""
+        """Nothing: a pooling request ends by itself."""
         return []

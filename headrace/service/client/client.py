@@ -51,7 +51,7 @@ RETRY_AFTER_S = 5.0
 class EngineClient:
     """Requests in, streams out, over one supervised engine process. Belongs to the event loop that ran `start`.
 
-    ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is given back, see `EngineAdmin`), ``restarting``,
+    ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is released, see `EngineAdmin`), ``restarting``,
     ``draining`` or ``stopped``; requests are taken when ready. ``facts``, ``memory`` and ``tokenizer`` are known from
     then on; ``last_stats`` is at most a step old under load. ``stall_timeout_s``, ``builder`` and ``engine`` are the
     supervisor's.
@@ -77,7 +77,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._seeds = random.Random(config.model.seed)
-        self._settled = asyncio.Event()  # set while the state is ready, or never will be again
+        self._decided = asyncio.Event()  # set while the state is ready, or can never be ready again
         self._idle = asyncio.Event()
         self._failure: HeadraceError | None = None
 
@@ -118,7 +118,7 @@ class EngineClient:
 
     async def wait_ready(self) -> None:
         """Return once requests are taken; raises the engine's own error when it cannot start."""
-        await self._settled.wait()
+        await self._decided.wait()
         if self.state != "ready":
             raise self._failure or EngineUnavailable(f"the engine is {self.state}")
 
@@ -126,7 +126,7 @@ class EngineClient:
         """Refuse new requests, give running ones ``drain_s`` seconds, end the rest with an error, stop the engine."""
         if self.state != "stopped":
             self.state = "draining"
-            self._settled.set()
+            self._decided.set()
         if self._streams and drain_s > 0:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):  # the deadline: what still runs is ended below
@@ -142,20 +142,20 @@ class EngineClient:
     ) -> RequestStream:
         """Check a request and send it to the engine. Raises typed errors: `RequestError` for what is wrong with it,
         `EngineUnavailable` when the engine takes none now. What the engine refuses (`QueueFull`) is the first delta."""
-        self._require_ready()
+        facts = self._require_ready()
         request_id = request_id or new_request_id()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be text, got {request_id!r}", param="request_id")
         prompt_ids = encode_prompt(
-            prompt, self.tokenizer, add_special_tokens=add_special_tokens, most=self.facts.max_model_len
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, most=facts.max_model_len
         )
         if isinstance(params, SamplingParams):
             params = with_seed(params, self._seeds)
         requests, assembler = open_request(
-            request_id, prompt_ids, params, facts=self.facts, tokenizer=self.tokenizer,
+            request_id, prompt_ids, params, facts=facts, tokenizer=self.tokenizer,
             namespace=namespace, priority=priority, deadline_s=deadline_s,
         )
-        # Choices have ids of their own, which somebody else may have chosen for a request.
+        # Choices have ids of their own (``id/0``), which another caller may have chosen as a request id.
         if request_id in self._streams or any(request.request_id in self._stream_of_child for request in requests):
             raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
         for request in requests:
@@ -172,7 +172,7 @@ class EngineClient:
                 self._streams[name].abort()
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges, asked of the engine now."""
+        """Counters and gauges as of now, fetched from the engine."""
         self.last_stats = msgspec.convert(await self._call("stats"), EngineStats)
         return self.last_stats
 
@@ -194,7 +194,7 @@ class EngineClient:
         await self._call("check")
 
     def on_message(self, message: FromEngine) -> None:
-        """The supervisor passes a message of the engine."""
+        """A message of the engine; called by the supervisor."""
         if isinstance(message, Outputs):
             for output in message.outputs:
                 self._deliver(output)
@@ -205,32 +205,33 @@ class EngineClient:
             self.facts, self.memory, self.progress = message.facts, message.memory, ("ready", 1.0)
             if self.state in ("starting", "restarting"):
                 self.state = "ready"
-                self._settled.set()
+                self._decided.set()
         elif isinstance(message, Reply):
-            self._settle_call(message)
+            self._resolve_call(message)
 
     def on_exit(self, error: HeadraceError, *, is_final: bool) -> None:
-        """The supervisor tells that the engine process is gone."""
+        """The engine process is gone; called by the supervisor."""
         if self.state not in ("draining", "stopped"):
             self.state = "stopped" if is_final else "restarting"
             self.progress = ("starting", 0.0)
             if is_final:
                 self._failure = error
-                self._settled.set()
+                self._decided.set()
             else:
-                self._settled.clear()
+                self._decided.clear()
         self._fail_all(
             EngineUnavailable(f"the engine stopped while this request ran: {error.message}", retry_after=RETRY_AFTER_S)
         )
 
-    def _require_ready(self) -> None:
+    def _require_ready(self) -> ModelFacts:
         if self.state == "asleep":
             raise EngineAsleep(
-                "the engine sleeps: it has given its memory back and takes no requests until it is woken",
+                "the engine sleeps: its memory is released; it takes requests again after /wake_up",
                 retry_after=RETRY_AFTER_S
             )
-        if self.state != "ready":
+        if self.state != "ready" or self.facts is None:
             raise EngineUnavailable(f"the engine is {self.state} and takes no requests now", retry_after=RETRY_AFTER_S)
+        return self.facts
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._stream_of_child.get(output.request_id)
@@ -276,7 +277,7 @@ class EngineClient:
         finally:
             del self._calls[call_id]
 
-    def _settle_call(self, reply: Reply) -> None:
+    def _resolve_call(self, reply: Reply) -> None:
         call = self._calls.get(reply.call_id)
         if call is None or call.done():
             return

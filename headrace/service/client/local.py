@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable
@@ -31,15 +32,18 @@ from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.loading import open_tokenizer
 from headrace.service.transport import join_outputs
 
-TOKENS_DRAWN = 32768
-"""Prompt tokens drawn and queued before a step; beyond that a longer queue would not change the next step."""
+if TYPE_CHECKING:
+    from headrace.service.engine import Engine
+
+TOKENS_QUEUED = 32768
+"""Prompt tokens that are prepared and queued before a step; a longer queue would not change the next step."""
 OUTPUTS_JOINED = 64
-"""Steps whose outputs of a request are made into text at once: nobody reads along."""
+"""Steps whose outputs of a request are detokenized at once: in a batch nobody reads along."""
 
 
 @dataclass(slots=True)
 class Job:
-    """One prompt to be run: its engine requests, checked, and what gathers their output."""
+    """One prompt to run: its checked engine requests, and the assembler and collector of their outputs."""
 
     requests: list[EngineRequest]
     assembler: OutputAssembler | PooledAssembler
@@ -71,7 +75,7 @@ def defer_interrupt() -> Iterator[threading.Event]:
 
 
 class _Intake:
-    """Jobs on their way into the engine. ``jobs``: all drawn so far; ``running``: by the ids of requests that have not
+    """Jobs on their way into the engine. ``jobs``: all taken from the source so far; ``running``: by the ids of requests that have not
     ended; ``held``: their latest outputs."""
 
     def __init__(self, source: Iterator[Job], window: int):
@@ -86,19 +90,19 @@ class _Intake:
     def has_work(self) -> bool:
         return bool(self._source or self._waiting or self.running)
 
-    def draw(self) -> Iterator[EngineRequest]:
+    def take(self) -> Iterator[EngineRequest]:
         """The requests to submit before the next step: never more than the queue takes, so that none is refused."""
-        self._draw_jobs()
+        self._take_jobs()
         num_tokens = 0
-        while self._waiting and len(self.running) < self._window and num_tokens < TOKENS_DRAWN:
+        while self._waiting and len(self.running) < self._window and num_tokens < TOKENS_QUEUED:
             request, job = self._waiting.popleft()
             num_tokens += len(request.prompt_token_ids)
             self.running[request.request_id] = job
             yield request
 
-    def _draw_jobs(self) -> None:
+    def _take_jobs(self) -> None:
         num_tokens = 0
-        while self._source is not None and num_tokens < TOKENS_DRAWN:
+        while self._source is not None and num_tokens < TOKENS_QUEUED:
             job = next(self._source, None)
             if job is None:
                 self._source = None
@@ -115,10 +119,10 @@ class LocalClient:
     def __init__(self, config: EngineConfig, *, builder: str = ENGINE_BUILDER):
         self.config = config
         with keep_bytecode():
-            self._engine = load_target(builder)(config, lambda stage, fraction: None)
+            self._engine: Engine = load_target(builder)(config, lambda stage, fraction: None)
         gc.collect()
         gc.freeze()  # torch and the model are here to stay: no collection need look at their objects again
-        # Both may be taken again by a signal handler that interrupts their owner.
+        # Reentrant: a signal handler that interrupts the owner may take them again.
         self._turn = threading.RLock()  # for a whole run
         self._touch = threading.RLock()  # for one call of the engine, which is not thread-safe
         self._seeds = random.Random(config.model.seed)
@@ -131,12 +135,12 @@ class LocalClient:
 
     @property
     def facts(self) -> ModelFacts:
-        """What is known of the model."""
+        """Facts of the loaded model."""
         return self._engine.executor.facts
 
     @property
     def memory(self) -> list[MemoryLine]:
-        """Who takes how much of the device's memory."""
+        """The memory plan: each part and its bytes on the device."""
         return self._engine.executor.memory
 
     @property
@@ -152,24 +156,24 @@ class LocalClient:
         priority: int = 0
     ) -> Job:
         """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
-        is_text = isinstance(prompt, str)
-        is_read = isinstance(params, PoolingSpec)
-        tokenizer = self.tokenizer if is_text or not (is_read or not params.detokenize) else None
+        text = prompt if isinstance(prompt, str) else None
+        makes_text = isinstance(params, SamplingParams) and params.detokenize
+        tokenizer = self.tokenizer if text is not None or makes_text else None
         ids = encode_prompt(prompt, tokenizer, add_special_tokens=add_special_tokens, most=self.facts.max_model_len)
-        if not is_read:
+        if isinstance(params, SamplingParams):
             params = with_seed(params, self._seeds)
         request_id = str(next(self._ids))
         requests, assembler = open_request(
             request_id, ids, params, facts=self.facts, tokenizer=tokenizer, priority=priority
         )
-        collector = Collector(request_id, prompt if is_text else None, ids, len(requests))
+        collector = Collector(request_id, text, ids, len(requests))
         return Job(requests, assembler, collector)
 
     def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.
 
-        The first are already running while more are drawn from ``jobs``, some before each step, so that the device does
-        not wait for the preparation of all. What drawing one raises ends the run, and all that were begun.
+        The first run while more are taken from ``jobs``, some before each step, so that the device does not wait until
+        all are prepared. An exception from ``jobs`` ends the run and aborts what was started.
         Ctrl-C aborts them all between two steps and leaves the engine as it was; so does `close` in another thread.
         """
         with self._turn, defer_interrupt() as interrupt:
@@ -208,7 +212,7 @@ class LocalClient:
     def _drive(self, intake: _Intake, interrupt: threading.Event, on_finish: Callable[[], None]) -> None:
         while intake.has_work:
             self._require_sound()
-            for request in intake.draw():
+            for request in intake.take():
                 with self._touch:
                     self._engine.submit(request)
             for output in self._step():

@@ -1,4 +1,5 @@
-"""What a client hands to the edges: text and tokens of one choice, as they come. Torch-free."""
+"""Outputs as the edges see them: deltas of one choice, whole results, and the collector that adds deltas up.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from headrace.base.step import TokenLogprobs
 
 
 class ChoiceDelta(msgspec.Struct):
-    """News of choice ``index`` of a request since its last delta. ``text`` never has to be taken back: text that may
-    still become part of a stop string is held until it is certain. The last delta of a choice has ``finish_reason``:
+    """New output of choice ``index`` since its last delta. ``text`` is final: text that may still become part of a
+    stop string is held back until it is certain. The last delta of a choice has ``finish_reason``:
     ``stop``, ``length``, ``abort`` or ``error``; ``stop_reason`` is the stop string or stop id that matched, if any.
     ``logprobs`` is aligned with ``token_ids``. The first delta carries the prompt facts and ``queued_s``, the seconds
-    waited for the first step. ``pooled`` is the result of a text that was read
+    waited for the first step. ``pooled`` is the result of a pooling request
     (`headrace.base.pooling.unpack_floats`)."""
 
     index: int

@@ -1,8 +1,7 @@
-"""Texts to be read: their tokens, cut where that was asked for, and pairs of them to be scored, whatever the model
-scores by.
+"""Inputs of pooling requests: texts to tokens, truncated on request, and pairs of texts to be scored.
 
-A cross-encoder judges both texts in one; embeddings are compared by their angle; a model that generates is asked for
-yes or no. Torch-free. Refuses: running anything.
+A cross-encoder scores both texts in one input; embeddings are compared by cosine; a generating model answers yes or no.
+Torch-free. Refuses: running anything.
 """
 
 from __future__ import annotations

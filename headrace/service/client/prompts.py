@@ -1,6 +1,6 @@
-"""From what a user passes as a prompt to token ids, and the tokenizer that takes. Torch-free.
+"""Prompts to token ids, and prompts with parameters to engine requests. Torch-free.
 
-Refuses: chat routes' own rules; they render and pass text or ids.
+Refuses: chat templates; chat routes render them and pass text or ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def new_request_id() -> str:
-    """An id no other request has."""
+    """A unique request id."""
     return uuid.uuid4().hex
 
 
@@ -31,7 +31,7 @@ def encode_prompt(
     prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, most: int | None = None
 ) -> list[int]:
     """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request). A long text
-    that has more than ``most`` is refused by its beginning: megabytes would take seconds."""
+    of more than ``most`` is refused after its beginning was encoded: encoding megabytes would take seconds."""
     if not isinstance(prompt, str):
         return list(prompt)
     return encode_text(prompt, require_tokenizer(tokenizer), most, "prompt", add_special_tokens=add_special_tokens)
@@ -40,11 +40,11 @@ def encode_prompt(
 def encode_prompt_end(
     prompt: str | list[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """The last ``kept`` ids of a prompt, of which the first is the one that begins all of the model's texts if this one
-    begins so."""
-    ids = prompt
-    if isinstance(prompt, str):
-        ids = require_tokenizer(tokenizer).encode_ends(prompt, kept, add_special_tokens=add_special_tokens)
+    """The last ``kept`` ids of a prompt; the model's begin-of-text token stays in front if the prompt has it."""
+    ids = (
+        require_tokenizer(tokenizer).encode_ends(prompt, kept, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, str) else prompt
+    )
     if len(ids) <= kept:
         return list(ids)
     begin = ids[:1] if kept > 1 and tokenizer is not None and ids[0] == tokenizer.bos_id else []
@@ -89,11 +89,16 @@ def open_request(
     tokenizer: Tokenizer | None,
     namespace: str = "", priority: int = 0, deadline_s: float | None = None,
 ) -> tuple[list[EngineRequest], OutputAssembler | PooledAssembler]:
-    """Engine requests of a prompt to be continued, or of a text to be read, and what puts their outputs together."""
-    options = dict(facts=facts, namespace=namespace, priority=priority, deadline_s=deadline_s)
+    """Engine requests of a prompt to be continued or of a text to be pooled, and the assembler of their outputs."""
     if isinstance(params, PoolingSpec):
-        return [build_pooling_request(request_id, token_ids, params, **options)], PooledAssembler()
-    requests = build_requests(request_id, token_ids, params, tokenizer=tokenizer, **options)
+        request = build_pooling_request(
+            request_id, token_ids, params, facts=facts, namespace=namespace, priority=priority, deadline_s=deadline_s
+        )
+        return [request], PooledAssembler()
+    requests = build_requests(
+        request_id, token_ids, params, facts=facts, tokenizer=tokenizer, namespace=namespace, priority=priority,
+        deadline_s=deadline_s,
+    )
     return requests, OutputAssembler(requests, params, tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""From a user's prompt ids and `SamplingParams` to engine requests: everything checked, every string made ids.
+"""Engine requests from prompt ids and `SamplingParams` or a `PoolingSpec`: all fields checked, all strings made ids.
 
 Refuses: queueing and page limits, which the engine knows.
 """
@@ -31,7 +31,7 @@ SEED_BITS = 63
 USES = {
     "embed": "embeddings: use /v1/embeddings", "classify": "scores of texts: use /v1/classify, /v1/score or /v1/rerank"
 }
-"""What a model that reads makes, and where to ask for it."""
+"""Results of pooling models, and the routes that return them."""
 MAX_PRIORITY = 2**31
 
 
@@ -42,7 +42,7 @@ def build_requests(
 ) -> list[EngineRequest]:
     """One request per choice, with ids ``request_id/0`` … or ``request_id`` itself when ``n`` is 1.
 
-    Choice i draws with the seed plus i. Raises `RequestError` naming the field that is wrong, and
+    Choice i samples with the seed plus i. Raises `RequestError` naming the field that is wrong, and
     `ContextLengthExceeded` when prompt plus ``max_tokens`` do not fit ``facts.max_model_len``.
     """
     refuse_generation(facts)
@@ -65,7 +65,7 @@ def build_requests(
 
 
 def refuse_generation(facts: ModelFacts) -> None:
-    """Raise `RequestError` when the model reads texts and generates none."""
+    """Raise `RequestError` for a pooling model, which generates no text."""
     if facts.pooling is not None:
         raise RequestError(f"{facts.model} does not generate text; it makes {USES[facts.pooling.kind]}", param="model")
 
@@ -214,7 +214,7 @@ def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, 
     penalties = Penalties(
         float(params.repetition_penalty), float(params.presence_penalty), float(params.frequency_penalty)
     )
-    is_first_alone = params.top_p == 0  # the least nucleus
+    is_first_alone = params.top_p == 0  # the smallest nucleus: one token
     return SamplingSpec(
         temperature=float(params.temperature), top_k=1 if is_first_alone else max(params.top_k, 0),
         top_p=1.0 if is_first_alone else float(params.top_p), min_p=float(params.min_p),
@@ -235,7 +235,7 @@ def build_pooling_request(
     priority: int = 0,
     deadline_s: float | None = None,
 ) -> EngineRequest:
-    """One text to be read, checked. Raises `RequestError` naming the field that is wrong, and `ContextLengthExceeded`
+    """A checked pooling request for one text. Raises `RequestError` naming the field that is wrong, and `ContextLengthExceeded`
     when the text is longer than ``facts.max_model_len``."""
     if not token_ids:
         raise RequestError("the text must hold at least one token", param="input")

@@ -1,4 +1,4 @@
-"""`RequestStream`: what a caller holds of a request in flight. Fed by the client, read with ``async for``.
+"""`RequestStream`: a caller's handle of a request in flight. Fed by the client, read with ``async for``.
 
 Refuses: sockets and tokenizers; an assembler turns engine outputs into deltas.
 """
@@ -19,13 +19,15 @@ logger = logging.getLogger(__name__)
 class Assembler(Protocol):
     """What a stream needs of `headrace.service.client.assembler.OutputAssembler`."""
 
-    is_finished: bool
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has had its last delta."""
 
     def feed(self, output: RequestOutput) -> ChoiceDelta | None:
         """Text and tokens that became certain by this output."""
 
     def to_abort(self) -> list[Abort]:
-        """Requests that the text just ended (stop strings); told once."""
+        """Requests that the text just ended (stop strings); each is returned once."""
 
 
 def merge_deltas(earlier: ChoiceDelta, later: ChoiceDelta) -> ChoiceDelta:
@@ -47,9 +49,9 @@ def merge_deltas(earlier: ChoiceDelta, later: ChoiceDelta) -> ChoiceDelta:
 class RequestStream:
     """Deltas of all choices of one request, in the order they came, until every choice has finished.
 
-    A reader who is slow gets merged deltas, so at most one per choice is ever kept. Leaving the loop early, being
-    cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time. Who must not be woken
-    for every token takes deltas by `divert`, beside the reader.
+    A slow reader gets merged deltas, so at most one per choice is kept: memory stays bounded. Leaving the loop early, being
+    cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time. A caller
+    that must not be woken for every token takes deltas by `divert`, beside the reader.
     """
 
     def __init__(
@@ -89,19 +91,20 @@ class RequestStream:
             delta = self._assembler.feed(output)
             if delta is not None and not self._hand_over(delta):
                 self._keep(delta)
-        except Exception as error:  # request edge: text that cannot be assembled is this request's trouble alone
+        except Exception as error:  # request edge: text that cannot be assembled fails this request alone
             self._break(error)
             return
         if aborts := self._assembler.to_abort():
             self._abort_children(aborts)
 
     def divert(self, take: Callable[[ChoiceDelta], bool]) -> None:
-        """Offer each delta to ``take`` at once, in `feed`. What it refuses, errors, and what comes while something
-        waits for the reader are the reader's; it must refuse while the reader is still busy with the delta before."""
+        """Pass each delta to ``take`` at once, inside `feed`. The reader gets deltas that ``take`` refuses (returns
+        False), errors, and all that come while others wait for the reader, so that order is kept. ``take`` must refuse
+        while the reader is still busy with an earlier delta."""
         self._take = take
 
     def fail(self, error: ErrorInfo) -> None:
-        """End every unfinished choice with an error; the engine is not asked."""
+        """End every unfinished choice with an error, without a message to the engine."""
         for child_id in list(self._running):
             self.feed(RequestOutput(child_id, [], Finish("error", error=error)))
 

@@ -147,9 +147,9 @@ def _as_node(grammar: Grammar) -> Node | None:
         return {"type": "regex", "pattern": grammar.text}
     if grammar.kind == "json_object":
         return _json(ANY_OBJECT)
-    value = json.loads(grammar.text) if grammar.kind in ("json_schema", "choice", "structural_tag") else None
     if grammar.kind == "choice":
-        return _either([_text(choice) for choice in value])
+        return _either([_text(choice) for choice in json.loads(grammar.text)])
+    value = json.loads(grammar.text) if grammar.kind in ("json_schema", "structural_tag") else None
     if grammar.kind == "json_schema" and value is not False:
         return _json(value)
     return value.get("format") if isinstance(value, dict) else None

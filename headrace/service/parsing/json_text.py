@@ -54,7 +54,8 @@ def read_string(reader: Reader) -> Step[str]:
     """The value of a JSON string, which comes next."""
     parts: list[str] = []
     yield from copy_string(reader, parts.append)
-    return json.loads("".join(parts))
+    text: str = json.loads("".join(parts))
+    return text
 
 
 def copy_string(reader: Reader, out: Out) -> Step[None]:

@@ -202,7 +202,8 @@ def text_until(reader: Reader, markers: Markers, out: Out) -> Step[str | None]:
 
 def read_whole(read: Callable[[Reader, Out], Step[None]], text: str) -> str | None:
     """What a reading makes of a text that is there from the first to the last character; None when it does not fit."""
-    reader, parts = Reader(), []
+    reader = Reader()
+    parts: list[str] = []
     reader.push(text)
     reader.end()
     try:

@@ -71,8 +71,10 @@ def check_form(tools: Sequence[Any]) -> None:
     """Raise `RequestError` unless each is ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``."""
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
-        is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not is_named or not isinstance(function.get("parameters") or {}, dict):
+        if (
+            not isinstance(function, dict) or not isinstance(function.get("name"), str)
+            or not isinstance(function.get("parameters") or {}, dict)
+        ):
             raise RequestError(
                 f"tools[{index}] must have a function with a name, and an object as its parameters",
                 param=f"tools[{index}]"

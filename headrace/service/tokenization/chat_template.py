@@ -113,7 +113,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all((nodes.For, nodes.Macro))):
+        loops: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for loop in loops:
             call = nodes.Call(nodes.EnvironmentAttribute("check_clock"), [nodes.ContextReference()], [], None, None)
             loop.body.insert(0, nodes.ExprStmt(call).set_lineno(loop.lineno))
         return tree
@@ -333,9 +334,10 @@ def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
         raise UnsupportedFeature(f"content parts of type {kind!r} are not supported; only text is", param="messages")
-    if not isinstance(part.get("text"), str):
+    text = part.get("text")
+    if not isinstance(text, str):
         raise RequestError("a text part must have a string in its field text", param="messages")
-    return part["text"]
+    return text
 
 
 def _describe(error: BaseException) -> str:

@@ -44,8 +44,10 @@ def spelling_of_bytes(raw: bytes) -> str:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PER_BYTE = "headrace-replace-each-byte"
 MAX_SHOWN = 64
-_CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" do not", " don't"),
-            (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+_CLEANUP = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)
 
 TextRule = Callable[[str, bool], str]
 """``(token, is_first) -> text``; first means no token before it, those left out not counted."""
@@ -183,6 +185,7 @@ def _ask_decoder(backend: Backend) -> TextRule:
     before = decoder.decode([anchor])
 
     def rule(token: str, is_first: bool) -> str:
-        return decoder.decode([token]) if is_first else decoder.decode([anchor, token])[len(before):]
+        text: str = decoder.decode([token]) if is_first else decoder.decode([anchor, token])[len(before):]
+        return text
 
     return rule
