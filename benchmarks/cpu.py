@@ -3,8 +3,8 @@ FILE]``.
 
 Runs W1 to W4 against Headrace and, in the same session on the same cores, against llama.cpp's server and vLLM where
 ``llama-server`` or ``vllm`` are on the PATH; prints figures, a table of them, ratios to the peers' (measured elsewhere:
-see ``peers_cpu.json``) and to the goals. ``--most W2=32,W4=1`` shortens a session with slow ones. ``--profile`` tells
-instead where the time of a decode step goes, ``--steps`` what steps the workloads are made of.
+see ``peers_cpu.json``) and to the goals. ``--most W2=32,W4=1`` shortens a session with slow ones. ``--profile``
+measures instead where the time of a decode step goes, ``--steps`` which steps the workloads consist of.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Workload:
     prefix_len: int = 0
 
     def options(self, base_url: str, most: int | None, seed: int, warmup: int = 1) -> dict[str, Any]:
-        """Options of the load generator, for at most so many requests. Nobody stops at an end of text."""
+        """Options of the load generator, for at most so many requests. End-of-text is ignored."""
         shared = {"workload": "shared-prefix", "prefix_len": self.prefix_len} if self.prefix_len else {}
         return {
             "base_url": base_url, "num_requests": min(self.num_requests, most or self.num_requests),
@@ -109,7 +109,7 @@ def candidates(args: argparse.Namespace) -> list[tuple[Server, str]]:
 
 def start_and_measure(server: Server, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """What one server does. It is started ``args.starts`` times, so that what the first start compiles and reads from a
-    disk is told apart."""
+    disk is separate."""
     starts: list[float] = []
     while True:
         with run_server(server) as running:
@@ -206,7 +206,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=PACKAGE, help="what Headrace serves")
     parser.add_argument(
         "--checkpoint",
-        help="what vLLM serves, and Headrace in a dtype or a quantization that was asked for (default: the model)"
+        help="what vLLM serves, and Headrace in a dtype or a quantization (default: the model)"
     )
     parser.add_argument("--dtypes", default="auto", help="comma-separated; a server each")
     parser.add_argument("--quantizations", default="", help="comma-separated; a server each")
@@ -228,11 +228,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-dtypes", default="bfloat16", help="comma-separated; a server each")
     parser.add_argument("--vllm-preload", help="libraries that vLLM is to run with, colon-separated")
     parser.add_argument(
-        "--starts", type=int, default=1, help="starts of each server, of which the first and the last are told"
+        "--starts", type=int, default=1, help="starts of each server, of which the first and the last are reported"
     )
     parser.add_argument("--json", type=Path, help="written after each server")
     parser.add_argument(
-        "--join", help="comma-separated files of --json: print their table and ratios, and measure nothing"
+        "--merge", help="comma-separated files of --json: print their table and ratios, and measure nothing"
     )
     parser.add_argument("--profile", action="store_true", help="where a decode step's time goes")
     parser.add_argument("--steps", action="store_true", help="what steps the workloads are made of, without HTTP")
@@ -248,10 +248,10 @@ def main() -> None:
         from benchmarks.cpu_profile import print_profile
 
         return print_profile(args.model, args.dtypes.split(",")[0], args.flags.split())
-    if args.join:
+    if args.merge:
         return print_all(
             {
-                name: result for path in args.join.split(",") if Path(path).exists() for name,
+                name: result for path in args.merge.split(",") if Path(path).exists() for name,
                 result in json.loads(Path(path).read_text())["results"].items()
             }
         )

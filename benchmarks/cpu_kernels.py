@@ -240,9 +240,9 @@ Run = Callable[[ChosenTokens], torch.Tensor]
 
 def make_weights(options: argparse.Namespace, spec: MlpSpec, build: Build) -> ExpertWeights:
     """The same random matrices each time."""
-    weights, draw = ExpertWeights(options.experts, spec, options.width, build), torch.Generator().manual_seed(0)
+    weights, generator = ExpertWeights(options.experts, spec, options.width, build), torch.Generator().manual_seed(0)
     for parameter in weights.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.03)
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.03)
     return weights
 
 
@@ -261,11 +261,11 @@ def make_experts(options: argparse.Namespace, build: Build) -> dict[str, Run]:
 
 def random_tokens(options: argparse.Namespace, count: int, dtype: torch.dtype) -> ChosenTokens:
     """Tokens that choose at random."""
-    draw = torch.Generator().manual_seed(count)
-    ids = torch.stack([torch.randperm(options.experts, generator=draw)[: options.top_k] for _ in range(count)])
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.stack([torch.randperm(options.experts, generator=generator)[: options.top_k] for _ in range(count)])
     return ChosenTokens(
-        torch.randn(count, options.width, generator=draw).to(dtype), ids, torch.rand(ids.shape, generator=draw),
-        options.experts
+        torch.randn(count, options.width, generator=generator).to(dtype), ids,
+        torch.rand(ids.shape, generator=generator), options.experts
     )
 
 

@@ -90,8 +90,7 @@ def llama_cpp(name: str, model: Path, threads: int) -> Server | None:
 
 
 def vllm(model: str, dtype: str, cores: list[int], *, preload: str | None = None, kv_gib: int = 1) -> Server | None:
-    """vLLM's server, where it is installed: its threads bound to these cores, caching prefixes as it does unless told
-    otherwise.
+    """vLLM's server, where it is installed: its threads bound to these cores, prefix caching at its default.
 
     Its manual wants Intel's OpenMP and tcmalloc preloaded: ``preload`` names them (colon-separated). A gibibyte holds
     the keys and values of 46 thousand tokens of SmolLM2 in 16 bits, ten times what W2 has at once."""

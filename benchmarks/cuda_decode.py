@@ -16,7 +16,7 @@ from random import Random
 
 import torch
 
-from benchmarks.cuda_kernels import MODELS, PAGE, Model, Pool, draw, time_calls
+from benchmarks.cuda_kernels import MODELS, PAGE, Model, Pool, randn, time_calls
 from benchmarks.roofline import BANDWIDTH
 from headrace.kernels.attention.triton import DecodeStep, DecodeWorkspace, Head, decode
 from headrace.kernels.rowwise.triton import rope_write_pdl
@@ -28,7 +28,7 @@ CHAIN_BYTES = 2e8
 Attend = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, Head, DecodeStep], None]
 
 
-def draw_lengths(kind: str, requests: int) -> list[int]:
+def make_lengths(kind: str, requests: int) -> list[int]:
     random = Random(5)
     if kind == "uneven":
         return [random.randint(100, 1024) + random.randint(0, 600) for _ in range(requests)]
@@ -62,14 +62,13 @@ def time_chain(model: Model, pool: Pool, lens: list[int], attend: Attend) -> flo
     positions = kv_lens.long() - 1
     slots = [table.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE for table in tables]
     qkv, cos_sin, norm = (
-        draw(requests, model.qkv), torch.randn(longest, model.dim, device="cuda"),
-        draw(model.dim) if model.has_qk_norm else None
+        randn(requests, model.qkv), torch.randn(longest, model.dim, device="cuda"),
+        randn(model.dim) if model.has_qk_norm else None
     )
-    out, head = draw(requests, model.heads, model.dim), Head(model.dim**-0.5)
+    out, head = randn(requests, model.heads, model.dim), Head(model.dim**-0.5)
     write = partial(
         rope_write_pdl, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim,
-        interleaved=False, norm_eps=1e-6,
-        norm_offset=0.0, q_norm=norm, k_norm=norm,
+        interleaved=False, norm_eps=1e-6, norm_offset=0.0, q_norm=norm, k_norm=norm,
     )
 
     def run() -> None:
@@ -106,7 +105,7 @@ def main() -> None:
         print(f"{model.name:10s} requests lengths   floor  " + "  ".join(attends), flush=True)
         for kind in args.lengths:
             for requests in args.requests:
-                lens = draw_lengths(kind, requests)
+                lens = make_lengths(kind, requests)
                 if sum(lens) > pool.tokens:
                     continue
                 floor = 4e6 * sum(lens) * model.kv_heads * model.dim / BANDWIDTH

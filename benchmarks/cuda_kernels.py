@@ -96,7 +96,7 @@ class Item:
 
 def time_calls(calls: list[Call], seconds: float = 0.02) -> float:
     """Seconds a call, median of graph replays; each replay runs all calls at least once and 16 calls in all."""
-    torch.cuda.synchronize()  # the buffers were drawn on another stream
+    torch.cuda.synchronize()  # the buffers were filled on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -127,7 +127,7 @@ def time_calls(calls: list[Call], seconds: float = 0.02) -> float:
     return statistics.median(samples)
 
 
-def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=BF16) * scale
 
 
@@ -142,33 +142,31 @@ def elementwise_items() -> Iterator[Item]:
         for tokens in (1, 256, 8192):
             at = f"{model.name} T{tokens}"
             moved = 2 * tokens * model.width
-            weight = draw(model.width)
+            weight = randn(model.width)
             yield Item(f"add_rms_norm {at}", 4 * moved / BANDWIDTH, {
                 name: lambda n, f=f, m=model, w=weight,
-                t=tokens: each(n, lambda: (draw(t, m.width), draw(t, m.width), w, 1e-6), f)
+                t=tokens: each(n, lambda: (randn(t, m.width), randn(t, m.width), w, 1e-6), f)
                 for name,
                 f in (
-                    ("triton", triton.add_rms_norm), ("pdl", triton.add_rms_norm_pdl),
-                    ("torch", reference.add_rms_norm)
+                    ("triton", triton.add_rms_norm), ("pdl", triton.add_rms_norm_pdl), ("torch", reference.add_rms_norm)
                 )
             }, 4 * moved)
             moved = 6 * tokens * model.hidden
             yield Item(f"silu_mul {at}", moved / BANDWIDTH, {
-                name: lambda n, f=f, m=model, t=tokens: each(n, lambda: (draw(t, 2 * m.hidden),), f)
+                name: lambda n, f=f, m=model, t=tokens: each(n, lambda: (randn(t, 2 * m.hidden),), f)
                 for name, f in (("triton", triton.silu_mul), ("torch", reference.silu_mul))
             }, moved)
             moved = 4 * tokens * model.qkv
-            pages = [draw(1 + tokens // PAGE, PAGE, model.kv_heads, model.dim) for _ in range(2)]
+            pages = [randn(1 + tokens // PAGE, PAGE, model.kv_heads, model.dim) for _ in range(2)]
             table, at_slots = torch.randn(8192, model.dim, device="cuda"), torch.arange(tokens, device="cuda")
-            weights = {n: draw(model.dim) if model.has_qk_norm else None for n in ("q_norm", "k_norm")}
+            weights = {n: randn(model.dim) if model.has_qk_norm else None for n in ("q_norm", "k_norm")}
             shape = dict(
                 num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim,
-                interleaved=False,
-                norm_eps=1e-6, norm_offset=0.0, **weights,
+                interleaved=False, norm_eps=1e-6, norm_offset=0.0, **weights,
             )
             yield Item(f"rope_write {at}", moved / BANDWIDTH, {
                 name: lambda n, f=f, m=model, t=tokens, p=pages, c=table, s=at_slots, k=shape: each(
-                    n, lambda: (draw(t, m.qkv), s, c, s, *p), partial(f, **k))
+                    n, lambda: (randn(t, m.qkv), s, c, s, *p), partial(f, **k))
                 for name, f in (("triton", triton.rope_write), ("torch", reference.rope_write))
             }, moved)
 
@@ -188,9 +186,9 @@ def linear_items() -> Iterator[Item]:
     for model in MODELS:
         for name, (outputs, inputs) in products(model).items():
             for rows in (1, 4, 8):
-                x, moved = draw(rows, inputs), 2.0 * outputs * inputs
+                x, moved = randn(rows, inputs), 2.0 * outputs * inputs
                 solutions = {"cublas": F.linear, "skinny": linear.skinny} | ({"gemv": linear.gemv} if rows <= 4 else {})
-                first = draw(outputs, inputs, scale=0.02)
+                first = randn(outputs, inputs, scale=0.02)
 
                 def calls(n: int, f: Callable, x=x, first=first) -> list[Call]:
                     return [partial(f, x, w, None) for w in [first, *(first.clone() for _ in range(n - 1))]]
@@ -263,7 +261,7 @@ def decode_items(pool: Pool) -> Iterator[Item]:
     for model in MODELS:
         for requests in (1, 8, 64, 256):
             for length in (512, 2048, 8192):
-                q = draw(requests, model.heads, model.dim)
+                q = randn(requests, model.heads, model.dim)
                 moved = 4.0 * requests * length * model.kv_heads * model.dim
                 given = (model, pool, q, length)
                 long = {"bound": 32768}
@@ -303,8 +301,7 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
         inputs = AttentionInputs(
             tokens, 0, [n for n, _ in lens], [kv for _, kv in lens], max(n for n, _ in lens), longest, starts,
             torch.tensor([kv for _, kv in lens], device="cuda", dtype=torch.int32),
-            pool.tables(1, requests, longest, PAGE)[0],
-            torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+            pool.tables(1, requests, longest, PAGE)[0], torch.zeros(tokens, dtype=torch.int64, device="cuda"),
         )
         geometry = AttentionGeometry(
             "cuda", "bfloat16", "bfloat16", (9, 0), model.heads, model.kv_heads, model.dim, model.dim, PAGE
@@ -318,7 +315,7 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
                 starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, width=model.dim,
                 dtype=BF16, tile=tile)
         q, pages, params = (
-            draw(tokens, model.heads, model.dim), KvPages(*pool.pages(PAGE)), AttentionParams(model.dim**-0.5)
+            randn(tokens, model.heads, model.dim), KvPages(*pool.pages(PAGE)), AttentionParams(model.dim**-0.5)
         )
         return [lambda: backend.attend(q, pages, params)]
 
@@ -334,7 +331,7 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
         return backend_calls(flashinfer.FlashinferAttention, model, lens)
 
     def torch_calls(model: Model, length: int) -> list[Call]:
-        q, k, v = (draw(1, h, length, model.dim) for h in (model.heads, model.kv_heads, model.kv_heads))
+        q, k, v = (randn(1, h, length, model.dim) for h in (model.heads, model.kv_heads, model.kv_heads))
         return [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]
 
     from headrace.kernels.attention.triton import Tile
@@ -405,14 +402,16 @@ def layer_items(pool: Pool) -> Iterator[Item]:
         yield Item(f"layer {model.name} M1 L1024", moved / BANDWIDTH, {
             name: lambda n, m=model, o=options: layer_calls(m, pool, n, **o)
             for name, options in {
-                "joined": {"pdl": True, "joined": True}, "pdl": {"pdl": True}, "triton": {}, "cublas": {"gemv": False},
+                "fused_norm": {"pdl": True, "fused_norm": True}, "pdl": {"pdl": True}, "triton": {},
+                "cublas": {"gemv": False},
                 "cublas+pdl": {"gemv": False, "pdl": True}, "torch": {"fused": False, "gemv": False},
             }.items()
         }, moved)
 
 
 def layer_calls(
-    model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bool = True, fused: bool = True, joined: bool = False
+    model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bool = True, fused: bool = True,
+    fused_norm: bool = False,
 ) -> list[Call]:
     from headrace.kernels.attention import triton as attention
     from headrace.kernels.linear import Norm, norm_linear
@@ -423,22 +422,21 @@ def layer_calls(
     add_norm = partial(triton.add_rms_norm, pdl=pdl) if fused else reference.add_rms_norm
     activate = partial(triton.silu_mul, pdl=pdl) if fused else reference.silu_mul
     write = (triton.rope_write_pdl if pdl else triton.rope_write) if fused else reference.rope_write
-    q_norm = draw(model.dim) if model.has_qk_norm else None
+    q_norm = randn(model.dim) if model.has_qk_norm else None
     write = partial(
         write, num_heads=model.heads, num_kv_heads=model.kv_heads, head_dim=model.dim, rotary_dim=model.dim,
-        interleaved=False, norm_eps=1e-6,
-        norm_offset=0.0, q_norm=q_norm, k_norm=q_norm,
+        interleaved=False, norm_eps=1e-6, norm_offset=0.0, q_norm=q_norm, k_norm=q_norm,
     )
     device = torch.device("cuda")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     workspace = attention.DecodeWorkspace.allocate(processors, model.heads // model.kv_heads, model.dim, device)
     lens = torch.full((1,), 1024, dtype=torch.int32, device="cuda")
     position, table_of_angles = torch.full((1,), 1023, device="cuda"), torch.randn(2048, model.dim, device="cuda")
-    x, residual, norm_weight = draw(1, model.width), draw(1, model.width), draw(model.width)
+    x, residual, norm_weight = randn(1, model.width), randn(1, model.width), randn(model.width)
     pages, head = pool.pages(PAGE), attention.Head(model.dim**-0.5)
 
     def call(w: dict[str, torch.Tensor], table: torch.Tensor) -> None:
-        if joined:
+        if fused_norm:
             qkv, _ = norm_linear.norm_linear(x, residual, Norm(norm_weight, 1e-6), w["qkv"], None, pdl=pdl)
         else:
             qkv = multiply(add_norm(x, residual, norm_weight, 1e-6)[0], w["qkv"], None)
@@ -446,7 +444,7 @@ def layer_calls(
         out = torch.empty_like(q)
         attention.decode(q, pages, out, workspace, head, attention.DecodeStep(lens, table, 1, 1024), pdl=pdl)
         projected = multiply(out.flatten(1), w["out"], None)
-        if joined:
+        if fused_norm:
             gated, _ = norm_linear.norm_linear(
                 projected, residual, Norm(norm_weight, 1e-6), w["gate_up"], None, "silu", pdl=pdl
             )
@@ -455,7 +453,7 @@ def layer_calls(
         multiply(gated, w["down"], None)
 
     shapes = {name: shape for name, shape in products(model).items() if name != "head"}
-    layers = [{name: draw(*shape, scale=0.02) for name, shape in shapes.items()} for _ in range(max(n, 4))]
+    layers = [{name: randn(*shape, scale=0.02) for name, shape in shapes.items()} for _ in range(max(n, 4))]
     return [partial(call, w, table) for w, table in zip(layers, pool.tables(len(layers), 1, 1024, PAGE), strict=True)]
 
 
@@ -467,7 +465,7 @@ def tile_sweeps(pool: Pool) -> Iterator[Item]:
         for name, (outputs, inputs) in products(model).items():
             if name == "head":
                 continue
-            x, first = draw(1, inputs), draw(outputs, inputs, scale=0.02)
+            x, first = randn(1, inputs), randn(outputs, inputs, scale=0.02)
             tiles = [
                 linear.Tile(o, i, w) for o, i,
                 w in ((1, 4096, 4), (2, 2048, 4), (4, 1024, 4), (4, 2048, 4), (8, 2048, 8), (16, 1024, 4))
@@ -491,8 +489,7 @@ def main() -> None:
     pool = Pool(256 * 8192 + PAGE * 16)
     groups = (
         partial(layer_items, pool), partial(decode_items, pool), partial(prefill_items, pool), linear_items,
-        elementwise_items, sample_items,
-        partial(tile_sweeps, pool),
+        elementwise_items, sample_items, partial(tile_sweeps, pool),
     )
     lines, rows = [], []
     for group in groups:

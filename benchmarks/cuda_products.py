@@ -2,9 +2,9 @@
 1]``.
 
 What a kernel costs beside its neighbours, launch and all, shows only in a captured chain of whole layers with weights
-of their own; attention is stood in for by a norm. Compared are torch's GEMM with separate kernels (`apart`) and the
-operations that a layer chooses on Hopper (`joined`). With ``--seconds`` each runs so long, in turns, thrice: many rows
-reach the power limit, where what counts is energy, which is told too. ``--tiles`` instead times every tile for the
+of their own; attention is stood in for by a norm. Compared are torch's GEMM with separate kernels (`separate`) and the
+operations that a layer chooses on Hopper (`fused`). With ``--seconds`` each runs so long, in turns, thrice: many rows
+reach the power limit, where what counts is energy, which is printed too. ``--tiles`` instead times every tile for the
 products whose names match, each between the kernels that stand before and after it, and checks its values.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cuda_kernels import BF16, MODELS, Model, draw, products, time_calls
+from benchmarks.cuda_kernels import BF16, MODELS, Model, products, randn, time_calls
 from headrace.kernels.linear import gated_product, hopper
 from headrace.kernels.linear.hopper import Tile
 from headrace.kernels.linear.triton import linear_pdl
@@ -42,24 +42,24 @@ def draw_layers(model: Model) -> list[dict[str, torch.Tensor]]:
     shapes = {name: shape for name, shape in products(model).items() if name != "head"}
     bytes_each = sum(2 * outputs * inputs for outputs, inputs in shapes.values())
     return [
-        {name: draw(*shape, scale=0.02) for name, shape in shapes.items()}
+        {name: randn(*shape, scale=0.02) for name, shape in shapes.items()}
         for _ in range(min(model.layers, max(4, WEIGHT_BYTES // bytes_each)))
     ]
 
 
-def run_apart(
+def run_separate(
     w: dict[str, torch.Tensor], name: str, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = linear_pdl(x, w[name], None)
     return silu_mul_pdl(out) if name == "gate_up" else out
 
 
-def run_joined(
+def run_fused(
     w: dict[str, torch.Tensor], name: str, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     if name == "gate_up":
         gated = gated_product.gated_linear(x, w[name], None, "silu")
-        return run_apart(w, name, x) if gated is None else gated
+        return run_separate(w, name, x) if gated is None else gated
     return hopper.linear(x, w[name], None) if name == "qkv" else hopper.linear_sums(x, w[name], None, residual)
 
 
@@ -67,7 +67,7 @@ def make_chain(
     model: Model, layers: list[dict[str, torch.Tensor]], rows: int, multiply: Callable[..., torch.Tensor | None]
 ) -> Callable[[], None]:
     x, residual, norm, heads_norm = (
-        draw(rows, model.width), draw(rows, model.width), draw(model.width), draw(model.heads * model.dim)
+        randn(rows, model.width), randn(rows, model.width), randn(model.width), randn(model.heads * model.dim)
     )
 
     def add_norm(branch: torch.Tensor | None) -> torch.Tensor:
@@ -121,11 +121,11 @@ def find_tiles(rows: int, name: str) -> Iterator[Tile]:
 def time_tile(layers: list[dict[str, torch.Tensor]], name: str, x: torch.Tensor, tile: Tile | None) -> float:
     """Microseconds of a product, the norm before or after it, and its activation; None: torch's GEMM."""
     outputs, inputs = layers[0][name].shape
-    norm_before, norm_after, residual = draw(inputs), draw(outputs), draw(len(x), outputs)
+    norm_before, norm_after, residual = randn(inputs), randn(outputs), randn(len(x), outputs)
     is_last, activation = name in ("out", "down"), "silu" if name == "gate_up" else ""
 
     def multiply(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return run_apart(w, name, x) if tile is None else hopper.multiply(x, w[name], None, tile, activation)
+        return run_separate(w, name, x) if tile is None else hopper.multiply(x, w[name], None, tile, activation)
 
     def run() -> None:
         for w in layers:
@@ -148,7 +148,7 @@ def sweep(model: Model, layers: list[dict[str, torch.Tensor]], rows: int, names:
     for name, (_, inputs) in products(model).items():
         if name == "head" or not re.search(names, name):
             continue
-        x = draw(rows, inputs)
+        x = randn(rows, inputs)
         times = {tile: time_tile(layers, name, x, tile) for tile in (None, *find_tiles(rows, name))}
         print(f"{model.name} {name} M{rows}: torch {times.pop(None):.2f}")
         for tile, microseconds in sorted(times.items(), key=lambda item: item[1])[:6]:
@@ -170,7 +170,7 @@ def main() -> None:
                 continue
             chains = {
                 name: make_chain(model, layers, rows, multiply) for name,
-                multiply in (("apart", run_apart), ("joined", run_joined))
+                multiply in (("separate", run_separate), ("fused", run_fused))
             }
             if args.seconds:
                 for name, run in [*chains.items()] * 3:
@@ -180,9 +180,10 @@ def main() -> None:
                         flush=True
                     )
                 continue
-            apart, joined = (time_calls([run]) / len(layers) * 1e6 for run in chains.values())
+            separate, fused = (time_calls([run]) / len(layers) * 1e6 for run in chains.values())
             print(
-                f"{model.name} M{rows:<4d} apart {apart:8.2f}  joined {joined:8.2f}  {apart / joined:.3f}", flush=True
+                f"{model.name} M{rows:<4d} separate {separate:8.2f}  fused {fused:8.2f}  "
+                f"{separate / fused:.3f}", flush=True
             )
 
 

@@ -13,7 +13,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -21,24 +20,11 @@ BEGAN = time.time()
 MARGIN = 1000
 
 
-def draw(requests: int, prompt_len: int, output_len: int) -> Callable[[int], tuple[list[list[int]], list[int]]]:
-    """A workload: so many requests, all alike in length."""
-
-    def of(vocab_size: int) -> tuple[list[list[int]], list[int]]:
-        random = Random(requests)
-        return (
-            [[random.randrange(MARGIN, vocab_size - MARGIN) for _ in range(prompt_len)] for _ in range(requests)],
-            [output_len] * requests
-        )
-
-    return of
-
-
 CELLS = {
-    "latency1": draw(1, 512, 256), "decode8": draw(8, 512, 128), "decode64": draw(64, 512, 128),
-    "decode256": draw(256, 128, 128), "prefill4x8k": draw(4, 8192, 1),
-    "long1x30k": draw(1, 30720, 64),
+    "latency1": (1, 512, 256), "decode8": (8, 512, 128), "decode64": (64, 512, 128), "decode256": (256, 128, 128),
+    "prefill4x8k": (4, 8192, 1), "long1x30k": (1, 30720, 64),
 }
+"""Requests, tokens of each prompt, tokens of each output."""
 DEFAULT = ("latency1", "decode64", "decode256", "prefill4x8k", "long1x30k")
 
 
@@ -63,8 +49,10 @@ def measure(model: str, cells: list[str], options: dict[str, Any]) -> None:
         startup, late = time.time() - BEGAN, watch_compiler()
         print(f"{model:14s} {'start-up':12s} {startup:8.2f}", flush=True)
         for cell in cells:
-            prompts, output_lens = CELLS[cell](vocab)
-            if len(prompts[0]) + output_lens[0] > llm.facts.max_model_len:
+            requests, prompt_len, output_len = CELLS[cell]
+            rng, output_lens = Random(requests), [output_len] * requests
+            prompts = [[rng.randrange(MARGIN, vocab - MARGIN) for _ in range(prompt_len)] for _ in range(requests)]
+            if prompt_len + output_len > llm.facts.max_model_len:
                 continue
             first, seconds = (run_workload(llm, prompts, output_lens) for _ in range(2))
             floor = floor_of(shape, prompts, output_lens).seconds

@@ -99,11 +99,11 @@ def time_startup(model: str, options: dict[str, Any]) -> None:
     from headrace.base.config import engine_config
     from headrace.execution.executor import build_executor
 
-    told: set[str] = set()
+    printed: set[str] = set()
 
     def tell(stage: str, _: float) -> None:
-        if stage not in told:
-            told.add(stage)
+        if stage not in printed:
+            printed.add(stage)
             print(f"{time.perf_counter() - began:8.2f} s  {stage}", flush=True)
 
     build_executor(

@@ -61,9 +61,8 @@ def build(config: dict[str, Any], args: argparse.Namespace) -> Any:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         return LLM(
             folder, load_format="dummy", dtype=args.dtype, kv_dtype=args.kv_dtype, device=args.device,
-            skip_tokenizer=True, prefix_cache=False,
-            max_model_len=args.prompt + args.new, max_step_tokens=args.step, max_running_requests=4,
-            memory_fraction=0.5,
+            skip_tokenizer=True, prefix_cache=False, max_model_len=args.prompt + args.new, max_step_tokens=args.step,
+            max_running_requests=4, memory_fraction=0.5,
         )
 
 

@@ -28,8 +28,8 @@ BATCH = 32
 
 def make_texts(workload: str, count: int) -> list[str]:
     """Texts of a workload; the same every time."""
-    draw, (low, high) = random.Random(workload), WORKLOADS[workload]
-    return [" ".join(draw.choices(WORDS, k=draw.randint(low, high))) for _ in range(count)]
+    rng, (low, high) = random.Random(workload), WORKLOADS[workload]
+    return [" ".join(rng.choices(WORDS, k=rng.randint(low, high))) for _ in range(count)]
 
 
 def plain_transformers(folder: Path, max_len: int) -> Callable[[list[str]], Any]:

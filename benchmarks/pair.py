@@ -26,7 +26,7 @@ NAMES = ("model", "name", "server", "workload", "cell", "case", "kind")
 
 
 def numbers(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
-    """``(path, number)`` of every number in a JSON document; records in lists are told apart by `NAMES`."""
+    """``(path, number)`` of every number in a JSON document; records in lists are distinguished by `NAMES`."""
     if isinstance(value, dict):
         label = tuple(str(value[name]) for name in NAMES if isinstance(value.get(name), str))
         for key, inner in value.items():

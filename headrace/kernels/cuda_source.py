@@ -73,11 +73,11 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, .
     failed = nvrtc.nvrtcCompileProgram(
         program, len(options), (c_char_p * len(options))(*(option.encode() for option in options))
     )
-    told = _read(nvrtc, program, "ProgramLog" if failed else "CUBIN")
+    text = _read(nvrtc, program, "ProgramLog" if failed else "CUBIN")
     nvrtc.nvrtcDestroyProgram(byref(program))
     if failed:
-        raise CudaSourceError(f"{name}.cu: {told.decode(errors='replace').strip()[:2000]}")
-    return told
+        raise CudaSourceError(f"{name}.cu: {text.decode(errors='replace').strip()[:2000]}")
+    return text
 
 
 def _read(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:

@@ -15,7 +15,7 @@ from headrace.base.step import PageAppend
 class PageTables:
     """``tensor`` [groups, max_rows + 1, num_entries] int32. The last row is the null row: it stays all null pages and
     stands in for padding. A row is cleared whenever it is taken or given back, so that a write beyond a request's own
-    pages lands in the null page and harms nobody."""
+    pages lands harmlessly in the null page."""
 
     def __init__(self, layout: CacheLayout, device: torch.device):
         self.null_row = layout.max_rows

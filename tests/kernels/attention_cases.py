@@ -133,8 +133,7 @@ def _on_device(case: Case, device: str, dtype: torch.dtype, tensors: tuple) -> P
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     geometry = AttentionGeometry(
         device, name, name, capability, case.num_heads, case.num_kv_heads, case.head_dim,
-        case.value_dim or case.head_dim, case.page_size,
-        case.window, case.softcap > 0, case.has_sinks,
+        case.value_dim or case.head_dim, case.page_size, case.window, case.softcap > 0, case.has_sinks,
     )
     inputs = AttentionInputs(
         q.shape[0], case.decodes, query_lens, kv_lens, max(query_lens), max(*kv_lens, case.max_kv_len), starts,

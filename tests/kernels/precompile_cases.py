@@ -92,7 +92,7 @@ def test_what_a_dry_run_wants_is_compiled_and_then_launched(gpu: PretendedDriver
         "100 and 128 differ in their divisors, 2 and 3 are constants"
     )
     assert gpu.launched == [] and gpu.launchers == ["scale"] * 3
-    assert all(not out.any() for out in outs), "what nobody fills is zero"
+    assert all(not out.any() for out in outs), "what no launch fills is zero"
     compiled = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about)
     try:

@@ -1,4 +1,4 @@
-"""Logits and parameters to draw by, shared by the tests of all solutions."""
+"""Logits and sampling parameters, shared by the tests of all solutions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def sample_params(
     ranked = top_k if top_k else (vocab if top_p < 1 else 0)
     return SampleParams(
         fill(0.8, torch.float64), fill(top_k, torch.int64), fill(top_p, torch.float64), fill(min_p, torch.float64),
-        seed,
-        torch.arange(rows, device=device) % 5, has_min_p=min_p > 0, has_top_p=top_p < 1, num_ranked=ranked,
+        seed, torch.arange(rows, device=device) % 5, has_min_p=min_p > 0, has_top_p=top_p < 1, num_ranked=ranked,
     )
 
 
@@ -41,7 +40,7 @@ def random_logits(rows: int, vocab: int, device: str = "cpu", *, has_ties: bool 
 
 
 def sample_ids(sample: Callable[..., torch.Tensor], logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """What a solution of `SAMPLE` draws from a copy of the logits."""
+    """The ids that a solution of `SAMPLE` samples from a copy of the logits."""
     rows = torch.arange(len(logits), device=logits.device)
     last_token = torch.full((len(logits) + 1,), -1, device=logits.device)
     sampled = sample(logits.clone(), rows, last_token, params=params)

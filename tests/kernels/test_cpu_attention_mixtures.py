@@ -20,9 +20,8 @@ request_lens = st.integers(1, 90).flatmap(lambda kv: st.tuples(st.integers(1, kv
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lens=st.lists(request_lens, min_size=1, max_size=6), page_size=st.sampled_from([1, 2, 16]),
-    window=st.sampled_from([0, 1, 3, 8, 64]),
-    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (12, 1)]), head_dim=st.sampled_from([8, 20, 64]),
-    dtype=st.sampled_from(list(TOLERANCES)),
+    window=st.sampled_from([0, 1, 3, 8, 64]), heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (12, 1)]),
+    head_dim=st.sampled_from([8, 20, 64]), dtype=st.sampled_from(list(TOLERANCES)),
 )
 def test_any_mixture(lens, page_size, window, heads, head_dim, dtype):
     spans = tuple(sorted(lens, key=lambda pair: pair[0] > 1))

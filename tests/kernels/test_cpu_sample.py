@@ -1,4 +1,4 @@
-"""Own C++ search and drawing against plain torch, for every instruction set here."""
+"""Own C++ argmax and sampling against plain torch, for every instruction set here."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def test_a_row_draws_the_same_alone():
         part = slice(row, row + 1)
         alone = SampleParams(
             params.temperature[part], params.top_k[part], params.top_p[part], params.min_p[part], params.seed[part],
-            params.position[part],
-            has_min_p=False, has_top_p=True, num_ranked=20,
+            params.position[part], has_min_p=False, has_top_p=True, num_ranked=20,
         )
         assert torch.equal(cpu.sample_rows(logits[part], alone), together[part])
 

@@ -60,9 +60,8 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[s
     top_groups = draw(st.integers(1, num_groups))
     shape = dict(
         top_k=draw(st.integers(1, top_groups * size)),
-        score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])),
-        renormalise=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5])), num_groups=num_groups,
-        top_groups=top_groups,
+        score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])), renormalise=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])), num_groups=num_groups, top_groups=top_groups,
         group_best=draw(st.integers(1, min(2, size))),
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))

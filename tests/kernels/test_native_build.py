@@ -164,19 +164,19 @@ def test_a_failed_compilation_leaves_plain_torch(monkeypatch, caplog, tmp_path: 
     assert "kernel.cpp:7: error: no" in library.state.detail and "kernel.cpp:7: error: no" in caplog.text
 
 
-@pytest.mark.parametrize(("script", "told"), [
+@pytest.mark.parametrize(("script", "reason"), [
     ("#!/bin/sh\nexit 0\n", "wrote nothing"), ("#!/nowhere/sh\n", "does not run: No such file"),
     ("#!/bin/sh\necho 'a.cpp:1: error: no' >&2\nexit 1\n", "a.cpp:1: error: no"),
-    ("#!/bin/sh\nkill -INT $$\nsleep 60\n", "told to end"),
+    ("#!/bin/sh\nkill -INT $$\nsleep 60\n", "interrupted"),
 ])
 def test_compilers_that_make_nothing_are_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ):
     broken = tmp_path / "g++"
     broken.write_text(script)
     broken.chmod(0o755)
     monkeypatch.setattr(compilation.shutil, "which", lambda name: None)  # without nice, which would say so itself
-    with pytest.raises(CompilationFailed, match=told):
+    with pytest.raises(CompilationFailed, match=reason):
         compile_libraries([library("scalar")], Compiler(str(broken), script), tmp_path / "cache", workers=2)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
 

@@ -53,8 +53,7 @@ class Case:
     def inputs(self) -> AttentionInputs:
         return AttentionInputs(
             num_tokens=len(self.q), num_decodes=self.query_lens.count(1), query_lens_cpu=self.query_lens,
-            kv_lens_cpu=self.kv_lens,
-            max_query_len=max(self.query_lens), max_kv_len=max(self.kv_lens),
+            kv_lens_cpu=self.kv_lens, max_query_len=max(self.query_lens), max_kv_len=max(self.kv_lens),
             query_start=torch.tensor([0, *self.query_lens]).cumsum(0).int(),
             kv_lens=torch.tensor(self.kv_lens, dtype=torch.int32), page_table=self.page_table,
             slots=torch.empty(0, dtype=torch.int64),

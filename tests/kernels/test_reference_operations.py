@@ -86,9 +86,8 @@ def test_rope_write(head_dim: int, rotated: float, interleaved: bool, has_norm: 
     pages = [torch.full((num_pages, page_size, num_kv_heads, head_dim), float("nan")) for _ in "kv"]
     q_out = ROPE_WRITE.load("reference")(
         qkv.clone(), positions, cos_sin, slots, *pages, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rotary_dim=rotary_dim, interleaved=interleaved, q_norm=norms[0], k_norm=norms[1], norm_eps=1e-6,
-        norm_offset=offset,
+        head_dim=head_dim, rotary_dim=rotary_dim, interleaved=interleaved, q_norm=norms[0], k_norm=norms[1],
+        norm_eps=1e-6, norm_offset=offset,
     )
 
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)

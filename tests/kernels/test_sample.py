@@ -1,4 +1,4 @@
-"""A whole draw by every solution: masks against numpy's own unpacking of bits, states, rows that draw beside rows that
+"""Sampling by every solution: masks against numpy's own unpacking of bits, states, rows that sample beside rows that
 do not."""
 
 from __future__ import annotations

@@ -56,11 +56,9 @@ def test_open_steps(name, device, dtype, tolerance):
     num_tokens = inputs.num_tokens
     problem.q = torch.cat((problem.q, torch.full_like(problem.q[:spare], float("nan"))))
     problem.inputs = replace(
-        inputs, has_dynamic_lengths=True, num_tokens=num_tokens + spare, num_decodes=0,
-        query_lens_cpu=[], kv_lens_cpu=[],
-        query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))),
-        kv_lens=F.pad(inputs.kv_lens, (0, spare)),
-        page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
+        inputs, has_dynamic_lengths=True, num_tokens=num_tokens + spare, num_decodes=0, query_lens_cpu=[],
+        kv_lens_cpu=[], query_start=torch.cat((inputs.query_start, inputs.query_start[-1:].expand(spare))),
+        kv_lens=F.pad(inputs.kv_lens, (0, spare)), page_table=F.pad(inputs.page_table, (0, 0, 0, spare)),
     )
     out = problem.run(TritonAttention(problem.geometry, torch.device(device)))
     assert problem.error(out[:num_tokens]) < tolerance

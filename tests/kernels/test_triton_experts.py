@@ -23,9 +23,8 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, dict[s
     num_experts = draw(st.sampled_from([1, 5, 32, 130]))
     shape = dict(
         top_k=draw(st.integers(1, min(8, num_experts))),
-        score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])),
-        renormalise=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 2.5])), num_groups=1, top_groups=1,
-        group_best=1,
+        score=draw(st.sampled_from(["softmax", "sigmoid", "sqrt_softplus"])), renormalise=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])), num_groups=1, top_groups=1, group_best=1,
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     logits = torch.randn(draw(st.integers(1, 4)), num_experts, generator=generator) * draw(st.sampled_from([0.5, 2.0]))

@@ -1,4 +1,4 @@
-"""Triton sampling: the same tokens as the reference draws, whatever the cuts, and from whatever batch."""
+"""Triton sampling: the same tokens as the reference, whatever the cuts and the batch."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def test_a_row_draws_the_same_alone(device):
         part = slice(row, row + 1)
         alone = SampleParams(
             params.temperature[part], params.top_k[part], params.top_p[part], params.min_p[part], params.seed[part],
-            params.position[part],
-            has_min_p=False, has_top_p=True, num_ranked=20,
+            params.position[part], has_min_p=False, has_top_p=True, num_ranked=20,
         )
         assert torch.equal(sample_ids(sample.sample, logits[part], alone), together[part])
 

@@ -84,10 +84,8 @@ def test_cpu_budget_is_capped():
 @settings(max_examples=150, deadline=None)
 @given(
     budget=st.integers(2**22, 2**32), length=st.sampled_from([64, 1000, 32768, 131072]),
-    window=st.sampled_from([16, 512, 4096]),
-    step=st.sampled_from([16, 1024, 8192]), rows=st.integers(1, 512),
-    layers=st.tuples(st.integers(1, 5), st.integers(1, 20)),
-    share=st.none() | st.floats(0.01, 1.0),
+    window=st.sampled_from([16, 512, 4096]), step=st.sampled_from([16, 1024, 8192]), rows=st.integers(1, 512),
+    layers=st.tuples(st.integers(1, 5), st.integers(1, 20)), share=st.none() | st.floats(0.01, 1.0),
 )
 def test_budget_is_kept_and_every_group_can_serve_the_longest_request(
     budget, length, window, step, rows, layers, share

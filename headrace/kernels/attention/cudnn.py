@@ -131,10 +131,9 @@ def _build_paged(b: Bounds, handle: Any) -> Any:
     q.set_ragged_offset(integers(Q_OFFSETS, b.requests + 1, 1, 1))
     out, _ = graph.sdpa(
         name="attention", q=q, k=pages(K, b.head_dim), v=pages(V, b.value_dim), generate_stats=False,
-        attn_scale=b.scale,
-        use_padding_mask=True, seq_len_q=integers(QUERY_LENS, b.requests, 1, 1),
-        seq_len_kv=integers(KV_LENS, b.requests, 1, 1),
-        paged_attention_k_table=table, paged_attention_v_table=table, paged_attention_max_seq_len_kv=b.keys, **_mask(b),
+        attn_scale=b.scale, use_padding_mask=True, seq_len_q=integers(QUERY_LENS, b.requests, 1, 1),
+        seq_len_kv=integers(KV_LENS, b.requests, 1, 1), paged_attention_k_table=table, paged_attention_v_table=table,
+        paged_attention_max_seq_len_kv=b.keys, **_mask(b),
     )
     out.set_output(True).set_uid(OUT).set_dim(
         (b.requests, b.num_heads, b.queries, b.value_dim)

@@ -166,12 +166,11 @@ def _plan_prefill_kernel(
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, blocks_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr,
-    table_stride, page_stride_k, page_stride_v, scale, softcap,
-    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOKENS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, blocks_ptr, query_start_ptr, kv_lens_ptr, table_ptr, sinks_ptr, table_stride,
+    page_stride_k, page_stride_v, scale, softcap, PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
     head = tl.program_id(0)
@@ -238,9 +237,8 @@ def _prefill_kernel(
 
 @triton.jit
 def _combine(
-    partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, num_used,
-    K: tl.constexpr, G: tl.constexpr, EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_EV: tl.constexpr, CHUNK: tl.constexpr,
+    partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, num_used, K: tl.constexpr, G: tl.constexpr,
+    EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_EV: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Merge the partial results of one request and kv head, from slot ``base`` on, CHUNK at a time in order, and write
     the output rows. Loads of a chunk are independent: one split at a time would cost its full latency, 1 us."""
@@ -304,14 +302,11 @@ def _share_out(
 @triton.jit(do_not_specialize=["num_requests", "table_stride"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, counters_ptr, query_start_ptr, kv_lens_ptr, table_ptr,
-    sinks_ptr,
-    table_stride, page_stride_k, page_stride_v, scale, softcap, num_requests,
-    PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    sinks_ptr, table_stride, page_stride_k, page_stride_v, scale, softcap, num_requests, PAGE: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    OPEN: tl.constexpr,
-    PDL: tl.constexpr,
+    OPEN: tl.constexpr, PDL: tl.constexpr,
 ):
     # heads vary fastest: concurrent programs then read whole pages, not stripes of them
     head, slot = tl.program_id(0), tl.program_id(1)
@@ -475,9 +470,8 @@ def prefill(
         return
     _prefill_kernel[(k_pages.shape[2], plan.blocks.shape[0])](
         q, k_pages, v_pages, out, plan.blocks, query_start, kv_lens, page_table,
-        head.sinks if head.sinks is not None else q,
-        page_table.stride(0), **_geometry(q, k_pages, v_pages), **head.constants(),
-        BLOCK_M=plan.tile.rows, BLOCK_N=plan.tile.keys, TOKENS=plan.tokens, PDL=pdl,
+        head.sinks if head.sinks is not None else q, page_table.stride(0), **_geometry(q, k_pages, v_pages),
+        **head.constants(), BLOCK_M=plan.tile.rows, BLOCK_N=plan.tile.keys, TOKENS=plan.tokens, PDL=pdl,
         num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages, launch_pdl=pdl,
     )
 
@@ -523,8 +517,7 @@ class DecodeStep:
 
 def decode(
     q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, workspace: DecodeWorkspace,
-    head: Head, step: DecodeStep,
-    *, pdl: bool = False,
+    head: Head, step: DecodeStep, *, pdl: bool = False,
 ) -> None:
     """Attention of the step's decodes: rows of q [T, H, E] to rows of ``out`` [T, H, EV], ``pages`` being k's and v's.
 
@@ -546,10 +539,9 @@ def decode(
     combining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, COMBINED_VALUES // (rows * geometry["BLOCK_EV"]))))
     _decode_kernel[(k_pages.shape[2], slots)](
         q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters,
-        step.query_start if is_open else step.kv_lens,
-        step.kv_lens, step.page_table, head.sinks if head.sinks is not None else q, step.page_table.stride(0),
-        num_requests=count, **geometry,
+        step.query_start if is_open else step.kv_lens, step.kv_lens, step.page_table,
+        head.sinks if head.sinks is not None else q, step.page_table.stride(0), num_requests=count, **geometry,
         **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=slots > count,
-        BLOCK_R=1 if count == 1 or slots == count else max(16, next_power_of_2(count)),
-        OPEN=is_open, **combining, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
+        BLOCK_R=1 if count == 1 or slots == count else max(16, next_power_of_2(count)), OPEN=is_open, **combining,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
     )

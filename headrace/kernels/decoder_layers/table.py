@@ -33,8 +33,7 @@ class LayerTable:
 
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        lengths: tuple[torch.Tensor, torch.Tensor],
-        wanted: tuple[torch.Tensor, ...] = (),
+        lengths: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """``x`` [T, D] float32 or bfloat16, overwritten, to ``(branch, residual)`` [T, D] whose sum is the output; None
         while the native library is not loaded. ``positions`` [T] int64; ``groups``: slots [T] int64 and page table [R,

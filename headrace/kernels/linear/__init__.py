@@ -57,8 +57,7 @@ for _operation, _name in ((LINEAR, "linear"), (LINEAR_SUMS, "linear_sums")):
     )
     _operation.add(
         "triton_pdl", f"headrace.kernels.linear.triton:{_name}_pdl",
-        supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15,
-        doc="with dependent launch",
+        supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15, doc="with dependent launch",
     )
     _operation.add(
         "gluon_pdl", f"headrace.kernels.linear.hopper:{_name}", supports=_reason_against_tiles, priority=20,

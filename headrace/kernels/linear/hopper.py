@@ -61,9 +61,8 @@ def _gate(gate, up, GATE: gl.constexpr):
 @gluon.jit(do_not_specialize=["M", "K", "depth"])
 def _product_kernel(
     x_desc, weight_desc, bias_ptr, out_ptr, M, N, K, depth, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, REFILL: gl.constexpr, GATE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    num_warps: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, REFILL: gl.constexpr, GATE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
     WIDE: gl.constexpr = 2 * BLOCK_N if GATE > 0 else BLOCK_N
@@ -173,11 +172,9 @@ def multiply(
     describe_weight = _describe_gated if gated else _describe
     _product_kernel[(ceil_div(rows, tile.rows), ceil_div(outputs, tile.outputs), tile.splits)](
         _describe(x, tile.rows, tile.inputs), describe_weight(weight, tile.outputs, tile.inputs),
-        x if bias is None else bias, out,
-        rows, outputs, inputs, depth, BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, STAGES=tile.stages,
-        SPLIT=is_split,
-        REFILL=depth > tile.stages * tile.inputs, GATE=GATES[activation], HAS_BIAS=bias is not None,
-        num_warps=tile.num_warps, launch_pdl=True,
+        x if bias is None else bias, out, rows, outputs, inputs, depth, BLOCK_M=tile.rows, BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs, STAGES=tile.stages, SPLIT=is_split, REFILL=depth > tile.stages * tile.inputs,
+        GATE=GATES[activation], HAS_BIAS=bias is not None, num_warps=tile.num_warps, launch_pdl=True,
     )
     return out
 

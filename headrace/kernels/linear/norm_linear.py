@@ -119,9 +119,8 @@ def norm_linear(
     block = next_power_of_2(width)
     _norm_linear_kernel[(min(programs, ceil_div(outputs, tile.outputs)),)](
         x, residual, norm.weight, weight, x if bias is None else bias, out, total, x.stride(0), residual.stride(0),
-        norm.eps, norm.offset,
-        N=outputs, D=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=block, GATED=GATES[activation] if activation else 0,
-        HAS_BIAS=bias is not None,
+        norm.eps, norm.offset, N=outputs, D=width, M=rows, BLOCK_N=tile.outputs, BLOCK_K=block,
+        GATED=GATES[activation] if activation else 0, HAS_BIAS=bias is not None,
         EVEN=width == block and outputs % tile.outputs == 0, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )
     return out, total

@@ -107,9 +107,8 @@ def _store_sum(total, bias_ptr, out_ptr, m, n, N: tl.constexpr, HAS_BIAS: tl.con
 @triton.jit
 def _skinny_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, x_stride, M, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

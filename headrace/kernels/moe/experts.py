@@ -84,9 +84,8 @@ def _load_rows(x_ptr, at, x_stride, inner, is_there, is_inside):
 def _gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, out_ptr, x_stride, num_tokens, limit, alpha, up_offset,
     F: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
     expert, pair, is_there = _find_rows(
@@ -117,9 +116,8 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
-    x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, factors_ptr, out_ptr, num_tokens,
-    D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr,
-    BLOCK_X: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, factors_ptr, out_ptr, num_tokens, D: tl.constexpr,
+    F: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr,
     HAS_BIAS: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -176,15 +174,13 @@ def run_experts(
     tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
     shape = dict(
         TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner,
-        D=width, FEW=few, ROWS=tile.rows,
-        OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl,
-        launch_pdl=pdl,
+        D=width, FEW=few, ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, PDL=pdl, launch_pdl=pdl,
     )
     weight, bias = gate_up
     _gate_up_kernel[(ceil_div(inner, tile.outputs), tiles)](
         x, weight, x if bias is None else bias, ids, order, ends, gated, x.stride(0), num_tokens, *gate[1:],
-        HAS_BIAS=bias is not None,
-        GATE=GATES[gate.kind], **shape,
+        HAS_BIAS=bias is not None, GATE=GATES[gate.kind], **shape,
     )
     weight, bias = down
     _down_kernel[(ceil_div(width, tile.outputs), tiles)](

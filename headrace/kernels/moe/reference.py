@@ -11,8 +11,8 @@ from headrace.kernels.moe import Gate, PackedStack, RouteShape, Stacked
 from headrace.kernels.packed_linear.layout import unpack
 from headrace.kernels.rowwise import reference as activations
 
-NOBODY = -1
-"""Instead of an expert's number."""
+NO_EXPERT = -1
+"""Stands for no expert in choices."""
 
 LEAST_SUM = 1e-20
 """Added to what weights are divided by; matters only where every chosen score is 0."""
@@ -45,7 +45,7 @@ def hash_route(
 
 def mask_choices(ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
     """See `MASK_CHOICES`."""
-    ids.masked_fill_(torch.arange(len(ids), device=ids.device)[:, None] >= num_tokens, NOBODY)
+    ids.masked_fill_(torch.arange(len(ids), device=ids.device)[:, None] >= num_tokens, NO_EXPERT)
 
 
 def _weigh(scores: torch.Tensor, *, renormalise: bool, scale: float) -> torch.Tensor:

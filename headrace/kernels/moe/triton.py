@@ -65,10 +65,8 @@ def route(
     if num_tokens:
         _route_kernel[(num_tokens,)](
             logits, logits if choice_bias is None else choice_bias, ids, weights, logits.stride(0), shape["scale"],
-            LEAST_SUM, X=num_experts,
-            BLOCK_X=next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=next_power_of_2(top_k),
-            SCORE=SCORES[shape["score"]],
-            RENORMALISE=shape["renormalise"], HAS_BIAS=choice_bias is not None, PDL=pdl,
+            LEAST_SUM, X=num_experts, BLOCK_X=next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=next_power_of_2(top_k),
+            SCORE=SCORES[shape["score"]], RENORMALISE=shape["renormalise"], HAS_BIAS=choice_bias is not None, PDL=pdl,
             num_warps=1 if num_experts <= 256 else 4, launch_pdl=pdl,
         )
     return ids, weights
@@ -177,9 +175,8 @@ LEAST_ROWS, MOST_ROWS = 16, 128
 
 @triton.jit
 def _grouped_kernel(
-    x_ptr, weight_ptr, bias_ptr, ends_ptr, out_ptr, x_stride, num_outputs, num_inputs,
-    X: tl.constexpr, BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, ends_ptr, out_ptr, x_stride, num_outputs, num_inputs, X: tl.constexpr,
+    BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):
     expert, first, last = find_tile(ends_ptr, tl.program_id(0), X, BLOCK_X, ROWS)
     if expert < X:

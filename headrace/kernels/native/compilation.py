@@ -99,7 +99,7 @@ class _Workers:
             future, arguments = job
             try:
                 if self._is_stopped:
-                    raise CompilationStopped("compilers were told to end")
+                    raise CompilationStopped("compilers were interrupted")
                 _run(*arguments)
                 future.set_result(None)
             except (CompilationFailed, OSError, ValueError) as error:  # raised again by `Future.result`
@@ -122,7 +122,7 @@ def _run(command: list[str], target: Path, lock: int) -> None:
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
         if done.returncode in (-signal.SIGINT, -signal.SIGTERM):
-            raise CompilationStopped("the compiler was told to end")
+            raise CompilationStopped("the compiler was interrupted")
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise CompilationFailed(next((line for line in lines if "error:" in line), lines[0]))
     if not partial.exists():

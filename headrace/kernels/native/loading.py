@@ -121,7 +121,7 @@ class NativeLibrary:
         if self._thread is None or not self._thread.is_alive():
             return
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed, or nobody reads it
+            with suppress(OSError, ValueError):  # closed, or no reader
                 stream.flush()
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

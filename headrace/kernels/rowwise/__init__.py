@@ -123,8 +123,7 @@ def _reason_against_streams(query: KernelQuery) -> str | None:
 
 for _operation, _name, _has_cpu in (
     (RMS_NORM, "rms_norm", True), (ADD_RMS_NORM, "add_rms_norm", True), (SILU_MUL, "silu_mul", True),
-    (GELU_TANH_MUL, "gelu_tanh_mul", True), (CLAMPED_SWIGLU, "clamped_swiglu", False),
-    (ROPE_WRITE, "rope_write", True),
+    (GELU_TANH_MUL, "gelu_tanh_mul", True), (CLAMPED_SWIGLU, "clamped_swiglu", False), (ROPE_WRITE, "rope_write", True),
 ):
     _operation.add("reference", f"{_MODULE}.reference:{_name}", doc="plain torch")
     if _has_cpu:

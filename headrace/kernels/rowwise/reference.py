@@ -99,8 +99,7 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, interleaved:
 
 def latent_write(
     q_rope: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
-    slots: torch.Tensor,
-    pages: torch.Tensor, *, interleaved: bool,
+    slots: torch.Tensor, pages: torch.Tensor, *, interleaved: bool,
 ) -> torch.Tensor:
     """See `LATENT_WRITE`. DeepSeek-V2, arXiv:2405.04434, section 2.1."""
     num_heads, width = q_rope.shape[1:]

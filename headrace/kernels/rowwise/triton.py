@@ -81,9 +81,8 @@ def add_rms_norm(
     block = next_power_of_2(width)
     if rows:
         _add_rms_norm_kernel[(rows,)](
-            x, residual, weight, out, x.stride(-2), x.stride(0), residual.stride(0), eps, offset,
-            D=width, BLOCK=block, SPLITS=1 if x.dim() == 2 else len(x), PDL=pdl, num_warps=_warps(block),
-            launch_pdl=pdl,
+            x, residual, weight, out, x.stride(-2), x.stride(0), residual.stride(0), eps, offset, D=width, BLOCK=block,
+            SPLITS=1 if x.dim() == 2 else len(x), PDL=pdl, num_warps=_warps(block), launch_pdl=pdl,
         )
     return out, residual
 
@@ -197,12 +196,10 @@ def _store_tile(x, dim, inside, q_row, k_row, v_row, is_q, is_k, is_v):
 
 @triton.jit
 def _rope_write_kernel(
-    qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr,
-    qkv_stride, page_stride_k, page_stride_v, norm_eps, norm_offset,
-    PAGE: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr, FULL: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    PDL: tl.constexpr,
+    qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, qkv_stride,
+    page_stride_k, page_stride_v, norm_eps, norm_offset, PAGE: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    E: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FULL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
@@ -270,13 +267,11 @@ def _launch(
     has_norm = q_weight is not qkv
     if qkv.shape[0]:
         _rope_write_kernel[(qkv.shape[0], ceil_div(num_heads + 2 * num_kv_heads, HEADS_AT_ONCE))](
-            qkv, positions, qkv if cos_sin is None else cos_sin, slots, q, k_pages, v_pages,
-            q_weight, k_weight,
+            qkv, positions, qkv if cos_sin is None else cos_sin, slots, q, k_pages, v_pages, q_weight, k_weight,
             qkv.stride(0), k_pages.stride(0), v_pages.stride(0), shape["norm_eps"], shape["norm_offset"],
             PAGE=k_pages.shape[1], H=num_heads, K=num_kv_heads, E=head_dim, ROTARY=rotary_dim,
-            INTERLEAVED=shape["interleaved"],
-            NORM=has_norm, FULL=has_norm and q_weight.shape[0] > head_dim, HEADS=HEADS_AT_ONCE,
-            BLOCK_HALF=next_power_of_2(max(1, rotary_dim // 2)),
+            INTERLEAVED=shape["interleaved"], NORM=has_norm, FULL=has_norm and q_weight.shape[0] > head_dim,
+            HEADS=HEADS_AT_ONCE, BLOCK_HALF=next_power_of_2(max(1, rotary_dim // 2)),
             BLOCK_REST=next_power_of_2(max(1, head_dim - rotary_dim)), PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
     return q
@@ -361,8 +356,7 @@ TABLE_BLOCK = 512
 @triton.jit(do_not_specialize=["num_rows", "entries"])
 def _decode_inputs_kernel(
     requests_ptr, last_token_ptr, tables_ptr, token_ids_ptr, positions_ptr, kv_lens_ptr, slots_ptr, page_tables_ptr,
-    num_rows, entries,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, entries, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     request, group, size = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(requests_ptr + request)
@@ -389,6 +383,5 @@ def decode_inputs(
     groups, num_rows, entries = tables.shape
     _decode_inputs_kernel[(requests.shape[1], groups)](
         requests, last_token, tables, out.token_ids, out.positions, out.kv_lens, out.slots, out.page_tables, num_rows,
-        entries,
-        PAGE=page_size, BLOCK=TABLE_BLOCK,
+        entries, PAGE=page_size, BLOCK=TABLE_BLOCK,
     )

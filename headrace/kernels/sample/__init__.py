@@ -72,8 +72,7 @@ token; the value is NaN when the row holds one, and the id is then an arbitrary 
 ARGMAX.add("reference", "headrace.kernels.sample.reference:argmax", doc="plain torch")
 ARGMAX.add("cpu", "headrace.kernels.sample.cpu:argmax", supports=_on_cpu, priority=10, doc="own C++, one pass")
 ARGMAX.add(
-    "triton", "headrace.kernels.sample.triton:argmax", supports=_on_gpu, priority=10,
-    doc="parts of a row side by side"
+    "triton", "headrace.kernels.sample.triton:argmax", supports=_on_gpu, priority=10, doc="parts of a row side by side"
 )
 
 SAMPLE_GREEDY = Operation("sample_greedy kernel")

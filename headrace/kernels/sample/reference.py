@@ -30,8 +30,7 @@ def compose(
 
     def sample(
         logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: SampleParams | None = None,
-        masks: torch.Tensor | None = None,
-        mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None, mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if masks is None:
             after, ids = argmax(logits)

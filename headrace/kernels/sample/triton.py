@@ -214,8 +214,7 @@ each compiled while a request waits."""
 def _sample_kernel(
     logits_ptr, sampled_ptr, rows_ptr, last_token_ptr, values_ptr, ids_ptr, masks_ptr, mask_of_row_ptr, before_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, V, num_words, has_masks,
-    has_before, has_params,
-    BLOCK: tl.constexpr,
+    has_before, has_params, BLOCK: tl.constexpr,
 ):
     """One program per row. Masks, parameters and ``before`` are optional at run time, not compile time: one variant,
     compiled before the first request."""
@@ -274,8 +273,7 @@ def _sample_kernel(
 
 def sample(
     logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: SampleParams | None = None,
-    masks: torch.Tensor | None = None,
-    mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None, mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `headrace.kernels.sample.SAMPLE`. One program per row; several where all rows are greedy and unmasked."""
     if params is None and masks is None and before is None:
@@ -292,11 +290,9 @@ def sample(
         columns = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
     _sample_kernel[(num_rows,)](
         logits, sampled, rows, last_token, values, ids, words if masks is None else masks,
-        words if mask_of_row is None else mask_of_row,
-        logits if before is None else before, *columns, logits.stride(0), vocab_size,
-        0 if masks is None else masks.shape[1],
-        int(masks is not None), int(before is not None), int(params is not None), BLOCK=BLOCK, num_warps=16,
-        maxnreg=MAX_REGISTERS,
+        words if mask_of_row is None else mask_of_row, logits if before is None else before, *columns, logits.stride(0),
+        vocab_size, 0 if masks is None else masks.shape[1], int(masks is not None), int(before is not None),
+        int(params is not None), BLOCK=BLOCK, num_warps=16, maxnreg=MAX_REGISTERS,
     )
     return sampled
 
