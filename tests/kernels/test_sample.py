@@ -101,5 +101,5 @@ def test_masks_of_rows_that_are_not_there_are_refused():
     for wrong in (masks[:, :1], masks.long()):
         with pytest.raises(RuntimeError, match="masks must be"):
             cpu.mask_argmax(logits, wrong, torch.tensor([0, -1], dtype=torch.int32))
-    with pytest.raises(RuntimeError, match="there is not"):
+    with pytest.raises(RuntimeError, match="outside the masks"):
         cpu.mask_argmax(logits, masks, torch.tensor([-1, 1], dtype=torch.int32))
