@@ -11,7 +11,7 @@ from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 
 @dataclass(slots=True)
 class GroupStep:
-    """A cache group in this step: its inputs and its backend, already prepared with them."""
+    """A cache group in this step: its inputs, and its backend, which is prepared with them."""
 
     inputs: AttentionInputs
     backend: AttentionBackend
@@ -19,11 +19,10 @@ class GroupStep:
 
 @dataclass(slots=True)
 class WantedTokens:
-    """The S tokens of a step, of each request the last one at most, whose hidden states are all that is wanted:
-    ``places`` [S] int64 among the T. ``inputs[g]`` has their queries alone, each a decode; ``slots`` are still those of
-    all T."""
+    """The S tokens of a step whose hidden states are needed, at most the last one of each request: ``indices`` [S]
+    int64 among the T. ``inputs[g]`` has their queries alone, each a decode; its ``slots`` are still those of all T."""
 
-    places: torch.Tensor
+    indices: torch.Tensor
     inputs: list[AttentionInputs]
 
 
@@ -43,9 +42,9 @@ class StepContext:
 class ForwardBatch:
     """T tokens of R requests. ``token_ids`` [T] int64, ``positions`` [T] int64, both on the device. ``groups[g]`` is
     cache group g, as numbered by the layout. ``lengths`` [R] are the requests' tokens in this step, on the host;
-    ``text_kinds`` [T] int64 says which text of a pair each token belongs to (None: all to the first). Only models
-    without cache groups read these two. ``wanted`` is for models with ``prunes_last_layer``: these return hidden
-    states [S, D]. In the last layer, ``queries`` are the places of the tokens that still attend."""
+    ``text_kinds`` [T] int64: which text of a pair each token belongs to (None: all to the first). Only models without
+    cache groups read these two. ``wanted``: for models with ``prunes_last_layer``, which then return hidden states
+    [S, D]; in their last layer, ``queries`` [S] int64 are the indices of the tokens that still attend."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -56,11 +55,10 @@ class ForwardBatch:
     queries: torch.Tensor | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
-        """The batch in which a layer of ``group`` attends for the wanted tokens alone, its backend prepared for
-        them."""
+        """The batch in which a layer of ``group`` attends for the wanted tokens alone; its backend is prepared."""
         if self.wanted is None:
             return self
         step = GroupStep(self.wanted.inputs[group], self.groups[group].backend)
         step.backend.prepare(step.inputs)
         groups = [step if g == group else other for g, other in enumerate(self.groups)]
-        return replace(self, groups=groups, queries=self.wanted.places)
+        return replace(self, groups=groups, queries=self.wanted.indices)

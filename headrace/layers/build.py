@@ -1,4 +1,4 @@
-"""`Build`: what a model needs to know to build itself: where, in what type, with which backends."""
+"""`Build`: device, dtype and options that every layer's constructor takes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from headrace.layers.quantization import SchemeChain, default_chain
 
 @dataclass(frozen=True)
 class Build:
-    """Passed to every layer's constructor. ``dtype`` is that of weights and activations. ``max_model_len`` is the
-    longest context to be served, in tokens (0: what the checkpoint claims); position tables are that long.
-    ``moe_experts`` names the implementation of mixtures of experts (``auto``: the best that can serve the model here).
-    ``schemes``: what weights go through on their way from the checkpoint, and what layers make of them.
-    ``keeps_blocks``: weights that a checkpoint has in blocks stay so where layers can keep them. ``step``: see
-    `StepContext`; each model has its own."""
+    """``dtype``: of weights and activations. ``max_model_len``: the longest context served, in tokens (0: the
+    checkpoint's own limit); position tables are that long. ``moe_experts``: name of the implementation of experts
+    (``auto``: the best that supports the model here). ``schemes``: what checkpoint tensors pass through while they are
+    loaded. ``keeps_blocks``: layers keep quantised blocks of a checkpoint where they can. ``step``: see `StepContext`;
+    each model has its own."""
 
     device: torch.device
     dtype: torch.dtype
@@ -34,13 +33,13 @@ class Build:
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
 
     def query(self, **shape: int) -> KernelQuery:
-        """The query with which a layer chooses its kernels."""
+        """The query for choosing a kernel: this device and dtype, and ``shape``."""
         return KernelQuery(self.device.type, str(self.dtype).removeprefix("torch."), self.capability, shape)
 
     def parameter(self, *shape: int) -> torch.nn.Parameter:
-        """An empty parameter of that shape."""
+        """An uninitialised parameter of that shape."""
         return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
     def in_float32(self) -> Build:
-        """The same for a layer that computes in float32 whatever the model's type."""
+        """The same for a layer that computes in float32 in a model of any dtype."""
         return replace(self, dtype=torch.float32)

@@ -47,7 +47,7 @@ class LayerNorm(Norm):
 
 
 class NoNorm(Norm):
-    """Stands where an architecture has no norm."""
+    """The identity, for architectures without this norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -1,6 +1,6 @@
-"""From hidden states to the result of a whole text: which states count, and what is made of them. S texts, D width.
+"""Pooling: from a text's hidden states to its embedding, score or classes. S texts, D hidden size, W result size.
 
-Refuses: knowing rows and steps (``execution/pooling``) and checkpoint folders (``models/pooling``).
+Rows and steps are ``execution/pooling``'s, checkpoint folders ``models/pooling``'s.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DENSE_ACTIVATIONS = {
 
 
 class EmbeddingHead(nn.Module):
-    """``states [S, D] -> [S, W]`` float32: dense layers, then unit length if wanted. ``layers`` are
-    ``(in width, out width, has bias, activation)``."""
+    """``states [S, D] -> [S, W]`` float32: dense layers, then division by the L2 norm if ``normalise``. ``layers`` are
+    ``(in_features, out_features, has_bias, activation)``."""
 
     def __init__(self, build: Build, layers: list[tuple[int, int, bool, str]], *, normalise: bool):
         super().__init__()
@@ -38,8 +38,8 @@ class EmbeddingHead(nn.Module):
 
 
 class PoolingHead(nn.Module):
-    """What a model that reads does with its hidden states: ``reduction`` of a text's states to one, in float32, then
-    ``head``, ``[S, D]`` of type ``takes`` to ``[S, W]`` float32."""
+    """The end of a pooling model: ``reduction`` of a text's hidden states to one, in float32, then ``head``, ``[S, D]``
+    in dtype ``takes`` to ``[S, W]`` float32."""
 
     def __init__(self, reduction: Reduction, head: nn.Module, *, takes: torch.dtype = torch.float32):
         super().__init__()

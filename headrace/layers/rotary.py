@@ -1,7 +1,7 @@
-"""Rotary position tables, with every way of stretching them that checkpoints ask for.
+"""Rotary position tables, with all context-extension methods of `RopeScaling`.
 
-Frequencies that depend on the sequence length (``dynamic``, ``longrope``) are fixed once, for the longest context that
-is served: keys in the cache stay valid as a request grows, and a shared prefix means the same for everyone.
+Frequencies that depend on the sequence length (``dynamic``, ``longrope``) are fixed for the longest context served, so
+that cached keys stay valid while a request grows, and shared prefixes are the same for all requests.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ TWO_PI = 2 * math.pi
 
 
 class RotaryTable(nn.Module):
-    """``cos_sin`` [length, rotary_dim] float32: the first half of a row cosines, the second half sines, of
-    ``position * frequency``. ``length`` is the longest context served."""
+    """``cos_sin`` [length, rotary_dim] float32: cosines of ``position * frequency`` in half of a row, then sines.
+    ``length``: the longest context served, in tokens."""
 
     def __init__(self, spec: RopeSpec, *, length: int, device: torch.device):
         super().__init__()
@@ -54,21 +54,21 @@ def _frequencies(spec: RopeSpec, length: int) -> torch.Tensor:
 
 
 def _dynamic_frequencies(spec: RopeSpec, scaling: RopeScaling, length: int) -> torch.Tensor:
-    """NTK-aware base change for contexts beyond the trained length, taken at the longest context served."""
+    """NTK-aware base change beyond the trained length, for the longest context served."""
     stretch = scaling.factor * max(1.0, length / scaling.original_max_position) - (scaling.factor - 1)
     theta = spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
     return _plain_frequencies(theta, spec.rotary_dim)
 
 
 def _llama3_frequencies(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Long wavelengths are divided by ``factor``, short ones kept, those between blended (Llama 3.1's model card)."""
+    """Low frequencies are divided by ``factor``, high ones unchanged, others blended (Llama 3.1's model card)."""
     turns = scaling.original_max_position * plain / TWO_PI
     keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return plain * keep + plain / scaling.factor * (1 - keep)
 
 
 def _yarn_frequencies(plain: torch.Tensor, spec: RopeSpec, scaling: RopeScaling) -> torch.Tensor:
-    """Blend by the number of turns within the trained length. Peng et al., arXiv:2309.00071, section 3.2."""
+    """Blend by the number of rotations within the trained length. Peng et al., arXiv:2309.00071, section 3.2."""
 
     def dim_with_turns(turns: float) -> float:
         return spec.rotary_dim * math.log(scaling.original_max_position / (turns * TWO_PI)) / (2 * math.log(spec.theta))
@@ -89,7 +89,7 @@ def _longrope_frequencies(plain: torch.Tensor, scaling: RopeScaling, length: int
 
 
 def _attention_factor(scaling: RopeScaling | None) -> float:
-    """What multiplies cos and sin, so that attention stays as sharp over a stretched context."""
+    """Factor of cos and sin that keeps attention sharp over an extended context."""
     if scaling is None:
         return 1.0
     if scaling.attention_factor is not None:

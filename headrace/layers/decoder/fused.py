@@ -70,7 +70,7 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Resid
     wanted: tuple[torch.Tensor, ...] = ()
     if batch.wanted is not None:
         alone = batch.wanted.inputs[table.last_group]
-        wanted = (batch.wanted.places, alone.query_start, alone.kv_lens, alone.page_table)
+        wanted = (batch.wanted.indices, alone.query_start, alone.kv_lens, alone.page_table)
     out = table.run(x, batch.positions, groups, (first.query_start, first.kv_lens), wanted)
     return None if out is None else Residual(stream=out[1], pending=out[0])
 
