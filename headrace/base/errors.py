@@ -53,8 +53,8 @@ class RequestError(HeadraceError, ValueError):
 
 
 class ContextLengthExceeded(RequestError):
-    """Prompt (plus requested output) does not fit ``max_model_len``. Clients that shorten the prompt and retry recognise
-    it by its code, or by the words "this model's maximum context length is"."""
+    """Prompt (plus requested output) does not fit ``max_model_len``. Clients that shorten the prompt and retry
+    recognise it by its code, or by the words "this model's maximum context length is"."""
 
     kind = "context_length_exceeded"
 

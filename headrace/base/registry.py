@@ -56,8 +56,8 @@ def _always(_: Any) -> str | None:
 @dataclass(frozen=True)
 class Entry:
     """One plug-in. ``supports(query)`` returns None when it can serve the query, else the reason why not; it must be
-    cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen. ``is_out_of_tree``: it comes
-    from another package and must say that it was made for our `PLUGIN_API`."""
+    cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen. ``is_out_of_tree``: it
+    comes from another package and must declare that it was made for our `PLUGIN_API`."""
 
     name: str
     target: str

@@ -90,7 +90,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What one step did. ``token_ids[j]`` is the token sampled by the j-th span that has ``samples == 1``, in plan order.
+    """What one step did. ``token_ids[j]`` is the token sampled by the j-th span with ``samples == 1``, in plan order.
 
     ``logprobs`` is None unless a row asked; else aligned with ``token_ids`` with None for rows that did not.
     ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone. ``refused_rows`` are

@@ -107,7 +107,8 @@ class Retraction:
     """
 
     def __init__(
-        self, *, ledger: CacheLedger, running: RunningSet, lifecycle: Lifecycle, forecast: OutputForecast, by_priority: bool
+        self, *, ledger: CacheLedger, running: RunningSet, lifecycle: Lifecycle, forecast: OutputForecast,
+        by_priority: bool,
     ):
         self._ledger = ledger
         self._running = running

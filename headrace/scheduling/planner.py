@@ -17,9 +17,9 @@ VOID = -1
 
 
 class Flight:
-    """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the request's
-    own has changed since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans whose sampled
-    token is void but whose computed positions count."""
+    """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the
+    request's own has changed since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans whose
+    sampled token is void but whose computed positions count."""
 
     __slots__ = ("computed", "epochs", "plan", "requests")
 
@@ -182,9 +182,9 @@ class Planner:
         return end - begin
 
     def _admit(self, draft: Draft, budget: int) -> None:
-        """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those behind
-        it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between steps,
-        so their requests are computed whole."""
+        """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those
+        behind it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between
+        steps, so their requests are computed whole."""
         queue, running, is_whole = self._queue, self._running, self._ledger.keeps_nothing
         while budget > 0 and running.has_free_row and running.num_running < min(self._max_running, self._limit.tokens):
             request = queue.peek()

@@ -56,12 +56,13 @@ class Scheduler:
             self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and self._ledger.use_prefixes
         )
         self._admission = Admission(
-            ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing, counters=self._counters,
-            max_model_len=layout.max_model_len, max_queued=config.max_queued, clock=clock,
+            ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing,
+            counters=self._counters, max_model_len=layout.max_model_len, max_queued=config.max_queued, clock=clock,
         )  # fmt: skip
         forecast = self._admission.forecast
         self._lifecycle = Lifecycle(
-            ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing, forecast=forecast, counters=self._counters,
+            ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing,
+            forecast=forecast, counters=self._counters,
             hooks=Hooks() if hooks is None else hooks,
         )  # fmt: skip
         retraction = Retraction(
@@ -70,8 +71,8 @@ class Scheduler:
         )
         self._limit = StepLimit(max_step_tokens)
         self._planner = Planner(
-            ledger=self._ledger, running=self._running, queue=self._queue, admission=self._admission, retraction=retraction,
-            limit=self._limit, max_running=max_running,
+            ledger=self._ledger, running=self._running, queue=self._queue, admission=self._admission,
+            retraction=retraction, limit=self._limit, max_running=max_running,
         )  # fmt: skip
         self._committer = Committer(
             lifecycle=self._lifecycle, running=self._running, sharing=self._sharing, counters=self._counters
@@ -90,13 +91,17 @@ class Scheduler:
         wait = submitted.deadline_s if submitted.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
         try:
-            request = Request(submitted, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline)
+            request = Request(
+                submitted, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline
+            )
         except (OverflowError, TypeError) as error:
             raise RequestError(
                 f"prompt_token_ids must be 32-bit token ids: {error}", param="prompt_token_ids"
             ) from error
         if submitted.request_id in self._running.requests:
-            raise RequestError(f"request id {submitted.request_id!r} is already in use; choose another", param="request_id")
+            raise RequestError(
+                f"request id {submitted.request_id!r} is already in use; choose another", param="request_id"
+            )
         self._admission.check(request)
         request.arrived_at = self._clock()
         self._next_seq += 1

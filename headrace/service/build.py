@@ -78,7 +78,9 @@ class StepLog:
 
     def request_admitted(self, update: RequestUpdate) -> None:
         """Its prompt is computed."""
-        logger.debug("request %s: prompt of %d tokens computed, in row %d", update.request_id, update.prompt_len, update.row)
+        logger.debug(
+            "request %s: prompt of %d tokens computed, in row %d", update.request_id, update.prompt_len, update.row
+        )
 
     def request_retracted(self, update: RequestUpdate) -> None:
         """It lost its pages."""

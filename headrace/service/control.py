@@ -42,7 +42,7 @@ class Control:
         }
 
     def answer(self, call: Call) -> Reply:
-        """Run a call. Typed errors are sent as its reply; any other exception means that the engine cannot be trusted."""
+        """Run a call. Typed errors are sent as its reply; any other exception means a broken engine."""
         try:
             plain = self._plain.get(call.method)
             return Reply(call.call_id, plain() if plain is not None else self._administer(_read(call)))

@@ -56,7 +56,8 @@ COORDINATORS: Registry[type[RequestCoordinator]] = Registry("request coordinator
 
 COORDINATORS.add("hooks", "headrace.service.coordination:HookGate", priority=20, doc="requests that step hooks hold")
 COORDINATORS.add(
-    "grammar", "headrace.service.coordination:GrammarGate", priority=10, doc="requests whose grammars are being compiled"
+    "grammar", "headrace.service.coordination:GrammarGate", priority=10,
+    doc="requests whose grammars are being compiled",
 )
 
 
@@ -86,7 +87,7 @@ def create_coordinators(executor: Executor, hooks: Hooks) -> list[RequestCoordin
 
 
 class WaitingRoom:
-    """Passes each request through the coordinators that apply to it, one after the other, then to the scheduler's queue."""
+    """Passes each request through the coordinators that apply to it, in order, then to the scheduler's queue."""
 
     def __init__(self, scheduler: Scheduler, coordinators: Sequence[Any]):
         self._scheduler, self._coordinators = scheduler, list(coordinators)

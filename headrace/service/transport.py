@@ -123,7 +123,7 @@ class EngineChannel:
                 self._writer.start()
 
     def await_end(self, poll_s: float) -> bool:
-        """Wait at most ``poll_s`` seconds for the other end to close; returns whether it has. Runs in its own thread."""
+        """Wait at most ``poll_s`` seconds for the other end to close; returns whether it has."""
         ended = select.poll()
         ended.register(self._line, 0)  # poll reports POLLHUP whatever the mask
         return bool(ended.poll(poll_s * 1e3))

@@ -109,9 +109,11 @@ TWO_CALLS = {
     "glm45": (
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>noop\n</tool_call>"
     ),
-    "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris", "days": 3}<|tool_call_end|>'
+    "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0'
+    '<|tool_call_argument_begin|>{"city": "Paris", "days": 3}<|tool_call_end|>'
                "<|tool_call_begin|>functions.noop:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-    "gpt_oss": '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>'
+    "gpt_oss": '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>'
+    '{"city": "Paris", "days": 3}<|call|>'
                "<|start|>assistant to=functions.noop<|channel|>commentary json<|message|>{}<|call|>",
     "gemma": '```tool_code\nget_weather(city="Paris", days=3)\nnoop()\n```',
     "granite": (

@@ -67,8 +67,12 @@ def test_nested_json_arguments_are_passed_on_as_written(name, form):
         "glm45",
         "<tool_call>get_weather\n<arg_key>where</arg_key>\n<arg_value>{where}</arg_value><arg_key>city</arg_key><arg_value>{city}</arg_value><arg_key>tags</arg_key><arg_value>{tags}</arg_value><arg_key>metric</arg_key><arg_value>true</arg_value></tool_call>"
     ),
-    ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="where" string="false">{where}</｜DSML｜parameter><｜DSML｜parameter name="city" string="true">{city}</｜DSML｜parameter>'
-                    '<｜DSML｜parameter name="tags" string="false">{tags}</｜DSML｜parameter><｜DSML｜parameter name="metric" string="false">true</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>'),
+    ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜invoke name="get_weather">'
+                    '<｜DSML｜parameter name="where" string="false">{where}</｜DSML｜parameter>'
+                    '<｜DSML｜parameter name="city" string="true">{city}</｜DSML｜parameter>'
+                    '<｜DSML｜parameter name="tags" string="false">{tags}</｜DSML｜parameter>'
+                    '<｜DSML｜parameter name="metric" string="false">true</｜DSML｜parameter>'
+                    '</｜DSML｜invoke></｜DSML｜tool_calls>'),
 ], ids=lambda v: v[:12])
 def test_nested_values_of_untyped_formats(name, text):
     if name == "pythonic":

@@ -14,7 +14,8 @@ from headrace.service.parsing.format import visible_texts
 from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
 
 NOISE = [
-    "Let me see.\n", " ", "\n", "\n\n", "é", "日本", "😀", "{", "}", "[", "]", "(", ")", '"', "'", "\\", '\\"', "\\u00e9",
+    "Let me see.\n", " ", "\n", "\n\n", "é", "日本", "😀", "{", "}", "[", "]", "(", ")", '"', "'", "\\", '\\"',
+    "\\u00e9",
     "1", "-2.5e3", "null", "get_weather", "noop", ",", ":", "="
 ]
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -105,7 +106,9 @@ def test_every_cut_of_reasoning(name):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_text_without_markers_is_passed_on_as_it_is(name):
-    for text in ("", " ", "\n\n", "a\n b \n\n c\n", "x < y and [1, 2] {3}", "Hello (world)", "日本\u2028😀", "a\r\nb\t"):
+    for text in (
+        "", " ", "\n\n", "a\n b \n\n c\n", "x < y and [1, 2] {3}", "Hello (world)", "日本\u2028😀", "a\r\nb\t",
+    ):
         assert summary(run(parser(name), text)) == ("", text, [])
 
 

@@ -17,10 +17,13 @@ import sys; sys.path.insert(0, sys.argv[1])
 from importlib.machinery import SourceFileLoader
 from headrace.service.bytecode import keep_bytecode
 compiled, compile_source = [], SourceFileLoader.source_to_code
-SourceFileLoader.source_to_code = lambda self, data, path, **more: compiled.append(path) or compile_source(self, data, path, **more)
+SourceFileLoader.source_to_code = (
+    lambda self, data, path, **more: compiled.append(path) or compile_source(self, data, path, **more)
+)
 with keep_bytecode("package_without"):
     import package_without.part
-print(package_without.part.VALUE, [path for path in compiled if "package_without" in path], sys.pycache_prefix, sys.dont_write_bytecode)
+found = [path for path in compiled if "package_without" in path]
+print(package_without.part.VALUE, found, sys.pycache_prefix, sys.dont_write_bytecode)
 """
 
 

@@ -314,7 +314,8 @@ from headrace.service import supervisor
 from headrace.service.client.client import EngineClient
 
 async def main():
-    client = EngineClient(engine_config(model=sys.argv[1], skip_tokenizer=True, seed=5), builder="fakes:build_fake_engine")
+    config = engine_config(model=sys.argv[1], skip_tokenizer=True, seed=5)
+    client = EngineClient(config, builder="fakes:build_fake_engine")
     await client.start()
     await client.wait_ready()
     from headrace.base.sampling import SamplingParams

@@ -14,9 +14,11 @@ from headrace.service.client.pooling import Reader, activate, plan_scores, short
 from headrace.service.client.prompts import open_request
 from headrace.service.tokenization.chat_template import ChatTemplates
 
-QWEN3 = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endfor %}
+QWEN3 = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
 
 
 class Words:

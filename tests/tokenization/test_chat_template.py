@@ -232,7 +232,8 @@ def test_arguments_of_earlier_calls_are_an_object_and_a_text():
         assert ChatTemplates({"default": call + written}, {}).render(messages) == rendered
 
 
-@pytest.mark.parametrize("calls", [{}, "f", [1], [{"id": "1"}], [{"function": {"arguments": "{}"}}], [{"function": {"name": "f", "arguments": "{"}}],
+@pytest.mark.parametrize("calls", [{}, "f", [1], [{"id": "1"}], [{"function": {"arguments": "{}"}}],
+                                   [{"function": {"name": "f", "arguments": "{"}}],
                                    [{"function": {"name": "f", "arguments": "[1]"}}], [
                                        {"function": {"name": "f", "arguments": "[" * 100_000}}
                                    ], [{"function": {"name": "f", "arguments": 5}}]])

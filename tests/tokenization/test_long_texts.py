@@ -88,7 +88,10 @@ def test_pieces_of_real_vocabularies_are_the_whole(name: str):
 @pytest.mark.parametrize("make", TOKENIZERS)
 @pytest.mark.parametrize(
     "text",
-    ["a" * 9000, " " * 9000, "1234567890" * 900, "水车轮" * 3000, "ab" * 4500, "\n" * 9001, "e\u0301" * 4000, "𝔘" * 4000]
+    [
+        "a" * 9000, " " * 9000, "1234567890" * 900, "水车轮" * 3000, "ab" * 4500, "\n" * 9001, "e\u0301" * 4000,
+        "𝔘" * 4000,
+    ]
 )
 def test_what_cannot_be_cut_is_read_whole(make: Any, text: str):
     tokenizer = make()

@@ -20,7 +20,8 @@ from headrace.service.tokenization.tokenizer import TokenizerFacts
 CORPUS = [
     "", " ", "  ", "\n", "\n\n\n", "\t\t x", "Hello, world!", " leading", "trailing ", "two  spaces   three    four",
     "def f(x):\n    return x ** 2\n\n\nclass A:\n\tpass\n", "for (int i = 0; i < n; ++i) { a[i] += b[i]; }",
-    "don't we'll I'M THEY'RE it's", "Grüße aus Köln, naïve café", "Привет, мир! Как дела?", "日本語のテキストです。", "中文测试,標點符號。",
+    "don't we'll I'M THEY'RE it's", "Grüße aus Köln, naïve café", "Привет, мир! Как дела?",
+    "日本語のテキストです。", "中文测试,標點符號。",
     "한국어 문장입니다", "مرحبا بالعالم", "שלום עולם", "हिन्दी में लिखा हुआ", "ไทยไม่มีช่องว่าง", "🙂🙃 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽",
     "e\u0301 vs é", "a\u00a0b\u200bc\u2028d",
     "x = {'a': [1, 2, 3], \"b\": null}", "https://example.org/a?b=c&d=%20#e", "!!!???...---___===",

@@ -60,8 +60,8 @@ class EngineAdmin:
         self, parts: Collection[DevicePart] = DEVICE_PARTS, *, discards_weights: bool = False,
         mode: SleepMode = "refuse"
     ) -> None:
-        """Release parts of the device's memory. ``mode`` says what happens while requests run or wait: ``refuse`` raises
-        `Conflict`, ``abort`` ends them, ``wait`` waits for their end; new ones are refused meanwhile."""
+        """Release parts of the device's memory. ``mode`` says what happens while requests run or wait: ``refuse``
+        raises `Conflict`, ``abort`` ends them, ``wait`` waits for their end; new ones are refused meanwhile."""
         async with self._turn:
             client, before = self._client, self._client.state
             if mode == "refuse" and client.num_inflight:

@@ -75,8 +75,8 @@ def defer_interrupt() -> Iterator[threading.Event]:
 
 
 class _Intake:
-    """Jobs on their way into the engine. ``jobs``: all taken from the source so far; ``running``: by the ids of requests that have not
-    ended; ``held``: their latest outputs."""
+    """Jobs on their way into the engine. ``jobs``: all taken from the source so far; ``running``: by the ids of
+    requests that have not ended; ``held``: their latest outputs."""
 
     def __init__(self, source: Iterator[Job], window: int):
         self.jobs: list[Job] = []

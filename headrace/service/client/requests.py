@@ -235,8 +235,8 @@ def build_pooling_request(
     priority: int = 0,
     deadline_s: float | None = None,
 ) -> EngineRequest:
-    """A checked pooling request for one text. Raises `RequestError` naming the field that is wrong, and `ContextLengthExceeded`
-    when the text is longer than ``facts.max_model_len``."""
+    """A checked pooling request for one text. Raises `RequestError` naming the field that is wrong, and
+    `ContextLengthExceeded` when the text is longer than ``facts.max_model_len``."""
     if not token_ids:
         raise RequestError("the text must hold at least one token", param="input")
     if len(token_ids) > facts.max_model_len:

@@ -49,8 +49,8 @@ def merge_deltas(earlier: ChoiceDelta, later: ChoiceDelta) -> ChoiceDelta:
 class RequestStream:
     """Deltas of all choices of one request, in the order they came, until every choice has finished.
 
-    A slow reader gets merged deltas, so at most one per choice is kept: memory stays bounded. Leaving the loop early, being
-    cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time. A caller
+    A slow reader gets merged deltas, so at most one per choice is kept: memory stays bounded. Leaving the loop early,
+    being cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time. A caller
     that must not be woken for every token takes deltas by `divert`, beside the reader.
     """
 

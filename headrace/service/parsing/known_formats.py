@@ -47,8 +47,12 @@ HARMONY = Channels(
 _THINK: dict[str, Any] = {"starts": ("<think>",), "ends": ("</think>",)}
 
 # The first reasoning models leave the start out when the template does.
-DEEPSEEK_R1_REASONING = ReasoningFormat(name="deepseek_r1", **_THINK, is_open=True, signs=(("<｜Assistant｜>", "</think>"),))
-DEEPSEEK_V3_REASONING = ReasoningFormat(name="deepseek_v3", **_THINK, signs=(("<｜Assistant｜>", "</think>", "thinking"),))
+DEEPSEEK_R1_REASONING = ReasoningFormat(
+    name="deepseek_r1", **_THINK, is_open=True, signs=(("<｜Assistant｜>", "</think>"),)
+)
+DEEPSEEK_V3_REASONING = ReasoningFormat(
+    name="deepseek_v3", **_THINK, signs=(("<｜Assistant｜>", "</think>", "thinking"),)
+)
 DEEPSEEK_V4_REASONING = ReasoningFormat(name="deepseek_v4", **_THINK, signs=(("<｜Assistant｜>", "</think>", "DSML"),))
 QWEN3_REASONING = ReasoningFormat(name="qwen3", **_THINK, signs=(("</think>",),))
 GLM45_REASONING = ReasoningFormat(name="glm45", **_THINK, ends_at_calls=True, signs=(("</think>", "<arg_key>"),))
@@ -56,7 +60,9 @@ KIMI_K2_REASONING = ReasoningFormat(
     name="kimi_k2", **_THINK, ends_at_calls=True, signs=(("</think>", "<|tool_calls_section_begin|>"),)
 )
 KIMI_REASONING = ReasoningFormat(name="kimi", starts=("◁think▷",), ends=("◁/think▷",), signs=(("◁think▷",),))
-MISTRAL_REASONING = ReasoningFormat(name="mistral", starts=("[THINK]",), ends=("[/THINK]",), signs=(("[THINK]", "[/THINK]"),))
+MISTRAL_REASONING = ReasoningFormat(
+    name="mistral", starts=("[THINK]",), ends=("[/THINK]",), signs=(("[THINK]", "[/THINK]"),)
+)
 GRANITE_REASONING = ReasoningFormat(
     name="granite",
     starts=("Here is my thought process:", "Here's my thought process:"),
@@ -136,7 +142,8 @@ QWEN3_CODER = ToolFormat(
 
 
 def _deepseek_section(*call: Pattern) -> Pattern:
-    return ("<｜tool▁calls▁begin｜>", Repeat(("<｜tool▁call▁begin｜>", *call, "<｜tool▁call▁end｜>")), "<｜tool▁calls▁end｜>")
+    calls = Repeat(("<｜tool▁call▁begin｜>", *call, "<｜tool▁call▁end｜>"))
+    return ("<｜tool▁calls▁begin｜>", calls, "<｜tool▁calls▁end｜>")
 
 
 # ...function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```...
@@ -173,7 +180,8 @@ def _dsml_section(outer: str) -> Pattern:
 def _dsml_writing(outer: str) -> Writing:
     pair = '<｜DSML｜parameter name="$key" string="%s">$value</｜DSML｜parameter>\n'
     return Writing(
-        begin=f"\n\n<｜DSML｜{outer}>\n", call='<｜DSML｜invoke name="$name">\n$arguments</｜DSML｜invoke>\n', between="",
+        begin=f"\n\n<｜DSML｜{outer}>\n", between="",
+        call='<｜DSML｜invoke name="$name">\n$arguments</｜DSML｜invoke>\n',
         end=f"</｜DSML｜{outer}>", pair=pair % "true", json_pair=pair % "false", token="｜DSML｜",
     )
 

@@ -45,14 +45,24 @@ PLAIN, DIGITS = "plain", "digits"
 """Not patterns: the byte-level splitter's own rule, alone or after cutting out single digits."""
 
 SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "jina-v2-code",
-                     "roberta-bpe", "exaone4", "gigachat", "modern-bert", "trillion"), (PLAIN,)),
+    **dict.fromkeys(
+        (
+            "default", "gpt-2", "phi-2", "olmo", "mpt", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de",
+            "jina-v2-code", "roberta-bpe", "exaone4", "gigachat", "modern-bert", "trillion",
+        ),
+        (PLAIN,),
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "granite-docling"),
         (DIGITS,)
     ),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "dbrx", "smaug-bpe",
-                     "glm4", "chatglm-bpe"), (_THREE_DIGITS,)),
+    **dict.fromkeys(
+        (
+            "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "dbrx",
+            "smaug-bpe", "glm4", "chatglm-bpe",
+        ),
+        (_THREE_DIGITS,),
+    ),
     **dict.fromkeys(
         ("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan-dense", "solar-open"), (_ONE_DIGIT,)
     ),
