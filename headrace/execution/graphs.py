@@ -14,11 +14,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from headrace.base.cache import CacheLayout
 from headrace.execution.captures import Buckets, Capture, Records
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
-from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
 from headrace.kernels.operation import KernelQuery
@@ -27,7 +25,6 @@ from headrace.kernels.sample import SAMPLE_GREEDY
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.model import ServedModel
-from headrace.memory.page_tables import PageTables
 
 DENSE_BUCKETS = (1, 2, 4)
 """Below 8 requests a padded row costs as much as a real one; from 8 on sizes are multiples of 8 (later 16, 32): padding
@@ -67,71 +64,50 @@ def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
     return [*sizes, max_tokens] if sizes and sizes[-1] < max_tokens == most else sizes
 
 
-@dataclass(slots=True)
-class DecodeState:
-    """What graphs of decodes read and write besides the model: the rows' last tokens and the page tables."""
-
-    rows: Rows
-    tables: PageTables
-    layout: CacheLayout
-    backends: list[AttentionBackend]
-
-
-class DecodeGraph:
+class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
     """Decodes of one bucket. ``requests`` [2, B] int64 is its input: rows, and lengths after the step; padding is the
     null row at length 1. `run` yields logits [B, V] float32 and [2, B] int64 (argmax ids, states), and sets the rows'
     last tokens. All may be overwritten by the next run of any bucket; stream order keeps readers safe."""
 
-    def __init__(self, size: int, model: ServedModel, state: DecodeState, recorder: Records):
-        device = state.rows.last_token.device
-        self.size, self._model, self._state = size, model, state
+    def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
+        super().__init__(self._compute, recorder)
+        self.size, self._model, self._inputs = size, model, inputs
+        device = inputs.rows.last_token.device
         self.requests = torch.empty((2, size), dtype=torch.int64, device=device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         query = KernelQuery(device.type, "float32", capability)
         self._decode_inputs, self._sample_greedy = DECODE_INPUTS.choose(query), SAMPLE_GREEDY.choose(query)
-        self._inputs = DecodeInputs.allocate(size, state.tables.tensor)
+        self._decodes = DecodeInputs.allocate(size, inputs.tables.tensor)
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self._capture = Capture(self._compute, recorder)
-
-    @property
-    def is_recorded(self) -> bool:
-        """See `Bucket`, here and below."""
-        return self._capture.is_recorded
 
     def record(self) -> None:
-        self.requests[0] = self._state.tables.null_row
+        """See `Bucket`."""
+        self.requests[0] = self._inputs.tables.null_row
         self.requests[1] = 1
-        self._capture.run()
-
-    def run(self, requests: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``requests`` [2 * B] as `pack` made it, on the device."""
-        self.requests.view(-1).copy_(requests)
-        return self._capture.run()
+        self.run()
 
     def pack(self, requests: np.ndarray) -> np.ndarray:
         """``requests`` [2, R] int64, rows and lengths, with padding: [2 * B]."""
         count = requests.shape[1]
         packed = np.ones((2, self.size), dtype=np.int64)
-        packed[0, count:] = self._state.tables.null_row
+        packed[0, count:] = self._inputs.tables.null_row
         packed[:, :count] = requests
         return packed.ravel()
 
     def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
-        state, inputs = self._state, self._inputs
-        self._decode_inputs(self.requests, state.rows.last_token, state.tables.tensor, state.layout.page_size, inputs)
-        groups = [self._group_step(g) for g in range(len(state.backends))]
-        logits = self._model.compute_logits(
-            self._model.forward(ForwardBatch(inputs.token_ids, inputs.positions, groups))
-        )
-        return logits, self._sample_greedy(logits, self.requests[0], state.rows.last_token)
+        inputs, decodes, last_token = self._inputs, self._decodes, self._inputs.rows.last_token
+        self._decode_inputs(self.requests, last_token, inputs.tables.tensor, inputs.layout.page_size, decodes)
+        groups = [self._group_step(g, backend) for g, backend in enumerate(inputs.backends)]
+        hidden = self._model.forward(ForwardBatch(decodes.token_ids, decodes.positions, groups))
+        logits = self._model.compute_logits(hidden)
+        return logits, self._sample_greedy(logits, self.requests[0], last_token)
 
-    def _group_step(self, group: int) -> GroupStep:
-        inputs, longest, backend = self._inputs, self._state.layout.max_model_len, self._state.backends[group]
+    def _group_step(self, group: int, backend: AttentionBackend) -> GroupStep:
+        decodes, longest = self._decodes, self._inputs.layout.max_model_len
         step = AttentionInputs(
             num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size,
-            kv_lens_cpu=[longest] * self.size, max_query_len=1,
-            max_kv_len=longest, query_start=self._query_start, kv_lens=inputs.kv_lens,
-            page_table=inputs.page_tables[group], slots=inputs.slots[group],
+            kv_lens_cpu=[longest] * self.size, max_query_len=1, max_kv_len=longest, query_start=self._query_start,
+            kv_lens=decodes.kv_lens, page_table=decodes.page_tables[group], slots=decodes.slots[group],
         )
         backend.prepare(step)
         return GroupStep(step, backend)
@@ -156,34 +132,24 @@ class DecodeGraphPath:
         return partial(self._launch, step, graph)
 
     def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
-        logits, greedy = graph.run(sent["decodes"])
+        graph.requests.view(-1).copy_(sent["decodes"])
+        logits, greedy = graph.run()
         return StepOutput(greedy=greedy) if step.is_greedy else StepOutput(logits[: len(step.samples)])
 
 
-class MixedGraph:
+class MixedGraph(Capture[torch.Tensor]):
     """Steps with prefill of one bucket. Its input is what `InputBuilder.fill` leaves in the static tensors; hidden
     states [T, D] are its output, which the next run of any bucket may overwrite."""
 
     def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
-        self.size, self._model, self._inputs = size, model, inputs
-        self._capture = Capture(self._compute, recorder)
-
-    @property
-    def is_recorded(self) -> bool:
-        """See `Bucket`, here and below."""
-        return self._capture.is_recorded
+        super().__init__(lambda: model.forward(inputs.padded_batch(size)), recorder)
+        self.size, self._inputs = size, inputs
 
     def record(self) -> None:
+        """See `Bucket`."""
         self._inputs.clear(self.size)
-        self._capture.run()
+        self.run()
 
-    def run(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Hidden states [T, D] of a step's tokens."""
-        self._inputs.fill(shape, sent, self.size)
-        return self._capture.run()[: shape.num_tokens]
-
-    def _compute(self) -> torch.Tensor:
-        return self._model.forward(self._inputs.padded_batch(self.size))
 
 class MixedGraphPath:
     """Any step: replays the smallest graph that holds the tokens. Steps so large that launching them costs nothing, and
@@ -216,7 +182,8 @@ class MixedGraphPath:
         return partial(self._launch, step, graph)
 
     def _launch(self, step: Step, graph: MixedGraph, sent: Sent) -> StepOutput:
-        hidden = graph.run(step.shape, sent)
+        self._inputs.fill(step.shape, sent, graph.size)
+        hidden = graph.run()[: step.shape.num_tokens]
         return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), hidden=hidden)
 
 
@@ -224,10 +191,8 @@ class CapturedSteps:
     """The graphs of one runner, and when they are recorded: all at the start, or each when a step first needs it and in
     idle moments. A step whose bucket has no graph yet records it with the bucket's padding, and then replays it."""
 
-    def __init__(
-        self, sizes: GraphSizes, model: ServedModel, state: DecodeState, inputs: InputBuilder, recorder: Records
-    ):
-        decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, state, recorder))
+    def __init__(self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records):
+        decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, inputs, recorder))
         mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder))
         # Recorded in this order: logits are the largest single tensor, and what the others need fits into its place.
         self._kinds: tuple[Buckets[DecodeGraph] | Buckets[MixedGraph], ...] = (decodes, mixed)

@@ -44,7 +44,7 @@ class InputBuilder:
     def __init__(
         self, layout: CacheLayout, rows: Rows, tables: PageTables, backends: list[AttentionBackend], max_tokens: int
     ):
-        self._layout, self._rows, self._tables, self._backends = layout, rows, tables, backends
+        self.layout, self.rows, self.tables, self.backends = layout, rows, tables, backends
         self.max_tokens = max(max_tokens, layout.max_rows)
         self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.last_token.device)
 
@@ -54,7 +54,7 @@ class InputBuilder:
         assert shape.num_tokens <= self.max_tokens, (
             f"a plan of {shape.num_tokens} tokens, at most {self.max_tokens} are allowed"
         )
-        assert int(shape.ends.max()) <= self._layout.max_model_len, "a span beyond max_model_len"
+        assert int(shape.ends.max()) <= self.layout.max_model_len, "a span beyond max_model_len"
         starts = shape.query_start[:-1]
         upload.add("positions", np.arange(shape.num_tokens) + np.repeat(shape.begins - starts, shape.lengths))
         upload.add("token_rows", np.repeat(shape.rows, shape.lengths))
@@ -62,7 +62,7 @@ class InputBuilder:
         upload.add("query_start", shape.query_start)
         upload.add("kv_lens", shape.ends)
         prefill = [
-            self._rows[row].token_ids[begin:end]
+            self.rows[row].token_ids[begin:end]
             for row, begin, end in zip(
                 *(a[shape.num_decodes :] for a in (shape.rows, shape.begins, shape.ends)), strict=True
             )
@@ -76,7 +76,7 @@ class InputBuilder:
 
     def _text_kinds(self, shape: StepShape) -> np.ndarray:
         """[T]: 1 for tokens of the second text of a pair."""
-        specs = [self._rows[int(row)].pooling for row in shape.rows]
+        specs = [self.rows[int(row)].pooling for row in shape.rows]
         seconds = np.array(
             [spec.second_start if spec is not None and spec.second_start else NO_POSITION for spec in specs]
         )
@@ -91,7 +91,7 @@ class InputBuilder:
         """
         self._write(shape, sent)
         static, num_tokens = self.static, shape.num_tokens
-        groups = [self._prepare_group(g, shape) for g in range(len(self._backends))]
+        groups = [self._prepare_group(g, shape) for g in range(len(self.backends))]
         batch = ForwardBatch(
             static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)),
             sent.get("text_kinds")
@@ -116,16 +116,16 @@ class InputBuilder:
 
     def _pad(self, num_tokens: int, num_requests: int, size: int) -> None:
         static = self.static
-        static.slots[:, num_tokens:size].fill_(NULL_PAGE * self._layout.page_size)
+        static.slots[:, num_tokens:size].fill_(NULL_PAGE * self.layout.page_size)
         static.query_start[num_requests + 1 :].fill_(num_tokens)
         static.kv_lens[num_requests:].fill_(0)
 
     def padded_batch(self, size: int) -> ForwardBatch:
         """A batch with room for ``size`` tokens of up to ``max_rows`` requests, over the static tensors; what it holds
         is known on the device alone."""
-        static, longest = self.static, self._layout.max_model_len
+        static, longest = self.static, self.layout.max_model_len
         groups = []
-        for group, backend in enumerate(self._backends):
+        for group, backend in enumerate(self.backends):
             inputs = AttentionInputs(
                 num_tokens=size, num_decodes=0, query_lens_cpu=[], kv_lens_cpu=[], max_query_len=size,
                 max_kv_len=longest, query_start=static.query_start, kv_lens=static.kv_lens,
@@ -137,17 +137,17 @@ class InputBuilder:
 
     def _write(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> None:
         static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
-        token_ids, positions, page_size = static.token_ids[:num_tokens], sent["positions"], self._layout.page_size
+        token_ids, positions, page_size = static.token_ids[:num_tokens], sent["positions"], self.layout.page_size
         # Decodes come first; their tokens have never left the device.
-        token_ids[: shape.num_decodes] = self._rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
+        token_ids[: shape.num_decodes] = self.rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
         token_ids[shape.num_decodes :] = sent["prefill_tokens"]
         static.positions[:num_tokens] = positions
         static.query_start[: num_requests + 1] = sent["query_start"]
         static.kv_lens[:num_requests] = sent["kv_lens"]
         num_entries = self._num_entries(shape)
         offset, page = positions % page_size, positions // page_size
-        for group in range(len(self._backends)):
-            table = self._tables.tensor[group]
+        for group in range(len(self.backends)):
+            table = self.tables.tensor[group]
             # flat index into [rows, entries] of the page that holds each token
             entry = sent["token_rows"] * table.shape[1] + page
             torch.add(
@@ -157,7 +157,7 @@ class InputBuilder:
             static.page_tables[group, :num_requests, :num_entries] = pages
 
     def _num_entries(self, shape: StepShape) -> int:
-        return -(-int(shape.ends.max()) // self._layout.page_size)
+        return -(-int(shape.ends.max()) // self.layout.page_size)
 
     def _prune(self, whole: AttentionInputs, ends: np.ndarray, requests: torch.Tensor) -> AttentionInputs:
         """Inputs of the last tokens of some requests, each a decode; ``ends`` [S] are their lengths after the step."""
@@ -172,7 +172,7 @@ class InputBuilder:
 
     def _prepare_group(self, group: int, shape: StepShape) -> GroupStep:
         static, num_requests = self.static, len(shape.rows)
-        last_pages = -(-int(shape.ends[-1]) // self._layout.page_size)
+        last_pages = -(-int(shape.ends[-1]) // self.layout.page_size)
         inputs = AttentionInputs(
             num_tokens=shape.num_tokens, num_decodes=shape.num_decodes, query_lens_cpu=list(map(int, shape.lengths)),
             kv_lens_cpu=list(map(int, shape.ends)), max_query_len=int(shape.lengths.max()),
@@ -180,7 +180,7 @@ class InputBuilder:
             query_start=static.query_start[: num_requests + 1], kv_lens=static.kv_lens[:num_requests],
             page_table=static.page_tables[group, :num_requests, : self._num_entries(shape)],
             slots=static.slots[group, : shape.num_tokens],
-            last_run=self._tables.find_run(group, int(shape.rows[-1]), last_pages),
+            last_run=self.tables.find_run(group, int(shape.rows[-1]), last_pages),
         )
-        self._backends[group].prepare(inputs)
-        return GroupStep(inputs, self._backends[group])
+        self.backends[group].prepare(inputs)
+        return GroupStep(inputs, self.backends[group])

@@ -12,7 +12,7 @@ import torch
 from headrace.base.cache import CacheLayout
 from headrace.base.step import StepPlan
 from headrace.execution.captures import Records
-from headrace.execution.graphs import CapturedSteps, DecodeState, GraphSizes
+from headrace.execution.graphs import CapturedSteps, GraphSizes
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.logprobs import PromptScorer
 from headrace.execution.paths import FusedPath, Launch, PlainPath, Sent, StepOutput, StepPath
@@ -108,8 +108,7 @@ class Runner:
         """Run steps of these sizes as graphs from now on; the caller decides when these are recorded."""
         if self._captured is not None:
             del self.paths[: len(self._captured.paths)]
-        state = DecodeState(self._rows, self._tables, self.layout, self._backends)
-        self._captured = CapturedSteps(sizes, self._model, state, self._inputs, recorder)
+        self._captured = CapturedSteps(sizes, self._model, self._inputs, recorder)
         self.paths[:0] = self._captured.paths
         return self._captured
 

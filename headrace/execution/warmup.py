@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from headrace.base.cache import NULL_PAGE, CacheLayout
+from headrace.base.cache import NULL_PAGE
 from headrace.base.errors import ModelError
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import Penalties, SamplingSpec
@@ -21,10 +21,8 @@ from headrace.base.step import PageAppend, RowStart, StepPlan
 from headrace.execution.assembly import Assembly
 from headrace.execution.captures import NoRecorder
 from headrace.execution.graphs import GraphSizes
-from headrace.execution.result import PendingSample
+from headrace.execution.runner import Runner
 from headrace.kernels.precompile import precompile
-
-Execute = Callable[[StepPlan], PendingSample]
 
 FIRST_PAGE = NULL_PAGE + 1
 PROMPT_LEN = 3
@@ -63,7 +61,7 @@ def _run_steps(assembly: Assembly) -> StepBytes:
     runner = assembly.build_small_runner()
     is_pooling = assembly.is_pooling
     for sampling in (SamplingSpec(), *(() if is_pooling else SAMPLED_WAYS)):
-        run_tiny_steps(runner.execute, runner.layout, is_pooling=is_pooling, sampling=sampling)
+        run_tiny_steps(runner, is_pooling=is_pooling, sampling=sampling)
     if assembly.has_graphs:
         runner.capture(_thin(assembly.graph_sizes()), NoRecorder()).record_all(lambda: None)
     runner.detach()
@@ -83,9 +81,7 @@ def measure_steps(assembly: Assembly) -> StepBytes:
     if device.type != "cuda":
         return StepBytes()
     runner = assembly.build_small_runner()
-    largest = measure_largest_steps(
-        runner.execute, runner.layout, assembly.max_step_tokens, device, is_pooling=assembly.is_pooling
-    )
+    largest = measure_peak(lambda: _run_largest_steps(runner, assembly), device)
     if not assembly.has_graphs:
         return StepBytes(largest)
     sizes = assembly.graph_sizes()
@@ -95,11 +91,10 @@ def measure_steps(assembly: Assembly) -> StepBytes:
     return StepBytes(largest, captured)
 
 
-def run_tiny_steps(
-    execute: Execute, layout: CacheLayout, *, is_pooling: bool = False, sampling: SamplingSpec | None = None
-) -> None:
+def run_tiny_steps(runner: Runner, *, is_pooling: bool = False, sampling: SamplingSpec | None = None) -> None:
     """Prefill and decode one request (with ``is_pooling`` prefill alone), greedily by default, then give its row back;
     raises `ModelError` when the model's results are not finite."""
+    layout = runner.layout
     num_pages = -(-(PROMPT_LEN + 1) // layout.page_size)
     pages = [
         FIRST_PAGE + i if FIRST_PAGE + i < group.num_pages else NULL_PAGE
@@ -113,7 +108,7 @@ def run_tiny_steps(
     prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_pooling)], starts=[start], appends=appends)
     decodes = [] if is_pooling else [StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1])]
     for plan in (prefill, *decodes, StepPlan(OWN_STEP, 0, [], [], [], [], releases=[0])):
-        result = execute(plan).result()
+        result = runner.execute(plan).result()
         if result.failed_rows:
             raise ModelError(
                 f"the first step of the model failed: {result.failed_rows[0][1]}; are its weights sound, and its dtype "
@@ -121,25 +116,19 @@ def run_tiny_steps(
             )
 
 
-def measure_largest_steps(
-    execute: Execute, layout: CacheLayout, max_tokens: int, device: torch.device, *, is_pooling: bool = False
-) -> int:
-    """Bytes that the largest steps take beyond what is allocated now: one of as many requests as possible, all
-    sampling at random, and one of the longest. Reads and writes the null page only, so two pages per group are
-    enough."""
-    def run() -> None:
-        many = min(layout.max_rows, max_tokens)
-        few = min(layout.max_rows, -(-max_tokens // layout.max_model_len))
-        for num_rows in (many, few):
-            length = min(max(1, max_tokens // num_rows), layout.max_model_len)
-            spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
-            pooling = PoolingSpec() if is_pooling else None
-            starts = [RowStart(row, "measure", [0] * length, length, spec, pooling) for row in range(num_rows)]
-            rows = list(range(num_rows))
-            samples = [int(not is_pooling)] * num_rows
-            execute(StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, samples, starts=starts)).result()
-
-    return measure_peak(run, device)
+def _run_largest_steps(runner: Runner, assembly: Assembly) -> None:
+    """One step of as many requests as possible, all sampling at random, and one of the longest. They read and write the
+    null page only, so two pages per group are enough."""
+    layout, max_tokens, is_pooling = runner.layout, assembly.max_step_tokens, assembly.is_pooling
+    spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
+    pooling = PoolingSpec() if is_pooling else None
+    for num_rows in (min(layout.max_rows, max_tokens), min(layout.max_rows, -(-max_tokens // layout.max_model_len))):
+        length = min(max(1, max_tokens // num_rows), layout.max_model_len)
+        rows = list(range(num_rows))
+        starts = [RowStart(row, "measure", [0] * length, length, spec, pooling) for row in rows]
+        samples = [int(not is_pooling)] * num_rows
+        plan = StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, samples, starts=starts)
+        runner.execute(plan).result()
 
 
 def measure_peak(run: Callable[[], object], device: torch.device) -> int:

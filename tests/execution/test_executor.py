@@ -229,7 +229,7 @@ def test_model_without_numbers_is_refused_at_start(folder: Path, monkeypatch: py
     for parameter in executor._runner._model.parameters():
         parameter.fill_(torch.nan)
     with pytest.raises(ModelError, match="not finite"):
-        warmup.run_tiny_steps(executor.execute, executor.layout)
+        warmup.run_tiny_steps(executor._runner)
 
 
 def test_result_without_tokens_has_the_step_id():

@@ -19,7 +19,7 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
 
 @pytest.fixture(scope="module")
 def captured() -> CapturedSteps:
-    return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, None, None, None)
+    return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, None, None)
 
 
 @pytest.mark.parametrize(("decodes", "prefills", "size"), [
