@@ -11,6 +11,7 @@ from tiny_checkpoint import write_tiny_checkpoint
 
 from headrace.base.config import engine_config
 from headrace.execution import executor as executor_module
+from headrace.execution.assembly import Assembly
 from headrace.execution.captures import Capture, Recorder
 
 pytestmark = pytest.mark.cuda
@@ -88,8 +89,8 @@ def test_what_is_kept_for_graphs_is_what_they_take(tmp_path: Path, monkeypatch: 
         vocab_size=122_000
     )
     kept: list[int] = []
-    reserve = executor_module.graph_reserve
-    monkeypatch.setattr(executor_module, "graph_reserve", lambda *about: kept.append(reserve(*about)) or kept[0])
+    reserve = Assembly.graph_reserve
+    monkeypatch.setattr(Assembly, "graph_reserve", lambda *about: kept.append(reserve(*about)) or kept[0])
     config = engine_config(
         model=str(folder), device="cuda", dtype="bfloat16", kv_pages=600, max_running_requests=512, max_step_tokens=8192
     )
