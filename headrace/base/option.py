@@ -88,9 +88,12 @@ def options_of(section_type: type, section: str = "") -> Iterator[OptionInfo]:
         )
 
 
-def check_section(section: Any) -> None:
-    """Validate every field of a section instance; sections call it from ``__post_init__``."""
-    for info in options_of(type(section)):
-        checked = info.check(getattr(section, info.name))
-        if checked is not getattr(section, info.name):
-            object.__setattr__(section, info.name, checked)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """Base of option sections: validates its fields; raises `ConfigError`."""
+
+    def __post_init__(self) -> None:
+        for info in options_of(type(self)):
+            checked = info.check(getattr(self, info.name))
+            if checked is not getattr(self, info.name):
+                object.__setattr__(self, info.name, checked)

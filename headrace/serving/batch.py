@@ -132,9 +132,7 @@ def _note(text: bytes, completed: Completed, where: str) -> None:
         record = json.loads(text)
         custom_id, error = record["custom_id"], record["error"]
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
-        raise ConfigError(
-            f"{where} is not a batch result; choose another output", param="output"
-        ) from problem
+        raise ConfigError(f"{where} is not a batch result; choose another output", param="output") from problem
     if error and "line" in error:
         completed.numbers.add(error["line"])
     else:

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import ConfigError
-from headrace.base.option import check_section, option
+from headrace.base.option import Section, option
 from headrace.serving.http_client import HttpClient, HttpResponse
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
+class ReplayOptions(Section):
     """The server and the timing."""
 
     base_url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1", metavar="URL")
@@ -36,9 +36,6 @@ class ReplayOptions:
     )
     timeout_s: float = option(600.0, "seconds after which a request counts as failed", low=0.1)
     output_file: str | None = option(None, "write the new responses here, in the format of a recording", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check_section(self)
 
 
 logger = logging.getLogger(__name__)

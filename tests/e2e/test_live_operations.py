@@ -105,7 +105,7 @@ def test_a_dump_is_replayed(place: Place):
     said = " ".join(done.stdout.split())
     assert (
         done.returncode == 0
-        and "6 requests sent, 6 with the recorded status answers: 5 the same, 0 different, 1 not comparable" in said
+        and "6 requests sent, 6 with the recorded status responses: 5 the same, 0 different, 1 not comparable" in said
     ), done.stdout + done.stderr
     assert "word 3" not in done.stdout
 

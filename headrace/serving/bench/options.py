@@ -7,17 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.base.option import check_section, option, options_of
+from headrace.base.option import Section, option, options_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Section:
-    def __post_init__(self) -> None:
-        check_section(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetOptions(_Section):
+class TargetOptions(Section):
     """The server and the API."""
 
     base_url: str = option(
@@ -33,7 +27,7 @@ class TargetOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(_Section):
+class LoadOptions(Section):
     """The number and timing of requests."""
 
     num_requests: int = option(200, "number of measured requests", low=1, high=10_000_000)
@@ -51,7 +45,7 @@ class LoadOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrafficOptions(_Section):
+class TrafficOptions(Section):
     """The content of the requests."""
 
     workload: str = option(
@@ -69,9 +63,7 @@ class TrafficOptions(_Section):
     random_words: bool = option(
         False, "send text of about as many tokens, for servers that refuse token ids (always for chat)"
     )
-    max_token_id: int = option(
-        30000, "random ids are from 1000 to this, which must be in the vocabulary", low=1001
-    )
+    max_token_id: int = option(30000, "random ids are from 1000 to this, which must be in the vocabulary", low=1001)
     ignore_eos: bool = option(
         False, "send ignore_eos, so that every output has full length (not supported by all servers)"
     )
@@ -94,7 +86,7 @@ class ServeBenchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineBenchOptions(_Section):
+class OfflineBenchOptions(Section):
     """Options of ``headrace bench offline`` besides the engine's."""
 
     workloads: str = option(
@@ -108,7 +100,7 @@ class OfflineBenchOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityOptions(_Section):
+class QualityOptions(Section):
     """Options of ``headrace bench quality`` besides the engine's."""
 
     compare: str = option(

@@ -6,18 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from headrace.base.option import check_section, option
+from headrace.base.option import Section, option
 from headrace.base.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Section:
-    def __post_init__(self) -> None:
-        check_section(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneralOptions(_Section):
+class GeneralOptions(Section):
     """Every command has these."""
 
     config: str | None = option(
@@ -35,7 +29,7 @@ class GeneralOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions(_Section):
+class SamplingOptions(Section):
     """How tokens are sampled; default: the model's generation config."""
 
     max_tokens: int = option(256, "maximum number of output tokens", low=1)
@@ -70,7 +64,7 @@ class SamplingOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(_Section):
+class GenerateOptions(Section):
     """Input and output."""
 
     input: str | None = option(None, "file of prompts, - for stdin: lines of text, or JSON lines", metavar="FILE")
@@ -88,23 +82,21 @@ class GenerateOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(_Section):
+class BatchOptions(Section):
     """How requests of the input are read."""
 
-    served_model_name: str | None = option(
-        None, "model name in the requests; default: the model's own", metavar="NAME"
-    )
+    served_model_name: str | None = option(None, "model name in the requests; default: the model's own", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(_Section):
+class ChatOptions(Section):
     """The conversation."""
 
     system: str | None = option(None, "system message to start with", metavar="TEXT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(_Section):
+class CheckOptions(Section):
     """The report."""
 
     json: bool = option(False, "print JSON")
@@ -112,7 +104,7 @@ class CheckOptions(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions(_Section):
+class ShowOptions(Section):
     """The output."""
 
     json: bool = option(False, "print JSON")

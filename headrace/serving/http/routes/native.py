@@ -50,9 +50,7 @@ def _prompts(body: GenerateRequest, limit: int) -> tuple[list[Prompt], bool]:
 
 def _params(body: GenerateRequest, fields: NativeSampling, defaults: dict[str, float]) -> SamplingParams:
     if None not in (fields.seed, fields.sampling_seed) and fields.seed != fields.sampling_seed:
-        raise RequestError(
-            "seed and sampling_seed are the same field; give one", param=WITHIN + "sampling_seed"
-        )
+        raise RequestError("seed and sampling_seed are the same field; give one", param=WITHIN + "sampling_seed")
     num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
     has_input = num_top is not None and body.logprob_start_len not in (None, -1)
     return sampling_params(

@@ -123,9 +123,7 @@ async def score(request: Request) -> JsonResponse:
     limit = context.server.max_batch_prompts
     if body.query is not None or body.items is not None:
         return await _score_labels(request, body, limit)
-    scores, outputs = await _score(
-        request, _pairs(body, limit), body, instruct=body.instruct, id_prefix="score-"
-    )
+    scores, outputs = await _score(request, _pairs(body, limit), body, instruct=body.instruct, id_prefix="score-")
     data, created = [wire.Score(i, value) for i, value in enumerate(scores)], int(time.time())
     return JsonResponse(wire.ScoreResponse(outputs.request_id, created, context.model_name, outputs.usage, data=data))
 

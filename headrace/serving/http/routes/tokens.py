@@ -138,9 +138,7 @@ async def show_tokenizer(request: Request) -> JsonResponse:
 
 
 ENDPOINTS = (
-    Endpoint(
-        "/tokenizer_info", show_tokenizer, "tokens", "Facts of the tokenizer.", TokenizerInfo, errors=(400, 503)
-    ),
+    Endpoint("/tokenizer_info", show_tokenizer, "tokens", "Facts of the tokenizer.", TokenizerInfo, errors=(400, 503)),
     post(
         "/tokenize", tokenize, "tokens", "Text to token ids.", Tokenized, body=TOKENIZE_BODY, errors=(404, 503),
         aliases=("/v1/tokenize",)
