@@ -19,8 +19,8 @@ class Residual:
     - [S, T, D] float32: partial sums of the output, as a product split over its inputs leaves them, one from each
       program. They are added up in this order and rounded to the stream's dtype before the addition.
 
-    Hazard: norms and products overwrite ``stream`` in place. Whoever needs an older value must copy it, and a branch
-    must have read its input before it adds its output: `NoNorm` returns the stream itself.
+    Hazard: norms and products overwrite ``stream`` in place. Code that needs an older value must copy it, and a
+    branch must have read its input before it adds its output: `NoNorm` returns the stream itself.
     """
 
     __slots__ = ("pending", "stream")

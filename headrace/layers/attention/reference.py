@@ -118,7 +118,7 @@ class ReferenceAttention(AttentionBackend):
 
     def _make_bucket(self, inputs: AttentionInputs, rows: list[int], *, is_all: bool) -> _DecodeBucket:
         page_size, window = self.geometry.page_size, self.geometry.window
-        places = slice(0, len(rows)) if is_all else torch.tensor(rows, device=self.device)
+        indices = slice(0, len(rows)) if is_all else torch.tensor(rows, device=self.device)
         firsts = [self._first_page(inputs.kv_lens_cpu[row] - 1) for row in rows]
         count = max(
             (inputs.kv_lens_cpu[row] - 1) // page_size + 1 - first for row, first in zip(rows, firsts, strict=True)
@@ -126,13 +126,13 @@ class ReferenceAttention(AttentionBackend):
         first = torch.tensor(firsts, device=self.device)[:, None]
         lengths = torch.tensor([inputs.kv_lens_cpu[row] for row in rows], device=self.device)[:, None]
         entries = (first + torch.arange(count, device=self.device)).clamp_(max=inputs.page_table.shape[1] - 1)
-        page_ids = inputs.page_table[places].gather(1, entries).flatten()
+        page_ids = inputs.page_table[indices].gather(1, entries).flatten()
         positions = first * page_size + torch.arange(count * page_size, device=self.device)
         unseen = positions >= lengths
         if window:
             unseen |= positions < lengths - window
         mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, float("-inf"))
-        return _DecodeBucket(places, page_ids, mask[:, None, None], torch.where(unseen.flatten())[0])
+        return _DecodeBucket(indices, page_ids, mask[:, None, None], torch.where(unseen.flatten())[0])
 
     def _attend_bucket(self, q: torch.Tensor, bucket: _DecodeBucket, pages: KvPages, scale: float) -> torch.Tensor:
         num_rows, num_heads, head_dim = q.shape

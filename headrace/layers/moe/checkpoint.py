@@ -1,7 +1,7 @@
-"""Expert weights as checkpoints store them, to one tensor per expert and matrix, the form that tables of names speak
-of: ``<prefix>.experts.<number>.gate_proj.weight`` and so on. X experts, F expert width, D model width.
+"""Splits stacked expert tensors of checkpoints into one tensor per expert and matrix, as tables of names have them:
+``<prefix>.experts.<number>.gate_proj.weight`` and so on. Tensors may come in any order; results are views if possible.
 
-Works on a stream of ``(name, tensor)`` in any order, and makes views where it can.
+X experts, F expert intermediate size, D hidden size, O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.layers.quantization.blocks import BlockTensor
 
 Named = tuple[str, torch.Tensor]
 Split = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-"""A stacked tensor [X, ...] to the stacked tensors [X, ...] that are an expert's own, by their names."""
+"""A stacked tensor [X, ...] to the stacked tensors [X, ...] of single matrices, by their names."""
 
 
 def _split_halves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -27,14 +27,14 @@ def _split_halves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def interleave_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> torch.Tensor:
-    """The two halves of a dim by turns, ``group`` places of each at a time: where a checkpoint or a kernel wants gate
-    and up side by side. Raises `ValueError` where turns do not come out even."""
+    """The two halves of a dim alternating, ``group`` indices of each at a time, for formats with gate and up side by
+    side. Raises `ValueError` for an odd size or halves that are no multiple of ``group``."""
     _check_turns(tensor.shape[dim], group)
     return tensor.unflatten(dim, (2, -1, group)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def separate_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two halves that `interleave_halves` made one of; views where turns are of one place."""
+    """The inverse of `interleave_halves`; views where ``group`` is 1."""
     _check_turns(tensor.shape[dim], group)
     turns = tensor.unflatten(dim, (-1, 2, group))
     return tuple(turns.select(dim + 1, half).flatten(dim, dim + 1) for half in (0, 1))
@@ -42,9 +42,9 @@ def separate_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> tuple[
 
 def _check_turns(size: int, group: int) -> None:
     if size % 2:
-        raise ValueError(f"{size} places have no halves")
+        raise ValueError(f"a dim of {size} has no halves")
     if size // 2 % group:
-        raise ValueError(f"halves of {size // 2} places are no multiple of {group}")
+        raise ValueError(f"halves of {size // 2} are no multiple of {group}")
 
 
 def _split_turns(tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
@@ -76,16 +76,17 @@ STACKED_EXPERTS: dict[str, dict[str, Split]] = {
         "down_proj_bias": lambda tensor: {"down_proj.bias": tensor},
     },
 }
-"""By `CheckpointNames.stacked_experts`: what stands after ``.experts.`` in the name of a stacked tensor, and how it is
-split. A split does not depend on the experts' number."""
+"""By `CheckpointNames.stacked_experts`: the suffix after ``.experts.`` in a stacked tensor's name, and how to split it.
+A split does not depend on the number of experts."""
 
 
 def unstack_experts(tensors: Iterable[Named], stacked_experts: str, *, keeps_blocks: bool = False) -> Iterator[Named]:
-    """Take stacked expert tensors apart, see `STACKED_EXPERTS`; others pass.
+    """Split stacked expert tensors, see `STACKED_EXPERTS`; others pass.
 
-    A stacked tensor may come as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O, I / 32] of MXFP4,
-    standing for [X, I, O]. They are dequantised to bfloat16, which holds them exactly, an expert at a time, or with
-    ``keeps_blocks`` when a layer asks for plain numbers."""
+    A stacked tensor [X, I, O] may come in MXFP4 as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O,
+    I / 32]. They are dequantised to bfloat16 without loss, an expert at a time; with ``keeps_blocks`` they are yielded
+    as `BlockTensor`.
+    """
     splits, waiting = STACKED_EXPERTS[stacked_experts], dict[str, dict[str, torch.Tensor]]()
     for name, tensor in tensors:
         prefix, _, last = name.rpartition(".experts.")
@@ -115,21 +116,22 @@ def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterato
 
 
 def _keep_blocks(split: Split, blocks: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """One expert's rows of blocks, taken apart as rows of numbers would be; None where layers cannot keep them."""
+    """One expert's rows of blocks, split like rows of numbers; None where layers cannot keep them."""
+    # a row is scale and 16 bytes of codes per block; splits see [1, bytes, O], as they see [1, I, O]
     rows = torch.cat((scales.unsqueeze(-1), blocks), dim=-1).flatten(1)
-    kept = {
+    parts = {
         name: WeightBlocks("MXFP4_PAIRS", part[0].contiguous()) for name, part in split(rows.T.unsqueeze(0)).items()
     }
-    if not all(part.can_be_packed for part in kept.values()):
+    if not all(part.can_be_packed for part in parts.values()):
         return None
     return {
-        name: BlockTensor(part, torch.bfloat16, partial(_make_plain, part), num_stacked=1) for name,
-        part in kept.items()
+        name: BlockTensor(part, torch.bfloat16, partial(_make_plain, part), num_stacked=1)
+        for name, part in parts.items()
     }
 
 
 def _make_plain(blocks: WeightBlocks) -> torch.Tensor:
-    """[1, O, I]"""
+    """Dequantised, [1, O, I]."""
     rows = blocks.raw.unflatten(1, (-1, 17))
     return _dequantise(rows[..., 1:], rows[..., 0]).transpose(1, 2)
 
