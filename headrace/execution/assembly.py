@@ -137,6 +137,7 @@ class Assembly:
         needed. Returns the bytes that those recorded take."""
         if not self.has_graphs:
             return 0
+        # What is measured here is reported; the room for it was reserved by `graph_reserve`.
         sizes, done, free = self.graph_sizes(), itertools.count(1), free_bytes(self.device)
         captured = runner.capture(sizes, Recorder(self.device))
         progress("capturing graphs", 0.9)

@@ -89,7 +89,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
     def pack(self, requests: np.ndarray) -> np.ndarray:
         """``requests`` [2, R] int64, rows and lengths, with padding: [2 * B]."""
         count = requests.shape[1]
-        packed = np.ones((2, self.size), dtype=np.int64)
+        packed = np.ones((2, self.size), dtype=np.int64)  # padding has length 1
         packed[0, count:] = self._inputs.tables.null_row
         packed[:, :count] = requests
         return packed.ravel()

@@ -82,6 +82,7 @@ class PromptScorer:
         for i in np.flatnonzero(self._rows.flags_np[shape.rows] & WANTS_PROMPT_LOGPROBS):
             row, begin, end = int(shape.rows[i]), int(shape.begins[i]), int(shape.ends[i])
             known = self._rows[row]
+            # The state at position p predicts p + 1; beyond the prompt's last token that is output.
             count = min(end + 1, known.prompt_len) - begin - 1
             if count > 0:
                 top_count = known.sampling.num_prompt_logprobs

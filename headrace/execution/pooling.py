@@ -149,6 +149,7 @@ class Pooler:
 def _reduce_spans(reduction: str, hidden: torch.Tensor, sent: dict[str, Any]) -> torch.Tensor:
     if reduction in ("first", "last"):
         return hidden.index_select(0, sent[f"pool_{reduction}"]).float()
+    # Over all spans of the step [R], since segments must be contiguous; then those of pooled rows [P].
     per_span = torch.segment_reduce(
         hidden.float(), "sum" if reduction == "mean" else "max", lengths=sent["pool_lengths"], unsafe=True
     )

@@ -145,7 +145,7 @@ class RuleState:
         """Edit logits [n, V], contiguous, of the packed rows in place: bias, allowed, bad words, minimum length,
         thinking."""
         assert self._flat is not None
-        rules, flat = self._flat[1], logits.view(-1)
+        rules, flat = self._flat[1], logits.view(-1)  # [n * V]
         flat.index_add_(0, rules.bias_index, rules.bias)
         if rules.confined.numel():
             kept = flat.index_select(0, rules.kept)
@@ -155,7 +155,7 @@ class RuleState:
         if rules.word_last.numel():
             recent = self._recent.index_select(0, rules.word_row)
             is_due = ((recent == rules.word_prefix) | (rules.word_prefix == NO_TOKEN)).all(-1)
-            limit = torch.where(is_due, -torch.inf, torch.inf)
+            limit = torch.where(is_due, -torch.inf, torch.inf)  # amin: two words may end with the same token
             flat.scatter_reduce_(0, rules.word_last, limit, "amin")
         self._thinking.apply(logits, sent)
 

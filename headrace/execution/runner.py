@@ -62,7 +62,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingSample:
         """Launch a plan; its result is read later, in plan order."""
-        self._close_step()
+        self._close_step()  # first: it samples with the state of rows that this plan may change
         upload = Upload()
         self._apply_rows(plan, upload)
         if not plan.rows:
@@ -70,6 +70,7 @@ class Runner:
             return PendingSample(plan.step_id)
         step = self._step = Step.of(plan, self._rows) if self._step is None else self._step.follow(plan, self._rows)
         path, launch = self._choose_path(step, upload)
+        # What any part needs is packed before the one upload.
         if not (step.is_greedy and path.is_greedy_sampler):
             self._sampler.pack(step.batch, upload)
         has_prompt_logprobs = StepFeature.PROMPT_LOGPROBS in step.features

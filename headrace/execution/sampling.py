@@ -82,8 +82,8 @@ class Sampler:
             if len(batch.random):
                 reals = self._rows.reals_np[batch.rows].T.copy()
                 reals[0, np.delete(np.arange(len(batch.rows)), batch.random)] = 0.0  # temperature of greedy rows
-                upload.add("sample_reals", reals.ravel())
-                upload.add("sample_integers", self._rows.integers_np[batch.rows].T.ravel())
+                upload.add("sample_reals", reals.ravel())  # [3, S]: temperature, top_p, min_p
+                upload.add("sample_integers", self._rows.integers_np[batch.rows].T.ravel())  # [2, S]: top_k, seed
         if len(batch.random):
             upload.add("sample_positions", batch.output_lens)
         if len(batch.ruled):
@@ -100,10 +100,11 @@ class Sampler:
     ) -> Sampled:
         """Sample a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token.
         ``masks`` are those of ``batch.constrained``, if there are any."""
+        # Copied before anything edits them: what is reported is the model's own distribution.
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
         before = None
         if len(batch.ruled) or len(batch.penalised):
-            before, _ = self._argmax(logits)
+            before, _ = self._argmax(logits)  # bans may hide NaN or infinity: look first
             self._edit(logits, batch, sent)
         rows, params = self._find_params(batch, sent)
         allowed, mask_of_row = (None, None) if masks is None else masks.send()

@@ -66,7 +66,7 @@ class DeviceModel:
         assert self._loaded is not None and "weights" not in self.released, "there is nothing to replace"
         check_alike(model, self._loaded)
         self._drop_runner()
-        self._loaded.model.to(HOST)
+        self._loaded.model.to(HOST)  # two models may not fit the device
         sweep(self.device)
         fresh = None
         try:

@@ -139,7 +139,7 @@ class Step:
         rows.require(shape.rows)
         if plan.num_decodes == len(plan.rows):
             longest_first = np.argsort(-shape.ends, kind="stable")
-            order = [int(index) for index in np.argsort(longest_first)]
+            order = [int(index) for index in np.argsort(longest_first)]  # the inverse permutation
             shape = StepShape(
                 shape.num_decodes, np.ascontiguousarray(shape.requests[:, longest_first]), shape.lengths,
                 shape.query_start

@@ -28,6 +28,7 @@ class Upload:
         """All arrays on the device, as views of one tensor."""
         if not self._arrays:
             return {}
+        # One array of 8-byte words; floats travel as their bits.
         packed = to_device(np.concatenate([array.view(np.int64) for array in self._arrays.values()]), device)
         sent = {}
         for (name, array), part in zip(
