@@ -3,10 +3,10 @@
 // one of 32 inputs by 16 outputs whose rows hold two inputs each: (input 2i, input 2i + 1) of output 0, of output 1,
 // ...
 //
-// Products and softmax are of different units of the processor, so they go on side by side: while tiles multiply the
-// weighted values of one unit (32 rows by one step of keys) and then, into the memory that this leaves, the logits of
-// the unit after next, vectors turn the logits of the unit between into weights, which take their place. What one needs
-// of another was done a turn ago, and all of it fits the first-level cache.
+// Products run on the tile unit and softmax on the vector units, so a software pipeline overlaps them. A unit of work
+// is 32 rows by one step of keys. While tiles multiply weights and values of unit i - 1, and then the logits of unit i
+// + 1 into the buffer that this frees, vectors turn the logits of unit i into weights in place. Each stage depends only
+// on the previous turn, and all buffers fit the L1 cache.
 #pragma once
 
 #include "amx_tiles.h"
@@ -29,7 +29,7 @@ struct AmxBuffers {
   float *sums, *total, *top, *shift;        // [M, V], [M, 16]: sums of each lane, [M], [M]
   float *query_scales, *key_scales;                      // [M], [N]; of codes
 
-  // The rows of a tile that are worth packing keys for, and the keys of a block: both stay in the second-level cache.
+  // The rows of a tile that are worth packing keys for, and the keys of a block: both stay in the L2 cache.
   static int64_t most_rows(const Attention& a) {
     return clamp(600 * 1024 / (2 * a.head_dim + 4 * a.value_dim) / kAmxRows * kAmxRows, 192, 1536);
   }
@@ -84,8 +84,7 @@ static void store_transposed(__m512i (&r)[16], void* out) {
   for (int i = 0; i < 16; ++i) _mm512_store_si512(static_cast<char*>(out) + 64 * i, t[i]);
 }
 
-// The rows of 16 tokens from a position on, null where there are fewer than that. They are asked for, as hardware does
-// not foresee them.
+// Prefetches and returns the rows of 16 tokens from a position on, null beyond the last.
 struct TokenRows {
   const bf16 *keys[16], *values[16];
 
@@ -110,7 +109,7 @@ struct TokenRows {
   }
 };
 
-// Of values of two tokens, 32 numbers: pairs of the first 16 and pairs of the others.
+// Interleaves 32 values of two tokens: pairs of the first 16 and pairs of the last 16.
 HEADRACE_INLINE void store_pairs(__m512i even, __m512i odd, bf16* first, bf16* second) {
   const __m512i low = _mm512_unpacklo_epi16(even, odd),
                 high = _mm512_unpackhi_epi16(even, odd);  // of each lane of 8 numbers, 4 and 4
@@ -164,7 +163,7 @@ HEADRACE_INLINE __m512i pair_of(__m512i even, float even_scale, __m512i odd, flo
                                  _mm512_castps_si512(second));
 }
 
-// The same of codes; what lies before `low` is nobody's.
+// The same for codes; tokens before `low` are outside the window and get scale 0.
 static void pack_codes(const AmxBuffers& t, const Attention& a, const Tile& tile, int64_t low, int64_t at, int64_t n,
                        const LotRoom& room) {
   const int32_t* table = a.table + tile.request * a.table_stride;
@@ -284,7 +283,7 @@ struct Softening {
   }
 };
 
-// Nothing beside the tiles.
+// No vector work beside the tiles.
 struct Nothing {
   template <int i>
   HEADRACE_INLINE void advance() {}
@@ -322,7 +321,7 @@ struct Held {
 
 // Two by two tiles: c (16 rows, then 16 more, `c_row` floats apart) + a b, held. Tiles of a and b: of the second 16
 // rows or columns `a_next` and `b_next` values further, of the next 32 inputs `a_step` and `b_step`. b passes the
-// first-level cache by, which holds what the softmax beside works on.
+// L1 cache by, which holds what the softmax beside works on.
 template <bool kAccumulates, bool kIsBytes, class Beside>
 HEADRACE_INLINE void multiply_tiles(bool is_tall, const bf16* a, int64_t a_row, int64_t a_next, int64_t a_step,
                                     const bf16* b, int64_t b_next, int64_t b_step, float* c, int64_t c_row,
@@ -509,7 +508,7 @@ static void settle_logits(const AmxBuffers& t, const Attention& a, const Tile& t
   }
 }
 
-// What is done to the products of a unit before their softmax.
+// Scaling, soft-cap and masks of a unit's products before their softmax.
 template <bool kIsBytes>
 static void prepare_rows(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, Unit& u,
                          float* logits, float factor) {
@@ -591,7 +590,7 @@ static void pass_units(const AmxBuffers& t, const Attention& a, const Tile& tile
   }
 }
 
-// As many pieces of softmax go with a product as there are for each, so that both end together.
+// Spreads the pieces of softmax evenly over the products, so that both end together.
 template <bool kIsBytes>
 static void pass_block(const AmxBuffers& t, const Attention& a, const Tile& tile, const Span& span, const Units& units,
                        float factor) {

@@ -83,8 +83,8 @@ HEADRACE_INLINE int32_t word_at(const void* p) {
 HEADRACE_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // multiply_codes: products of `kHeads` queries, `width` bytes apart, with the 32 keys of a block, to [kHeads, 32].
-// add_codes: sums [kHeads, padded V] = fade * sums + weights (bytes [kHeads, 32]) * values of the block. Both prefetch
-// the next block.
+// add_codes: sums [kHeads, padded V] = rescale * sums + weights (bytes [kHeads, 32]) * values of the block. Both
+// prefetch the next block.
 #if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
 // VPDPBUSD takes unsigned bytes first: keys plus 128, so that each product begins at -128 times the sum of the query's
 // codes.

@@ -23,7 +23,7 @@ HEADRACE_INLINE void multiply_keys(const float* q, int64_t q_width, const T* con
   for (int h = 0; h < kHeads; ++h) store_sums(logits + h * logits_stride, sums[h]);
 }
 
-// sums [kHeads, padded V] = fade * sums + weights * n rows of values.
+// sums [kHeads, padded V] = rescale * sums + weights * n rows of values.
 template <int kHeads, int kVecs, class T, class Part>
 HEADRACE_INLINE void add_values_at(int64_t e, Part part, const float* weights, int64_t weights_stride,
                                    const T* const* values, int64_t n, float* sums, int64_t width, const float* fades) {

@@ -3,8 +3,8 @@
 // bfloat16 or four codes each, of two values another; a word is multiplied with those of all rows at once, and logits
 // stay in registers until they are weights.
 //
-// Weights are found in 16 bits. A weight may be 2^64; where one would be larger, the row's top rises and what it has
-// summed up fades.
+// Weights are computed in 16 bits and may be up to 2^64; where one would be larger, the row's maximum is raised and its
+// sums are rescaled.
 #pragma once
 
 #include "attention_tile.h"
@@ -146,7 +146,7 @@ HEADRACE_INLINE __m512i pair_of_codes(__m512i even, float even_scale, __m512i od
                                  scale_codes(_mm512_and_si512(odd, top), odd_scale));
 }
 
-// The same of codes, plus 128 as VPDPBUSD wants one side unsigned; what lies before `low` is nobody's.
+// The same for codes, plus 128, as VPDPBUSD takes one side unsigned; tokens before `low` get scale 0.
 static void pack_codes(const PanelBuffers& t, const Attention& a, const Tile& tile, int64_t low, int64_t at, int64_t n,
                        const LotRoom& room) {
   const int32_t* table = a.table + tile.request * a.table_stride;
@@ -161,7 +161,7 @@ static void pack_codes(const PanelBuffers& t, const Attention& a, const Tile& ti
                  value_scales = _mm512_maskz_loadu_ps(seen, lot.value_scales);
     alignas(64) float scales[16];
     _mm512_store_ps(
-        scales, _mm512_fmadd_ps(key_scales, _mm512_setzero_ps(), value_scales));  // none where that of the key is none
+        scales, _mm512_fmadd_ps(key_scales, _mm512_setzero_ps(), value_scales));  // NaN where the key scale is NaN
     _mm512_storeu_ps(t.key_scales + j, key_scales);
     for (int64_t i = 0; i < 16; i += 4) {
       uint32_t* out = t.values + (j + i) / 2 * 16;
@@ -331,7 +331,7 @@ static bool weigh_keys(const Panel& p, int64_t at, bool has_risen) {
   return true;
 }
 
-// Tops rise to logits of keys [at, at + 8) of the block that are far above them, and what was summed up fades.
+// Raises maxima to logits of keys [at, at + 8) that are far above them, and rescales the sums.
 template <bool kIsBytes>
 static void raise_tops(const Panel& p, int64_t at) {
   __m512 x[kTurn][2];

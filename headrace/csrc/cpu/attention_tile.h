@@ -1,6 +1,6 @@
 // Many query rows of one request and kv head, in float32 by vectors. Rows lie side by side in the lanes, a panel of two
 // vectors of them at a time: logits are keys by rows, sums are values by rows, and softmax runs down the lanes. What a
-// panel needs beside keys and values stays in the first-level cache.
+// panel needs beside keys and values stays in the L1 cache.
 #pragma once
 
 #include "attention_codes.h"

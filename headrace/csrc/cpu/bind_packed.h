@@ -67,9 +67,9 @@ inline bool is_expanded(const packed::Weight& weight, packed::RowForm form) {
   return form == packed::RowForm::kBfloat16Tile && weight.format >= packed::Format::kInt8Group;
 }
 
-// Of `count` rows, those that share what the second-level cache holds of the weight: of tiles, which go through memory
-// faster, as many as that cache holds beside it, as every piece of the weight goes through all of them. Where there are
-// many rows, they are halved evenly, so that a thread finds its own in its cache phase after phase.
+// Rows per block: those that share a part of the weight in the L2 cache. Rows in tiles are multiplied faster than
+// weights are read, so a block has as many as L2 holds beside the weights. An even number of blocks, so that a thread
+// finds the same rows in its cache phase after phase.
 inline int64_t block_rows(const packed::Weight& weight, packed::RowForm form, int64_t count) {
   if (!packed::is_tiled(form)) return kRowBlock;
   const int64_t row_bytes = packed::row_form_bytes(form, weight, 16) / 16,
@@ -108,9 +108,8 @@ inline void multiply_packed(const packed::Weight& weight, const packed::Input& i
   });
 }
 
-// The product followed by the gated activation: the first half of the outputs is the gate. It is cut into blocks, some
-// rows by some panels of either half, which are gated while they are in the second-level cache, or in registers where
-// rows are in tiles. For many rows.
+// The product fused with the gated activation; the first half of the outputs is the gate. Blocks of some rows by some
+// panels of either half are gated while they are in the L2 cache, or in registers for rows in tiles. For many rows.
 class GatedProduct {
  public:
   GatedProduct(const packed::Weight& weight, const packed::Rows& rows, const packed::Output& out, int type,

@@ -19,7 +19,7 @@ constexpr int64_t kLeastGroupRows = 24;  // from which making bfloat16 of a grou
 constexpr int64_t kTileWords = 16 * kPanel;
 constexpr int64_t kMostTiles = 20;       // of inputs; with more of them and `kLeastBlocks` of rows, sums are cut
 constexpr int64_t kTilesAtOnce = 16, kLeastBlocks = 3;
-constexpr int64_t kCachedBytes = 768 * 1024;  // of the weight, that the second-level cache keeps for all rows of a call
+constexpr int64_t kCachedBytes = 768 * 1024;  // of the weight, that the L2 cache keeps for all rows of a call
 
 RowForm choose_form(const Weight& weight, int64_t num_rows, bool is_half) {
   switch (weight.format) {
@@ -137,7 +137,7 @@ void expand_panel(const Weight& weight, int64_t p, uint32_t* out) {
   }
 }
 
-// The bias of a panel's outputs; zeros where there is none.
+// The bias of a panel's outputs, zeros if there is none.
 inline __m512 load_bias(const Output& out, int64_t n, __mmask16 known) {
   if (out.bias == nullptr) return _mm512_setzero_ps();
   if (!out.is_bias_half) return _mm512_maskz_loadu_ps(known, static_cast<const float*>(out.bias) + n);
@@ -145,7 +145,7 @@ inline __m512 load_bias(const Output& out, int64_t n, __mmask16 known) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// The outputs of the two panels of a block, or of the one there is: where they go, and what is done to their sums.
+// Epilogue of a block's one or two panels: destination, scales and bias.
 struct Columns {
   int64_t place;  // of the first of them
   __mmask16 known[2] = {};
@@ -272,7 +272,7 @@ HEADRACE_INLINE void multiply_edge(const char* const a[2], const uint32_t* const
 }
 
 // A block of 16 * R rows and 16 * N outputs; a and b are the first tiles of each 16 rows and 16 outputs. The
-// first-level cache has room for the rows or for the panels: those stay that are used again in the next block; the
+// L1 cache has room for the rows or for the panels: those stay that are used again in the next block; the
 // others pass it by.
 template <bool kIsHalf, bool kKeepsRows, int R, int N>
 void multiply_block(const char* const a[2], const uint32_t* const b[2], int64_t num_tiles, bool is_first,
@@ -373,7 +373,7 @@ class Blocks {
   Held held_;
 };
 
-// All rows times a pair of panels. Of many inputs some at a time, whose panels the first-level cache keeps for all
+// All rows times a pair of panels. Of many inputs some at a time, whose panels the L1 cache keeps for all
 // rows.
 template <bool kIsHalf>
 void multiply_pair(Blocks<kIsHalf, false>& blocks, const Pair& pair, int64_t first_row, int64_t last_row) {

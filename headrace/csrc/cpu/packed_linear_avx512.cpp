@@ -8,7 +8,7 @@
 namespace headrace::HEADRACE_ISA {
 namespace {
 
-// Bytes fetched ahead of the loads, to the first and to the second-level cache; the hardware stops at the end of a
+// Bytes fetched ahead of the loads, to the first and to the L2 cache; the hardware stops at the end of a
 // page. With both, memory is read as fast as without any arithmetic; with the first alone at an eighth less.
 constexpr int64_t kAhead = 1 << 10, kFarAhead = 1 << 14;
 constexpr int64_t kMostRows = 8;
@@ -114,7 +114,7 @@ void multiply_halves(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   store_chains<R, P, C>(acc, sums);
 }
 
-// Signed codes plus 128, as vpdpbusd wants one side unsigned; 128 times the sum of x is taken off again.
+// Signed codes plus 128, as VPDPBUSD takes one side unsigned; 128 times the sum of x is subtracted afterwards.
 template <int P>
 inline __m512i load_shifted(const uint32_t* at) {
   return _mm512_xor_si512(load<P>(at), _mm512_set1_epi8(static_cast<char>(0x80)));
@@ -156,7 +156,7 @@ inline __m512 load_float16(const uint16_t* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
-// What is added to codes, as vpdpbusd wants one side unsigned; so many times the sum of x is taken off again.
+// Added to codes, as VPDPBUSD takes one side unsigned; this times the sum of x is subtracted afterwards.
 constexpr int shift_of(Format format) {
   return format == Format::kInt8Group ? 128 : format == Format::kE2m1Group ? 12 : format == Format::kIq4Group ? 127 : 0;
 }
@@ -255,7 +255,7 @@ void store_sums(const Weight& weight, const Output& out, int64_t m, int64_t p, c
 
 constexpr int kPairRows = 8,
               kGroupPairRows =
-                  4;  // rows that go through two panels; twelve would evict one another from the first-level cache
+                  4;  // rows that go through two panels; twelve would evict one another from the L1 cache
 constexpr int64_t kLeastPairRows = 32;            // from which panels are read from memory seldom enough
 
 template <int R, int P>

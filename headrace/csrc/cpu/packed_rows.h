@@ -74,7 +74,7 @@ inline void read_half_row(const Input& input, int64_t row, int64_t inputs, int64
   if (padded > inputs) std::memset(out + inputs, 0, (padded - inputs) * sizeof(uint16_t));
 }
 
-// Symmetric 8-bit codes of `count` floats; returns the scale. What is not finite makes the scale not finite.
+// Symmetric 8-bit codes of `count` floats; returns the scale, which is not finite if one of them is not.
 inline float quantise(const float* x, int64_t count, int8_t* codes, int32_t* sum) {
   int32_t top = 0;  // floats without sign order as integers do, which compilers can vectorise
   for (int64_t k = 0; k < count; ++k) {
@@ -100,7 +100,7 @@ inline float quantise(const float* x, int64_t count, int8_t* codes, int32_t* sum
   return scale;
 }
 
-// What tiles have beyond the last row, where `last` is all rows.
+// Zeros beyond the last row in tiles, when `last` is the number of rows.
 inline void zero_beyond(const Rows& rows, int64_t padded, int64_t last) {
   if (!is_tiled(rows.form) || last != rows.count) return;
   const int64_t row_bytes = padded * (rows.form == RowForm::kBfloat16Tile ? 2 : 1);

@@ -8,7 +8,7 @@ namespace headrace {
 constexpr int64_t kMostHeadDim = 1024;
 
 // Strides count values. All rows of pages lie one after the other: slot s is at s * num_kv_heads * head_dim, but those
-// of codes, which codes.h tells of.
+// of int8 pages (codes.h).
 struct RopeRows {
   const void* qkv;
   int64_t qkv_stride;
