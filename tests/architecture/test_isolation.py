@@ -144,7 +144,7 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 FAMILY = '''
 from headrace.models.family import Family
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import read_decoder
+from headrace.models.config_specs import read_decoder
 
 
 def read_config(config):

@@ -109,7 +109,7 @@ def test_library_code_does_not_print():
 
 GENERIC_ROOMS = ("base", "memory", "execution", "scheduling", "service")
 ARCHITECTURE_NAME = re.compile(
-    r"(?i)\b(llama|qwen\d?|gemma\d?|phi3|olmo2?|granite|glm4?|mistral|mixtral|deepseek)|For(CausalLM|ConditionalGeneration)"
+    r"(?i)\b(llama|qwen\d?|gemma\d?|phi3|olmo2?|granite|glm4?|mistral|mixtral|deepseek|cohere|starcoder)|For(CausalLM|ConditionalGeneration)"
 )
 BACKEND_NAME = re.compile(r"(?i)\b(cudnn|flashinfer|triton|flash_?attn|cutlass)\b")
 

@@ -29,7 +29,7 @@ from headrace.layers.spec import (
     decoder_cache_specs,
 )
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import (
+from headrace.models.config_specs import (
     read_attention,
     read_decoder,
     read_layers,

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from headrace.base.errors import ConfigError
 from headrace.layers.rotary import RotaryTable
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import read_rope
+from headrace.models.config_specs import read_rope
 from headrace.models.gguf_config import divided_frequencies
 
 CPU = torch.device("cpu")

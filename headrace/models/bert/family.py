@@ -7,7 +7,7 @@ from typing import Any
 from headrace.layers.names import ENCODER_NAMES, CheckpointNames
 from headrace.layers.spec import EncoderSpec, encoder_cache_specs
 from headrace.models.config_fields import Fields
-from headrace.models.encoder_config import read_encoder
+from headrace.models.config_specs import read_encoder
 from headrace.models.family import Family
 
 

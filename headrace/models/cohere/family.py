@@ -7,7 +7,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from headrace.layers.spec import DecoderSpec, LayerSpec, NormSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import (
+from headrace.models.config_specs import (
     read_decoder,
     read_layers,
     read_rope,

@@ -10,7 +10,7 @@ from headrace.base.errors import ConfigError
 from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import (
+from headrace.models.config_specs import (
     GATED_ACTIVATIONS,
     read_decoder,
     read_layers,

@@ -11,7 +11,7 @@ from headrace.base.cache import CACHE_POOLS, CacheSpec
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.spec import MlpSpec, MoeSpec, RopeSpec, SwigluClamp
 from headrace.models.config_fields import Fields, read_num_layers
-from headrace.models.decoder_config import make_rope, read_moe
+from headrace.models.config_specs import make_rope, read_moe
 from headrace.models.deepseek_v4 import layout
 
 logger = logging.getLogger(__name__)

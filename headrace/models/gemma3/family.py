@@ -9,7 +9,7 @@ from headrace.base.errors import ConfigError
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames, GgufNaming
 from headrace.layers.spec import DecoderSpec, LayerSpec, NormSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import (
+from headrace.models.config_specs import (
     make_rope,
     read_attention,
     read_decoder,

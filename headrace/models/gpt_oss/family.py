@@ -7,7 +7,7 @@ from typing import Any
 from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames, GgufNaming
 from headrace.layers.spec import DecoderSpec, LayerSpec, SwigluClamp
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import (
+from headrace.models.config_specs import (
     read_attention,
     read_decoder,
     read_moe,

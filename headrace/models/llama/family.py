@@ -7,7 +7,7 @@ from typing import Any
 from headrace.layers.names import GgufNaming
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import read_decoder, read_layers, read_rope, read_window
+from headrace.models.config_specs import read_decoder, read_layers, read_rope, read_window
 from headrace.models.family import Family
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 

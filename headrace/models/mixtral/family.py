@@ -7,7 +7,7 @@ from typing import Any
 from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import read_decoder, read_layers, read_moe, read_rope, read_window
+from headrace.models.config_specs import read_decoder, read_layers, read_moe, read_rope, read_window
 from headrace.models.family import Family
 
 DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}

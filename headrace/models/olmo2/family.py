@@ -8,7 +8,7 @@ from typing import Any
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import read_attention, read_decoder
+from headrace.models.config_specs import read_attention, read_decoder
 from headrace.models.family import Family
 from headrace.models.gguf_config import read_gguf_config
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import read_attention, read_decoder, read_rope, read_windowed_layers
+from headrace.models.config_specs import read_attention, read_decoder, read_rope, read_windowed_layers
 from headrace.models.family import Family
 from headrace.models.gguf_config import read_gguf_config
 

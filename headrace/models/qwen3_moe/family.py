@@ -8,7 +8,7 @@ from typing import Any
 from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import DecoderSpec, LayerSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import read_attention, read_decoder, read_layers, read_moe, read_rope, read_window
+from headrace.models.config_specs import read_attention, read_decoder, read_layers, read_moe, read_rope, read_window
 from headrace.models.family import Family
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 

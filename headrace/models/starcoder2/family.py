@@ -7,7 +7,7 @@ from typing import Any
 from headrace.layers.names import UNGATED_NAMES, CheckpointNames
 from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
-from headrace.models.decoder_config import (
+from headrace.models.config_specs import (
     read_attention,
     read_decoder,
     read_layers,

@@ -1,4 +1,4 @@
-"""A `DecoderSpec` from the usual fields of config.json, in pieces that families combine. Torch-free.
+"""A `DecoderSpec` or `EncoderSpec` from the usual fields of config.json, in pieces that families combine. Torch-free.
 
 Refuses: what is special to one family.
 """
@@ -14,6 +14,8 @@ from headrace.layers.spec import (
     Activation,
     AttentionSpec,
     DecoderSpec,
+    EncoderSpec,
+    EncoderTables,
     LayerSpec,
     MlpSpec,
     MoeSpec,
@@ -251,3 +253,27 @@ def _read_factors(rope: Fields, name: str, rotary_dim: int) -> tuple[float, ...]
     if is_wanted and len(factors) != rotary_dim // 2:
         raise ConfigError(f"config.json: {name} must have {rotary_dim // 2} numbers, got {len(factors)}", param=name)
     return tuple(float(f) for f in factors)
+
+
+def read_encoder(fields: Fields, *, first_position: int, norm_eps: float) -> EncoderSpec:
+    """The encoder a config describes; raises `ConfigError` for relative positions and for one made into a decoder."""
+    fields.choice("position_embedding_type", {"absolute": "absolute"}, "absolute")
+    if fields.flag("is_decoder", False):
+        raise ConfigError("config.json: is_decoder must be false; this family serves encoders", param="is_decoder")
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})",
+            param="num_attention_heads"
+        )
+    tables = EncoderTables(
+        fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512), first_position,
+        fields.integer("type_vocab_size", 2),
+    )
+    return EncoderSpec(
+        hidden_size=hidden_size, num_heads=num_heads, num_layers=read_num_layers(fields),
+        mlp=read_mlp(fields, default="gelu", bias=True, gated=False),
+        norm_eps=fields.number("layer_norm_eps", norm_eps),
+        tables=tables,
+        num_classes=read_num_classes(fields.config),
+    )
