@@ -240,7 +240,7 @@ async def run_batch(
     tally = Tally()
 
     async def work() -> None:
-        for item in items:
+        for item in items:  # all workers share the iterator, so lines are read only as they are needed
             if item.line is None:
                 written, is_failed = write_error(item), True
             else:
@@ -248,7 +248,7 @@ async def run_batch(
                 written = write_response(item, response.status, response.headers.get("x-request-id", ""), response.body)
                 is_failed = response.status != 200
             output.write(written)
-            output.flush()
+            output.flush()  # after a crash, only an incomplete last line is lost
             tally.completed += 1
             tally.failed += is_failed
             advance()

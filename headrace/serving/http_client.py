@@ -190,7 +190,7 @@ class HttpClient:
                 raise
             connection = await self._connect()  # the server was closing it, as llama.cpp's does after streams
             await connection.exchange(request, response)
-        if connection.is_open:
+        if connection.is_open:  # the server may have closed it with its response
             self._kept.append(connection)
 
     def _kept_connection(self) -> _Connection | None:

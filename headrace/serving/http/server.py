@@ -198,6 +198,7 @@ class HttpServer:
             address = address_of(listener)
             for number in SIGNALS:
                 loop.add_signal_handler(number, self.stop)
+            # Both at once: health checks get an answer while the model loads.
             serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
             starting = asyncio.create_task(self._start_client(address))
             try:

@@ -204,7 +204,7 @@ async def prepare_chat(
     """Render and plan ``body``. ``fits``: ``max_tokens`` beyond the room in the context is lowered, not refused. Raises
     typed errors for what cannot be served, before anything is submitted."""
     context.check_request(body.model)
-    params = _params(body, context)
+    params = _params(body, context)  # cheap checks first: rendering may take long
     prompt = await render_conversation(context, body)
     plan = _plan_output(context, body, prompt)
     has_special = bool(body.add_special_tokens)  # default off: templates write the special tokens themselves

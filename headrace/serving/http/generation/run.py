@@ -100,7 +100,7 @@ class Generation:
 
     def close(self) -> None:
         """Abort what still runs and release it."""
-        self._watch.cancel()
+        self._watch.cancel()  # else it would hold the connection's receive channel
         self.abort()
         is_first_close = self._context.running.pop(self.request.request_id, None) is not None
         tracing = self._context.tracing
@@ -135,6 +135,7 @@ class Generation:
         if len(collectors) == 1:
             await self._collect_one(0, collectors[0])
         else:
+            # Concurrently: a prompt that fails aborts the others at once, whatever their order.
             async with asyncio.TaskGroup() as group:
                 for index, collector in enumerate(collectors):
                     group.create_task(self._collect_one(index, collector))
@@ -153,7 +154,7 @@ class Generation:
             return
 
         def offer(delta: ChoiceDelta) -> bool:
-            if not is_free():
+            if not is_free():  # the stream keeps and merges what is refused here
                 return False
             self._count(0, delta)
             take(0, delta)
@@ -259,7 +260,7 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
             streams.append(stream)
             if index % SUBMIT_BATCH == 0:
                 await asyncio.sleep(0)
-        undo.pop_all()
+        undo.pop_all()  # all were accepted: `Generation` aborts them from here on
     return Generation(context, request, streams, http_request)
 
 

@@ -93,7 +93,7 @@ class EventStream(Response):
             last = await self._send_deltas(send, body_writer(scope))
             self._is_sending = True
             await send({"type": "http.response.body", "body": last + self._events.done, "more_body": False})
-        finally:
+        finally:  # also when the client disconnects and ``send`` raises
             await self._deltas.aclose()
             self._generation.close()
 
@@ -101,7 +101,7 @@ class EventStream(Response):
         """Send all deltas; returns the frames that follow them."""
         try:
             await self._send(send, self._events.render(*self._first))
-            if writer is not None:
+            if writer is not None:  # only now: nothing may be written before the response's head and first chunk
                 self._write_through(writer)
             async for index, delta in self._deltas:
                 error = delta_error(delta)
@@ -147,6 +147,6 @@ async def start_stream(
         error = delta_error(first[1])
         if error is not None:
             raise error
-        undo.pop_all()
+        undo.pop_all()  # from here on `EventStream` closes both
         return EventStream(generation, deltas, first, events(generation))
     raise AssertionError("not reached")

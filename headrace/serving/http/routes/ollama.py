@@ -151,7 +151,7 @@ class OllamaWriter:
             return line
         usage, timer = generation.usage(), generation.timers[0]
         total, first = int(timer.elapsed_s * SECOND), int(timer.first_token_s * SECOND)
-        line.total_duration, line.load_duration = total, 0
+        line.total_duration, line.load_duration = total, 0  # nanoseconds; the model is always loaded
         line.prompt_eval_count, line.prompt_eval_duration = usage.prompt_tokens, first
         line.eval_count, line.eval_duration = usage.completion_tokens, total - first
         return line

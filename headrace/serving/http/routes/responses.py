@@ -243,7 +243,7 @@ async def create_response(request: Request) -> JsonResponse | EventStream:
     writer = ResponseWriter(
         body, chat.plan, request_id, context.model_name, names, owner=owner, is_kept=keeper is not None
     )
-    store.note_running(request_id, writer)
+    store.note_running(request_id, writer)  # before the first token, so that the client can cancel at once
     if body.stream:
         keep = keeper.keep if keeper else None
         return await start_stream(request, chat.request, lambda g: ResponseEvents(writer, g, keep))

@@ -65,6 +65,7 @@ def _bearer(headers: Headers) -> str:
 def _has_key(headers: Headers, key: bytes) -> bool:
     """Whether ``Authorization: Bearer`` or ``x-api-key`` (Anthropic's clients) holds the key. Both are always compared,
     in constant time."""
+    # A list, not a generator: ``any`` must not stop at the first match, or timing would show which header matched.
     keys = (_bearer(headers), headers.get("x-api-key", "").strip())
     return any([hmac.compare_digest(k.encode("latin-1"), key) for k in keys])
 
@@ -104,6 +105,7 @@ class AdminGate:
             return Unauthorized("the admin key is missing or wrong; send Authorization: Bearer KEY")
         if not self._is_local:
             return Forbidden("admin routes are closed: the server is open to the network and has no --admin-api-key")
+        # Browsers set this header and pages cannot: it stops other sites from reaching a local server (CSRF).
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return Forbidden("admin routes are closed to pages of other sites")
         return None

@@ -192,6 +192,7 @@ class BoundedHttp(HttpToolsProtocol):
             if self.transport.is_closing():
                 return
         elif self._is_in_head:
+            # Checked before the parser, which would buffer a head of any size.
             end = data.find(END_OF_HEAD)
             if self._num_head_bytes + end > MAX_HEAD_BYTES:
                 self._refuse()
@@ -246,8 +247,9 @@ class BoundedHttp(HttpToolsProtocol):
             return False
         if not self._is_dropping:
             self._is_dropping, self._num_dropped = True, 0
+            # Bounded in time and bytes: a client that never stops sending must not hold the connection.
             self._timer = self.loop.call_later(REST_TIMEOUT_S, self.transport.abort)
-            self.flow.resume_reading()
+            self.flow.resume_reading()  # paused for back-pressure while the body had a reader
         return True
 
     def _refuse(self) -> None:

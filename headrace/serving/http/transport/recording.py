@@ -87,7 +87,7 @@ class Recorder:
         if scope["type"] != "http" or scope["method"] != "POST" or path_of(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
-        drop_writer(scope)
+        drop_writer(scope)  # direct writes would bypass `note_response`
         exchange, begin = Exchange("POST", path_of(scope), Headers(scope=scope), time.time()), time.perf_counter()
 
         async def note_body() -> Message:
@@ -107,7 +107,7 @@ class Recorder:
 
         try:
             await self._app(scope, note_body, note_response)
-        finally:
+        finally:  # also for clients that disconnect: ``is_complete`` is then False
             exchange.seconds = time.perf_counter() - begin
             exchange.request_id = scope.get("state", {}).get("request_id") or "-"
             for sink in self._sinks:
@@ -201,6 +201,7 @@ class DumpFolder:
 
     def take(self, exchange: Exchange) -> None:
         """Queue one exchange for writing."""
+        # The event loop never waits for the disk: beyond the limit, exchanges are dropped.
         if self._num_pending > MAX_PENDING:
             self._num_dropped += 1
             if self._num_dropped == 1:
