@@ -83,16 +83,17 @@ def wrap_model(watch: Stopwatch, model: Any) -> None:
     watch.wrap(model, "compute_logits", "head")
     watch.wrap(getattr(model, "embedding", None), "forward", "embedding")
     watch.wrap(getattr(model, "norm", None), "add", "last norm")
-    watch.wrap(getattr(model, "_table", None), "run", "all layers together")
+    watch.wrap(getattr(model, "_table", None), "run", "fused layers")
+    watch.wrap(getattr(model, "_decodes", None), "run", "fused step")
     for layer in getattr(model, "layers", ()):
         attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
         for norm in (getattr(layer, "attention_norm", None), getattr(layer, "mlp_norm", None)):
             watch.wrap(norm, "add", "norms")
         watch.wrap(attention, "_rope_write", "rope and write")
-        for name in ("qkv", "output"):
-            watch.wrap(getattr(attention, name, None), "forward", f"linear: {name}")
-        for name in ("gate_up", "down"):
-            watch.wrap(getattr(mlp, name, None), "forward", f"linear: {name}")
+        for branch, names in ((attention, ("qkv", "output")), (mlp, ("gate_up", "down"))):
+            for name in names:
+                for method in ("forward", "add_to"):
+                    watch.wrap(getattr(branch, name, None), method, f"linear: {name}")
         watch.wrap(mlp, "_activate", "activation")
 
 
@@ -105,17 +106,17 @@ def engine_config(model: str, flags: list[str]) -> Any:
     return serve_config(parse_command(COMMANDS["serve"], ["--model", model, "--device", "cpu", *flags])).engine
 
 
-def profile_steps(config: Any, rows: int, *, together: bool) -> tuple[Stopwatch, list[float]]:
+def profile_steps(config: Any, rows: int, *, fused: bool) -> tuple[Stopwatch, list[float]]:
     """Decode steps of ``rows`` requests with `CONTEXT` tokens each; the stopwatch, and seconds of each step without it.
-    ``together``: layers may be run by one kernel."""
+    ``fused``: layers may run in one native call."""
     from headrace.base.messages import EngineRequest
     from headrace.base.sampling import SamplingSpec, StopSpec
     from headrace.service.build import build_engine
 
     engine, watch, steps = build_engine(config), Stopwatch(), []
-    if not together:
+    if not fused:
         decoder = engine.executor._runner._model
-        decoder._table, decoder._is_table_due = None, False
+        decoder._table, decoder._decodes, decoder._is_table_due = None, None, False
     try:
         for i in range(rows):
             prompt = [(1000 + 37 * i + 11 * j) % 20000 for j in range(CONTEXT)]
@@ -159,12 +160,12 @@ def print_profile(model: str, dtype: str, flags: list[str]) -> None:
     print("own kernels:", native.build().detail)  # else the first engine would do without them
     config = engine_config(model, ["--dtype", dtype, *flags])
     for rows in ROWS:
-        apart = statistics.median(profile_steps(config, rows, together=False)[1])
-        watch, steps = profile_steps(config, rows, together=True)
+        separate = statistics.median(profile_steps(config, rows, fused=False)[1])
+        watch, steps = profile_steps(config, rows, fused=True)
         measured = sum(watch.seconds.values()) / NUM_STEPS
         print(
             f"\n{rows} requests of {CONTEXT} tokens: {statistics.median(steps) * 1e3:.2f} ms a step (median), "
-            f"{measured * 1e3:.2f} ms under the stopwatch; layers one after the other: {apart * 1e3:.2f} ms"
+            f"{measured * 1e3:.2f} ms under the stopwatch; separate operators: {separate * 1e3:.2f} ms"
         )
         for label, seconds in sorted(watch.seconds.items(), key=lambda item: -item[1]):
             print(
