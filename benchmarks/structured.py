@@ -45,8 +45,8 @@ TAG = {
 }
 KINDS: dict[str, Grammar | None] = {
     "free text": None,
-    "JSON schema (xgrammar)": Grammar.json_schema({"type": "array", "items": ITEM, "minItems": 60}),
-    "JSON schema with patterns (llguidance)": Grammar.json_schema({"type": "array", "items": CODED, "minItems": 60}),
+    "JSON schema": Grammar.json_schema({"type": "array", "items": ITEM, "minItems": 60}),
+    "JSON schema with patterns": Grammar.json_schema({"type": "array", "items": CODED, "minItems": 60}),
     "JSON of any kind": Grammar.json_schema({"type": "array", "minItems": 60}),
     "regular expression": Grammar.regex(r"([A-Z][a-z]+ ){400}"),
     "text with tool calls": Grammar.structural_tag(

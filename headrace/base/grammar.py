@@ -91,7 +91,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def structural_tag(cls, tag: str | dict[str, Any], *, param: str = "grammar") -> Grammar:
-        """Free text with structured parts: the ``{"type": "structural_tag", "format": ...}`` of vLLM and xgrammar, or
+        """Free text with structured parts: the ``{"type": "structural_tag", "format": ...}`` of vLLM, or
         SGLang's older ``structures`` and ``triggers``. Text or a value."""
         if not isinstance(tag, str | dict):
             raise RequestError(f"{param} must be a structural tag: an object or its text", param=param)

@@ -27,8 +27,7 @@ from headrace.execution.profiling import Profiler
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
 from headrace.execution.sleep import DeviceModel
-from headrace.execution.structured.library import CompiledGrammar
-from headrace.execution.structured.store import GrammarStore
+from headrace.execution.structured.library import CompiledGrammar, GrammarStore
 from headrace.execution.warmup import prepare_steps
 from headrace.kernels.precompile import start_triton
 from headrace.memory.plan import CacheDemand, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget

@@ -118,7 +118,6 @@ class DecodeGraphPath:
 
     covers = StepFeature.SAMPLING | StepFeature.GRAMMAR
     is_greedy_sampler = True
-    is_asynchronous = True
 
     def __init__(self, buckets: Buckets[DecodeGraph]):
         self._buckets = buckets
@@ -160,7 +159,6 @@ class MixedGraphPath:
         | StepFeature.POOLING
     )
     is_greedy_sampler = False
-    is_asynchronous = False
 
     def __init__(self, buckets: Buckets[MixedGraph], model: ServedModel, inputs: InputBuilder):
         self._buckets, self._model, self._inputs = buckets, model, inputs

@@ -43,12 +43,10 @@ Launch = Callable[[Sent], StepOutput]
 
 class StepPath(Protocol):
     """One way to compute steps. ``covers``: the features a step may have. ``is_greedy_sampler``: of a greedy step the
-    output has the argmax ids, and the sampler is not needed. ``is_asynchronous``: launching takes the host less time
-    than the device computes, so that grammar masks are begun after it."""
+    output has the argmax ids, and the sampler is not needed."""
 
     covers: StepFeature
     is_greedy_sampler: bool
-    is_asynchronous: bool
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """Add the path's inputs to the upload; None, with nothing added, if it has no room for the step's shape."""
@@ -59,7 +57,6 @@ class PlainPath:
 
     covers = ~StepFeature(0)
     is_greedy_sampler = False
-    is_asynchronous = False
 
     def __init__(self, model: ServedModel, inputs: InputBuilder):
         self._model, self._inputs = model, inputs
@@ -85,7 +82,6 @@ class FusedPath:
 
     covers = StepFeature.SAMPLING | StepFeature.GRAMMAR
     is_greedy_sampler = True
-    is_asynchronous = False
 
     def __init__(self, model: ServedModel, rows: Rows, tables: PageTables):
         self._model, self._rows, self._tables = model, rows, tables

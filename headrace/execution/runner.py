@@ -21,8 +21,8 @@ from headrace.execution.result import PendingSample
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import Sampled, Sampler
 from headrace.execution.step import Step, StepFeature
-from headrace.execution.structured.rows import Filling, GrammarRows
-from headrace.execution.structured.store import GrammarStore
+from headrace.execution.structured.library import GrammarStore
+from headrace.execution.structured.rows import BitmaskFill, GrammarRows
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, KvPages
 from headrace.layers.model import ServedModel
@@ -77,17 +77,15 @@ class Runner:
         spans = self._prompt_scorer.pack(step.shape, upload) if has_prompt_logprobs else []
         pooled = self._pooler.pack(step.shape, upload) if StepFeature.POOLING in step.features else None
         sent = upload.send(self._device)
-        filling = self._begin_masks(step, is_launched=False) if not path.is_asynchronous else None
         self._apply_pages(sent)
         output = launch(sent)
-        if path.is_asynchronous:
-            filling = self._begin_masks(step, is_launched=True)
+        fill = self._grammars.begin(step.batch) if self._grammars is not None else None  # while the device computes
         pending = PendingSample(
-            plan.step_id, step.batch, self._plan_sampling(step, output, sent, filling),
+            plan.step_id, step.batch, self._plan_sampling(step, output, sent, fill),
             self._prompt_scorer.compute(spans, output.hidden, sent), check_finite=self._check_finite, order=step.order,
             pooled=self._pooler.pool(pooled, output.hidden, sent),
         )
-        return self._leave(pending, filling)
+        return self._leave(pending, fill)
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
@@ -127,13 +125,8 @@ class Runner:
                     return path, launch
         raise AssertionError("the plain path takes every step")
 
-    def _begin_masks(self, step: Step, *, is_launched: bool) -> Filling | None:
-        if self._grammars is None:
-            return None
-        return self._grammars.begin(step.batch, is_launched=is_launched)
-
     def _plan_sampling(
-        self, step: Step, output: StepOutput, sent: Sent, filling: Filling | None
+        self, step: Step, output: StepOutput, sent: Sent, fill: BitmaskFill | None
     ) -> Callable[[], Sampled] | None:
         """What samples the step's tokens; None where no row samples."""
         greedy, logits = output.greedy, output.logits
@@ -143,20 +136,20 @@ class Runner:
             return None
 
         def sample() -> Sampled:
-            masks = filling.result() if filling is not None else None
+            bitmasks = fill.result() if fill is not None else None
             with torch.inference_mode():
-                return self._sampler.sample(logits, step.batch, sent, masks)
+                return self._sampler.sample(logits, step.batch, sent, bitmasks)
 
         return sample
 
-    def _leave(self, pending: PendingSample, filling: Filling | None) -> PendingSample:
-        """Let a step sample, unless it has to wait for masks."""
-        if filling is None:
+    def _leave(self, pending: PendingSample, fill: BitmaskFill | None) -> PendingSample:
+        """Let a step sample, unless it has to wait for bitmasks."""
+        if fill is None:
             pending.close()
             return pending
         assert self._grammars is not None
         pending.before_result = self._grammars.catch_up
-        filling.follow(pending)
+        fill.follow(pending)
         self._open = pending
         return pending
 

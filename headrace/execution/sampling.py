@@ -16,7 +16,7 @@ from headrace.execution.logprobs import Logprobs, compute_logprobs
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import PenaltyState, RuleState
 from headrace.execution.step import SampleBatch
-from headrace.execution.structured.mask_table import RowMasks
+from headrace.execution.structured.bitmasks import RowBitmasks
 from headrace.execution.upload import Upload
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sample import ARGMAX, NOT_FINITE, NOTHING_ALLOWED, SAMPLE, SampleParams
@@ -30,7 +30,7 @@ MESSAGES = {
 @dataclass(slots=True)
 class Sampled:
     """``tokens`` [2, S or more] int64 on the device: ids and states, and then what may be ignored; ``logprobs`` of the
-    rows in ``SampleBatch.logged``, if any. ``errors``: see `RowMasks`."""
+    rows in ``SampleBatch.logged``, if any. ``errors``: see `RowBitmasks`."""
 
     tokens: torch.Tensor
     logprobs: Logprobs | None
@@ -96,10 +96,11 @@ class Sampler:
             upload.add("logged", batch.logged)
 
     def sample(
-        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: RowMasks | None = None
+        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor],
+        bitmasks: RowBitmasks | None = None,
     ) -> Sampled:
         """Sample a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token.
-        ``masks`` are those of ``batch.constrained``, if there are any."""
+        ``bitmasks`` are those of ``batch.constrained``, if there are any."""
         # Copied before anything edits them: what is reported is the model's own distribution.
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
         before = None
@@ -107,15 +108,15 @@ class Sampler:
             before, _ = self._argmax(logits)  # bans may hide NaN or infinity: look first
             self._edit(logits, batch, sent)
         rows, params = self._find_params(batch, sent)
-        allowed, mask_of_row = (None, None) if masks is None else masks.send()
+        masks, mask_of_row = (None, None) if bitmasks is None else bitmasks.send()
         tokens = self._sample(
-            logits, rows, self._rows.last_token, params=params, masks=allowed, mask_of_row=mask_of_row, before=before
+            logits, rows, self._rows.last_token, params=params, masks=masks, mask_of_row=mask_of_row, before=before
         )
         self._count(tokens[0], batch, sent)
         logprobs = None
         if raw is not None:
             logprobs = compute_logprobs(raw, tokens[0].index_select(0, sent["logged"]), max(batch.top_counts))
-        return Sampled(tokens, logprobs, masks.errors if masks is not None else {})
+        return Sampled(tokens, logprobs, bitmasks.errors if bitmasks is not None else {})
 
     def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
         if len(batch.ruled):

@@ -38,12 +38,6 @@ class Upload:
         return sent
 
 
-def host_words(size: int, device: torch.device) -> tuple[torch.Tensor, np.ndarray]:
-    """Memory [size] int32 on the host that can be sent to the device as it is, and the same to be written."""
-    words = torch.empty(size, dtype=torch.int32, pin_memory=device.type != "cpu")
-    return words, words.numpy()
-
-
 def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """The array on the device, copied asynchronously; on a CPU it shares memory with ``array``."""
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array

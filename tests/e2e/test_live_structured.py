@@ -13,7 +13,6 @@ import pytest
 from live import LiveServer
 
 pytest.importorskip("llguidance")
-pytest.importorskip("xgrammar")
 
 SCHEMA = {
     "type": "object",

@@ -19,7 +19,7 @@ EVERY = [*StepFeature]
 class FakePath:
     """Computes as the plain path does, for steps of up to ``room`` tokens."""
 
-    is_greedy_sampler = is_asynchronous = False
+    is_greedy_sampler = False
 
     def __init__(self, covers: StepFeature, plain: StepPath, room: int = 100):
         self.covers, self.room, self._plain = covers, room, plain

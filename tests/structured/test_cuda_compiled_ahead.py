@@ -13,7 +13,7 @@ import pytest
 from tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.cuda
-pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
 
 CHILD = Path(__file__).parent / "kernels_after_start.py"
 BASE = {

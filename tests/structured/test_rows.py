@@ -15,11 +15,11 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.sampling import LogitRules, SamplingSpec
 from headrace.base.step import RowStart
 from headrace.execution.rows import Rows, RowTokens
-from headrace.execution.sampling import SampleBatch
-from headrace.execution.structured.mask_table import MaskTable, RowMasks
+from headrace.execution.step import SampleBatch
+from headrace.execution.structured.bitmasks import BitmaskTable, RowBitmasks
+from headrace.execution.structured.lazy_dfa import LazyDfa
+from headrace.execution.structured.library import GrammarStore
 from headrace.execution.structured.rows import GrammarRows
-from headrace.execution.structured.states import States
-from headrace.execution.structured.store import GrammarStore
 
 torch = pytest.importorskip("torch")
 
@@ -39,7 +39,7 @@ class CountMatcher:
                 return
             self.seen.append(token)
 
-    def read_forced(self) -> bytes:
+    def forced_bytes(self) -> bytes:
         raise AssertionError("no vocabulary, no jumps")
 
     def allowed(self) -> set[int]:
@@ -50,7 +50,7 @@ class CountMatcher:
 
 
 class CountGrammar:
-    plain = states = None
+    states = None
 
     def __init__(self, library: CountLibrary, end: int):
         self.library, self.end = library, end
@@ -127,18 +127,18 @@ class Bench:
     ) -> tuple[dict[int, set[int]], dict[int, str | None], Step]:
         """One step of the rows of ``ids``, which then draw those: the tokens each was allowed, errors, the step."""
         batch = self.batch(*ids)
-        filling = self.grammars.begin(batch)
-        assert filling is not None
-        masks = filling.result()
+        fill = self.grammars.begin(batch)
+        assert fill is not None
+        masks = fill.result()
         step = Step(list(ids.values()), is_done=is_done)
-        filling.follow(step)
+        fill.follow(step)
         for row in ids:
             self.num_drawn[row] += 1
         allowed = read_masks(masks, list(ids))
         return {row: allowed[row] for row in ids if self.rows[row].sampling.grammar is not None}, masks.errors, step
 
 
-def read_masks(masks: RowMasks, rows: list[int]) -> dict[int, set[int]]:
+def read_masks(masks: RowBitmasks, rows: list[int]) -> dict[int, set[int]]:
     table, mask_of_row = (part.numpy() for part in masks.send())
     bits = np.unpackbits(table.astype("<i4").view(np.uint8), bitorder="little", axis=-1)[:, :VOCAB_SIZE]
     return {
@@ -200,7 +200,7 @@ def test_ends_are_held_back_while_there_is_something_else():
 
 def test_the_store_compiles_each_grammar_once_and_forgets_the_oldest():
     library = CountLibrary()
-    store = store_of(library, max_kept=2)
+    store = store_of(library, max_compiled=2)
     first = store.prepare(Grammar("regex", "1"))
     assert store.prepare(Grammar("regex", "1")) is first and first.result(200).end == 1
     for text in ("2", "3", "4"):
@@ -216,7 +216,7 @@ def test_the_store_compiles_each_grammar_once_and_forgets_the_oldest():
 def test_what_is_being_compiled_is_not_forgotten():
     library = CountLibrary()
     library.gate.clear()
-    store = store_of(library, max_kept=1)
+    store = store_of(library, max_compiled=1)
     futures: list[Future[Any]] = [store.prepare(Grammar("regex", str(i))) for i in range(4)]
     assert store.prepare(Grammar("regex", "0")) is futures[0] and not any(f.done() for f in futures)
     library.gate.set()
@@ -243,17 +243,17 @@ class StateGrammar(CountGrammar):
 
     def __init__(self, library: CountLibrary, end: int):
         super().__init__(library, end)
-        self.states = States(Counting(), [b"x"] * VOCAB_SIZE)
+        self.states = LazyDfa(Counting(), [b"x"] * VOCAB_SIZE)
 
 
 class Counting:
-    classes = None
+    byte_classes = None
     start = 0
 
-    def advance(self, inside: int, byte: int) -> int:
+    def step(self, inside: int, byte: int) -> int:
         return inside + 1
 
-    def summarise(self, inside: int) -> int:
+    def mask_key(self, inside: int) -> int:
         return inside
 
     def weigh(self, inside: int) -> int:
@@ -299,37 +299,36 @@ def test_a_row_that_cannot_go_on_shares_that_with_nobody(shared: Bench, monkeypa
     assert shared.step({1: 2, 2: 2, 0: 3})[0] == {0: set(), 1: {2}, 2: {2}}
 
 
-def test_a_table_drops_what_was_not_asked_for_lately():
-    table = MaskTable(2, 1, torch.device("cpu"), num_kept=3, most_kept=3)
-    places = [table.add(key).place for key in "abc"]
-    assert sorted(places) == [2, 3, 4] and table.find("a").place == places[0]
-    assert table.add("d").place == places[1] and table.find("b") is None and table.find("a") is not None
+def test_a_table_drops_what_was_not_used_for_longest():
+    table = BitmaskTable(1, 1, torch.device("cpu"), min_slots=3, max_slots=3)
+    slots = [table.add(key) for key in "abc"]
+    assert sorted(slots) == [0, 1, 2] and table.find("a") == slots[0]
+    assert table.add("d") == slots[1] and table.find("b") is None and table.find("a") is not None
     table.drop("d")
-    assert table.add("e").place == places[1]
-    table = MaskTable(1, 2, torch.device("cpu"), num_kept=2, most_kept=4)
-    table.tensor[table.add("a").place] = 7
-    places = [table.find("a").place, *(table.add(key).place for key in "bcd")]
-    assert (
-        sorted(places) == [1, 2, 3, 4] and table.tensor.shape == (5, 2) and int(table.tensor[places[0]].sum()) == 14
-    ), "it grows"
-    assert table.add("e").place == places[0]
-    assert MaskTable(9, 1, torch.device("cpu"), num_kept=3).tensor.shape == (18, 1), "room for a state of every row"
+    assert table.add("e") == slots[1]
+    table = BitmaskTable(1, 2, torch.device("cpu"), min_slots=2, max_slots=4)
+    table.tensor[table.add("a")] = 7
+    slots = [table.find("a"), *(table.add(key) for key in "bcd")]
+    assert sorted(slots) == [0, 1, 2, 3] and table.tensor.shape == (4, 2), "it grows"
+    assert int(table.tensor[slots[0]].sum()) == 14
+    assert table.add("e") == slots[0]
+    assert BitmaskTable(9, 1, torch.device("cpu"), min_slots=3).tensor.shape == (18, 1), "every row may use two"
 
 
 def test_masks_that_wait_for_a_step_are_begun_as_it_is_read():
     bench = Bench()
     bench.start(0, 3)
     _, _, first = bench.step({0: 0}, is_done=False)
-    filling = bench.grammars.begin(bench.batch(0), is_launched=True)
+    fill = bench.grammars.begin(bench.batch(0))
     second = Step([1], is_done=False)
-    filling.follow(second)
-    assert filling.masks is None and first.num_reads == 0
+    fill.follow(second)
+    assert fill.bitmasks is None and first.num_reads == 0
     bench.grammars.catch_up(first)
-    assert filling.masks is not None and first.num_reads == 1 and second.num_reads == 0
-    assert read_masks(filling.result(), [0]) == {0: {1}}
+    assert fill.bitmasks is not None and first.num_reads == 1 and second.num_reads == 0
+    assert read_masks(fill.result(), [0]) == {0: {1}}
     bench.num_drawn[0] += 1
-    filling = bench.grammars.begin(bench.batch(0), is_launched=True)
-    assert filling.masks is None and read_masks(filling.result(), [0]) == {0: {2, EOS}}, (
+    fill = bench.grammars.begin(bench.batch(0))
+    assert fill.bitmasks is None and read_masks(fill.result(), [0]) == {0: {2, EOS}}, (
         "whoever is in a hurry reads it himself"
     )
     assert second.num_reads == 1

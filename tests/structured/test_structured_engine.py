@@ -18,7 +18,6 @@ from headrace import LLM, Grammar, SamplingParams
 from headrace.base.errors import HeadraceError, RequestError
 
 pytest.importorskip("llguidance")
-pytest.importorskip("xgrammar")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32,

@@ -1,101 +1,89 @@
-"""What a grammar library must offer, and the registry of those known. Refuses: threads, caches, rows."""
+"""What a grammar library must offer, the registry of libraries, and `GrammarStore`: compiled grammars by their source.
+
+Refuses: requests, rows, bitmasks of a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
 
-from headrace.base.errors import PluginError, UnsupportedFeature
+from headrace.base.errors import ConfigError, ModelError, PluginError, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.registry import Registry
-from headrace.execution.structured.exact import inexactness
-from headrace.execution.structured.plain import PlainTokens
-from headrace.execution.structured.states import States
+from headrace.execution.structured.forced_tokens import ForcedTokens
+from headrace.execution.structured.lazy_dfa import LazyDfa
 
 INSTALL = "pip install 'headrace[structured]'"
-
-
-class LeftToOthers(Exception):  # no error: the next library is asked
-    """A library finds, as it compiles, that it does not enforce a grammar exactly with this vocabulary."""
+MAX_COMPILED = 256
+NUM_WORKERS = 2
 
 
 class Matcher(Protocol):
-    """How far one output has come in a grammar."""
+    """The state of one output in a grammar. Methods never raise for a token that is not allowed: see ``error``."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens. A token the grammar does not allow leaves the matcher with an ``error``."""
+        """Advance by tokens. A token that the grammar does not allow leaves the matcher with an ``error``."""
 
-    def read_forced(self) -> bytes:
-        """The text that comes next whatever is drawn: empty where there is a choice, or the output may end."""
+    def forced_bytes(self) -> bytes:
+        """The text that must come next; empty where there is a choice, or where the output may end."""
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on: a token that was not allowed, or the library's limit on work for a token."""
+        """Why the matcher cannot go on: a token that was not allowed, or the library's limit on work per token."""
 
 
 class CompiledGrammar(Protocol):
-    """A grammar for one vocabulary; shared by any number of outputs. ``library`` fills the masks of its matchers.
-    ``plain``: tokens that leave a matcher where it is, wherever all of them are allowed; None where none are known to.
-    ``states``: where its outputs stand, if an automaton of ours reads it."""
+    """A grammar compiled for one vocabulary, shared by any number of outputs. ``library`` fills the bitmasks of its
+    matchers. ``states``: of its outputs, which share bitmasks by them; None for a grammar that no automaton reads."""
 
     library: GrammarLibrary
-    plain: PlainTokens | None
-    states: States | None
+    states: LazyDfa | None
 
     def start(self) -> Matcher:
         """A matcher at the beginning of an output."""
 
 
 class GrammarLibrary(Protocol):
-    """Made once for a vocabulary. `compile` is called from other threads than `fill` and must let those run
-    meanwhile."""
+    """Made once per vocabulary. `compile` is called from other threads than `fill`, and must not hold the interpreter
+    lock for long."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises `RequestError` when the grammar is wrong, asks for what the library does not enforce, allows no
-        output, or is too large; `LeftToOthers` when another library shall. Takes bounded time and memory."""
+        """Raises `RequestError` when the grammar is wrong, asks for what the library does not enforce exactly, allows
+        no output, or is too large. Takes bounded time and memory."""
 
-    def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
-        """Write the next tokens that matcher i allows into ``masks[i]``, [len(matchers), ceil(V / 32)] int32, in the
-        layout of `headrace.kernels.sample`. End-of-text is allowed only where the output may end."""
+    def fill(self, matchers: Sequence[Matcher], bitmasks: np.ndarray) -> None:
+        """Write the tokens that matcher i allows next into ``bitmasks[i]``, [len(matchers), ceil(V / 32)] int32, in
+        the layout of `headrace.kernels.sample`. End-of-text is allowed only where the output may end."""
 
 
 class LibraryFactory(Protocol):
-    """What a registry entry is: makes the library for a vocabulary of ``vocab_size`` ids, ``eos_ids`` of which end
-    text."""
+    """A registry entry: makes the library for a vocabulary of ``vocab_size`` ids, of which ``eos_ids`` end the text."""
 
     def __call__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]) -> GrammarLibrary: ...
 
 
 GRAMMAR_LIBRARIES: Registry[LibraryFactory] = Registry("grammar library")
-"""Queried with a `Grammar`: an entry supports those that it enforces exactly."""
-
-
-def _missing(package: str) -> str | None:
-    return None if find_spec(package) else f"the package {package} is not installed"
-
+"""Queried with a `Grammar`: an entry supports the kinds that it enforces exactly or refuses."""
 
 GRAMMAR_LIBRARIES.add(
-    "xgrammar", "headrace.execution.structured.xgrammar:XgrammarLibrary",
-    supports=lambda grammar: _missing("xgrammar") or inexactness(grammar),
-    priority=20, doc="JSON and structural tags of plain schemas: the fastest masks",
-)
-GRAMMAR_LIBRARIES.add(
-    "llguidance", "headrace.execution.structured.llguidance:GuidanceLibrary", supports=lambda _: _missing("llguidance"),
-    priority=10,
+    "llguidance", "headrace.execution.structured.llguidance:GuidanceLibrary",
+    supports=lambda _: None if find_spec("llguidance") else "the package llguidance is not installed",
     doc="JSON schemas, regular expressions, GBNF and Lark grammars, choices, structural tags",
 )
 
 
-def choose_library(grammar: Grammar, *tried: str) -> tuple[str, LibraryFactory]:
-    """The best library that enforces a grammar exactly, by name, other than those ``tried``; raises
-    `UnsupportedFeature` saying what to install."""
-    reasons: dict[str, str | None] = dict.fromkeys(tried, "it does not enforce this one exactly")
+def choose_library(grammar: Grammar) -> tuple[str, LibraryFactory]:
+    """The library with the highest priority that supports a grammar, by name; raises `UnsupportedFeature` that says
+    what to install."""
+    reasons: dict[str, str | None] = {}
     for entry in GRAMMAR_LIBRARIES:
-        if entry.name in tried:
-            continue
         reasons[entry.name] = GRAMMAR_LIBRARIES.reason_against(entry.name, grammar)
         if reasons[entry.name] is None:
             try:
@@ -106,3 +94,70 @@ def choose_library(grammar: Grammar, *tried: str) -> tuple[str, LibraryFactory]:
     raise UnsupportedFeature(
         f"no grammar library here serves this {grammar.kind} ({listing}); {INSTALL}", param=grammar.kind
     )
+
+
+Choose = Callable[[Grammar], tuple[str, Callable[..., GrammarLibrary]]]
+
+
+class GrammarStore:
+    """Compiles grammars on threads of its own and keeps the ``max_compiled`` used last.
+
+    ``read_vocabulary`` reads the tokenizer; it is called on a worker thread, when the first grammar comes.
+    ``forced_tokens`` is None until then, and if the tokenizer cannot encode text.
+    """
+
+    def __init__(
+        self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_ids: Sequence[int], *,
+        choose: Choose = choose_library, max_compiled: int = MAX_COMPILED,
+    ):
+        self.eos_ids = frozenset(eos_ids)
+        self.forced_tokens: ForcedTokens | None = None
+        self._read_vocabulary, self._vocab_size, self._choose = read_vocabulary, vocab_size, choose
+        self._eos_list, self._max_compiled = list(eos_ids), max_compiled
+        self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="grammar")
+        self._futures: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._lock = threading.Lock()  # guards what the workers share: the vocabulary and the libraries
+        self._vocabulary: Vocabulary | None = None
+        self._libraries: dict[str, GrammarLibrary] = {}
+
+    def prepare(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """The grammar, now or later; the same future for equal ones. Called from one thread only."""
+        future = self._futures.get(grammar)
+        if future is None:
+            future = self._futures[grammar] = self._workers.submit(self._compile, grammar)
+        self._futures.move_to_end(grammar)
+        while len(self._futures) > self._max_compiled and next(iter(self._futures.values())).done():
+            self._futures.popitem(last=False)
+        return future
+
+    def find(self, grammar: Grammar) -> CompiledGrammar:
+        """A grammar whose future was done. If it was dropped since (its request was retracted, and many other grammars
+        came meanwhile), it is compiled again and the caller waits."""
+        return self.prepare(grammar).result()
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        name, factory = self._choose(grammar)
+        with self._lock:
+            library = self._libraries.get(name) or self._open(name, factory)
+        return library.compile(grammar)
+
+    def _open(self, name: str, factory: Callable[..., GrammarLibrary]) -> GrammarLibrary:
+        if not self._eos_list:
+            raise UnsupportedFeature(
+                "structured outputs need an end-of-text token, which this model does not state", param="grammar"
+            )
+        if self._vocabulary is None:
+            try:
+                self._vocabulary = self._read_vocabulary()
+            except (ConfigError, ModelError) as error:
+                raise UnsupportedFeature(
+                    f"structured outputs need the model's tokenizer: {error.message}", param="grammar"
+                ) from error
+            if self._vocabulary.encode is not None:
+                self.forced_tokens = ForcedTokens(self._vocabulary)
+        self._libraries[name] = library = factory(self._vocabulary, self._vocab_size, self._eos_list)
+        return library

@@ -1,6 +1,6 @@
 """Grammars by llguidance. It bounds its own work by fuel, lets other threads run, and refuses what it cannot enforce.
 
-Refuses: sources that `bounds` and `check_schema` refuse.
+Refuses: sources that `sources` and `schema` refuse, among them those that llguidance 1.9 gets wrong or crashes on.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from collections.abc import Callable, Sequence
 import llguidance
 import msgspec
 import numpy as np
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError
 
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
-from headrace.execution.structured.bounds import check_ebnf, check_regex
-from headrace.execution.structured.json_states import count_indentation
-from headrace.execution.structured.lark import HEADER, embed_json, quote, slash
-from headrace.execution.structured.reach import Reach
-from headrace.execution.structured.reading import read_automaton
-from headrace.execution.structured.schema import check_schema
-from headrace.execution.structured.states import States
+from headrace.execution.structured.lazy_dfa import LazyDfa, Reach
+from headrace.execution.structured.schema import check_schema, embed_schema
+from headrace.execution.structured.sources import HEADER, check_regex, quote, read_ebnf, slash
 from headrace.execution.structured.structural_tag import to_lark
+from headrace.execution.structured.tag_automaton import build_automaton
 
 JSON_OPTIONS = {
     "whitespace_flexible": True,
@@ -42,20 +39,19 @@ LIMITS = {
     "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000,
     "max_grammar_size": 200_000, "verbose_errors": False
 }
+SLICES = [r"[a-z]+", *llguidance.LLTokenizer.general_slices()]
+"""Parts of the vocabulary that are allowed as a whole where a grammar allows all that they match. With lower-case
+letters among them, bitmasks of regular expressions take half the time."""
 MAX_MESSAGE = 400
-_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
-_LARK = re.compile(r"^\s*[?!]?start\s*:(?!:=)", re.MULTILINE)
-"""Tells Lark's notation from GBNF, in which a rule may have the same name."""
-_GBNF = re.compile(r'"(?:\\.|[^"\\])*\\?(?:"|\Z)|\[(?:\\.|[^\]\\])*\\?(?:\]|\Z)|#[^\n]*|[\w-]+', re.DOTALL)
-"""A text, a class, a comment or a name."""
+_LOCATION = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 _GRAMMAR = re.compile(r"\s+1 \| ")
 MAX_THREADS = 8
 SHORT_S = 0.02
-"""A grammar that is compiled in less is compiled once for each thread."""
+"""A grammar that compiles in less is compiled once per thread."""
 
 
-class _TokenizerFace:
-    """A vocabulary in the shape llguidance asks for."""
+class _TokenizerAdapter:
+    """A vocabulary as `llguidance.TokenizerWrapper` takes it."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]):
         known = vocabulary.tokens[:vocab_size]
@@ -65,7 +61,7 @@ class _TokenizerFace:
         self.split_greedily: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text. Grammars do not force any (`HEADER`), so the longest will do."""
+        """Tokens of a text. Grammars do not force any (`HEADER`), so a greedy split will do."""
         raw = text.encode() if isinstance(text, str) else text
         return self.split_greedily(raw.decode("utf-8", "replace")) if self.split_greedily is not None else []
 
@@ -80,8 +76,8 @@ class GuidanceMatcher:
         """See `Matcher`."""
         self.inner.consume_tokens(list(token_ids))
 
-    def read_forced(self) -> bytes:
-        """See `Matcher`. A special token has a byte before it that no text holds."""
+    def forced_bytes(self) -> bytes:
+        """See `Matcher`. A special token is spelled with a byte before it that no text holds."""
         return self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
 
     @property
@@ -91,12 +87,10 @@ class GuidanceMatcher:
 
 
 class GuidanceGrammar:
-    """A `CompiledGrammar`: matchers nobody advances. Copies of one share what has been computed of the grammar, and
-    wait for one another as they compute: outputs take turns in being copies of each."""
+    """A `CompiledGrammar`. Copies of one matcher share a lexer and wait for one another as they compute, so that
+    outputs are copies of several ``origins`` in turn."""
 
-    plain = None
-
-    def __init__(self, library: GuidanceLibrary, origins: list[llguidance.LLMatcher], states: States | None):
+    def __init__(self, library: GuidanceLibrary, origins: list[llguidance.LLMatcher], states: LazyDfa | None = None):
         self.library, self.states = library, states
         self._origins = itertools.cycle(origins)
 
@@ -109,22 +103,23 @@ class GuidanceLibrary:
     """A `GrammarLibrary`."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]):
-        face = _TokenizerFace(vocabulary, vocab_size, eos_ids)
-        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(face), eos_token=list(eos_ids))
-        face.split_greedily = self._tokenizer.greedy_tokenize
-        self._tokens = [b"" if i in vocabulary.special_ids else token for i, token in enumerate(face.tokens)]
-        self._reach = Reach(self._tokens)
+        adapter = _TokenizerAdapter(vocabulary, vocab_size, eos_ids)
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(adapter), eos_token=list(eos_ids), slices=SLICES
+        )
+        adapter.split_greedily = self._tokenizer.greedy_tokenize
+        special_ids = vocabulary.special_ids
+        self._texts = [b"" if i in special_ids else token for i, token in enumerate(adapter.tokens)]
+        self._reach = Reach(self._texts)
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = llguidance.LLExecutor(num_threads=self._num_threads)
-        texts = {
-            i: vocabulary.tokens[i].decode("utf-8", "replace") for i in vocabulary.special_ids if i < len(face.tokens)
-        }
-        self._special_ids = {text: i for i, text in texts.items() if text}
+        specials = {i: vocabulary.tokens[i].decode("utf-8", "replace") for i in special_ids if i < len(adapter.tokens)}
+        self._special_ids = {text: i for i, text in specials.items() if text}
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
-        """See `GrammarLibrary`. The first mask is computed too: it is the slowest, and shows a grammar that allows
-        nothing."""
+        """See `GrammarLibrary`. The first bitmask is computed, too: it is the slowest, and shows a grammar that
+        allows nothing."""
         try:
             text = HEADER + self._read(grammar)
         except RequestError:
@@ -135,8 +130,8 @@ class GuidanceLibrary:
         origins = [self._open(grammar, text)]
         if time.perf_counter() - began < SHORT_S:
             origins += [self._open(grammar, text) for _ in range(1, self._num_threads)]
-        automaton = read_automaton(grammar, self._reach, count_indentation)
-        return GuidanceGrammar(self, origins, None if automaton is None else States(automaton, self._tokens))
+        automaton = build_automaton(grammar, self._reach, self._special_ids.keys())
+        return GuidanceGrammar(self, origins, None if automaton is None else LazyDfa(automaton, self._texts))
 
     def _open(self, grammar: Grammar, text: str) -> llguidance.LLMatcher:
         origin = llguidance.LLMatcher(
@@ -157,35 +152,30 @@ class GuidanceLibrary:
                 if schema is False:
                     raise RequestError("the schema false allows no output", param=kind)
                 check_schema(schema, kind)
-                return "start: " + embed_json(schema, JSON_OPTIONS)
+                return "start: " + embed_schema(schema, JSON_OPTIONS)
             case "json_object":
-                return "start: " + embed_json({"type": "object"}, JSON_OPTIONS)
+                return "start: " + embed_schema({"type": "object"}, JSON_OPTIONS)
             case "regex":
                 check_regex(text, kind)
                 return "start: " + slash(text)
             case "ebnf":
-                check_ebnf(text, kind)
-                return text if _LARK.search(text) else _from_gbnf(text)
+                return read_ebnf(text, kind)
             case "choice":
                 return "start: " + " | ".join(map(quote, msgspec.json.decode(text)))
             case "structural_tag":
                 return to_lark(msgspec.json.decode(text), JSON_OPTIONS, self._special_ids)
         raise RequestError(f"unknown kind of grammar {kind!r}", param="grammar")
 
-    def fill(self, matchers: Sequence[GuidanceMatcher], masks: np.ndarray) -> None:
-        """See `GrammarLibrary`."""
-        assert masks.dtype == np.int32 and masks.flags.c_contiguous and len(masks) == len(matchers)
-        if len(matchers) == 1:
-            matchers[0].inner.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-            return
-        work = [(matcher.inner, place) for place, matcher in enumerate(matchers)]
-        self._pool.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks))
-
-
-def _from_gbnf(text: str) -> str:
-    """In Lark's notation, where ``root`` is called ``start``: a rule that has that name gets another."""
-    free = next(name for name in map("start-{}".format, itertools.count()) if name not in text)
-    return gbnf_to_lark(_GBNF.sub(lambda found: free if found[0] == "start" else found[0], text))
+    def fill(self, matchers: Sequence[GuidanceMatcher], bitmasks: np.ndarray) -> None:
+        """See `GrammarLibrary`. Several are filled on the library's own threads, without the interpreter lock."""
+        assert bitmasks.dtype == np.int32 and bitmasks.flags.c_contiguous and len(bitmasks) == len(matchers)
+        size, address = bitmasks.shape[1] * bitmasks.itemsize, bitmasks.ctypes.data
+        if self._num_threads > 1 and len(matchers) > 1:
+            work = [(matcher.inner, i) for i, matcher in enumerate(matchers)]
+            self._pool.unsafe_compute_mask_ptr(work, address, size, len(bitmasks))
+        else:
+            for i, matcher in enumerate(matchers):
+                matcher.inner.unsafe_compute_mask_ptr(address + i * size, size)
 
 
 def _complain(grammar: Grammar, reason: str) -> RequestError:
@@ -196,5 +186,5 @@ def _first_line(text: str) -> str:
     """Its messages go on with the grammar and the state of the parser."""
     if "NoExtensionBias" in text:
         return "it cannot be begun; does a '$ref' refer to itself, or a rule to nothing but itself?"
-    told = _GRAMMAR.split(_PLACE.sub("", text.strip()), maxsplit=1)[0]
-    return told.split("\n<state>", 1)[0].replace("\n", " ").removesuffix(" <non-verbose/>")[:MAX_MESSAGE]
+    message = _GRAMMAR.split(_LOCATION.sub("", text.strip()), maxsplit=1)[0]
+    return message.split("\n<state>", 1)[0].replace("\n", " ").removesuffix(" <non-verbose/>")[:MAX_MESSAGE]

@@ -5,13 +5,15 @@ What the grammar library refuses by itself is left to it. Refuses: changing what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import msgspec
 
 from headrace.base.errors import RequestError
 from headrace.base.grammar import MAX_NUMBER, is_exact
-from headrace.execution.structured.bounds import check_whole
 from headrace.execution.structured.patterns import FORMATS, reword_pattern
+from headrace.execution.structured.sources import check_whole
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -39,9 +41,16 @@ FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-
 """Formats of strings that any string has (as OpenAPI and pydantic use them): they tell people something."""
 
 
+def embed_schema(schema: Mapping[str, Any] | bool, options: Mapping[str, Any]) -> str:
+    """JSON that a checked schema allows, in llguidance's dialect of Lark. ``options``: its ``x-guidance``."""
+    fields = reword(schema) if isinstance(schema, Mapping) else {}
+    return "%json " + msgspec.json.encode({**fields, "x-guidance": dict(options)}).decode()
+
+
 def reword(schema: Any) -> Any:
-    """The schema, checked before, as llguidance takes it for what it says: without formats that restrict nothing, of which it
-    refuses those that it does not know, and with patterns in its notation, also in place of formats that it is lenient about."""
+    """A checked schema in words that llguidance enforces exactly: without formats that restrict nothing (it refuses
+    those that it does not know), and with patterns in its notation, also in place of formats that it is lenient about.
+    """
     if isinstance(schema, list):
         return [reword(item) for item in schema]
     if not isinstance(schema, dict):
@@ -71,7 +80,8 @@ def reword(schema: Any) -> Any:
 
 def check_schema(schema: Any, param: str) -> None:
     """Raise `RequestError` naming the keyword when a schema holds what cannot be enforced, or is too large."""
-    pending, num_nodes, targets = [(schema, 1)], 0, set()
+    targets = set[str]()
+    pending, num_nodes = [(schema, 1)], 0
     while pending:
         node, depth = pending.pop()
         num_nodes += 1
@@ -183,16 +193,21 @@ def _check_values(node: dict[str, Any], param: str) -> None:
             name in node and not is_exact(value)
             and not (name in _UPPER and isinstance(value, int | float) and value >= MAX_NUMBER)
         ):
-            raise RequestError(f"{param}: the keyword {name!r} cannot be enforced to the letter: numbers can have up to 15 digits (longer ones can be strings), "
-                               f"strings no control characters but those that JSON has short escapes for; got {str(value)[:80]}", param=param)
+            raise RequestError(
+                f"{param}: the keyword {name!r} cannot be enforced to the letter: numbers can have up to 15 digits "
+                "(longer ones can be strings), strings no control characters but those that JSON has short escapes "
+                f"for; got {str(value)[:80]}", param=param,
+            )
     bounds = [list(_read_bounds(node, names)) for names in (_LOWER, _UPPER)]
     if any(
         _lets_bound_through(lower, upper) or _lets_bound_through((-upper[0], upper[1]), (-lower[0], lower[1]))
         for lower in bounds[0]
         for upper in bounds[1]
     ):
-        raise RequestError(f"{param}: the keyword '{_LOWER[1]}' or '{_UPPER[1]}' cannot be enforced where it is a whole number, and the other bound "
-                           "less than one away; take another bound", param=param)
+        raise RequestError(
+            f"{param}: the keyword '{_LOWER[1]}' or '{_UPPER[1]}' cannot be enforced where it is a whole number, and "
+            "the other bound less than one away; take another bound", param=param,
+        )
 
 
 def _read_bounds(node: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[float, bool]]:

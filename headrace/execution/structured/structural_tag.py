@@ -1,6 +1,6 @@
 """Structural tags to a Lark grammar: free text with structured parts in it, as tool calls are written.
 
-Reads the tree of formats that vLLM and xgrammar take (``{"type": "structural_tag", "format": ...}``) and SGLang's older
+Reads the tree of formats that vLLM takes (``{"type": "structural_tag", "format": ...}``) and SGLang's older
 ``structures`` and ``triggers``. Refuses what it does not know by name. Embedded JSON schemas are checked as any other.
 """
 
@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 from headrace.base.errors import RequestError
-from headrace.execution.structured.bounds import check_regex
-from headrace.execution.structured.lark import embed_json, quote, slash
-from headrace.execution.structured.schema import check_schema
+from headrace.execution.structured.schema import check_schema, embed_schema
+from headrace.execution.structured.sources import check_regex, quote, slash
 
 PARAM = "structural_tag"
 MAX_DEPTH = 32
@@ -95,7 +94,7 @@ class _LarkWriter:
         if not isinstance(schema, dict):
             raise _wrong("json_schema must be an object or true")
         check_schema(schema, PARAM)
-        return self._rule(embed_json(schema, self._json_options))
+        return self._rule(embed_schema(schema, self._json_options))
 
     def _regex(self, node: dict[str, Any]) -> str:
         _check_keys(node, {"pattern"})

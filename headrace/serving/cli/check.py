@@ -26,14 +26,7 @@ class Library:
 
 
 LIBRARIES = (
-    Library(
-        "xgrammar", "structured", "0.2.8",
-        "structured outputs and forced tool calls: JSON and plain schemas, fast"
-    ),
-    Library(
-        "llguidance", "structured", "1.9",
-        "structured outputs and forced tool calls: every other schema, regular expressions, grammars"
-    ),
+    Library("llguidance", "structured", "1.9", "structured outputs and forced tool calls"),
     Library("nvidia-cudnn-frontend", "cuda", "1.14", "paged attention by cuDNN on NVIDIA GPUs"),
     Library(
         "flashinfer-python", "flashinfer", "0.6.15",

@@ -1,11 +1,18 @@
-"""Cheap checks of sources before anything is compiled: what would cost much is refused by its looks. Schemas:
-``schema.py``."""
+"""Regular expressions and grammars as llguidance reads them, in its dialect of Lark, and cheap checks of them first: a
+source that would cost much is refused by its looks. JSON schemas: ``schema.py``.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 
+import msgspec
+
 from headrace.base.errors import RequestError
+
+HEADER = '%llguidance {"no_forcing": true}\n'
+"""llguidance shall not tokenise forced text on every step, at a cost that grows with its length."""
 
 MAX_REGEX = 16 * 1024
 MAX_EBNF = 64 * 1024
@@ -19,6 +26,33 @@ _CLASS = re.compile(r"\[\^?\]?[^\]]*(\]|\Z)")
 """A bracket that comes first in a class belongs to it."""
 _RULE = re.compile(r"^\s*[\w?!.-]+\s*(?:\[[^\]\n]*\]\s*)?(?:::=|:)", re.MULTILINE)
 _DIRECTIVE = re.compile(r"%\s*(json|llguidance|lark)\b")
+_LARK = re.compile(r"^\s*[?!]?start\s*:(?!:=)", re.MULTILINE)
+"""Tells Lark from GBNF, in which a rule may be called ``start``, too."""
+_GBNF = re.compile(r'"(?:\\.|[^"\\])*\\?(?:"|\Z)|\[(?:\\.|[^\]\\])*\\?(?:\]|\Z)|#[^\n]*|[\w-]+', re.DOTALL)
+"""A string, a class, a comment or a name."""
+_RESPELLED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+
+
+def quote(text: str) -> str:
+    """A constant in Lark."""
+    return msgspec.json.encode(text).decode()
+
+
+def slash(pattern: str) -> str:
+    """A regular expression in Lark: between slashes, with its own slashes and line breaks escaped."""
+    return "/" + re.sub(r"\\.|/|\n", lambda found: _RESPELLED.get(found[0], found[0]), pattern, flags=re.DOTALL) + "/"
+
+
+def read_ebnf(text: str, param: str) -> str:
+    """A grammar in Lark, from Lark or GBNF. Raises `RequestError` or llguidance's `GbnfToLarkError`."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    check_ebnf(text, param)
+    if _LARK.search(text):
+        return text
+    # GBNF's ``root`` becomes ``start``: a rule that has that name gets another.
+    free = next(name for name in map("start-{}".format, itertools.count()) if name not in text)
+    return gbnf_to_lark(_GBNF.sub(lambda found: free if found[0] == "start" else found[0], text))
 
 
 def check_regex(pattern: str, param: str) -> None:
@@ -28,8 +62,7 @@ def check_regex(pattern: str, param: str) -> None:
 
 
 def check_ebnf(text: str, param: str) -> None:
-    """Refuse a grammar that is long, deep, has very many rules or repeats something very often, or speaks to the
-    library."""
+    """Refuse a grammar that is long, deep, has very many rules, repeats something very often, or holds directives."""
     _check_size(text, MAX_EBNF, param)
     _check_shape(text, param)
     num_rules = len(_RULE.findall(text))
@@ -41,8 +74,8 @@ def check_ebnf(text: str, param: str) -> None:
 
 
 def check_whole(pattern: str, param: str) -> None:
-    """Refuse a regular expression that ends in the middle of something, or closes what it has not opened: the library
-    puts others around it, with which it would make sense of another kind."""
+    """Refuse a regular expression with an unbalanced bracket or a backslash at its end: the library puts other
+    expressions around it, with which it could mean something else."""
     plain = _CLASS.sub(lambda found: "x" if found[1] else "[", _ESCAPED.sub("x", pattern))
     depth = 0
     for character in plain:

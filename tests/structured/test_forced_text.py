@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("llguidance")
-pytest.importorskip("xgrammar")
 
 import torch
 from test_structured_engine import BASE, folder  # noqa: F401
@@ -24,13 +23,12 @@ from headrace.base.grammar import Vocabulary
 from headrace.base.sampling import LogitRules, SamplingSpec
 from headrace.base.step import RowGrowth, RowStart
 from headrace.execution.rows import Rows
-from headrace.execution.sampling import SampleBatch
+from headrace.execution.step import SampleBatch
 from headrace.execution.structured import rows as rows_module
-from headrace.execution.structured.jumps import JumpFinder
-from headrace.execution.structured.library import choose_library
-from headrace.execution.structured.mask_table import RowMasks
+from headrace.execution.structured.bitmasks import RowBitmasks
+from headrace.execution.structured.forced_tokens import ForcedTokens
+from headrace.execution.structured.library import GrammarStore
 from headrace.execution.structured.rows import GrammarRows
-from headrace.execution.structured.store import GrammarStore
 
 SPECIAL = frozenset([EOS, TOKENS.index(b"<|call|>")])
 TOOL = {
@@ -68,7 +66,7 @@ VOCABULARY = Vocabulary(TOKENS, SPECIAL, longest)
 )
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_runs_are_what_the_tokenizer_writes_whatever_comes_next(text: str, more: str, before: str):
-    run = JumpFinder(VOCABULARY).find(text.encode(), ord(before))
+    run = ForcedTokens(VOCABULARY).find(text.encode(), ord(before))
     for continuation in ("", more):
         ids = longest(before + text + continuation)
         if ids[0] == ord(before):
@@ -77,32 +75,29 @@ def test_runs_are_what_the_tokenizer_writes_whatever_comes_next(text: str, more:
 
 
 def test_runs_end_where_a_token_could_reach_beyond():
-    finder = JumpFinder(VOCABULARY)
+    finder = ForcedTokens(VOCABULARY)
     assert (
         finder.find(b"xyz", ord("{")) == list(b"xyz") and finder.find(b'xy"', ord("{")) == list(b"xy")
     ), 'it may become ": "'
     assert finder.find(b"xa", ord("{")) == list(b"x"), "ab is a token"
     assert finder.find(b"\xb8\x80", ord("a")) == [] and finder.find(b"", ord("a")) == [], "no text begins there"
     assert finder.find(b"bx", ord("a")) == list(b"bx"), "the tokenizer joins a and b, the output has them apart"
-    assert JumpFinder(Vocabulary(TOKENS, SPECIAL)).find(b"xyz", 5) == []
+    assert ForcedTokens(Vocabulary(TOKENS, SPECIAL)).find(b"xyz", 5) == []
 
 
-@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("grammar", [
     CALL, Grammar.json_schema(TOOL), Grammar.json_schema({"enum": ["alpha", "alphabet", "beta"]}),
     Grammar.regex("(yes|yesterday|no)!?"),
     Grammar.choice(["ab", "abc"]), Grammar.ebnf('root ::= "x" root "y" | "longer"'), Grammar.json_object(), PATTERNED,
     Grammar.structural_tag({"type": "structural_tag", "format": {"type": "const_string", "value": "a日本é"}}),
 ])  # fmt: skip
-def test_what_is_forced_is_all_that_is_allowed(name: str, grammar: Grammar):
-    if name == "xgrammar" and choose_library(grammar)[0] != name:
-        return
-    lib, seen = library(name), 0
+def test_what_is_forced_is_all_that_is_allowed(grammar: Grammar):
+    lib, seen = library(), 0
     compiled = lib.compile(grammar)
     for seed in range(8):
         draw, matcher = np.random.default_rng(seed), compiled.start()
         for _ in range(60):
-            text, ids = matcher.read_forced(), allowed(lib, matcher)
+            text, ids = matcher.forced_bytes(), allowed(lib, matcher)
             if text:
                 seen += 1
                 assert EOS not in ids
@@ -124,7 +119,7 @@ class Step:
         return self.ids
 
 
-def allowed_words(masks: RowMasks) -> np.ndarray:
+def allowed_words(masks: RowBitmasks) -> np.ndarray:
     """The mask of the only row; everything is allowed where it has none."""
     table, mask_of_row = (part.numpy() for part in masks.send())
     return table[mask_of_row[0]] if mask_of_row[0] >= 0 else np.full_like(table[0], -1)
@@ -133,21 +128,21 @@ def allowed_words(masks: RowMasks) -> np.ndarray:
 class Bench:
     """One row with a grammar, driven as the runner does."""
 
-    def __init__(self, grammar: Grammar, *, min_jump: int = 2, **sampling: Any):
+    def __init__(self, grammar: Grammar, *, min_forced: int = 2, **sampling: Any):
         self.store = GrammarStore(lambda: VOCABULARY, len(TOKENS), [EOS])
         self.rows, self.grammars = (
             Rows(2, torch.device("cpu")),
-            GrammarRows(self.store, len(TOKENS), 2, torch.device("cpu"), min_jump=min_jump)
+            GrammarRows(self.store, len(TOKENS), 2, torch.device("cpu"), min_forced=min_forced)
         )
         self.store.prepare(grammar).result(200)
         self.grammars.start(0, self.rows.start(RowStart(0, "r", [1, 2], 2, SamplingSpec(grammar=grammar, **sampling))))
 
     def step(self, index: int, token: int, *, is_done: bool = True) -> tuple[Step, int]:
         """A step that draws output token ``index``; the step, and how many tokens it had to choose from."""
-        filling = self.grammars.begin(SampleBatch.of(np.array([0]), np.array([2 + index]), self.rows))
-        masks = allowed_words(filling.result())
+        fill = self.grammars.begin(SampleBatch.of(np.array([0]), np.array([2 + index]), self.rows))
+        masks = allowed_words(fill.result())
         step = Step([token], is_done=is_done)
-        filling.follow(step)
+        fill.follow(step)
         return step, int(np.unpackbits(masks.view(np.uint8)).sum())
 
 
@@ -185,7 +180,7 @@ def test_a_matcher_that_gives_up_within_a_run_ends_its_row_alone():
 
     class Tired:
         error = None
-        inner, read_forced = constraint.matcher.inner, constraint.matcher.read_forced
+        inner, forced_bytes = constraint.matcher.inner, constraint.matcher.forced_bytes
 
         def accept(self, token_ids: list[int]) -> None:
             told.extend(token_ids)
@@ -197,15 +192,15 @@ def test_a_matcher_that_gives_up_within_a_run_ends_its_row_alone():
     bench.grammars.catch_up(step)
     ((row, run),) = step.forced
     assert (row, [ord("<"), *run], constraint.num_tokens) == (0, told, 4)
-    filling = bench.grammars.begin(SampleBatch.of(np.array([0]), np.array([2 + 4]), bench.rows))
-    masks = filling.result()
+    fill = bench.grammars.begin(SampleBatch.of(np.array([0]), np.array([2 + 4]), bench.rows))
+    masks = fill.result()
     assert masks.errors == {0: "too much work"} and not allowed_words(masks).any()
 
 
 def test_rows_jump_where_they_gain_more_together_than_their_step_loses(monkeypatch: pytest.MonkeyPatch):
     gain = len(forced_together(1)[0]) - 1
     assert gain > 1
-    monkeypatch.setattr(rows_module, "JUMP_COST", 0.75 * gain)
+    monkeypatch.setattr(rows_module, "FORCED_COST", 0.75 * gain)
     assert forced_together(1) == [] and len(forced_together(2)) == 2
 
 
@@ -216,16 +211,16 @@ def forced_together(num_jumping: int) -> list[list[int]]:
     for row in range(2):
         sampling = SamplingSpec(grammar=CALL, num_logprobs=-1 if row < num_jumping else 0)
         bench.grammars.start(row, bench.rows.start(RowStart(row, "r", [1, 2], 2, sampling)))
-    filling = bench.grammars.begin(SampleBatch.of(np.array([0, 1]), np.array([2, 2]), bench.rows))
-    filling.result()
+    fill = bench.grammars.begin(SampleBatch.of(np.array([0, 1]), np.array([2, 2]), bench.rows))
+    fill.result()
     step = Step([ord("<")] * 2, is_done=True)
-    filling.follow(step)
+    fill.follow(step)
     bench.grammars.catch_up(step)
     return [run for _, run in step.forced]
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}, {"min_jump": 1000}], ids=str
+    "sampling", [{"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}, {"min_forced": 1000}], ids=str
 )
 def test_rows_that_must_be_drawn_one_by_one_do_not_jump(sampling: dict[str, Any]):
     bench = Bench(CALL, **sampling)
@@ -243,8 +238,8 @@ def test_rows_know_what_they_have_grown_by():
     assert rows[1].token_ids.tolist()[-2:] == [-1, 3]
 
 
-def generate(llm: LLM, asks: list[SamplingParams], min_jump: int) -> list[list[Any]]:
-    llm._client._engine.executor._runner._grammars.min_jump = min_jump
+def generate(llm: LLM, asks: list[SamplingParams], min_forced: int) -> list[list[Any]]:
+    llm._client._engine.executor._runner._grammars.min_forced = min_forced
     return [output.outputs for output in llm.generate([f"Prompt {i}" for i in range(len(asks))], asks)]
 
 

@@ -1,0 +1,73 @@
+"""`ForcedTokens`: text that a grammar forces, as the tokens in which the model would most likely have written it.
+
+A run of tokens ends before any token that could reach beyond the forced text: what comes next stays the model's choice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+
+from headrace.base.grammar import Vocabulary
+
+MAX_TEXT = 2048
+MAX_CACHED = 4096
+
+
+class ForcedTokens:
+    """For one vocabulary. Runs are cached, as grammars force the same texts again and again."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._tokens, self._encode = vocabulary.tokens, vocabulary.encode
+        special_ids = vocabulary.special_ids
+        self._sorted = sorted(token for i, token in enumerate(vocabulary.tokens) if token and i not in special_ids)
+        self._cache: OrderedDict[tuple[int, bytes], list[int]] = OrderedDict()
+
+    def find(self, text: bytes, last_token: int) -> list[int]:
+        """The tokens of ``text`` after ``last_token``, up to where a token could reach beyond it. Empty if the text
+        begins or ends within a character, or if the tokenizer does not split it there."""
+        if self._encode is None or not text:
+            return []
+        key = (last_token, text[:MAX_TEXT])
+        run = self._cache.get(key)
+        if run is None:
+            before = self._tokens[last_token] if last_token < len(self._tokens) else b""
+            run = self._cache[key] = self._split(key[1], before)
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return run
+
+    def _split(self, text: bytes, before: bytes) -> list[int]:
+        for context in dict.fromkeys((before, b"")):
+            ids = self._split_after(text, context)
+            if ids is not None:
+                return self._keep_certain(ids, text)
+        return []
+
+    def _split_after(self, text: bytes, context: bytes) -> list[int] | None:
+        """The ids of ``text`` behind ``context``; None if a token covers parts of both."""
+        assert self._encode is not None
+        try:
+            ids = list(self._encode((context + text).decode()))
+        except UnicodeDecodeError:
+            return None
+        count, written = 0, b""
+        while len(written) < len(context) and count < len(ids):
+            written += self._tokens[ids[count]]
+            count += 1
+        rest = ids[count:]
+        return rest if written == context and b"".join(self._tokens[i] for i in rest) == text else None
+
+    def _keep_certain(self, ids: list[int], text: bytes) -> list[int]:
+        begin = 0
+        for count, token_id in enumerate(ids):
+            if self._can_reach_beyond(text[begin:]):
+                return ids[:count]
+            begin += len(self._tokens[token_id])
+        return ids
+
+    def _can_reach_beyond(self, rest: bytes) -> bool:
+        """Whether a longer token begins with ``rest``."""
+        index = bisect_right(self._sorted, rest)
+        return index < len(self._sorted) and self._sorted[index].startswith(rest)

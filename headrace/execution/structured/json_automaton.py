@@ -1,0 +1,478 @@
+"""`JsonAutomaton`: JSON of a schema as a pushdown automaton. A configuration is what the output is within, which names
+or how many items of that there are, and what is written of a name, a number or a string that is not complete.
+
+Whatever is complete is forgotten but for the names in an object and the number of items in an array. Schemas in which
+more of it matters are not read: `read_schema` is conservative.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from headrace.execution.structured.lazy_dfa import NotReadError, Reach
+from headrace.execution.structured.regex_automaton import RegexAutomaton
+
+ANNOTATIONS = frozenset({
+    "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$schema",
+    "$comment", "$id",
+})
+SCALARS = {
+    "string": frozenset({"pattern", "minLength", "maxLength", "format"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"}),
+}
+KNOWN = frozenset({
+    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const",
+}).union(*SCALARS.values())
+MAX_LENGTH = 4096
+"""Of strings whose characters are counted one by one."""
+MAX_DEPTH = 64
+MAX_WRITTEN = 512
+MAX_BLANKS = 48
+OTHER = "*"
+"""Stands for the names that a schema does not list. It is no such name: those are kept with quotes."""
+
+_BLANKS = b" \n\r\t"
+_ENDS = b"]}"
+_LITERALS = (b"true", b"false", b"null")
+
+
+@dataclass(eq=False, slots=True)
+class StringSpec:
+    """A string. ``is_free``: its content never matters. Else what is written of it does, or, with ``limits``, its
+    length and its configuration in ``pattern``. ``limits``: the least and the greatest length, 0 for no limit."""
+
+    is_free: bool
+    pattern: RegexAutomaton | None = None
+    limits: tuple[int, int] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class NumberSpec:
+    """A number. ``is_free``: any that JSON can write, or any integer."""
+
+    is_free: bool
+
+
+@dataclass(eq=False, slots=True)
+class ObjectSpec:
+    """An object: the values of the properties that have names, and of ``others``."""
+
+    named: dict[str, ValueSpec] = field(default_factory=dict)
+    others: ValueSpec | None = None
+
+
+@dataclass(eq=False, slots=True)
+class ArraySpec:
+    """An array. ``bounds``: numbers of items at which something changes."""
+
+    items: ValueSpec
+    bounds: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False, slots=True)
+class ValueSpec:
+    """What a value may be. Its first character tells which of these it is. Literals: true, false and null."""
+
+    object: ObjectSpec | None = None
+    array: ArraySpec | None = None
+    string: StringSpec | None = None
+    number: NumberSpec | None = None
+    has_literals: bool = False
+
+
+class Level(NamedTuple):
+    """What the output is within: ``done`` are the names of an object, or the number of items of an array."""
+
+    outer: Level | None
+    spec: ObjectSpec | ArraySpec
+    done: Any
+
+
+class JsonConfig(NamedTuple):
+    """A configuration: within what, the phase, and what the phase remembers."""
+
+    level: Level | None
+    phase: str
+    written: Any
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the outermost value is."""
+        return self.level is None and self.phase == "next"
+
+
+class JsonAutomaton:
+    """An `Automaton`, of JSON as llguidance is told to write it: between values a space, or a line break and its
+    indentation; in strings no ``\\u`` escapes."""
+
+    byte_classes: bytes | None = None
+
+    def __init__(self, value: ValueSpec, reach: Reach):
+        self.start = JsonConfig(None, "value", (value, b""))
+        self._reach = reach
+        self._phases: dict[str, Callable[[Level | None, Any, int], JsonConfig | None]] = {
+            "value": self._begin_value, "first": self._go_first, "next": self._go_next, "name?": self._begin_name,
+            "name": self._write_name, "colon": self._go_colon, "string": self._write_string,
+            "number": self._write_number, "literal": self._write_literal,
+        }
+
+    def step(self, config: JsonConfig, byte: int) -> JsonConfig | None:
+        """See `Automaton`."""
+        return self._phases[config.phase](config.level, config.written, byte)
+
+    def mask_key(self, config: JsonConfig) -> JsonConfig:
+        """See `Automaton`. Numbers of items or characters mean nothing while no token reaches a bound."""
+        level, phase, written = config
+        if phase == "string" and written[0].limits is not None:
+            string, so_far, tail = written
+            written = string, self._round_length(string, *so_far), tail
+        return JsonConfig(self._round_items(level), phase, written)
+
+    def weigh(self, config: JsonConfig) -> int:
+        """See `Automaton`."""
+        return 12
+
+    def _round_length(self, string: StringSpec, inside: Any, length: int) -> tuple[Any, int | str]:
+        """Not where a pattern and lengths bind a string together: what one needs may be more than the other leaves,
+        however far away the bound is."""
+        least, most = string.limits or (0, 0)
+        if string.pattern is not None:
+            return inside, length
+        furthest = length + self._reach.longest
+        if furthest < least:
+            return inside, "before"
+        return inside, "past" if length >= least and (not most or furthest < most) else length
+
+    def _round_items(self, level: Level | None) -> Level | None:
+        if level is None:
+            return None
+        outer, spec, done = level
+        if isinstance(spec, ArraySpec) and not any(done < b <= done + self._reach.items for b in spec.bounds):
+            done = "about", sum(bound <= done for bound in spec.bounds)
+        return Level(self._round_items(outer), spec, done)
+
+    def _begin_value(self, level: Level | None, written: tuple[ValueSpec, bytes], byte: int) -> JsonConfig | None:
+        value, blanks = written
+        if byte in _BLANKS:
+            return _add_blank(level, "value", blanks, byte, value)
+        character = chr(byte)
+        if character == "{" and value.object is not None:
+            return _enter(level, value.object, ())
+        if character == "[" and value.array is not None:
+            return _enter(level, value.array, 0)
+        if character == '"' and value.string is not None:
+            pattern = value.string.pattern
+            so_far = b"" if value.string.limits is None else (None if pattern is None else pattern.start, 0)
+            return JsonConfig(level, "string", (value.string, so_far, b""))
+        if character in "-0123456789" and value.number is not None:
+            return JsonConfig(level, "number", (value.number, _add_digit(value.number, b"", byte)))
+        return JsonConfig(level, "literal", bytes([byte])) if character in "tfn" and value.has_literals else None
+
+    def _go_first(self, level: Level | None, blanks: bytes, byte: int) -> JsonConfig | None:
+        assert level is not None
+        if byte in _BLANKS:
+            return _add_blank(level, "first", blanks, byte)
+        if byte in _ENDS:
+            return _leave(level, byte)
+        if isinstance(level.spec, ObjectSpec):
+            return self._begin_name(level, b"", byte)
+        return self._begin_value(level, (level.spec.items, b""), byte)
+
+    def _go_next(self, level: Level | None, blanks: bytes, byte: int) -> JsonConfig | None:
+        if byte in _BLANKS:
+            return _add_blank(level, "next", blanks, byte)
+        if level is None:
+            return None
+        if byte in _ENDS:
+            return _leave(level, byte)
+        if byte != ord(","):
+            return None
+        if isinstance(level.spec, ObjectSpec):
+            return JsonConfig(level, "name?", b"")
+        return JsonConfig(level, "value", (level.spec.items, b""))
+
+    def _begin_name(self, level: Level | None, blanks: bytes, byte: int) -> JsonConfig | None:
+        if byte in _BLANKS:
+            return _add_blank(level, "name?", blanks, byte)
+        return JsonConfig(level, "name", (b"", b"")) if byte == ord('"') else None
+
+    def _write_name(self, level: Level | None, written: tuple[bytes | None, bytes], byte: int) -> JsonConfig | None:
+        """What is written of a name is forgotten once it is none that the schema knows, however that is spelled."""
+        assert level is not None and isinstance(level.spec, ObjectSpec)
+        name, tail = written
+        if byte == ord('"') and not tail:
+            return _end_name(level, level.spec, name)
+        after = follow_string(tail, byte)
+        if after is None or (name is not None and len(name) > MAX_WRITTEN):
+            return None
+        if name is not None:
+            name += bytes([byte])
+            if b"\\" not in name and not any(known.encode().startswith(name) for known in level.spec.named):
+                name = None
+        return JsonConfig(level, "name", (name, after))
+
+    def _go_colon(self, level: Level | None, written: tuple[ValueSpec, bytes], byte: int) -> JsonConfig | None:
+        value, blanks = written
+        if byte in _BLANKS:
+            return _add_blank(level, "colon", blanks, byte, value)
+        return JsonConfig(level, "value", (value, b"")) if byte == ord(":") else None
+
+    def _write_string(
+        self, level: Level | None, written: tuple[StringSpec, Any, bytes], byte: int
+    ) -> JsonConfig | None:
+        string, so_far, tail = written
+        if byte == ord('"') and not tail:
+            return _finish(level)
+        after = follow_string(tail, byte)
+        if after is None:
+            return None
+        if not string.is_free:
+            if string.limits is None:
+                so_far = so_far + bytes([byte]) if len(so_far) < MAX_WRITTEN else None
+            else:
+                so_far = _count(string, so_far, byte, is_whole=not after)
+            if so_far is None:
+                return None
+        return JsonConfig(level, "string", (string, so_far, after))
+
+    def _write_number(self, level: Level | None, written: tuple[NumberSpec, bytes], byte: int) -> JsonConfig | None:
+        number, so_far = written
+        if byte in b"0123456789.eE+-":
+            more = _add_digit(number, so_far, byte)
+            return JsonConfig(level, "number", (number, more)) if len(more) <= MAX_WRITTEN else None
+        return self.step(_finish(level), byte)
+
+    def _write_literal(self, level: Level | None, written: bytes, byte: int) -> JsonConfig | None:
+        written += bytes([byte])
+        if written in _LITERALS:
+            return _finish(level)
+        is_begun = any(literal.startswith(written) for literal in _LITERALS)
+        return JsonConfig(level, "literal", written) if is_begun else None
+
+
+def _enter(level: Level | None, spec: ObjectSpec | ArraySpec, done: Any) -> JsonConfig | None:
+    depth, outer = 0, level
+    while outer is not None:
+        depth, outer = depth + 1, outer.outer
+    return JsonConfig(Level(level, spec, done), "first", b"") if depth < MAX_DEPTH else None
+
+
+def _leave(level: Level, byte: int) -> JsonConfig | None:
+    return _finish(level.outer) if (byte == ord("}")) == isinstance(level.spec, ObjectSpec) else None
+
+
+def _finish(level: Level | None) -> JsonConfig:
+    """A value is complete."""
+    if level is not None and isinstance(level.spec, ArraySpec):
+        level = level._replace(done=min(level.done + 1, max(level.spec.bounds, default=0) + 1))
+    return JsonConfig(level, "next", b"")
+
+
+def _add_blank(
+    level: Level | None, phase: str, blanks: bytes, byte: int, value: ValueSpec | None = None
+) -> JsonConfig | None:
+    """A space between values, or a line break and indentation, of which only the length matters."""
+    if len(blanks) >= MAX_BLANKS:
+        return None
+    more = b"\n" if byte == ord("\n") else blanks + (b" " if blanks[:1] == b"\n" else bytes([byte]))
+    return JsonConfig(level, phase, more if value is None else (value, more))
+
+
+def _end_name(level: Level, spec: ObjectSpec, written: bytes | None) -> JsonConfig | None:
+    name = None
+    if written is not None:
+        try:
+            name = json.loads(b'"' + written + b'"')
+        except ValueError:
+            return None
+    value = spec.named.get(name, spec.others) if name is not None else spec.others
+    known = json.dumps(name) if name in spec.named else OTHER
+    if value is None:
+        return None
+    names = level.done if known == OTHER and OTHER in level.done else (*level.done, known)
+    return JsonConfig(level._replace(done=names), "colon", (value, b""))
+
+
+def _add_digit(number: NumberSpec, written: bytes, byte: int) -> bytes:
+    """What is written of a number. In a free one, digits after the first of a part change nothing."""
+    character = bytes([byte])
+    if number.is_free and character.isdigit():
+        if written in (b"", b"-"):
+            character = b"0" if character == b"0" else b"1"
+        elif written[-1:].isdigit() and written not in (b"0", b"-0"):
+            return written
+        else:
+            character = b"1"
+    return written + character
+
+
+def _count(string: StringSpec, so_far: tuple[Any, int], byte: int, *, is_whole: bool) -> tuple[Any, int] | None:
+    """One more byte of a string with limits; None for what is not counted here."""
+    inside, length = so_far
+    assert string.limits is not None
+    if byte == ord("\\") or (string.pattern is not None and byte > 127):
+        return None
+    if string.pattern is not None:
+        inside = string.pattern.step(inside, byte)
+        if inside is None:
+            return None
+    return inside, min(length + is_whole, max(string.limits) + 1) if any(string.limits) else 0
+
+
+def follow_string(tail: bytes, byte: int) -> bytes | None:
+    """What of a string's end is not complete: a backslash, or the first bytes of a character in UTF-8."""
+    character = bytes([byte])
+    if tail == b"\\":
+        return b"" if byte in b'"\\/bfnrt' else None
+    if tail:
+        needed = 2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4
+        if byte & 0xC0 != 0x80:
+            return None
+        return b"" if len(tail) + 1 == needed else tail + character
+    if byte < 0x20 or 0x80 <= byte < 0xC2 or byte > 0xF4:
+        return None
+    return character if byte == ord("\\") or byte >= 0x80 else b""
+
+
+def read_schema(schema: Any) -> ValueSpec:
+    """What a schema allows, as far as `JsonAutomaton` needs it; raises `NotReadError` for schemas that say more."""
+    return _SchemaReader(schema).read(schema)
+
+
+class _SchemaReader:
+    def __init__(self, root: Any):
+        self._root = root
+        self._values: dict[int, ValueSpec] = {}
+
+    def read(self, schema: Any) -> ValueSpec:
+        value = self._values.get(id(schema))
+        if value is None:
+            value = self._values[id(schema)] = ValueSpec()  # first: a schema may hold itself
+            self._add(value, schema)
+        return value
+
+    def _add(self, value: ValueSpec, schema: Any) -> None:
+        """Let a value be what a schema allows, too."""
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise NotReadError
+        keys = schema.keys() - ANNOTATIONS - {"$defs", "definitions"}
+        if keys & {"$ref", "anyOf", "oneOf"}:
+            if len(keys) > 1:
+                raise NotReadError
+            for branch in [self._resolve(schema["$ref"])] if "$ref" in keys else schema[keys.pop()]:
+                self._add(value, branch)
+        elif not keys <= KNOWN:
+            raise NotReadError
+        elif keys & {"enum", "const"}:
+            _add_constants(value, schema["enum"] if "enum" in keys else [schema["const"]])
+        else:
+            types = schema.get("type", ["object", "array", "string", "number", "boolean", "null"])
+            for kind in [types] if isinstance(types, str) else types:
+                self._add_type(value, kind, schema)
+
+    def _resolve(self, name: Any) -> Any:
+        _, *path = name.split("/") if isinstance(name, str) else ("",)
+        node = self._root
+        for part in path:
+            if not isinstance(node, Mapping) or part not in node:
+                raise NotReadError
+            node = node[part]
+        if not path or path[0] not in ("$defs", "definitions") or node is self._root:
+            raise NotReadError
+        return node
+
+    def _add_type(self, value: ValueSpec, kind: Any, schema: dict[str, Any]) -> None:
+        match kind:
+            case "object":
+                _require_new(value.object)
+                spec = value.object = ObjectSpec()
+                spec.named = {name: self.read(child) for name, child in schema.get("properties", {}).items()}
+                others = schema.get("additionalProperties", True)
+                spec.others = None if others is False else self.read(others)
+            case "array":
+                _require_new(value.array)
+                bounds = [schema[name] for name in ("minItems", "maxItems") if name in schema]
+                items = schema.get("items", True)
+                if not all(type(bound) is int for bound in bounds) or not isinstance(items, bool | dict):
+                    raise NotReadError
+                value.array = ArraySpec(self.read(items), frozenset(bounds))
+            case "string":
+                _require_new(value.string)
+                value.string = _read_string(schema)
+            case "integer" | "number":
+                _require_new(value.number)
+                value.number = NumberSpec(is_free=not schema.keys() & SCALARS["number"])
+            case "boolean" | "null":
+                value.has_literals = True
+            case _:
+                raise NotReadError
+
+
+def _require_new(spec: object) -> None:
+    """What a value begins with must tell which branch it is in."""
+    if spec is not None:
+        raise NotReadError
+
+
+def _add_constants(value: ValueSpec, constants: list[Any]) -> None:
+    kinds = {type(constant) for constant in constants}
+    if not kinds <= {str, int, float, bool, type(None)}:
+        raise NotReadError
+    if str in kinds:
+        _require_new(value.string)
+        value.string = StringSpec(is_free=False)
+    if kinds & {int, float}:
+        _require_new(value.number)
+        value.number = NumberSpec(is_free=False)
+    value.has_literals |= bool(kinds & {bool, type(None)})
+
+
+def _read_string(schema: dict[str, Any]) -> StringSpec:
+    keys = schema.keys() & SCALARS["string"]
+    if not keys:
+        return StringSpec(is_free=True)
+    least, most = schema.get("minLength", 0), schema.get("maxLength", 0)
+    if type(least) is not int or type(most) is not int or not 0 <= least <= MAX_LENGTH or not 0 <= most <= MAX_LENGTH:
+        return StringSpec(is_free=False)
+    if "format" in keys:
+        return StringSpec(is_free=False)
+    pattern = None
+    if "pattern" in keys and (pattern := _read_pattern(schema["pattern"])) is None:
+        return StringSpec(is_free=False)
+    return StringSpec(is_free=False, pattern=pattern, limits=(least, most))
+
+
+def _read_pattern(pattern: Any) -> RegexAutomaton | None:
+    """Of an expression for a whole string. Anchors that bind one alternative of it alone are not read."""
+    if not isinstance(pattern, str) or not (pattern.startswith("^") and pattern.endswith("$")):
+        return None
+    if pattern.endswith("\\$") or ("|" in pattern and not _is_nested(pattern[1:-1])):
+        return None
+    try:
+        return RegexAutomaton(pattern[1:-1])
+    except NotReadError:
+        return None
+
+
+def _is_nested(pattern: str) -> bool:
+    """Whether every ``|`` is within parentheses."""
+    depth, is_escaped, is_class = 0, False, False
+    for character in pattern:
+        if is_escaped:
+            is_escaped = False
+        elif character == "\\":
+            is_escaped = True
+        elif is_class:
+            is_class = character != "]"
+        elif character == "[":
+            is_class = True
+        elif character == "|" and depth == 0:
+            return False
+        else:
+            depth += (character == "(") - (character == ")")
+    return True
