@@ -35,9 +35,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the most likely alone. ``logprobs=k``
     returns the sampled token's logprob and the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes
-    sampling reproducible whatever else runs. ``keep_special_tokens`` are texts: special tokens that occur in them are not
-    skipped. ``grammar`` confines the output; it ends where the grammar leaves nothing to write, whatever ``min_tokens``
-    and ``ignore_eos`` say.
+    sampling reproducible whatever else runs. ``keep_special_tokens`` are texts: special tokens that occur in them are
+    not skipped. ``grammar`` confines the output; it ends where the grammar leaves nothing to write, whatever
+    ``min_tokens`` and ``ignore_eos`` say.
     """
 
     n: int = 1

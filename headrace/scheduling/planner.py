@@ -18,8 +18,8 @@ VOID = -1
 
 class Flight:
     """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the
-    request's own has changed since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans whose
-    sampled token is void but whose computed positions count."""
+    request's own has changed since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans
+    whose sampled token is void but whose computed positions count."""
 
     __slots__ = ("computed", "epochs", "plan", "requests")
 

@@ -28,8 +28,14 @@ class Executor(Protocol):
     """``config`` is the resolved one (no device default left open). Runs plans in the order given. ``execute`` may
     return before the device is done; results are read in order."""
 
-    config: EngineConfig
-    layout: CacheLayout
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved configuration."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Page size, rows and cache groups of the device."""
+
     facts: ModelFacts
     memory: list[MemoryLine]
 

@@ -22,7 +22,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.local import Job, LocalClient
 from headrace.service.client.outputs import Collector, GenerationOutput, first_error
-from headrace.service.client.pooling import Reader, Reading, activate, plan_scores, shorten
+from headrace.service.client.pooling import PoolingEncoder, PoolingInput, activate, plan_scores, shorten
 from headrace.service.client.prompts import require_tokenizer
 from headrace.service.parsing.choice import AUTO, Formats, formats_of
 from headrace.service.parsing.forcing import confine_output
@@ -148,8 +148,8 @@ class LLM:
         """Embeddings of texts, in their order. ``dimensions`` keeps the first values of each, at unit length.
         ``truncate_prompt_tokens``: longer texts are cut at the end, -1: at the model's limit; None refuses them."""
         self._require("embed")
-        reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
-        results = self._read([reader.read(text) for text in _one_of(texts, None)], progress)
+        encoder = PoolingEncoder.of(self.facts, self.tokenizer, truncate_prompt_tokens)
+        results = self._read([encoder.encode(text) for text in _one_of(texts, None)], progress)
         return [shorten(unpack_floats(packed), dimensions) for packed in results]
 
     def score(
@@ -165,9 +165,9 @@ class LLM:
                 f"queries must be one text, or as many as documents; got {len(lefts)} and {len(rights)}",
                 param="queries"
             )
-        reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
-        plan = plan_scores(list(zip(lefts, rights, strict=True)), reader, instruct=instruct)
-        return plan.finish(self._read(plan.readings, progress))
+        encoder = PoolingEncoder.of(self.facts, self.tokenizer, truncate_prompt_tokens)
+        plan = plan_scores(list(zip(lefts, rights, strict=True)), encoder, instruct=instruct)
+        return plan.finish(self._read(plan.inputs, progress))
 
     def classify(
         self, texts: Prompt | Sequence[Prompt], *, use_activation: bool = True,
@@ -175,8 +175,8 @@ class LLM:
     ) -> list[dict[str, float]]:
         """The probability of each class by name, for each text; ``use_activation`` False returns raw logits."""
         pooling = self._require("classify")
-        reader = Reader.of(self.facts, self.tokenizer, truncate_prompt_tokens)
-        results = self._read([reader.read(text) for text in _one_of(texts, None)], progress)
+        encoder = PoolingEncoder.of(self.facts, self.tokenizer, truncate_prompt_tokens)
+        results = self._read([encoder.encode(text) for text in _one_of(texts, None)], progress)
         activation = pooling.activation if use_activation else "identity"
         return [
             dict(zip(pooling.labels, activate(unpack_floats(packed), activation), strict=True)) for packed in results
@@ -210,9 +210,9 @@ class LLM:
             )
         return pooling
 
-    def _read(self, readings: list[Reading], progress: bool) -> list[bytes]:
-        jobs = (self._client.prepare(reading.token_ids, reading.spec) for reading in readings)
-        return [output.outputs[0].pooled or b"" for output in self._run(jobs, len(readings), progress, "raise")]
+    def _read(self, inputs: list[PoolingInput], progress: bool) -> list[bytes]:
+        jobs = (self._client.prepare(item.token_ids, item.spec) for item in inputs)
+        return [output.outputs[0].pooled or b"" for output in self._run(jobs, len(inputs), progress, "raise")]
 
     def _run(self, jobs: Iterable[Job], num_jobs: int, progress: bool, errors: str) -> list[GenerationOutput]:
         if errors not in ("raise", "return"):

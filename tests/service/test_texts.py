@@ -10,7 +10,7 @@ from headrace.base.errors import ContextLengthExceeded, RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingSpec, pack_floats, unpack_floats
 from headrace.base.sampling import SamplingParams
-from headrace.service.client.pooling import Reader, activate, plan_scores, shorten
+from headrace.service.client.pooling import PoolingEncoder, activate, plan_scores, shorten
 from headrace.service.client.prompts import open_request
 from headrace.service.tokenization.chat_template import ChatTemplates
 
@@ -75,55 +75,55 @@ def test_floats_travel_as_float32():
 
 
 def test_a_writer_is_asked_in_the_words_it_was_trained_with():
-    plan = plan_scores([("q", "d")], Reader(WRITER, Words()))
-    assert Words().decode(plan.readings[0].token_ids) == QUESTION
-    assert plan.readings[0].spec == PoolingSpec(label_ids=[1001, 1002])
+    plan = plan_scores([("q", "d")], PoolingEncoder(WRITER, Words()))
+    assert Words().decode(plan.inputs[0].token_ids) == QUESTION
+    assert plan.inputs[0].spec == PoolingSpec(label_ids=[1001, 1002])
     assert plan.finish([pack_floats([math.log(0.6), math.log(0.2)])]) == pytest.approx([0.75])
     assert "<Instruct>: find mills\n" in Words().decode(
-        plan_scores([("q", "d")], Reader(WRITER, Words()), instruct="find mills").readings[0].token_ids
+        plan_scores([("q", "d")], PoolingEncoder(WRITER, Words()), instruct="find mills").inputs[0].token_ids
     )
 
 
 def test_a_classifier_that_takes_no_pairs_is_asked_too():
-    plan = plan_scores([("q", "d")], Reader(JUDGE, Words()))
-    assert Words().decode(plan.readings[0].token_ids) == QUESTION
-    assert plan.readings[0].spec == PoolingSpec()
+    plan = plan_scores([("q", "d")], PoolingEncoder(JUDGE, Words()))
+    assert Words().decode(plan.inputs[0].token_ids) == QUESTION
+    assert plan.inputs[0].spec == PoolingSpec()
     assert plan.finish([pack_floats([-3.0])]) == [-3.0]
 
 
 def test_a_question_too_long_loses_the_end_of_its_document():
-    plan = plan_scores([("q", "d" * 500)], Reader.of(WRITER, Words(), len(QUESTION) + 20))
-    assert Words().decode(plan.readings[0].token_ids) == QUESTION.replace("<Document>: d", "<Document>: " + "d" * 21)
+    plan = plan_scores([("q", "d" * 500)], PoolingEncoder.of(WRITER, Words(), len(QUESTION) + 20))
+    assert Words().decode(plan.inputs[0].token_ids) == QUESTION.replace("<Document>: d", "<Document>: " + "d" * 21)
 
 
 def test_a_cross_encoder_sees_both_texts():
-    plan = plan_scores([("q", "ab"), ("q", "c")], Reader(CROSS, Words()))
-    assert [(Words().decode(r.token_ids), r.spec.second_start) for r in plan.readings] == [("q\0ab", 2), ("q\0c", 2)]
+    plan = plan_scores([("q", "ab"), ("q", "c")], PoolingEncoder(CROSS, Words()))
+    assert [(Words().decode(r.token_ids), r.spec.second_start) for r in plan.inputs] == [("q\0ab", 2), ("q\0c", 2)]
     assert plan.finish([pack_floats([0.0]), pack_floats([math.log(3)])]) == pytest.approx([0.5, 0.75])
 
 
 def test_embeddings_are_compared_and_each_text_read_once():
-    plan = plan_scores([("q", "a"), ("q", "b"), ("q", "q")], Reader(EMBEDDER, Words()))
-    assert [Words().decode(r.token_ids) for r in plan.readings] == ["q", "a", "b"]
+    plan = plan_scores([("q", "a"), ("q", "b"), ("q", "q")], PoolingEncoder(EMBEDDER, Words()))
+    assert [Words().decode(r.token_ids) for r in plan.inputs] == ["q", "a", "b"]
     scores = plan.finish([pack_floats(v) for v in ([2.0, 0, 0], [1.0, 1, 0], [0.0, 0, 0])])
     assert scores == pytest.approx([math.sqrt(0.5), 0.0, 1.0])
 
 
 def test_models_that_cannot_score_say_why():
     with pytest.raises(RequestError, match="3 classes"):
-        plan_scores([("q", "d")], Reader(facts(PoolingFacts("classify", 3)), Words()))
+        plan_scores([("q", "d")], PoolingEncoder(facts(PoolingFacts("classify", 3)), Words()))
     with pytest.raises(RequestError, match="instruct"):
-        plan_scores([("q", "d")], Reader(CROSS, Words()), instruct="x")
+        plan_scores([("q", "d")], PoolingEncoder(CROSS, Words()), instruct="x")
     with pytest.raises(RequestError, match="tokenizer"):
-        plan_scores([("q", "d")], Reader(WRITER, None))
+        plan_scores([("q", "d")], PoolingEncoder(WRITER, None))
     split = Words()
     split.answers = {"yes": [1, 2]}
     with pytest.raises(RequestError, match="yes and no"):
-        plan_scores([("q", "d")], Reader(WRITER, split))
+        plan_scores([("q", "d")], PoolingEncoder(WRITER, split))
     bare = Words()
     bare.has_chat_template = False
     with pytest.raises(RequestError, match="chat template"):
-        plan_scores([("q", "d")], Reader(WRITER, bare))
+        plan_scores([("q", "d")], PoolingEncoder(WRITER, bare))
 
 
 def test_requests_and_models_of_the_wrong_kind_are_refused():
@@ -146,18 +146,18 @@ def test_requests_and_models_of_the_wrong_kind_are_refused():
 
 @pytest.mark.parametrize(("given", "limit"), [(None, None), (-1, 4096), (7, 7)])
 def test_truncation(given: int | None, limit: int | None):
-    assert Reader.of(EMBEDDER, Words(), given).limit == limit
+    assert PoolingEncoder.of(EMBEDDER, Words(), given).limit == limit
 
 
 @pytest.mark.parametrize("given", [0, -2, 4097])
 def test_truncation_out_of_range(given: int):
     with pytest.raises(RequestError) as caught:
-        Reader.of(EMBEDDER, Words(), given)
+        PoolingEncoder.of(EMBEDDER, Words(), given)
     assert caught.value.param == "truncate_prompt_tokens"
 
 
 def test_token_ids_are_cut_too():
-    assert Reader.of(EMBEDDER, None, 2).read([5, 6, 7]).token_ids == [5, 6]
+    assert PoolingEncoder.of(EMBEDDER, None, 2).encode([5, 6, 7]).token_ids == [5, 6]
 
 
 def test_activations_and_shorter_embeddings():

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.base.errors import ContextLengthExceeded
-from headrace.service.client.pooling import Reader
+from headrace.service.client.pooling import PoolingEncoder
 from headrace.service.client.prompts import encode_prompt, encode_prompt_end
 from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.pieces import AROUND, PIECE, encode_end, encode_pieces
@@ -130,9 +130,9 @@ def test_only_the_beginning_of_what_is_refused_is_read(monkeypatch: pytest.Monke
     with pytest.raises(ContextLengthExceeded, match=f"maximum context length is {facts.max_model_len} tokens"):
         encode_prompt("the mill " * 500_000, tokenizer, most=facts.max_model_len)
     with pytest.raises(ContextLengthExceeded) as caught:
-        Reader(facts, tokenizer).read("the mill " * 500_000)
+        PoolingEncoder(facts, tokenizer).encode("the mill " * 500_000)
     assert caught.value.param == "input"
-    assert len(Reader(facts, tokenizer, 7).read("the mill " * 500_000).token_ids) == 7
+    assert len(PoolingEncoder(facts, tokenizer, 7).encode("the mill " * 500_000).token_ids) == 7
     tokenizer.encode_pair("the mill " * 500_000, "a race " * 500_000, limit=9)
     assert max(read) <= PIECE + 2 * AROUND
     assert sum(read) <= 3 * LETTERS_READ**2 * (facts.max_model_len + CUT_TOKENS) + 6 * (PIECE + 8 * AROUND)

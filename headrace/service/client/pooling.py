@@ -25,16 +25,16 @@ ANSWERS = ("yes", "no")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One text for the engine: its tokens, and what is asked of the model."""
+class PoolingInput:
+    """One input of the engine: its tokens, and what the model computes of them."""
 
     token_ids: list[int]
     spec: PoolingSpec = field(default_factory=PoolingSpec)
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """Makes readings for one model. ``limit`` is the most tokens of a text, the rest of which is cut off (None: texts
+class PoolingEncoder:
+    """Encodes texts for one model. ``limit`` is the most tokens of a text, the rest of which is cut off (None: texts
     that are too long are refused when they are submitted)."""
 
     facts: ModelFacts
@@ -42,29 +42,29 @@ class Reader:
     limit: int | None = None
 
     @classmethod
-    def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, truncate: int | None) -> Reader:
+    def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, truncate: int | None) -> PoolingEncoder:
         """``truncate``: tokens to keep at most, -1 for as many as the model takes, None to refuse longer texts."""
         return cls(facts, tokenizer, None if truncate is None else read_truncation(truncate, facts.max_model_len))
 
-    def read(self, text: str | Sequence[int], *, add_special_tokens: bool = True) -> Reading:
+    def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = True) -> PoolingInput:
         """A single text, or its token ids as they are."""
         if isinstance(text, str):
             tokenizer = require_tokenizer(self.tokenizer)
             if self.limit is None:
-                return Reading(
+                return PoolingInput(
                     encode_text(
                         text, tokenizer, self.facts.max_model_len, "input", add_special_tokens=add_special_tokens
                     )
                 )
-            return Reading(tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
-        return Reading(list(text)[: self.limit])
+            return PoolingInput(tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
+        return PoolingInput(list(text)[: self.limit])
 
-    def encode_pair(self, first: str, second: str) -> Reading:
+    def encode_pair(self, first: str, second: str) -> PoolingInput:
         """Two texts as one, with the tokens between them that the model expects."""
         ids, second_start = require_tokenizer(self.tokenizer).encode_pair(first, second, limit=self.limit)
-        return Reading(ids, PoolingSpec(second_start=second_start))
+        return PoolingInput(ids, PoolingSpec(second_start=second_start))
 
-    def encode_question(self, query: str, document: str, instruction: str) -> Reading:
+    def encode_question(self, query: str, document: str, instruction: str) -> PoolingInput:
         """The question whether a document suits a query, as the model's chat template words it; the document's end is
         cut off where the whole is too long."""
         tokenizer = require_tokenizer(self.tokenizer)
@@ -76,41 +76,41 @@ class Reader:
             ids = tokenizer.encode(
                 _ask(tokenizer, query, tokenizer.decode(kept), instruction), add_special_tokens=False
             )[-self.limit :]
-        return Reading(ids)
+        return PoolingInput(ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
-    """How pairs are scored: what to read, and how the results (packed, in order) become one score for each pair."""
+    """How pairs are scored: the inputs to run, and how their results (packed, in order) become one score a pair."""
 
-    readings: list[Reading]
+    inputs: list[PoolingInput]
     finish: Callable[[list[bytes]], list[float]]
 
 
-def plan_scores(pairs: Sequence[tuple[str, str]], reader: Reader, *, instruct: str | None = None) -> ScorePlan:
-    """Score ``(query, document)`` pairs. ``instruct`` tells a model that is asked for yes or no what to look for.
+def plan_scores(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, *, instruct: str | None = None) -> ScorePlan:
+    """Score ``(query, document)`` pairs. ``instruct`` tells a model that answers yes or no what to look for.
     Raises `RequestError` when the model has no way to score."""
-    pooling = reader.facts.pooling
+    pooling = encoder.facts.pooling
     if instruct is not None and pooling is not None and (pooling.kind == "embed" or pooling.takes_pairs):
         raise RequestError(
             "instruct is for models that are asked in words; this one takes query and document as they are",
             param="instruct"
         )
     if pooling is not None and pooling.kind == "embed":
-        return _compare_embeddings(pairs, reader)
+        return _compare_embeddings(pairs, encoder)
     if pooling is None:
-        return _ask_yes_or_no(pairs, reader, instruct or INSTRUCTION)
+        return _ask_yes_or_no(pairs, encoder, instruct or INSTRUCTION)
     if pooling.width != 1:
         raise RequestError(
             f"this model tells {pooling.width} classes apart; a score needs a model with one: use /v1/classify",
             param="model"
         )
     if pooling.takes_pairs:
-        readings = [reader.encode_pair(*pair) for pair in pairs]
+        inputs = [encoder.encode_pair(*pair) for pair in pairs]
     else:
-        readings = [reader.encode_question(*pair, instruct or INSTRUCTION) for pair in pairs]
+        inputs = [encoder.encode_question(*pair, instruct or INSTRUCTION) for pair in pairs]
     return ScorePlan(
-        readings, lambda results: [activate(unpack_floats(packed), pooling.activation)[0] for packed in results]
+        inputs, lambda results: [activate(unpack_floats(packed), pooling.activation)[0] for packed in results]
     )
 
 
@@ -137,7 +137,7 @@ def shorten(vector: list[float], dimensions: int | None) -> list[float]:
     return [x / _length(kept) for x in kept]
 
 
-def _compare_embeddings(pairs: Sequence[tuple[str, str]], reader: Reader) -> ScorePlan:
+def _compare_embeddings(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder) -> ScorePlan:
     """Each text is read once, however many pairs it is in."""
     places = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
 
@@ -146,24 +146,24 @@ def _compare_embeddings(pairs: Sequence[tuple[str, str]], reader: Reader) -> Sco
         units = [[x / _length(vector) for x in vector] for vector in vectors]
         return [sum(a * b for a, b in zip(units[places[q]], units[places[d]], strict=True)) for q, d in pairs]
 
-    return ScorePlan([reader.read(text) for text in places], finish)
+    return ScorePlan([encoder.encode(text) for text in places], finish)
 
 
-def _ask_yes_or_no(pairs: Sequence[tuple[str, str]], reader: Reader, instruction: str) -> ScorePlan:
+def _ask_yes_or_no(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, instruction: str) -> ScorePlan:
     """The probability of yes where only yes and no are possible."""
-    tokenizer = require_tokenizer(reader.tokenizer)
+    tokenizer = require_tokenizer(encoder.tokenizer)
     answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
     if any(len(ids) != 1 for ids in answers):
         raise RequestError(
             "this model cannot be asked for a score: yes and no are not single tokens of its vocabulary", param="model"
         )
     spec = PoolingSpec(label_ids=[ids[0] for ids in answers])
-    readings = [Reading(reader.encode_question(*pair, instruction).token_ids, spec) for pair in pairs]
+    inputs = [PoolingInput(encoder.encode_question(*pair, instruction).token_ids, spec) for pair in pairs]
 
     def finish(results: list[bytes]) -> list[float]:
         return [_sigmoid(yes - no) for yes, no in map(unpack_floats, results)]
 
-    return ScorePlan(readings, finish)
+    return ScorePlan(inputs, finish)
 
 
 def _ask(tokenizer: Tokenizer, query: str, document: str, instruction: str) -> str:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingKind
-from headrace.service.client.pooling import Reader, Reading
+from headrace.service.client.pooling import PoolingEncoder, PoolingInput
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.generation.context import context_of
 from headrace.serving.http.generation.run import Generation, GenerationRequest, Prompt, collect_generation
@@ -84,10 +84,10 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
         )
 
 
-def reader_for(request: Request, truncate: int | None) -> Reader:
+def encoder_for(request: Request, truncate: int | None) -> PoolingEncoder:
     """Tokenizes and truncates texts for the served model."""
     context = context_of(request)
-    return Reader.of(context.facts(), context.client.tokenizer, truncate)
+    return PoolingEncoder.of(context.facts(), context.client.tokenizer, truncate)
 
 
 async def tokenize(make: Callable[[], T], texts: Sequence[Prompt]) -> T:
@@ -97,7 +97,9 @@ async def tokenize(make: Callable[[], T], texts: Sequence[Prompt]) -> T:
     return make()
 
 
-async def run_pooling(request: Request, texts: list[Reading], fields: PoolingFields, id_prefix: str) -> PooledOutputs:
+async def run_pooling(
+    request: Request, texts: list[PoolingInput], fields: PoolingFields, id_prefix: str
+) -> PooledOutputs:
     """Submit all texts and wait for their results; when one is refused, none runs."""
     request_id = fields.request_id or fields.rid or new_request_id(id_prefix)
     generation, outputs = await collect_generation(request, GenerationRequest(

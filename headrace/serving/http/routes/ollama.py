@@ -23,7 +23,7 @@ from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs
 from headrace.serving.http.generation.pooling import (
     check_amount,
     check_dimensions,
-    reader_for,
+    encoder_for,
     require_kind,
     run_pooling,
     tokenize,
@@ -306,8 +306,8 @@ async def _embed(request: Request, body: wire.OllamaEmbedRequest) -> wire.Ollama
     check_dimensions(body.dimensions, require_kind(context.facts(), "embed").width)
     texts = [body.input] if isinstance(body.input, str) else body.input
     check_amount(len(texts), context.server.max_batch_prompts, "input")
-    reader = reader_for(request, None if body.truncate is False else -1)
-    inputs = await tokenize(lambda: [reader.read(text) for text in texts], texts)
+    encoder = encoder_for(request, None if body.truncate is False else -1)
+    inputs = await tokenize(lambda: [encoder.encode(text) for text in texts], texts)
     outputs = await run_pooling(request, inputs, PoolingFields(), "ollama-")
     vectors = [shorten(unpack_floats(packed), body.dimensions) for packed in outputs.packed]
     return wire.OllamaEmbeddings(body.model, vectors, time.perf_counter_ns() - began, 0, outputs.usage.prompt_tokens)

@@ -12,13 +12,13 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError
 from headrace.base.pooling import PoolingSpec, pack_floats, unpack_floats
-from headrace.service.client.pooling import Reading, activate, plan_scores, shorten
+from headrace.service.client.pooling import PoolingInput, activate, plan_scores, shorten
 from headrace.serving.http.generation.context import context_of, read_request
 from headrace.serving.http.generation.pooling import (
     PooledOutputs,
     check_amount,
     check_dimensions,
-    reader_for,
+    encoder_for,
     require_kind,
     run_pooling,
     split_inputs,
@@ -41,8 +41,8 @@ async def _run(
 ) -> PooledOutputs:
     """Run the inputs of an embedding or classification request."""
     inputs = split_inputs(body.input, limit)
-    reader, has_special = reader_for(request, body.truncate_prompt_tokens), body.add_special_tokens is not False
-    encoded = await tokenize(lambda: [reader.read(text, add_special_tokens=has_special) for text in inputs], inputs)
+    encoder, has_special = encoder_for(request, body.truncate_prompt_tokens), body.add_special_tokens is not False
+    encoded = await tokenize(lambda: [encoder.encode(text, add_special_tokens=has_special) for text in inputs], inputs)
     return await run_pooling(request, encoded, body, id_prefix)
 
 
@@ -74,8 +74,8 @@ async def encode(request: Request) -> JsonResponse:
         raise RequestError("give one of text and input_ids", param="text")
     given, param = (body.text, "text") if body.text is not None else (body.input_ids, "input_ids")
     inputs = split_inputs(given, context.server.max_batch_prompts, param)
-    reader = reader_for(request, body.truncate_prompt_tokens)
-    encoded = await tokenize(lambda: [reader.read(text) for text in inputs], inputs)
+    encoder = encoder_for(request, body.truncate_prompt_tokens)
+    encoded = await tokenize(lambda: [encoder.encode(text) for text in inputs], inputs)
     fields = wire.PoolingFields(rid=body.rid, priority=body.priority, cache_salt=body.cache_salt)
     outputs = await run_pooling(request, encoded, fields, "enc-")
     generation = outputs.generation
@@ -93,10 +93,10 @@ async def encode(request: Request) -> JsonResponse:
 async def _score(
     request: Request, pairs: list[tuple[str, str]], fields: wire.PoolingFields, *, instruct: str | None, id_prefix: str
 ) -> tuple[list[float], PooledOutputs]:
-    reader = reader_for(request, fields.truncate_prompt_tokens)
+    encoder = encoder_for(request, fields.truncate_prompt_tokens)
     texts = [text for pair in pairs for text in pair]
-    plan = await tokenize(lambda: plan_scores(pairs, reader, instruct=instruct), texts)
-    outputs = await run_pooling(request, plan.readings, fields, id_prefix)
+    plan = await tokenize(lambda: plan_scores(pairs, encoder, instruct=instruct), texts)
+    outputs = await run_pooling(request, plan.inputs, fields, id_prefix)
     return plan.finish(outputs.packed), outputs
 
 
@@ -155,14 +155,14 @@ async def _score_labels(request: Request, body: wire.ScoreRequest, limit: int) -
         raise RequestError("query, items and label_token_ids go together", param="label_token_ids")
     items: list[Prompt] = [given] if isinstance(given, str) else list(given)
     check_amount(len(items), limit, "items")
-    spec, reader = PoolingSpec(label_ids=body.label_token_ids), reader_for(request, body.truncate_prompt_tokens)
+    spec, encoder = PoolingSpec(label_ids=body.label_token_ids), encoder_for(request, body.truncate_prompt_tokens)
 
-    def join(item: Prompt) -> Reading:
+    def join(item: Prompt) -> PoolingInput:
         first, second = (item, query) if body.item_first else (query, item)
         if isinstance(first, str) and isinstance(second, str):
-            return Reading(reader.read(first + second).token_ids, spec)
+            return PoolingInput(encoder.encode(first + second).token_ids, spec)
         if isinstance(first, list) and isinstance(second, list):
-            return Reading(reader.read(first + second).token_ids, spec)
+            return PoolingInput(encoder.encode(first + second).token_ids, spec)
         raise RequestError("query and items must both be texts, or both token ids", param="items")
 
     encoded = await tokenize(lambda: [join(item) for item in items], [*items, query])
