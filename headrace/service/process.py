@@ -45,7 +45,6 @@ from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.gathering import Gathering
 from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER
-from headrace.service.torch_import import import_torch
 from headrace.service.transport import EngineChannel, engine_line
 
 logger = logging.getLogger(__name__)
@@ -204,8 +203,6 @@ def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChanne
 
 def _import_builder(target: str) -> Builder:
     with keep_bytecode():
-        if target == ENGINE_BUILDER:
-            import_torch()
         builder: Builder = load_target(target)
         return builder
 
