@@ -61,13 +61,14 @@ def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> d
     module = modules.get(path)
     if module is None:
         return {}
-    if not part:
-        return {f"{name}.{kind}": parameter for kind, parameter in module.named_parameters(recurse=False)}
+    parameters = dict(module.named_parameters(recurse=False))
+    if not part or not parameters:  # none: a layer that keeps codes is filled by its model
+        return {f"{name}.{kind}": parameter for kind, parameter in parameters.items()}
     assert isinstance(module, StorableLayer), f"{path} has no parts"
     numbers = [str(x) for x in range(module.num_stacked)] if "{x}" in name else [""]
     return {
         f"{name.replace('{x}', x)}.{kind}": module.part(parameter, part.replace("{x}", x))
-        for kind, parameter in module.named_parameters(recurse=False) for x in numbers
+        for kind, parameter in parameters.items() for x in numbers
     }
 
 
