@@ -1,4 +1,4 @@
-"""All logit processors and the draw once more, in numpy float64, one row at a time, written from the definitions."""
+"""All logit processors and sampling once more, in numpy float64, one row at a time, written from the definitions."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def kept_probabilities(x: np.ndarray, spec: SamplingSpec) -> np.ndarray:
     return p / p.sum()
 
 
-def draw(probabilities: np.ndarray, seed: int, position: int) -> int:
+def sample(probabilities: np.ndarray, seed: int, position: int) -> int:
     return int(np.searchsorted(np.cumsum(probabilities), uniform(seed, position), side="right"))

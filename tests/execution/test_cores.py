@@ -1,4 +1,4 @@
-"""Counting cores: siblings once, quotas of both kinds of control groups, and machines that tell nothing."""
+"""Counting cores: siblings once, quotas of both kinds of control groups, and machines without either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps on a GPU: no launch waits for the device, plans may overlap, and seeded draws do not depend on the batch."""
+"""Steps on a GPU: no launch waits for the device, plans may overlap, and seeded samples ignore the batch."""
 
 from __future__ import annotations
 

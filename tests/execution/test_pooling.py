@@ -209,7 +209,7 @@ def test_dense_layers_behind_the_pooling(tmp_path: Path):
 
 
 def test_encoder_batches_whole_texts(tmp_path: Path):
-    """Steps hold the longest text though 16 tokens were asked for; pairs are told apart; nothing is cached."""
+    """Steps hold the longest text despite max_step_tokens 16; texts of a pair are distinguished; nothing is cached."""
     model = write_checkpoint(tmp_path, "BertForSequenceClassification", {**ENCODER, "num_labels": 1})
     engine = start(tmp_path, max_running_requests=8)
     assert engine.executor.config.scheduler.max_step_tokens == 96 and not engine.executor.layout.groups
@@ -224,7 +224,7 @@ def test_encoder_batches_whole_texts(tmp_path: Path):
 
 
 def test_label_probabilities_beside_generation(tmp_path: Path):
-    """A model that generates tells probabilities of certain tokens; its other requests are not disturbed."""
+    """A generating model gives probabilities of certain tokens; its other requests are not affected."""
     model = write_checkpoint(tmp_path, "LlamaForCausalLM", {**DECODER, "tie_word_embeddings": False})
     engine = start(tmp_path)
     labels = [[5, 9], [1], [7, 8, 96], [0, 3], [2, 4], [6], [11, 12]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_oracle import draw, edited_logits, kept_probabilities, uniform
+from sampling_oracle import edited_logits, kept_probabilities, sample, uniform
 
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec, ThinkingLimit
 from headrace.base.step import RowStart
@@ -91,7 +91,7 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions():
         {"top_k": 12, "top_p": 0.7, "min_p": 0.02, "temperature": 1.2}
     ]
 )
-def test_draws_follow_the_exact_distribution(cut: dict):
+def test_samples_follow_the_exact_distribution(cut: dict):
     vocab_size, count = 24, 20000
     logits = random_logits(7, vocab_size, 1.5)
     ids = sample_reference.sample_rows(logits.repeat(count, 1), params_of(count, vocab_size, seed=11, **cut))
@@ -111,14 +111,14 @@ def test_ties_with_the_last_token_kept_are_kept():
     assert set(sample_reference.sample_rows(logits.clone(), params_of(4000, 6, top_p=1e-6)).tolist()) == {1}
 
 
-def test_slicing_does_not_change_draws(monkeypatch: pytest.MonkeyPatch):
+def test_slicing_does_not_change_samples(monkeypatch: pytest.MonkeyPatch):
     logits = torch.stack([random_logits(i, 60) for i in range(9)])
     whole = sample_reference.sample_rows(logits.clone(), params_of(9, 60, top_p=0.9))
     monkeypatch.setattr(sample_reference, "SLICE_NUMEL", 130)
     assert torch.equal(sample_reference.sample_rows(logits.clone(), params_of(9, 60, top_p=0.9)), whole)
 
 
-def test_large_vocabulary_draws_alone_as_in_a_batch():
+def test_large_vocabulary_samples_alone_as_in_a_batch():
     """Large enough that torch would split a reduction over one row between threads, had we used one."""
     vocab_size = 150_000
     rows = {i: random_logits(i, vocab_size, 1.0) for i in range(4)}
@@ -135,7 +135,7 @@ def test_large_vocabulary_draws_alone_as_in_a_batch():
     assert together.sample({r: x.clone() for r, x in rows.items()})[1].tokens[0].tolist() == tokens
 
 
-def test_short_ranking_and_full_sort_draw_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_short_ranking_and_full_sort_sample_the_same(monkeypatch: pytest.MonkeyPatch):
     logits = torch.stack([random_logits(i, 3000, 0.2 + i % 4) for i in range(40)])
     params = params_of(40, 3000, top_p=0.9)
     params.top_k[::3], params.top_p[::5] = 40, 1.0
@@ -199,15 +199,15 @@ def test_every_processor_against_numpy_and_every_row_against_itself_alone(reques
                 assert x[chosen] == pytest.approx(x.max(), abs=1e-5)
             else:
                 assert sampled.tokens[1, row] == OK
-                _check_draw(x, spec, chosen, step)
+                _check_sample(x, spec, chosen, step)
             outputs[row].append(chosen)
         _check_logprobs(batch, sampled, logits)
 
 
-def _check_draw(x: np.ndarray, spec: SamplingSpec, chosen: int, position: int) -> None:
-    """Equal to the oracle's draw, unless float32 rounding moved a cut or a border within 1e-5: then merely possible."""
+def _check_sample(x: np.ndarray, spec: SamplingSpec, chosen: int, position: int) -> None:
+    """The oracle's token, unless float32 rounding moved a cut or a border within 1e-5: then merely possible."""
     probabilities = kept_probabilities(x, spec)
-    if draw(probabilities, spec.seed, position) == chosen:
+    if sample(probabilities, spec.seed, position) == chosen:
         return
     for shift in (-1e-5, 1e-5):
         nudged = kept_probabilities(
@@ -219,7 +219,7 @@ def _check_draw(x: np.ndarray, spec: SamplingSpec, chosen: int, position: int) -
         ]
         if chosen in near:
             return
-    raise AssertionError(f"drew {chosen}, expected {draw(probabilities, spec.seed, position)}")
+    raise AssertionError(f"sampled {chosen}, expected {sample(probabilities, spec.seed, position)}")
 
 
 def _check_logprobs(batch: SampleBatch, sampled: Sampled, logits: dict[int, torch.Tensor]) -> None:

@@ -71,7 +71,7 @@ def test_everything_leaves_and_comes_back(executor, expected, discards):
     pages, weights = parts_of(executor)
     executor.release_memory(DEVICE_PARTS, discards_weights=discards)
     assert executor.released == set(DEVICE_PARTS) and executor._runner is None
-    assert pages() is None, "somebody still holds pages"
+    assert pages() is None, "something still holds pages"
     assert (weights() is None) == discards, "the host keeps weights unless they are discarded"
     executor.acquire_memory(DEVICE_PARTS)
     assert executor.released == set() and speak(executor) == expected["first"]
@@ -112,7 +112,7 @@ def test_weights_are_replaced(executor, expected, folders):
 def write_broken(folders: dict[str, Path], folder: Path, how: str) -> Path:
     write_tiny_checkpoint(
         folder, 3,
-        **({"hidden_size": 16} if how == "narrower" else {"rope_theta": 500.0} if how == "other positions" else {})
+        **({"hidden_size": 16} if how == "smaller" else {"rope_theta": 500.0} if how == "other positions" else {})
     )
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -141,7 +141,7 @@ def write_broken(folders: dict[str, Path], folder: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(("how", "kind"), [
-    ("narrower", RequestError), ("other positions", RequestError), ("another family", RequestError),
+    ("smaller", RequestError), ("other positions", RequestError), ("another family", RequestError),
     ("no configuration", HeadraceError),
     ("one missing", WeightError), ("one too much", WeightError), ("wrong shape", WeightError), ("cut off", WeightError),
 ])

@@ -19,14 +19,14 @@ CONFIG = {
 
 
 def write_tiny_checkpoint(folder: Path, seed: int, **changes: object) -> Path:
-    """A folder with a config.json and weights drawn with ``seed``."""
+    """A folder with a config.json and random weights of ``seed``."""
     config = {**CONFIG, **changes}
     width, head_dim = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
     kv_width, mlp_width = head_dim * config["num_key_value_heads"], config["intermediate_size"]
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=draw) * 0.2
+        return torch.randn(rows, columns, generator=generator) * 0.2
 
     tensors = {"model.embed_tokens.weight": matrix(config["vocab_size"], width), "model.norm.weight": torch.ones(width)}
     for i in range(config["num_hidden_layers"]):
