@@ -15,7 +15,7 @@ from torch import nn
 
 from headrace.base.errors import WeightError
 from headrace.layers.quantization.blocks import BlockIntake, BlockTensor
-from headrace.layers.quantization.storage import StorableLayer, find_storable
+from headrace.layers.quantization.storage import EncodedWeight, StorableLayer, find_storable
 
 NUM_NAMED = 6
 """Most tensors that an error names for each fault."""
@@ -59,7 +59,7 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
 def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
     path, _, part = path.partition("#")
     module = modules.get(path)
-    if module is None:
+    if module is None or isinstance(module, EncodedWeight):  # without parameters; its model fills the codes
         return {}
     parameters = dict(module.named_parameters(recurse=False))
     if not part or not parameters:  # none: a layer that keeps codes is filled by its model
