@@ -128,6 +128,7 @@ def _build_paged(b: Bounds, handle: Any) -> Any:
 
     q = heads(Q, b.head_dim)
     table = integers(TABLE, b.requests, 1, -(-b.keys // b.page_size), stride=b.table_stride)
+    # ragged: requests are packed back to back, offsets count elements
     q.set_ragged_offset(integers(Q_OFFSETS, b.requests + 1, 1, 1))
     out, _ = graph.sdpa(
         name="attention", q=q, k=pages(K, b.head_dim), v=pages(V, b.value_dim), generate_stats=False,
@@ -148,5 +149,6 @@ def _query_stride(b: Bounds, dim: int) -> tuple[int, int, int, int]:
 
 
 def _mask(b: Bounds) -> dict[str, Any]:
+    # bottom right: the last query sees all keys of its request
     mask = {"diagonal_alignment": cudnn.diagonal_alignment.BOTTOM_RIGHT, "diagonal_band_right_bound": 0}
     return {**mask, "diagonal_band_left_bound": b.window} if b.window else mask

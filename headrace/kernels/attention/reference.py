@@ -20,6 +20,7 @@ def attend_densely(
     num_queries, num_heads, _ = q.shape
     length, num_kv_heads, _ = k.shape
     group = num_heads // num_kv_heads
+    # [K, G, Q, L]: G query heads share a kv head
     logits = torch.einsum("qkge,lke->kgql", q.float().unflatten(1, (num_kv_heads, group)), k.float()) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
@@ -31,6 +32,7 @@ def attend_densely(
     logits = logits.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, group, 1, 1).expand(-1, -1, num_queries, -1)
+        # the sink joins the denominator only: its weight is dropped below
         logits = torch.cat((logits, sink), dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., :length]
     return torch.einsum("kgql,lke->qkge", weights, v.float()).flatten(1, 2).to(q.dtype)

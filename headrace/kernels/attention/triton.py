@@ -183,6 +183,7 @@ def _prefill_kernel(
         kv_len = tl.load(kv_lens_ptr + request)
         table = table_ptr + request.to(tl.int64) * table_stride
 
+        # rows of the tile: TOKENS tokens times the G query heads of a kv head, heads fastest
         row = tl.arange(0, BLOCK_M)
         token = first + row // G
         query_head = head * G + row % G
@@ -208,6 +209,7 @@ def _prefill_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
 
         if WINDOW == 0:
+            # blocks that every row of the tile sees whole need no mask and no bounds
             unmasked = (first_position + 1) // BLOCK_N * BLOCK_N
             for at in tl.range(0, unmasked, BLOCK_N):
                 k = _load_block(k_ptr, table, at, low, kv_len, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, False)
@@ -357,6 +359,7 @@ def _decode_kernel(
             inside = valid[:, None] & (dim_v < EV)[None, :]
             tl.store(out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
         else:
+            # partial results: un-normalised sums [G, EV], and (max, denominator) per row; sinks are added in `_combine`
             base, tile = head * tl.num_programs(1) + slot - split, request * K + head
             part = (base + split).to(tl.int64) * G + row
             tl.store(

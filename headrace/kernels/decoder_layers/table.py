@@ -47,6 +47,7 @@ class LayerTable:
             return None
         addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])
         x = x.contiguous()
+        # x is overwritten with the residual
         branch = ops.decoder_layers(
             self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or ALL_ROWS)
         )

@@ -57,6 +57,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *, band:
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = -(-rows // (CLUSTER * ROWS)) * -(-outputs // OUTPUTS)
+    # tensor maps: x [M, K], weight [2F, K] (gate and up tiles of OUTPUTS rows each), out [M, F] in boxes of 64 x 64
     maps = kernel.describe(x, ROWS, DEPTH), kernel.describe(weight, OUTPUTS, DEPTH), kernel.describe(out, 64, 64)
     programs = CLUSTER * min(tiles, count_clusters(x.device))
     kernel.launch(programs, THREADS, *maps, c_int(rows), c_int(outputs), c_int(inputs), c_int(band))

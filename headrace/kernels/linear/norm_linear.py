@@ -92,6 +92,7 @@ def _norm_linear_kernel(
         x = tl.load(x_ptr + m * x_stride + k, mask=inside, other=0.0).to(tl.float32)
         residual = tl.load(residual_ptr + m * residual_stride + k, mask=inside, other=0.0).to(tl.float32)
         total = (x + residual).to(total_ptr.dtype.element_ty)
+        # every program computes the new residual, one stores it: in memory of its own, as others still read the old
         if first == 0:
             tl.store(total_ptr + m * D + k, total, mask=inside)
         total = total.to(tl.float32)

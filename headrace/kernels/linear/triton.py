@@ -82,6 +82,7 @@ def _gemv_kernel(
             _store_sum(total, bias_ptr, out_ptr, m, n, N, HAS_BIAS)
     else:
         wait_for_previous(PDL)
+        # x is read after the wait; M rows share each weight tile
         for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             inside = at + k < K
             mask = (n < N)[:, None] & inside[None, :]
@@ -114,6 +115,7 @@ def _skinny_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + n.to(tl.int64)[None, :] * K
+    # inputs per split, a multiple of BLOCK_K; the last split may have fewer, even none
     each = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     wait_for_previous(PDL)
@@ -133,6 +135,7 @@ def _skinny_kernel(
             acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         tl.store(out_ptr + m[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
+        # partial sums [S, M, N] float32; `_sum_splits_kernel` adds them in order
         tl.store(partial_ptr + (split * M + m)[:, None] * N + n[None, :], acc, mask=mask)
 
 
@@ -144,6 +147,7 @@ def _sum_splits_kernel(
     m = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
+    # not atomics: the order of additions, and so the result, is fixed
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partial_ptr + (split * M + m) * N + n, mask=n < N, other=0.0)

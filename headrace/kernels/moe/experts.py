@@ -62,7 +62,9 @@ def _find_rows(
         known = (row < num_tokens)[:, None] & (choice < TOP_K)[None, :]
         pairs = row[:, None] * TOP_K + choice[None, :]
         is_mine = known & (tl.load(ids_ptr + pairs, mask=known, other=-1).to(tl.int32) == expert)
+        # a row is a token: its pair with this expert, -1 if it has none (no token chooses an expert twice)
         pair = tl.max(tl.where(is_mine, pairs, -1), 1)
+        # of the programs of pairs with the same expert only the first one's works
         first = tl.min(tl.min(tl.where(is_mine, pairs, 1 << 30), 1), 0)
         return tl.where(first == tile, expert, -1), tl.maximum(pair, 0), pair >= 0
     else:
@@ -94,6 +96,7 @@ def _gate_up_kernel(
     if expert >= 0:
         token = pair // TOP_K
         column, inner = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+        # gate_up [X, 2F, D]: F rows of gate, then F of up; both products share the tile of x
         gate_at = weight_ptr + (expert.to(tl.int64) * (2 * F) + column[:, None]) * D + inner[None, :]
         gate = tl.zeros([OUTPUTS, ROWS], tl.float32)
         up = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -101,6 +104,7 @@ def _gate_up_kernel(
             is_inside = inner < D - done
             mask = (column < F)[:, None] & is_inside[None, :]
             x = _load_rows(x_ptr + done, token, x_stride, inner, is_there, is_inside)
+            # accumulators are [OUTPUTS, ROWS], transposed: the weight is the left operand
             gate = tl.dot(tl.load(gate_at + done, mask=mask, other=0.0), x, gate, input_precision="ieee")
             up = tl.dot(tl.load(gate_at + F * D + done, mask=mask, other=0.0), x, up, input_precision="ieee")
         if HAS_BIAS:
@@ -136,6 +140,7 @@ def _down_kernel(
             total = tl.dot(weight, x, total, input_precision="ieee")
         if HAS_BIAS:
             total += tl.load(bias_ptr + expert * D + column, mask=column < D, other=0.0).to(tl.float32)[:, None]
+        # routing weights are applied here, in float32, so that the sum only adds
         total *= tl.load(factors_ptr + pair, mask=is_there, other=0.0)[None, :]
         tl.store(
             out_ptr + pair[None, :].to(tl.int64) * D + column[:, None], total,
@@ -152,6 +157,7 @@ def _sum_kernel(
     choice, column = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     pair = token * TOP_K + choice
+    # pairs without an expert were never computed: their rows hold garbage, maybe NaN, and must not be read
     is_there = tl.load(ids_ptr + pair, mask=choice < TOP_K, other=-1) >= 0
     x = tl.load(x_ptr + pair[:, None] * D + column[None, :], mask=is_there[:, None] & (column < D)[None, :], other=0.0)
     tl.store(out_ptr + token * D + column, tl.sum(x, 0).to(out_ptr.dtype.element_ty), mask=column < D)
@@ -167,7 +173,9 @@ def run_experts(
     if not num_tokens:
         return out
     few, pairs = num_tokens <= FEW_TOKENS, num_tokens * top_k
+    # stand-ins where nothing is sorted: the kernels do not read them
     order, _, ends = (ids, ids, ids) if few else group_pairs(ids, num_experts, pdl=pdl)
+    # [N, F] in x's dtype, [N, D] in float32, both by pair
     gated = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((pairs, width), dtype=torch.float32, device=x.device)
     tile = choose_tile(num_tokens, top_k, num_experts, is_half=x.element_size() == 2)

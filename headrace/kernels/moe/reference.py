@@ -69,6 +69,7 @@ def _keep_best_groups(choice: torch.Tensor, shape: RouteShape) -> torch.Tensor:
     grouped = choice.unflatten(1, (shape["num_groups"], -1))
     worth = grouped.topk(shape["group_best"], dim=-1).values.sum(-1)
     best = worth.topk(shape["top_groups"], dim=-1).indices
+    # -inf, not 0: sigmoid scores plus bias may be negative
     is_out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
     return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(1)
 

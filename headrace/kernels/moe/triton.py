@@ -39,10 +39,12 @@ def _route_kernel(
         power = tl.exp(tl.minimum(logits, 20.0))
         softplus = tl.where(logits < -8.0, power - 0.5 * power * power, tl.log(1.0 + power))
         scores = tl.sqrt(tl.where(logits > 20.0, logits, softplus))
+    # softmax keeps order, so logits choose as well, and exactly where tiny scores would tie at 0
     choice = logits if SCORE == 0 and not HAS_BIAS else scores + bias
     choice = tl.where(at < X, tl.where(choice > LEAST, choice, LEAST), -float("inf"))
     ids = tl.zeros([BLOCK_K], tl.int32)
     weights = tl.zeros([BLOCK_K], tl.float32)
+    # top-k by repeated argmax: k is small, and a row's scores stay in registers
     for i in tl.static_range(TOP_K):
         best = tl.min(tl.where(choice == tl.max(choice, 0), at, BLOCK_X), 0)
         ids = tl.where(nth == i, best, ids)
@@ -86,6 +88,7 @@ def find_tile(ends_ptr, tile, X: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.c
     at = tl.arange(0, BLOCK_X)
     end = tl.load(ends_ptr + at, mask=at < X, other=0)
     start = tl.load(ends_ptr + at - 1, mask=(at > 0) & (at < X), other=0)
+    # [X]: tiles of each expert; a tile's expert is the number of experts whose tiles all come before it
     tiles = tl.where(at < X, (end - start + ROWS - 1) // ROWS, 0)
     expert = tl.sum(((tl.cumsum(tiles, 0) <= tile) & (at < X)).to(tl.int32), 0)
     tiles_before = tl.sum(tl.where(at < expert, tiles, 0), 0)
@@ -109,6 +112,7 @@ def _group_kernel(
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     before, count = 0, 0
+    # first pass: how many pairs come before this expert's, and how many are its own
     for done in range(0, num_pairs, BLOCK):
         chosen = _load_chosen(ids_ptr, done + at, num_pairs, X)
         before += tl.sum((chosen < expert).to(tl.int32), 0)
@@ -116,6 +120,7 @@ def _group_kernel(
     if expert < X:
         tl.store(ends_ptr + expert, before + count)
     if count > 0:
+        # second pass: its pairs in order, so that the sort is stable
         for done in range(0, num_pairs, BLOCK):
             is_mine = _load_chosen(ids_ptr, done + at, num_pairs, X) == expert
             mine = is_mine.to(tl.int32)
@@ -149,6 +154,7 @@ def _sum_pairs_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     total = tl.zeros([BLOCK], tl.float32)
+    # fixed order of choices: the same sum whatever else is in the batch
     for choice in tl.static_range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + choice).to(tl.int64)
         weight = tl.load(weights_ptr + token * TOP_K + choice)
@@ -178,6 +184,7 @@ def _grouped_kernel(
     x_ptr, weight_ptr, bias_ptr, ends_ptr, out_ptr, x_stride, num_outputs, num_inputs, X: tl.constexpr,
     BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):
+    # the grid has the most tiles that may be needed; programs beyond the last tile do nothing
     expert, first, last = find_tile(ends_ptr, tl.program_id(0), X, BLOCK_X, ROWS)
     if expert < X:
         row, column, inner = (

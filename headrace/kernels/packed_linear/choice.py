@@ -71,6 +71,7 @@ class FormChoice:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps({**_read(self._path), **self._known}, indent=0))
+            # atomic: other processes may write the same file
             partial.replace(self._path)
         except OSError as error:
             logger.warning("cannot cache measured weight forms: %s", error)

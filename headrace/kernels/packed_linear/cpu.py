@@ -27,6 +27,7 @@ def packed_linear(
 def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
     """See `PACKED_GATED`. Two calls if gate and up are not whole panels."""
     ops = NATIVE.find()
+    # the kernel pairs panels of gate with panels of up
     if ops is None or weight.out_features % (2 * PANEL):
         return GATED[activation](packed_linear(x, weight, bias))
     return ops.packed_gated(

@@ -176,6 +176,7 @@ def put_groups(packed: PackedMatrix, at: int, scales: torch.Tensor, mins: torch.
 
 def _by_panel(kept: torch.Tensor, at: int, rows: torch.Tensor) -> None:
     rows = F.pad(rows, (0, 0, 0, -rows.shape[0] % PANEL))
+    # [panels, 16, W] to [panels, W, 16]: word w of 16 outputs side by side
     panels = rows.view(-1, PANEL, rows.shape[1])
     kept[at // PANEL : at // PANEL + panels.shape[0]] = panels.transpose(1, 2)
 
@@ -212,6 +213,7 @@ def _decode(form: Format, words: torch.Tensor) -> torch.Tensor:
         return words.contiguous().view(torch.bfloat16)
     if not form.has_nibbles:
         return words.contiguous().view(torch.int8).float()
+    # byte j of a word: input j in the low nibble, input j + 4 in the high one
     code_bytes = words.contiguous().view(torch.uint8).unflatten(1, (-1, 1, 4))
     nibbles = torch.cat((code_bytes & 15, code_bytes >> 4), dim=2).flatten(1)
     return (TABLES[form][nibbles.int()] if form in TABLES else nibbles).float()

@@ -55,6 +55,7 @@ def quantise_int8_groups(weight: torch.Tensor) -> PackedMatrix:
 def round_groups(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``values`` [n, I] to symmetric codes int8 [n, I] and scales [n, ceil(I / 32)] rounded to float16."""
     groups = F.pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    # rounding the scale down may push codes beyond 127, hence the clamp
     scales = (groups.abs().amax(dim=2) / MOST_INT8).half().float()
     codes = (groups * _inverse(scales).unsqueeze(2)).round_().clamp_(-MOST_INT8, MOST_INT8)
     return codes.flatten(1)[:, : values.shape[1]].to(torch.int8), scales
@@ -80,6 +81,7 @@ def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     best: tuple[torch.Tensor, ...] = ()
     for shrink in SHRINKS:
         cut = (high - low) * ((1.0 - shrink) / 2)
+        # rounded to float16 before the codes are chosen, as the kernels will read them
         scale, least = ((high - low) * (shrink / MOST_INT4)).half().float(), (low + cut).half().float()
         codes = ((groups - least) * _inverse(scale)).round_().clamp_(0, MOST_INT4)
         loss = _add_halves((codes * scale).add_(least).sub_(groups).square_())

@@ -22,6 +22,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
+    # the weight may be loaded before the wait: no kernel writes it
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
@@ -41,6 +42,7 @@ def _add_rms_norm_kernel(
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if SPLITS > 1:
+        # x [S, T, D] are split-K partial sums, added in a fixed order
         for split in tl.static_range(1, SPLITS):
             x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
         x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would have stored it
@@ -119,6 +121,7 @@ def _gated_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < F
     wait_for_previous(PDL)
+    # x [T, 2F]: gate in the first half of a row, up in the second
     gate = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + F + cols, mask=inside, other=0.0).to(tl.float32)
     out = apply_gate(gate, up, limit, alpha, up_offset, GATE)
@@ -203,6 +206,7 @@ def _rope_write_kernel(
 ):
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
+    # heads [HEADS, 1] in the order of qkv: H of q, K of k, K of v
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), (head >= H + K) & (head < H + 2 * K)
     pair = tl.arange(0, BLOCK_HALF)
@@ -224,6 +228,7 @@ def _rope_write_kernel(
     slot = tl.load(slots_ptr + token)
     page, at = slot // PAGE, slot % PAGE
     q_row = q_ptr + token * (H * E) + head * E
+    # pages [P, PAGE, K, E]; rows of other kinds of heads are out of range, and masked in `_store_tile`
     k_row = k_ptr + page * page_stride_k + at * (K * E) + (head - H) * E
     v_row = v_ptr + page * page_stride_v + at * (K * E) + (head - H - K) * E
     square = tl.zeros([HEADS], tl.float32)
@@ -310,6 +315,7 @@ def _weights_kernel(
     start = token.to(tl.int64) * ((2 + S) * S)
     at = start[:, None] + stream[None, :]
     out = token.to(tl.int64)[:, None] * S + stream[None, :]
+    # raw row: S of pre, S of post, S x S of mix
     pre = (
         tl.load(raw_ptr + at, mask=is_token[:, None], other=0.0) * tl.load(scale_ptr)
         + tl.load(base_ptr + stream)[None, :]
@@ -326,6 +332,7 @@ def _weights_kernel(
     mix = tl.exp(mix - tl.max(mix, axis=2)[:, :, None])
     mix = mix / tl.sum(mix, axis=2)[:, :, None] + eps
     mix = mix / (tl.sum(mix, axis=1)[:, None, :] + eps)
+    # Sinkhorn-Knopp, as the reference: rows and columns in turn, columns last
     for _ in range(ITERATIONS - 1):
         mix = mix / (tl.sum(mix, axis=2)[:, :, None] + eps)
         mix = mix / (tl.sum(mix, axis=1)[:, None, :] + eps)
@@ -365,11 +372,13 @@ def _decode_inputs_kernel(
     table = tables_ptr + (group.to(tl.int64) * num_rows + row) * entries
     page = tl.load(table + position // PAGE).to(tl.int64)
     tl.store(slots_ptr + group * size + request, page * PAGE + position % PAGE)
+    # once per request, not per cache group
     if group == 0:
         tl.store(token_ids_ptr + request, tl.load(last_token_ptr + row))
         tl.store(positions_ptr + request, position)
         tl.store(kv_lens_ptr + request, length.to(tl.int32))
     target = page_tables_ptr + (group.to(tl.int64) * size + request) * entries
+    # only entries in use are copied: the rest of the row keeps old values, which nothing reads
     used = (length + PAGE - 1) // PAGE
     for at in range(0, used, BLOCK):
         entry = at + tl.arange(0, BLOCK)

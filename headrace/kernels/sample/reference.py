@@ -67,6 +67,7 @@ def mask_argmax(
 def sample_rows(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
     """Sampled ids [S], arbitrary ones for greedy rows; logits may be overwritten."""
     num_rows, vocab_size = logits.shape
+    # one uniform number per row, from its seed and position alone: the batch does not matter
     uniforms = uniform(params.seed, params.position)
     step = max(1, SLICE_NUMEL // vocab_size)
     ids = [_sample_slice(logits, params, uniforms, slice(begin, begin + step)) for begin in range(0, num_rows, step)]
