@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import nn
 
@@ -19,8 +17,6 @@ def fill_dummy_weights(model: nn.Module, seed: int, *, std: float = DEFAULT_STD)
     so values depend on the seed, the device type, the model and its dtype alone. Integer parameters become zero.
     Each `EncodedWeight` fills itself.
     """
-    # torch.Generator needs it, and an engine's reduced import of torch leaves it out
-    importlib.import_module("torch._prims.rng_prims")
     generators: dict[torch.device, torch.Generator] = {}
 
     def on(device: torch.device) -> torch.Generator:
