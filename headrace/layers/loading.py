@@ -59,10 +59,10 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
 def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
     path, _, part = path.partition("#")
     module = modules.get(path)
-    if module is None or isinstance(module, EncodedWeight):  # without parameters; its model fills the codes
+    if module is None or isinstance(module, EncodedWeight):  # has no parameters; its model fills the codes
         return {}
     parameters = dict(module.named_parameters(recurse=False))
-    if not part or not parameters:  # none: a layer that keeps codes is filled by its model
+    if not part:
         return {f"{name}.{kind}": parameter for kind, parameter in parameters.items()}
     assert isinstance(module, StorableLayer), f"{path} has no parts"
     numbers = [str(x) for x in range(module.num_stacked)] if "{x}" in name else [""]
