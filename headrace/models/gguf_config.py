@@ -88,7 +88,7 @@ def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) ->
 
 def divided_frequencies(factors: Sequence[float]) -> dict[str, Any]:
     """Scaling that divides frequency i by ``factors[i]`` in every context: instead of the parameters of some formulas
-    the file holds their result, as a tensor that the reader of the file puts into the metadata under its name."""
+    the file holds their result, as a tensor, which is put into the metadata under its name."""
     divisors = [float(factor) for factor in factors]
     return {
         "rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": divisors,

@@ -1,4 +1,4 @@
-"""A tiny random DeepSeek-V4: transformers' as the oracle, and ours over its own pools and readers without an engine."""
+"""A tiny random DeepSeek-V4: transformers' as the oracle, ours over its own pools and backends without an engine."""
 
 from __future__ import annotations
 
@@ -80,17 +80,17 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @dataclass
 class V4Harness(Harness):
-    """See `Harness`; groups have readers, and pages start as NaN where their type has one."""
+    """See `Harness`; groups have backends, and pages start as NaN where their type has one."""
 
-    readers: Any = None
+    backends: Any = None
 
     def _batch(self, spans: list[tuple[Sequence, list[int]]]) -> ForwardBatch:
         positions = [list(range(s.length, s.length + len(tokens))) for s, tokens in spans]
         steps = []
-        for group, reader in enumerate(self.readers):
+        for group, backend in enumerate(self.backends):
             inputs = self._inputs(group, spans, positions)
-            reader.prepare(inputs)
-            steps.append(GroupStep(inputs, reader))
+            backend.prepare(inputs)
+            steps.append(GroupStep(inputs, backend))
         token_ids = torch.tensor([t for _, tokens in spans for t in tokens], device=self.device)
         return ForwardBatch(token_ids, torch.tensor([p for ps in positions for p in ps], device=self.device), steps)
 

@@ -193,11 +193,12 @@ def quantise(published: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
     """As published files are: 4-bit experts, 8-bit matrices, else bfloat16 and float32; and the same without
     quantisation."""
     stored, plain = {}, {}
-    draw = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     for name, tensor in published.items():
         scale = name.replace(".weight", ".scale")
         if ".ffn.experts." in name:
-            codes = torch.randint(0, 256, (tensor.shape[0], tensor.shape[1] // 2), generator=draw, dtype=torch.uint8)
+            shape = (tensor.shape[0], tensor.shape[1] // 2)
+            codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
             exponents = torch.full((tensor.shape[0], tensor.shape[1] // 32), 123, dtype=torch.uint8)
             stored[name], stored[scale] = codes.view(torch.int8), exponents.view(torch.float8_e8m0fnu)
             plain[name] = dequantise_mxfp4(codes, exponents, torch.float32)
@@ -255,10 +256,10 @@ def test_missing_tensors_are_named(oracle: Any):
 def test_mixing_matrices_are_doubly_stochastic():
     spec = HyperSpec(4, 20, 1e-6)
     connection = HyperConnection(spec, 8, 1e-6, Build(CPU, torch.float32))
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for parameter in connection.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
-    _, post, mix = connection(torch.randn(50, 4, 8, generator=draw))
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    _, post, mix = connection(torch.randn(50, 4, 8, generator=generator))
     assert ((mix.sum(1) - 1).abs() < 1e-4).all() and ((mix.sum(2) - 1).abs() < 1e-4).all()
     assert ((post > 0) & (post < 2)).all()
     assert torch.allclose(balance(torch.eye(4)[None] + 1e-9, spec.iterations, spec.eps), torch.eye(4)[None], atol=1e-5)

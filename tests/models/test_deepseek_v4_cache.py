@@ -108,15 +108,15 @@ def test_packed_index_keys():
 
 
 def test_attention_in_8_bits_is_attention_over_what_was_unpacked():
-    draw = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(2)
     pool = build_pool(CacheGroup(VECTOR, [0], 3), 256, CPU)
     packed = open_slots(KvPages(*pool.layer(0)))
-    written = torch.randperm(512, generator=draw)[:200] + 256
-    vectors = torch.randn(200, 512, generator=draw)
+    written = torch.randperm(512, generator=generator)[:200] + 256
+    vectors = torch.randn(200, 512, generator=generator)
     packed.write(written, vectors)
-    q, sinks = torch.randn(6, 4, 512, generator=draw), torch.randn(4, generator=draw)
-    seen = torch.stack([torch.randperm(200, generator=draw)[:50] for _ in range(6)])
-    hidden = torch.rand(6, 50, generator=draw) < 0.3
+    q, sinks = torch.randn(6, 4, 512, generator=generator), torch.randn(4, generator=generator)
+    seen = torch.stack([torch.randperm(200, generator=generator)[:50] for _ in range(6)])
+    hidden = torch.rand(6, 50, generator=generator) < 0.3
     out = attend_slots(q, [(packed, written[seen].masked_fill(hidden, -1))], sinks=sinks, scale=512**-0.5)
     kv = packed_pools.unpack_vectors(*packed_pools.pack_vectors(vectors))[seen].double()
     logits = torch.einsum("the,tne->thn", q.double(), kv) * 512**-0.5

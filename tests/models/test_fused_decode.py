@@ -41,7 +41,7 @@ def start(harness: Harness, lengths: tuple[int, ...] = LENGTHS) -> list[Sequence
 def run(
     harness: Harness, sequences: list[Sequence], tokens: list[int], *, is_greedy: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Logits, drawn, and the rows' last tokens afterwards, of the next step of the sequences."""
+    """Logits, sampled, and the rows' last tokens afterwards, of the next step of the sequences."""
     step = harness.model.fuse_decode()
     assert isinstance(step, FusedDecode)
     rows = torch.tensor(ROWS[: len(sequences)])
@@ -58,11 +58,11 @@ def check(harness: Harness, sequences: list[Sequence]) -> None:
     """Both ways through the next step."""
     tokens = [5 + i for i in range(len(sequences))]
     logits, _, kept = run(harness, sequences, tokens, is_greedy=False)
-    none, drawn, last = run(harness, sequences, tokens, is_greedy=True)
+    none, sampled, last = run(harness, sequences, tokens, is_greedy=True)
     expected = torch.cat(harness.step(*((s, [t]) for s, t in zip(sequences, tokens, strict=True))))
     assert torch.equal(logits, expected) and none is None
-    assert drawn[0].tolist() == [int((row == row.max()).nonzero()[0]) for row in expected] and not drawn[1].any()
-    assert kept.tolist() == tokens and torch.equal(last, drawn[0])
+    assert sampled[0].tolist() == [int((row == row.max()).nonzero()[0]) for row in expected] and not sampled[1].any()
+    assert kept.tolist() == tokens and torch.equal(last, sampled[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,7 +107,7 @@ def test_members_of_a_team_agree(case, dtype):
     sizes |= {"moe_intermediate_size": 320} if "moe" in case else {}
     try:
         for count in (1, 2, 5):
-            drawn = []
+            sampled = []
             for threads in (1, 3):
                 torch.set_num_threads(threads)
                 harness = build(case, dtype, **sizes)
@@ -115,8 +115,8 @@ def test_members_of_a_team_agree(case, dtype):
                 for _ in range(6):
                     logits, _, _ = run(harness, sequences, tokens, is_greedy=False)
                     check(harness, sequences)
-                    drawn.append(logits)
-            for one, other in zip(drawn[:6], drawn[6:], strict=True):
+                    sampled.append(logits)
+            for one, other in zip(sampled[:6], sampled[6:], strict=True):
                 assert torch.equal(one, other)
     finally:
         torch.set_num_threads(before)
@@ -145,8 +145,8 @@ def edit_head(harness: Harness, edit) -> None:
 def test_of_equal_logits_the_first():
     harness = build("llama", vocab_size=2500)
     sequences = start(harness)
-    _, drawn, _ = run(harness, sequences, [5] * len(sequences), is_greedy=True)
-    best = drawn[0].tolist()
+    _, sampled, _ = run(harness, sequences, [5] * len(sequences), is_greedy=True)
+    best = sampled[0].tolist()
 
     def repeat(weight: torch.Tensor) -> None:
         for i, token in enumerate(best):  # whoever was last is now first, too, and in between
@@ -164,8 +164,8 @@ def test_logits_that_are_not_finite(value):
     harness = build("llama", vocab_size=2500)
     sequences = start(harness)
     edit_head(harness, lambda weight: weight[1777].fill_(value))
-    _, drawn, _ = run(harness, sequences, [5] * len(sequences), is_greedy=True)
-    assert drawn[1].all() and (drawn[0] >= 0).all() and (drawn[0] < 2500).all()
+    _, sampled, _ = run(harness, sequences, [5] * len(sequences), is_greedy=True)
+    assert sampled[1].all() and (sampled[0] >= 0).all() and (sampled[0] < 2500).all()
 
 
 def test_what_is_of_another_kind_is_not_joined():

@@ -261,12 +261,12 @@ def test_greedy_tokens_equal_generate(pair):
     ]
     sequences = [harness.start(), harness.start()]
     logits = harness.step((sequences[0], tokens), (sequences[1], others))
-    drawn: list[list[int]] = [[], []]
+    sampled: list[list[int]] = [[], []]
     for _ in range(NEW_TOKENS):
-        for tokens_drawn, piece in zip(drawn, logits, strict=True):
-            tokens_drawn.append(int(piece[-1].argmax()))
-        logits = harness.step(*((s, [d[-1]]) for s, d in zip(sequences, drawn, strict=True)))
-    assert drawn == expected
+        for row_tokens, piece in zip(sampled, logits, strict=True):
+            row_tokens.append(int(piece[-1].argmax()))
+        logits = harness.step(*((s, [d[-1]]) for s, d in zip(sequences, sampled, strict=True)))
+    assert sampled == expected
 
 
 def test_last_layer_computes_no_more_than_what_is_wanted(pair):
@@ -287,13 +287,13 @@ def test_last_layer_computes_no_more_than_what_is_wanted(pair):
     torch.testing.assert_close(harness.step((sequences[2], prompts[2][9:]), wanted=[0])[0], whole[2][-1:], **TOLERANCE)
 
 
-def test_norms_joined_with_products_change_nothing(pair, monkeypatch):
+def test_norms_fused_with_products_change_nothing(pair, monkeypatch):
     """The fused product of few rows, in its place in every block whose norm comes first."""
     _, build = pair
-    harness, joined = build(4), []
+    harness, fused = build(4), []
     for layer in harness.model.modules():
         if isinstance(layer, Linear):
-            monkeypatch.setattr(layer, "_norm_linear", lambda *args: joined.append(len(args[0])) or norm_linear(*args))
+            monkeypatch.setattr(layer, "_norm_linear", lambda *args: fused.append(len(args[0])) or norm_linear(*args))
     tokens = prompt(6, 9)
     first = harness.step((harness.start(), tokens))[0]
     sequence = harness.start()
@@ -303,7 +303,7 @@ def test_norms_joined_with_products_change_nothing(pair, monkeypatch):
     most = sum(
         isinstance(layer.attention_norm, RmsNorm) and isinstance(layer.attention, Attention) for layer in layers
     ) - 1
-    assert len(joined) >= 8 * most and set(joined) <= {1, 2}
+    assert len(fused) >= 8 * most and set(fused) <= {1, 2}
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "granite", "olmo2"])
