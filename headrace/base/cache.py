@@ -35,8 +35,8 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
     """Layers of one spec and the pages they share. ``num_pages`` counts the null page too. Once ``soft_pages`` have
-    been in use, stored prefixes that nobody reads give way before pages are used that never were (0: only when there
-    are none)."""
+    been in use, unpinned stored prefixes are evicted before never-used pages are handed out (0: only when there are no
+    free pages)."""
 
     spec: CacheSpec
     layers: list[int]

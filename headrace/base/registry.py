@@ -1,4 +1,4 @@
-"""``Registry[T]``: lazy, capability-tagged plug-ins. Nothing is imported until an entry is asked for.
+"""``Registry[T]``: lazy, capability-tagged plug-ins. Nothing is imported until an entry is loaded.
 
 Refuses: knowing what T is, and swallowing errors: a failed load keeps its original cause and reports it on request.
 """
@@ -116,7 +116,7 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def has_failed(self, name: str) -> bool:
-        """Whether the plug-in could not be loaded when it was asked for."""
+        """Whether loading the plug-in failed."""
         return name in self._failures
 
     def names(self) -> list[str]:

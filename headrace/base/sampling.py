@@ -31,7 +31,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a user asks of sampling; names and meaning as in vLLM's class of the same name.
+    """A user's sampling parameters; names and meaning as in vLLM's class of the same name.
 
     temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the most likely alone. ``logprobs=k``
     returns the sampled token's logprob and the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes
@@ -97,8 +97,8 @@ def _check_types(p: SamplingParams) -> None:
     try:
         msgspec.convert(fields, SamplingParams)
     except msgspec.ValidationError as error:
-        fault, _, place = str(error).partition(" - at ")
-        path = place.rpartition("$.")[2].strip("`")
+        fault, _, where = str(error).partition(" - at ")
+        path = where.rpartition("$.")[2].strip("`")
         raise RequestError(f"{path}: {fault.lower()}", param=path.partition("[")[0]) from error
 
 

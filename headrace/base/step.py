@@ -92,7 +92,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What one step did. ``token_ids[j]`` is the token sampled by the j-th span with ``samples == 1``, in plan order.
 
-    ``logprobs`` is None unless a row asked; else aligned with ``token_ids`` with None for rows that did not.
+    ``logprobs`` is None unless a row wants them; else aligned with ``token_ids``, None for rows that do not.
     ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone. ``refused_rows`` are
     those of rows whose own grammar or limits allow no token: the request was wrong. ``pooled`` are ``(row, float32
     values, little-endian)`` of the rows with ``pooling`` whose last token was computed. ``forced`` are ``(row, token

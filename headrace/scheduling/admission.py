@@ -42,7 +42,7 @@ class OutputForecast:
         return min(request.limit_len, max(request.prompt_len + output_len, request.known_len + 1))
 
     def note_finish(self, request: Request) -> None:
-        """A request ended of itself."""
+        """A request ended by a stop or its length."""
         if request.max_output_len > 0:
             self.share += self.STEP * (request.output_len / request.max_output_len - self.share)
 

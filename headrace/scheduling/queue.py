@@ -88,8 +88,8 @@ class WaitingQueue:
     """No operation looks at more than a few requests, however many wait.
 
     Fairness: a step that admits a request ahead of an older one overtakes the oldest. A request that has waited through
-    ``starvation_steps`` such steps goes first, whatever the policy. Only the oldest need be watched: whoever overtakes
-    a younger one overtakes it too.
+    ``starvation_steps`` such steps goes first, whatever the policy. Only the oldest need be watched: a request that
+    overtakes a younger one overtakes it too.
     """
 
     def __init__(self, policy_type: type[Policy], starvation_steps: int, hit_pages: HitPages):
@@ -115,7 +115,7 @@ class WaitingQueue:
         self._policy.push(request)
 
     def peek(self) -> Request | None:
-        """Who goes next, or None when nobody waits."""
+        """The next request, or None when none waits."""
         if not self._waiting:
             return None
         oldest = self._oldest()

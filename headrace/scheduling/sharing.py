@@ -1,6 +1,6 @@
 """`SharedPrefills`: a request whose next pages another one is computing right now waits for them instead.
 
-Refuses: waiting for anybody who does not run. A leader has its row and pages, so it goes on or leaves; either wakes its
+Only running requests lead. A leader has its row and pages, so it goes on or leaves the running set; either wakes its
 followers. Leaders never follow: there is no cycle, and no deadlock.
 """
 
@@ -51,8 +51,8 @@ class SharedPrefills:
         self.num_following += 1
 
     def update(self, request: Request) -> None:
-        """A running request has been admitted or has stored pages: move its claim, wake whoever got what it waits
-        for."""
+        """A running request has been admitted or has stored pages: move its claim, and wake the followers whose
+        pages are stored now."""
         if not self._is_enabled:
             return
         self._drop_claim(request)
@@ -69,7 +69,7 @@ class SharedPrefills:
             self._wake([f for f in request.followers if not has_claim or f.shared_pages <= holding.stored])
 
     def leave(self, request: Request) -> None:
-        """The request leads and follows no more."""
+        """The request no longer leads or follows."""
         self._drop_claim(request)
         self._wake(list(request.followers))
         leader = request.leader

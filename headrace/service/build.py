@@ -35,7 +35,7 @@ HOOKS.add(
 
 
 def ignore_progress(stage: str, fraction: float) -> None:
-    """A `Progress` that tells nobody."""
+    """A `Progress` that does nothing."""
 
 
 def read_vocabulary(config: ModelConfig) -> Vocabulary:
@@ -97,9 +97,9 @@ def sweep_stale_locks(folder: Path, *, max_age_s: float = MAX_AGE_S) -> int:
     if max_age_s <= 0:
         return 0
     oldest, num_removed = time.time() - max_age_s, 0
-    for place, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in LOCK_NAMES.intersection(names):
-            path = Path(place, name)
+            path = Path(parent, name)
             with contextlib.suppress(OSError):  # another process may be sweeping, or it is not ours
                 if path.stat().st_mtime < oldest:
                     path.unlink()

@@ -98,7 +98,7 @@ class WaitingRoom:
         return any(coordinator.is_waiting for coordinator in self._coordinators)
 
     def concerns(self, request: EngineRequest) -> bool:
-        """Whether a new request must wait here; the scheduler is then asked to hold it."""
+        """Whether a new request must wait here; the caller then adds it to the scheduler as held."""
         return any(coordinator.concerns(request) for coordinator in self._coordinators)
 
     def enter(self, request: EngineRequest) -> None:

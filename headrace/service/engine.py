@@ -61,7 +61,7 @@ class _FailedLaunch:
 
 
 class Engine:
-    """One scheduler and one executor, driven by whoever calls `step`. Not thread-safe: one thread owns it.
+    """One scheduler and one executor, driven by calls of `step`. Not thread-safe: one thread owns it.
 
     A bad request ends alone, with an error as its output. An exception inside a step ends the requests of that step;
     plans launched behind it are void, and other running requests resume from their committed tokens. Then the accounts
@@ -155,15 +155,15 @@ class Engine:
         return self._scheduler.reset_prefix_cache()
 
     def drain(self, *, retracts: bool = False) -> None:
-        """Leave nothing of any request on the device, which may forget everything then. Raises `Conflict` while there
-        are requests, unless they may be retracted: they resume from the tokens they have."""
+        """Remove all requests and cached prefixes from the device. Raises `Conflict` while there are requests, unless
+        ``retracts``: then they go back to the queue and resume from the tokens they have."""
         while self._in_flight:
             self._commit(self._outputs)
         if self._scheduler.has_work and not retracts:
             stats = self._scheduler.stats()
             raise Conflict(f"{stats.num_running + stats.num_queued} requests are running or waiting")
         is_clear = self._scheduler.reset_prefix_cache(retracts=True)
-        assert is_clear, "pages are in use, and nobody runs"
+        assert is_clear, "pages are in use although no request runs"
         self.executor.reset()
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
-"""`Gathering`: how long an engine that could begin waits for more requests to begin with.
+"""`Gathering`: how long an idle engine waits for more requests before it starts a batch.
 
-Clients that are many at once often send their next request when one has ended. Requests that ended together are then
-followed by others that come one by one, and the first of them would be computed alone while the rest wait. Refuses:
-reading messages.
+Concurrent clients often send their next request when one has ended. Requests that ended together are then followed by
+others that arrive one by one, and the first of them would be prefilled alone while the rest wait. Refuses: reading
+messages.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 
 FIRST_S = 0.025
-"""How long the first follower is waited for, while others wait that followed nobody."""
+"""How long to wait for the first follower, while other requests are queued."""
 
 BETWEEN_S = 0.003
-"""How long the next of several is waited for."""
+"""How long to wait for each further follower."""
 
 MAX_WAIT_S = 0.05
 
@@ -34,11 +34,11 @@ class Gathering:
         return self._num_expected > 1
 
     def note_end(self, num_ended: int, num_waiting: int) -> None:
-        """A step ended so many requests, which nobody knows yet, and so many wait."""
+        """A step ended ``num_ended`` requests, whose clients do not know yet, and ``num_waiting`` are queued."""
         self._num_expected, self._num_before = num_ended, num_waiting
 
     def note_first_step(self, seconds: float) -> None:
-        """A step that began with nothing running took so long."""
+        """A step that began with nothing running took ``seconds``."""
         self._first_step_s = seconds if not self._first_step_s else 0.5 * (self._first_step_s + seconds)
 
     def begin(self) -> None:
@@ -46,7 +46,7 @@ class Gathering:
         self._began_at = self._clock()
 
     def patience_ms(self, num_waiting: int) -> int:
-        """For how long to look for a message, now that one has come or none has and so many requests wait; 0: begin."""
+        """Milliseconds to wait for the next message, with ``num_waiting`` requests queued; 0: start the step."""
         num_followers = num_waiting - self._num_before
         if num_followers >= self._num_expected:
             return 0

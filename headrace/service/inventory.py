@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What plug-ins are asked about: ``(device type, usual dtype, compute capability)`` of each device, and for
+    """What plug-ins are queried with: ``(device type, usual dtype, compute capability)`` of each device, and for
     people."""
 
     devices: tuple[tuple[str, str, tuple[int, int]], ...]

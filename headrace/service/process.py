@@ -1,7 +1,7 @@
 """The engine process: ``python -m headrace.service.process``, started by the supervisor with a socket as its standard
 input.
 
-Owns an `Engine` and the loop between it and its socket. It ends when told to, when the engine can no longer be
+Owns an `Engine` and the loop between it and its socket. It ends on a signal or call, when the engine can no longer be
 trusted, and when its parent dies.
 """
 
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _start(config, builder, channel).run()
     except Exception as error:  # process main: tell the client why, then end
-        if isinstance(error, HeadraceError) and not isinstance(error, PluginError):  # the client tells it to the user
+        if isinstance(error, HeadraceError) and not isinstance(error, PluginError):  # the client reports it to the user
             logger.debug("the engine ends: %s", error, exc_info=error)
         else:
             logger.error("the engine ends: %s", error, exc_info=error)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 RESTART_WINDOW_S = 600.0
 LONGEST_BACKOFF_S = 10.0
 TERMINATE_S = 5.0
-"""How long a process told to end gets before it is killed, and a killed one before it is given up for lost."""
+"""Grace period before a process is killed, and time that a killed one gets to disappear."""
 
 PING = Call(-1, "ping")
 LAST_WORDS_S = 1.0
@@ -93,7 +93,7 @@ class SilenceWatch:
 
 
 class Listener(Protocol):
-    """Whom a supervisor tells. Both are called in the event loop and must not raise."""
+    """Receives what a supervisor reports. Both are called in the event loop and must not raise."""
 
     def on_message(self, message: FromEngine) -> None:
         """A message of the living engine."""
@@ -119,7 +119,7 @@ class EngineProcess:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: there is no listener any more
             loop.call_soon_threadsafe(self._tell, code)
 
     def _tell(self, code: int) -> None:
@@ -185,7 +185,7 @@ class Supervisor:
         """Spawn the engine; what comes of it the listener hears."""
         assert self._task is None, "a supervisor starts once"
         self._task = asyncio.create_task(self._run(), name="engine-supervisor")
-        self._task.add_done_callback(self._tell_own_failure)
+        self._task.add_done_callback(self._report_own_failure)
 
     def send(self, message: ToEngine) -> None:
         """Pass a message on; raises `EngineUnavailable` when there is no engine to take it."""
@@ -221,18 +221,18 @@ class Supervisor:
                 return
             await asyncio.sleep(pause)
 
-    def _tell_own_failure(self, task: asyncio.Task[None]) -> None:
-        """The supervisor itself failed, say because no process can be spawned here; nobody would be told otherwise."""
+    def _report_own_failure(self, task: asyncio.Task[None]) -> None:
+        """The supervisor itself failed, for example because no process can be spawned; the listener must know."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            # what we raise tells all that is to be said, and the listener tells it
+            # our own errors are complete messages, which the listener reports
             if not isinstance(error, HeadraceError):
                 logger.error("the engine cannot be supervised", exc_info=error)
-            told = (
+            reported = (
                 error if isinstance(error, HeadraceError)
                 else EngineUnavailable(f"the engine cannot be started: {error}")
             )
-            self._listener.on_exit(told, is_final=True)
+            self._listener.on_exit(reported, is_final=True)
 
     async def _live(self) -> int:
         """One life of the process, from spawning to its last message; returns the exit code."""

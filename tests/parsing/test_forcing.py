@@ -177,7 +177,7 @@ def test_an_answer_of_a_given_form_or_calls(name):
         confine_output(formats, asked, TOOLS, "", is_forced=True)
         == confine_output(formats, None, TOOLS, "", is_forced=True)
     )
-    with pytest.raises(RequestError, match="both decide"):
+    with pytest.raises(RequestError, match="each fixes the whole output"):
         confine_output(formats, Grammar.regex("a"), TOOLS, "", is_forced=True)
 
 

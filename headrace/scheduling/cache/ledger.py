@@ -43,8 +43,8 @@ class Holding:
 
 
 class CacheLedger:
-    """Pages in, pages out. In each group every page but the null page is, at any time, in exactly one place: free, in
-    one holding, or in the tree."""
+    """Hands out pages and takes them back. In each group every page but the null page has exactly one owner at any
+    time: the free list, one holding, or the tree."""
 
     def __init__(self, layout: CacheLayout, *, use_prefixes: bool):
         self.page_size = layout.page_size
@@ -132,15 +132,15 @@ class CacheLedger:
         holding.capacity += count * self.page_size
 
     def trim(self, holding: Holding, begin: int) -> None:
-        """Let go of the pages that nothing computed from position ``begin`` on reads. Pages that a prefix hit at the
-        latest page border would need are kept too, or the prefix could never be reused where it ends."""
+        """Free the pages that no position from ``begin`` on reads. Pages that a prefix hit at the latest page border
+        would need are kept too, or the prefix could never be reused where it ends."""
         border = begin - begin % self.page_size
         for group, policy in enumerate(self.policies):
             old, new = holding.firsts[group], min(policy.first_needed(border), len(holding.tables[group]))
             if new <= old:
                 continue
             before = holding.num_promised(group)
-            self._let_go(holding, group, old, new)
+            self._free(holding, group, old, new)
             holding.tables[group][old:new] = [NULL_PAGE] * (new - old)
             holding.firsts[group] = new
             holding.unsent[group] = max(holding.unsent[group], new)
@@ -165,10 +165,10 @@ class CacheLedger:
         return any(spare)
 
     def close(self, holding: Holding) -> None:
-        """Give everything back. Stored pages stay in the tree, evictable once nobody else pins them."""
+        """Free the holding's own pages and unpin its stored ones, which become evictable once no other pins them."""
         for group, table in enumerate(holding.tables):
             self.promised[group] -= holding.num_promised(group)
-            self._let_go(holding, group, holding.firsts[group], len(table))
+            self._free(holding, group, holding.firsts[group], len(table))
         self.tree.release(holding.node)
 
     def take_appends(self, holding: Holding, row: int, appends: list[PageAppend]) -> None:
@@ -179,7 +179,7 @@ class CacheLedger:
                 appends.append(PageAppend(group, row, start, table[start:]))
                 holding.unsent[group] = len(table)
 
-    def _let_go(self, holding: Holding, group: int, begin: int, end: int) -> None:
+    def _free(self, holding: Holding, group: int, begin: int, end: int) -> None:
         """Unpin the stored entries and free the own entries of ``[begin, end)``."""
         table, stored = holding.tables[group], min(holding.stored, end)
         if begin < stored:

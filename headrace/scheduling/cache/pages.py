@@ -9,8 +9,8 @@ from headrace.base.cache import NULL_PAGE
 
 
 class PageAccounts:
-    """A stack of free page ids: pages given back last, whose memory is warmest, are handed out first, several of them
-    in rising order, in which they are read fastest."""
+    """A stack of free page ids: pages freed last, whose memory is warm in caches, are handed out first; several are
+    handed out in rising order, which is fastest to read."""
 
     __slots__ = ("_free", "_num_fresh", "_soft_pages", "num_pages")
 
@@ -41,8 +41,8 @@ class PageAccounts:
         return pages
 
     def count_excess(self, count: int) -> int:
-        """How many of the next ``count`` pages would come from memory that is better left alone: there are none left,
-        or they were never in use and enough others were."""
+        """How many of the next ``count`` pages should come from eviction instead: there are no free ones left, or they
+        were never used (their memory is not resident) while enough others were."""
         fresh = count - (len(self._free) - self._num_fresh)
         used = self.capacity - self._num_fresh
         return max(count - len(self._free), min(fresh, used + fresh - self._soft_pages), 0)

@@ -156,7 +156,7 @@ class PrefixTree:
             step = step.parent
 
     def count_unpinned(self, group: int, pages: list[int]) -> int:
-        """How many of these pages of the tree nobody has pinned."""
+        """How many of these pages of the tree are unpinned."""
         refs = self.refs[group]
         return sum(1 for page in pages if refs[page] == 0)
 
@@ -216,8 +216,8 @@ class PrefixTree:
         self.pin(group, ours)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node before page ``at``; returns the new head. The object stays the tail: whoever holds it still ends
-        where it does."""
+        """Cut a node before page ``at``; returns the new head. The object stays the tail, so that
+        requests which hold it still end where it does."""
         parent = node.parent
         assert parent is not None and node.start < at < node.end
         cut = (at - node.start) * self._page_bytes

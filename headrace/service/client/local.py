@@ -145,7 +145,7 @@ class LocalClient:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, loaded when first asked for; None when it has none."""
+        """The model's tokenizer, loaded on first use; None when it has none."""
         if not self._has_tried_tokenizer:
             self._tokenizer = open_tokenizer(self.config.model, is_optional=True)
             self._has_tried_tokenizer = True

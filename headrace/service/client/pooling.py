@@ -93,7 +93,8 @@ def plan_scores(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, *, in
     pooling = encoder.facts.pooling
     if instruct is not None and pooling is not None and (pooling.kind == "embed" or pooling.takes_pairs):
         raise RequestError(
-            "instruct is for models that are asked in words; this one takes query and document as they are",
+            "instruct is for models that are prompted in words; this one takes query and document as they are; "
+            "leave it out",
             param="instruct"
         )
     if pooling is not None and pooling.kind == "embed":
@@ -102,7 +103,7 @@ def plan_scores(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, *, in
         return _ask_yes_or_no(pairs, encoder, instruct or INSTRUCTION)
     if pooling.width != 1:
         raise RequestError(
-            f"this model tells {pooling.width} classes apart; a score needs a model with one: use /v1/classify",
+            f"this model has {pooling.width} classes; a score needs a model with one class: use /v1/classify",
             param="model"
         )
     if pooling.takes_pairs:
@@ -155,7 +156,8 @@ def _ask_yes_or_no(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, in
     answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
     if any(len(ids) != 1 for ids in answers):
         raise RequestError(
-            "this model cannot be asked for a score: yes and no are not single tokens of its vocabulary", param="model"
+            "this model cannot score texts: yes and no are not single tokens of its vocabulary; serve a pooling model",
+            param="model"
         )
     spec = PoolingSpec(label_ids=[ids[0] for ids in answers])
     inputs = [PoolingInput(encoder.encode_question(*pair, instruction).token_ids, spec) for pair in pairs]
@@ -168,9 +170,11 @@ def _ask_yes_or_no(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, in
 
 def _ask(tokenizer: Tokenizer, query: str, document: str, instruction: str) -> str:
     if not tokenizer.has_chat_template:
-        raise RequestError("this model cannot be asked for a score: it has no chat template", param="model")
-    asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}]
+        raise RequestError(
+            "this model cannot score texts: it has no chat template; give one with --chat-template", param="model"
+        )
+    question = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": question}]
     return tokenizer.render_chat(messages, enable_thinking=False)
 
 

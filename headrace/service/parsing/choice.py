@@ -1,4 +1,4 @@
-"""Which formats a model writes: asked for by name, recognised in its chat template, or declared by its family."""
+"""Which formats a model writes: given by name, recognised in its chat template, or declared by its family."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def choose_formats(
 ) -> Formats:
     """The formats. By themselves, the chat template's signs win over the family's declaration: a fine-tuned model
     keeps its architecture and brings its own template. A model whose template does not show tools (``takes_tools``) is
-    told a format in words, `EXPLAINED` if it has none."""
+    taught a format in its prompt, `EXPLAINED` if it has none."""
     texts = list(templates)
     tools = _choose(tool_parser, TOOL_FORMATS, TOOL_GROUP, texts, family_tools)
     if tool_parser == AUTO and not takes_tools and (tools is None or tools.writing is None):

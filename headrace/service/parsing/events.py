@@ -1,4 +1,4 @@
-"""What a parser tells of a model's output, in order: text, reasoning, and tool calls piece by piece."""
+"""Events of parsed output, in order: text, reasoning, and tool calls piece by piece; `CallWriter` emits the calls'."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def new_call_id(length: int | None = None) -> str:
 
 
 class CallWriter:
-    """Takes what is found of calls. Of a call beyond ``max_calls`` nothing is told."""
+    """Emits the events of tool calls as their parts are found; none for calls beyond ``max_calls``."""
 
     def __init__(
         self, emit: Callable[[Event], None], schemas: ToolSchemas, *, id_length: int | None = None,
@@ -113,21 +113,21 @@ class CallWriter:
             raise Mismatch("a call without a name")
         self.is_open = True
         self._num_calls += 1
-        if self._is_told:
+        if self._is_emitted:
             self._emit(CallStart(self._num_calls - 1, self._call_id or new_call_id(self._id_length), self.name))
 
     def add(self, text: str) -> None:
         """More of the arguments."""
-        if text and self._is_told:
+        if text and self._is_emitted:
             self._emit(CallArguments(self._num_calls - 1, text))
 
     def end(self, *, is_complete: bool = True) -> None:
         """The call ends."""
-        if self._is_told:
+        if self._is_emitted:
             self._emit(CallEnd(self._num_calls - 1, is_complete))
             self.num_complete += is_complete
         self.forget()
 
     @property
-    def _is_told(self) -> bool:
+    def _is_emitted(self) -> bool:
         return self._num_calls <= self._max_calls

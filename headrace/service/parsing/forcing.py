@@ -31,30 +31,31 @@ _LOCAL = ("$defs", "definitions")
 
 
 def confine_output(
-    formats: Formats, asked: Grammar | None, tools: Sequence[Mapping[str, Any]], prompt: str, *,
+    formats: Formats, wanted: Grammar | None, tools: Sequence[Mapping[str, Any]], prompt: str, *,
     is_parallel: bool = True,
     is_forced: bool = False, is_narrowed: bool = False, continued: str | None = None,
 ) -> Grammar | None:
-    """The grammar of an output that follows ``prompt``, where the request asks for ``asked`` and offers ``tools``
-    (those that may be called; ``is_narrowed``: the prompt shows more). The form asked for is that of answers: calls may
+    """The grammar of an output that follows ``prompt``, where the request wants ``wanted`` and offers ``tools``
+    (those that may be called; ``is_narrowed``: the prompt shows more). That grammar binds answers: calls may
     come instead (in formats that mark them, and but for EBNF and tags), and come if they are forced. Nothing but
     grammars in EBNF binds reasoning. Raises typed errors for what cannot be had together."""
     writing = None if formats.tools is None else formats.tools.writing
     # else it may look like an answer
     can_call = bool(tools) and writing is not None and bool(writing.answer or _trigger(writing))
     if is_forced:
-        if asked is not None and asked.kind not in ("json_schema", "json_object"):
+        if wanted is not None and wanted.kind not in ("json_schema", "json_object"):
             raise RequestError(
-                f"a forced tool call cannot be combined with a {asked.kind}: both decide what comes",
+                f"a forced tool call cannot be combined with a {wanted.kind}: each fixes the whole output; leave one "
+                "out",
                 param="tool_choice"
             )
-    elif asked is not None and not (can_call and asked.kind in ANSWER_KINDS):
+    elif wanted is not None and not (can_call and wanted.kind in ANSWER_KINDS):
         reasoning = None if formats.is_closed(prompt) else formats.reasoning
-        return delay_grammar(asked, reasoning, is_open=formats.begins_open(prompt, continued=continued))
-    elif asked is None and not is_narrowed and not any(tool["function"].get("strict") for tool in tools):
+        return delay_grammar(wanted, reasoning, is_open=formats.begins_open(prompt, continued=continued))
+    elif wanted is None and not is_narrowed and not any(tool["function"].get("strict") for tool in tools):
         return None
     return grammar_of_calls(
-        formats, tools, prompt, is_parallel=is_parallel, is_forced=is_forced, continued=continued, instead=asked
+        formats, tools, prompt, is_parallel=is_parallel, is_forced=is_forced, continued=continued, instead=wanted
     )
 
 

@@ -144,7 +144,7 @@ class ToolFormat:
 
     ``writing`` is for calls that a grammar forces, and for prompts that must explain how to call; without it neither
     can be served. ``id_length`` is that of call ids that the model's template insists on. ``signs``: a chat template
-    that holds all texts of one of these groups is this format's; formats registered earlier are asked first.
+    that holds all texts of one of these groups is this format's; formats registered earlier are checked first.
     """
 
     name: str

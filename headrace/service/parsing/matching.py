@@ -54,7 +54,7 @@ KEY = re.compile(r"[^<>\"\n]+")
 
 class Matcher:
     """State of one attempt at a pattern. ``is_known_only``: calls of other tools than the request's do not count.
-    ``on_start`` is told when a call or a message begins: no way back from there.
+    ``on_start`` is called when a call or a message begins; from then on its text cannot become answer text again.
 
     ``destination`` is set by a `Header` to where the text after it belongs: ``reasoning`` or ``content``.
     """

@@ -14,7 +14,7 @@ from headrace.service.parsing.schemas import ToolSchemas
 
 @dataclass
 class ToolCall:
-    """A call the model asks for. ``arguments`` is JSON text: an object, or the beginning of one unless
+    """A tool call of the model. ``arguments`` is JSON text: an object, or the beginning of one unless
     ``is_complete``."""
 
     call_id: str
@@ -25,7 +25,7 @@ class ToolCall:
 
 @dataclass
 class ParsedMessage:
-    """What a model said."""
+    """A model's output, parsed."""
 
     content: str = ""
     reasoning: str = ""

@@ -141,7 +141,7 @@ class OutputParser:
     """Parses the output of one choice.
 
     ``is_open``: the prompt has begun the reasoning. Without ``separates``, reasoning stays in the text, with its
-    markers, and is still not searched for calls. Calls beyond ``max_calls`` are read and not told.
+    markers, and is still not searched for calls. Calls beyond ``max_calls`` are parsed and not emitted.
     """
 
     def __init__(

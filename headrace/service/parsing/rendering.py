@@ -29,33 +29,33 @@ def explain_tools(
     example = writing.begin + write_call(writing, "NAME", {"ARGUMENT": "VALUE"}, _dump) + writing.end
     functions = "\n".join(_dump(tool["function"]) for tool in tools)
     text = f"{INTRODUCTION}\n{functions}\n\n{INSTRUCTION}\n{example.strip()}"
-    told = tell_calls(messages, writing)
-    if told and told[0].get("role") == "system":
-        return [{**told[0], "content": f"{told[0].get('content') or ''}\n\n{text}".strip()}, *told[1:]]
-    return [{"role": "system", "content": text}, *told]
+    shown = spell_calls(messages, writing)
+    if shown and shown[0].get("role") == "system":
+        return [{**shown[0], "content": f"{shown[0].get('content') or ''}\n\n{text}".strip()}, *shown[1:]]
+    return [{"role": "system", "content": text}, *shown]
 
 
-def tell_calls(messages: Sequence[Mapping[str, Any]], writing: Writing) -> list[dict[str, Any]]:
+def spell_calls(messages: Sequence[Mapping[str, Any]], writing: Writing) -> list[dict[str, Any]]:
     """The conversation with calls and results as text; results that follow one another are one message."""
-    told: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
     was_result = False
     for message in messages:
         is_result = message.get("role") == "tool"
         if is_result:
             result = RESULTS.format(message.get("content") or "")
             if was_result:
-                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{result}"}
+                shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}\n{result}"}
             else:
-                told.append({"role": "user", "content": result})
+                shown.append({"role": "user", "content": result})
         elif message.get("tool_calls"):
-            told.append(_tell(message, writing))
+            shown.append(_spell(message, writing))
         else:
-            told.append(dict(message))
+            shown.append(dict(message))
         was_result = is_result
-    return told
+    return shown
 
 
-def _tell(message: Mapping[str, Any], writing: Writing) -> dict[str, Any]:
+def _spell(message: Mapping[str, Any], writing: Writing) -> dict[str, Any]:
     calls = [call["function"] for call in message["tool_calls"]]
     texts = [write_call(writing, call["name"], call["arguments"], _dump) for call in calls]
     written = writing.begin + (writing.between or "\n").join(texts) + writing.end
@@ -94,5 +94,5 @@ def render_with_tools(
     if writing is None or template is not None or not (tools or has_calls) or tokenizer.takes_tools:
         return tokenizer.render_chat(messages, tools=list(tools) if tools else None, template=template, **options)
     shaped = [{**m, "tool_calls": shape_calls(m["tool_calls"])} if m.get("tool_calls") else m for m in messages]
-    told = explain_tools(shaped, tools, writing) if tools else tell_calls(shaped, writing)
-    return tokenizer.render_chat(told, **options)
+    shown = explain_tools(shaped, tools, writing) if tools else spell_calls(shaped, writing)
+    return tokenizer.render_chat(shown, **options)

@@ -58,7 +58,7 @@ def open_tokenizer(
 
 
 def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a resolved model. ``tokenizer`` names another place: a folder, a file, or a model.
+    """The tokenizer of a resolved model. ``tokenizer`` names another source: a folder, a file, or a model.
     ``chat_template`` is a Jinja file, or a template's text, that replaces the model's own.
 
     Raises `ModelError` when there is none that can be read, saying which files would do.
@@ -76,8 +76,8 @@ def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_te
 
 
 def _find_encoder(source: ModelSource) -> Any:
-    """What renders messages for a family whose chat format is code; None for all others. A family that cannot be loaded
-    is told by the engine."""
+    """What renders messages for a family whose chat format is code; None for all others. The engine
+    reports a family that cannot be loaded."""
     if not source.config.get("architectures"):
         return None
     try:
@@ -125,7 +125,7 @@ def _load_folder(folder: Path) -> tuple[Backend, TokenizerFacts]:
     )
     raise ModelError(
         f"{folder} holds no tokenizer.json and no SentencePiece model ({', '.join(_PIECE_FILES)}){found}. "
-        "Name another place with --tokenizer, or serve token ids only with --skip-tokenizer"
+        "Name another folder with --tokenizer, or serve token ids only with --skip-tokenizer"
     )
 
 

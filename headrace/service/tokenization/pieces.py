@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 PIECE, AROUND = 1 << 17, 1 << 12
 """Letters that are encoded at once, and those around a cut that are looked at."""
 NUM_TRIED, NUM_ALIKE = 8, 64
-"""Places of a kind that are tried for a cut, and ids before it that must not depend on where the encoding begins."""
+"""Positions of a kind that are tried for a cut, and ids before it that must not depend on where the encoding begins."""
 _WORD_BEGINS, _WORD_ENDS = re.compile(r"(?<=\S)(?=\s)"), re.compile(r"(?<=\w)(?=\W)")
 
 Encode = Callable[[str], list[int]]
@@ -55,16 +55,16 @@ def encode_end(
 
 
 def _find_begin(text: str, latest: int, encode: Encode, around: int) -> tuple[int, list[int]] | None:
-    """``(place, ids of the letters before it)`` where ids before the place are the same without what comes after, and
-    those around it the same wherever the encoding begins."""
-    for place in _places(text, latest - around, latest):
+    """``(position, ids of the letters before it)`` where ids before the position are the same without what comes
+    after, and those around it the same wherever the encoding begins."""
+    for position in _positions(text, latest - around, latest):
         before, more, both = (
-            encode(text[place - back : place + ahead]) for back,
+            encode(text[position - back : position + ahead]) for back,
             ahead in ((around, 0), (2 * around, 0), (around, around))
         )
         num_alike = min(NUM_ALIKE, len(before) // 2)
         if num_alike and both[: len(before)] == before and more[-num_alike:] == before[-num_alike:]:
-            return place, before
+            return position, before
     return None
 
 
@@ -79,18 +79,18 @@ def _encode_behind(
 
 
 def _find_cut(text: str, end: int, ids: list[int], encode: Encode, around: int) -> tuple[int, list[int], int] | None:
-    """``(place, ids of the letters before it, how many ids of those up to end are after it)`` for ``ids`` up to
-    ``end``: ids before the place are the same without what comes after, and those around it the same as in ``ids``."""
-    for place in _places(text, end - 2 * around, end - around):
-        before, both = encode(text[place - around : place]), encode(text[place - around : end])
+    """``(position, ids of the letters before it, how many ids of those up to end are after it)`` for ``ids`` up to
+    ``end``: ids before the position are the same without what comes after, and those around it as in ``ids``."""
+    for position in _positions(text, end - 2 * around, end - around):
+        before, both = encode(text[position - around : position]), encode(text[position - around : end])
         num_alike = min(NUM_ALIKE, len(before) // 2)
         seen = both[len(before) - num_alike :]
         if num_alike and both[: len(before)] == before and ids[-len(seen) :] == seen:
-            return place, before, len(both) - len(before)
+            return position, before, len(both) - len(before)
     return None
 
 
-def _places(text: str, first: int, last: int) -> list[int]:
-    """Where a cut may be, the likeliest places first."""
+def _positions(text: str, first: int, last: int) -> list[int]:
+    """Positions where a cut may be, the most promising first."""
     kinds = [[found.start() for found in pattern.finditer(text, first, last)] for pattern in (_WORD_BEGINS, _WORD_ENDS)]
-    return list(dict.fromkeys(place for kind in kinds for place in reversed(kind[-NUM_TRIED:])))
+    return list(dict.fromkeys(position for kind in kinds for position in reversed(kind[-NUM_TRIED:])))

@@ -76,8 +76,8 @@ class Tokenizer:
         return [*before, *self._encode_bare(text, room)[:room], *after]
 
     def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int] | None:
-        """Ids as of `encode`, or None for a long text that has more than ``most``, told by as little of its beginning
-        as shows it. One of hardly more, or of not many letters, has its ids all the same."""
+        """Ids as of `encode`, or None for a long text of more than ``most``: only as much of its beginning is encoded
+        as proves that. A text of few letters, or of hardly more ids, is encoded all the same."""
         length = LETTERS_READ * (most + CUT_TOKENS)
         while length < len(text):
             if len(self._encode_bare(text[:length])) > most + CUT_TOKENS:
@@ -202,7 +202,7 @@ class Tokenizer:
 
 
 def cut_longest(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths of two texts with ``room`` for both: the longer gives way until they are alike, then both in turn."""
+    """Lengths of two texts with ``room`` for both: the longer is cut until both are equal, then both in turn."""
     short, long = min(first, second), max(first, second)
     if short + long > room:
         long = max(short, room - short)
