@@ -6,8 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from test_tags import Inventor
 from walks import check_states, library
 
+from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
 
 pytest.importorskip("llguidance")
@@ -109,6 +111,19 @@ def test_bitmasks_of_tags(name: str):
     for seed in range(3):
         num_asked, num_known = check_states(grammar, seed, begin=begin)
         assert name == "names of names" or num_known > num_asked / 5, f"{num_known} of {num_asked} bitmasks were known"
+
+
+def test_bitmasks_of_any_format():
+    num_known = 0
+    for seed in range(80):
+        grammar = of(Inventor(seed).any())
+        try:
+            compiled = library().compile(grammar)
+        except RequestError:
+            continue
+        if compiled.states is not None:
+            num_known += check_states(grammar, seed, count=4, length=25, compiled=compiled)[1]
+    assert num_known > 1000
 
 
 @pytest.mark.parametrize("grammar", [

@@ -70,7 +70,7 @@ class TagAutomaton:
 
     def step(self, config: Config, byte: int) -> Config | None:
         """See `Automaton`."""
-        active, left = set[tuple[Node, Any]](), list[Node]()
+        active, left, is_after_json = set[tuple[Node, Any]](), list[Node](), False
         for node, progress in config:
             match node:
                 case Constant(text=text) if text[progress : progress + 1] == bytes([byte]):
@@ -92,11 +92,15 @@ class TagAutomaton:
                     continue
             if is_complete:
                 left += following
+                is_after_json |= isinstance(node, Json)
             else:
                 active.add((node, after))
-        if left and active:
-            return None
-        return (self._enter(left) if left else frozenset(active)) or None
+        if not left:
+            return frozenset(active) or None
+        entered = self._enter(left)
+        # llguidance lets blanks stand between two JSON values, but not before the first.
+        has_blanks = is_after_json and any(isinstance(node, Json) for node, _ in entered)
+        return None if active or has_blanks else entered
 
     def mask_key(self, config: Config) -> Config:
         """See `Automaton`."""
