@@ -144,10 +144,17 @@ HARDER: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, [0.001, 1], [0, -0.1, 1.001]),
     ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1], [-1]),
-    (obj({"format": {"type": "array", "items": {"type": "string", "format": "path"}}, "f": {"const": {"format": "path"}}}, ["format", "f"], additionalProperties=False),
-     [{"format": ["/a"], "f": {"format": "path"}}], [
-         {"format": ["/a"], "f": {}}, {"format": [1], "f": {"format": "path"}}
-     ]),
+    (
+        obj(
+            {
+                "format": {"type": "array", "items": {"type": "string", "format": "path"}},
+                "f": {"const": {"format": "path"}},
+            },
+            ["format", "f"], additionalProperties=False
+        ),
+        [{"format": ["/a"], "f": {"format": "path"}}],
+        [{"format": ["/a"], "f": {}}, {"format": [1], "f": {"format": "path"}}]
+    ),
 ]
 
 
