@@ -1,4 +1,5 @@
-# make serve: install, fetch the default model, start the server.   make test: run the tests.   make install: set-up alone.   make wheel: a package.
+# make serve: install, fetch the default model, start the server.   make test: run the tests.   make lint: ruff and mypy.
+# make install: set-up alone.   make wheel: a package.
 PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
@@ -28,7 +29,7 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say make PYTHON=...") if sys.version_info < (3, 11) else 0'
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; use make PYTHON=...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 

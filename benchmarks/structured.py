@@ -4,7 +4,8 @@
 ...]`` Every request yields the same number of tokens whatever the grammar, so that the sides do the same work. A name
 under benchmarks/models gets random weights and needs ``--tokenizer``, a folder with a tokenizer.json; ``--vocab-size``
 cuts its vocabulary to what that tokenizer has. Its text is random where the grammar leaves a choice, and another in
-each round; with ``--text written`` the tokens of a text as a trained model writes it are drawn instead, grammar or not.
+each round; with ``--text written`` the tokens of a text as a trained model writes it take the place of the sampled
+ones, grammar or not.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Taken:
 
 
 class Script:
-    """Tokens drawn in place of what the sampler draws, which it does all the same: token ``position`` of row ``row``'s
-    output is ``tokens[row, position]``."""
+    """Tokens that replace the sampled ones, which are computed as ever: token ``position`` of row ``row``'s output is
+    ``tokens[row, position]``."""
 
     def __init__(self, llm: LLM, num_tokens: int):
         runner = llm._client._engine.executor._runner
@@ -86,11 +87,11 @@ class Script:
     def _sample_written(
         self, logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        drawn = self._sample(logits, rows, last_token, **options)
+        sampled = self._sample(logits, rows, last_token, **options)
         written = self.tokens[rows, options["params"].position]
-        drawn[0].copy_(written)
+        sampled[0].copy_(written)
         last_token[rows] = written
-        return drawn
+        return sampled
 
 
 def measure(llm: LLM, grammar: Grammar | None, args: argparse.Namespace, taken: Taken) -> None:
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--text", choices=["random", "written"], default="random", help="what is drawn")
+    parser.add_argument("--text", choices=["random", "written"], default="random", help="what is sampled")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--options", type=json.loads, default={}, help='of `LLM`, such as {"threads": 1}')

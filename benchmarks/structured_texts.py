@@ -1,6 +1,5 @@
-"""Texts as a trained model writes them, one for each kind of output of benchmarks/structured.py, to be drawn in place
-of what random weights would choose: masks depend on the text, and evenly drawn tokens of all languages are the hardest
-of texts.
+"""Texts as a trained model writes them, one for each kind of output of benchmarks/structured.py, which replace what
+random weights would choose: bitmasks depend on the text, and tokens of all languages at equal odds are the hardest.
 """
 
 from __future__ import annotations

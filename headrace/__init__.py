@@ -1,5 +1,5 @@
-"""Headrace serves large language models. The names in ``__all__`` are imported on first use, so that ``import headrace`` is
-cheap."""
+"""Headrace serves large language models. The names in ``__all__`` are imported on first use, so that
+``import headrace`` is cheap."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LatentAttention(AttentionLayer):
             build, spec.kv_lora_rank, spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), is_storable=False
         )
         self.output = Linear(build, spec.num_heads * spec.v_head_dim, hidden_size)
-        shape = dict(num_heads=spec.num_heads, latent_dim=spec.kv_lora_rank, rotary_dim=spec.qk_rope_head_dim)
+        shape = dict(num_heads=spec.num_heads, kv_lora_rank=spec.kv_lora_rank, rotary_dim=spec.qk_rope_head_dim)
         self._write = partial(LATENT_WRITE.choose(build.query(**shape)), interleaved=layer.rope.interleaved)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,10 @@ SERVE = """
 import sys
 from headrace import LLM, SamplingParams
 def serve(folder):
-    with LLM(folder, load_format="dummy", skip_tokenizer=True, device="cpu", dtype="float32", kv_pages=8, threads=1) as llm:
-        outputs = llm.generate(prompt_token_ids=[[1, 2, 3]], sampling_params=SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    options = dict(load_format="dummy", skip_tokenizer=True, device="cpu", dtype="float32", kv_pages=8, threads=1)
+    with LLM(folder, **options) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        outputs = llm.generate(prompt_token_ids=[[1, 2, 3]], sampling_params=sampling)
         return outputs[0].outputs[0].token_ids, llm.facts
 """
 WAYS_TO_BREAK = {
@@ -71,7 +73,8 @@ tokens, facts = serve({llama!r})
 after_llama = sorted(n for n in sys.modules if "deepseek" in n)
 assert len(tokens) == 3 and facts.family == "llama"
 tokens, facts = serve({v4!r})
-families = sorted({{n.split(".")[2] for n in sys.modules if n.startswith("headrace.models.") and n.endswith(".family") and n.count(".") == 3}})
+modules = [name.split(".") for name in sys.modules]
+families = sorted({{parts[2] for parts in modules if parts[:2] == ["headrace", "models"] and parts[3:] == ["family"]}})
 assert len(tokens) == 3 and facts.page_size == 256
 print(json.dumps([after_llama, families]))
 """))
@@ -92,7 +95,8 @@ for Break.error in {list(WAYS_TO_BREAK.values())!r}:
 assert len(serve({llama!r})[0]) == 3
 from headrace.service.inventory import find_machine, take_inventory
 findings = {{f.name: f for f in take_inventory(find_machine()) if f.kind == "model family"}}
-assert findings["deepseek_v4"].status == "broken" and all(f.status == "ok" for n, f in findings.items() if n != "deepseek_v4")
+assert findings["deepseek_v4"].status == "broken"
+assert all(f.status == "ok" for n, f in findings.items() if n != "deepseek_v4")
 print(findings["deepseek_v4"].detail)
 """)
     assert [told in said for told in WAYS_TO_BREAK] == [True] * 3, said
@@ -103,7 +107,9 @@ def test_a_broken_part_of_a_family_leaves_the_rest(tmp_path: Path):
     """The pools in 8 bits cannot be imported: served all the same, in bfloat16, and a warning names them."""
     config = {**V4, "head_dim": 128, "qk_rope_head_dim": 64}
     v4 = write_model(tmp_path / "v4", config)
-    said = run_python(f"""{BREAK.replace("deepseek_v4.family", "deepseek_v4.packed_pools")}{SERVE.replace("kv_pages=8", "kv_pages=8, kv_dtype='float8_e4m3fn'")}
+    break_pools = BREAK.replace("deepseek_v4.family", "deepseek_v4.packed_pools")
+    serve_in_8_bits = SERVE.replace("kv_pages=8", "kv_pages=8, kv_dtype='float8_e4m3fn'")
+    said = run_python(f"""{break_pools}{serve_in_8_bits}
 import logging
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 Break.error = RuntimeError("raised at import")
@@ -112,7 +118,8 @@ assert len(tokens) == 3
 from headrace.service.inventory import find_machine, take_inventory
 findings = {{(f.kind, f.name): f for f in take_inventory(find_machine())}}
 assert findings["model family", "deepseek_v4"].status == "ok"
-assert findings["KV pool", "deepseek_v4.window_fp8"].status == "broken" and findings["KV pool", "deepseek_v4.window"].status == "ok"
+assert findings["KV pool", "deepseek_v4.window_fp8"].status == "broken"
+assert findings["KV pool", "deepseek_v4.window"].status == "ok"
 """)
     assert (
         "WARNING keys and values are kept in bfloat16" in said and "deepseek_v4.window_fp8" in said
@@ -183,8 +190,8 @@ class Told:
     plugin_api = 1
     def __init__(self, config):
         pass
-    def request_finished(self, news, reason):
-        print("told of", news.output_len, "tokens,", reason)
+    def request_finished(self, update, reason):
+        print("told of", update.output_len, "tokens,", reason)
 class Faulty(Told):
     def step_planned(self, plan):
         raise OSError("its own fault")

@@ -99,6 +99,19 @@ def test_no_hidden_wait_on_the_hot_path():
     )
 
 
+CAPABILITY_ROOMS = ("scheduling", "execution", "layers", "models", "memory", "service")
+
+
+def test_capabilities_are_declared():
+    """What a component can do is a typed attribute of its protocol, never looked up by name with a default."""
+    found = sorted({
+        f"{s.name}: {scope_of(s, n.lineno)}: {n.args[1].value}" for s in sources() if s.room in CAPABILITY_ROOMS
+        for n in s.walk() if isinstance(n, ast.Call) and dotted(n.func) in ("getattr", "hasattr")
+        and (dotted(n.func) == "hasattr" or len(n.args) == 3) and isinstance(n.args[1], ast.Constant)
+    })
+    assert found == sorted(ALLOWLIST["optional_attributes"]), "only objects of other packages may be asked so"
+
+
 def test_library_code_does_not_print():
     printing = [
         f"{s.name}:{n.lineno}" for s in sources() if not s.name.startswith("serving/") for n in s.walk()
@@ -109,7 +122,8 @@ def test_library_code_does_not_print():
 
 GENERIC_ROOMS = ("base", "memory", "execution", "scheduling", "service")
 ARCHITECTURE_NAME = re.compile(
-    r"(?i)\b(llama|qwen\d?|gemma\d?|phi3|olmo2?|granite|glm4?|mistral|mixtral|deepseek|cohere|starcoder)|For(CausalLM|ConditionalGeneration)"
+    r"(?i)\b(llama|qwen\d?|gemma\d?|phi3|olmo2?|granite|glm4?|mistral|mixtral|deepseek|cohere|starcoder)"
+    r"|For(CausalLM|ConditionalGeneration)"
 )
 BACKEND_NAME = re.compile(r"(?i)\b(cudnn|flashinfer|triton|flash_?attn|cutlass)\b")
 

@@ -122,7 +122,7 @@ def running_server(folder: Path, *args: str) -> Iterator[LiveServer]:
 
 
 def write_config(folder: Path, **changes: object) -> Path:
-    """A model folder with nothing but a config.json: weights are drawn, the tokenizer comes from a model package."""
+    """A model folder with nothing but a config.json: weights are random, the tokenizer comes from a model package."""
     (folder / "config.json").write_text(json.dumps({**TINY_CONFIG, **changes}))
     return folder
 

@@ -28,20 +28,20 @@ async def test_pause_and_continue(tiny_server: LiveServer):
                         text += choice["text"]
                         num_tokens += len(choice["token_ids"])
 
-        async def drawn() -> int:
+        async def count_sampled() -> int:
             return (await http.get("/server_info")).json()["stats"]["generation_tokens_total"]
 
-        before = await drawn()
+        before = await count_sampled()
         reading = asyncio.create_task(read())
         while not num_tokens:
             await asyncio.sleep(0.002)
         paused = await http.post("/pause_generation", json={"mode": "in_place"})
         assert paused.status_code == 200
-        while num_tokens < await drawn() - before:  # steps that were in flight, and their way to us
+        while num_tokens < await count_sampled() - before:  # steps that were in flight, and their way to us
             await asyncio.sleep(0.01)
         seen = num_tokens
         late = await http.post("/v1/completions", json={**BODY, "deadline_s": 0.2})
-        assert late.status_code == 504 and num_tokens == seen == await drawn() - before < BODY["max_tokens"]
+        assert late.status_code == 504 and num_tokens == seen == await count_sampled() - before < BODY["max_tokens"]
         assert (await http.get("/v1/loads")).json()["loads"][0]["num_total_reqs"] == 1
         assert (await http.post("/freeze_gc")).status_code == 200
         assert (await http.post("/continue_generation")).status_code == 200

@@ -55,7 +55,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, str]]:
 
 @torch.no_grad()
 def oracle_choices(model: str, kind: str, options: dict[str, Any], outputs: list[GenerationOutput]) -> list[list[int]]:
-    """What transformers finds likeliest at each place of the outputs: by induction these are its greedy continuations.
+    """transformers' argmax at each position of the outputs: by induction these are its greedy continuations.
     (Its GGUF reader takes two minutes; that our weights equal what it reads is tested in tests/weights.)"""
     import transformers
     from transformers.initialization import no_init_weights

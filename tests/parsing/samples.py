@@ -38,7 +38,7 @@ def run(engine: OutputParser, pieces) -> list[Event]:
 
 
 def plain(events: list[Event]) -> list[tuple]:
-    """Events without ids, which are drawn."""
+    """Events without ids, which are sampled."""
     return [("start", e.index, e.name) if isinstance(e, CallStart) else e for e in events]
 
 

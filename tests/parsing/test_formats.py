@@ -161,8 +161,8 @@ def test_ids():
     assert ids("kimi_k2", TWO_CALLS["kimi_k2"]) == ["functions.get_weather:0", "functions.noop:1"]
     assert ids("mistral", VARIANTS[5][1])[0] == "a1b2c3d4e"
     assert ids("mistral", '[TOOL_CALLS][{"name": "noop", "id": "abcdefghi"}]') == ["abcdefghi"]
-    drawn = ids("mistral", TWO_CALLS["mistral"]) + ids("hermes", TWO_CALLS["hermes"])
-    assert len(set(drawn)) == 4 and [len(i) for i in drawn] == [9, 9, 29, 29]
+    sampled = ids("mistral", TWO_CALLS["mistral"]) + ids("hermes", TWO_CALLS["hermes"])
+    assert len(set(sampled)) == 4 and [len(i) for i in sampled] == [9, 9, 29, 29]
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "kimi_k2", "deepseek_v4", "gpt_oss"])

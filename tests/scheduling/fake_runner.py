@@ -125,7 +125,7 @@ class FakeRunner:
                 if entries:
                     prompts.append(PromptLogprobs(row_id, max(1, begin + 1), entries))
             if plan.samples[index] and begin + length == row.jumped_from + 1:
-                tokens.append(-5)  # known before it was drawn: whatever comes out means nothing
+                tokens.append(-5)  # known before it was sampled: whatever comes out means nothing
             elif plan.samples[index]:
                 assert begin + length == len(row.prints), "sampled before the end of what is known"
                 tokens.append(draw_token(row.prints[-1], row.seed, self.vocab))
@@ -235,7 +235,7 @@ class FakeEngine:
         assert len({output.request_id for output in outputs}) == len(outputs), "two outputs of one request in one batch"
         for output in outputs:
             assert output.request_id not in self.finishes, "output after the last"
-            assert output.token_ids or output.finish or output.prompt_logprobs, "an output without news"
+            assert output.token_ids or output.finish or output.prompt_logprobs, "an output without content"
             self.tokens[output.request_id] += output.token_ids
             self.prompt_positions[output.request_id] += [entry.token_id for entry in output.prompt_logprobs or []]
             if output.finish is not None:

@@ -26,8 +26,8 @@ def test_outputs_are_those_of_single_steps_in_fewer_steps(depth: int, pages: int
     engine.check_outputs()
     engine.scheduler.check()
     growths = [growth for plan in engine.plans for growth in plan.growths]
-    drawn = sum(map(sum, (plan.samples for plan in engine.plans)))
-    assert len(growths) > 20 and drawn < sum(map(len, engine.tokens.values())) * 0.9
+    sampled = sum(map(sum, (plan.samples for plan in engine.plans)))
+    assert len(growths) > 20 and sampled < sum(map(len, engine.tokens.values())) * 0.9
     assert engine.scheduler.stats().generation_tokens_total == sum(map(len, engine.tokens.values()))
 
 

@@ -107,7 +107,7 @@ class FakeExecutor:
                 assert length == 1 and samples
             assert begin + length <= len(known), "a span reaches beyond the known tokens"
             if samples:
-                assert begin + length == len(known), "a token is drawn after the last known one"
+                assert begin + length == len(known), "a token is sampled after the last known one"
                 tokens.append((next_token(known) + self.shift) % 250)
                 known.append(tokens[-1])
         outcome = Boom("device lost") if self.FAIL_RESULT in planned else StepResult(plan.step_id, tokens)

@@ -1,4 +1,4 @@
-"""Small models of any family and shape, and engines and requests for them, all drawn from a seed. Torch-free but for
+"""Small models of any family and shape, and engines and requests for them, all sampled from a seed. Torch-free but for
 scores."""
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def plain_options(case: Case) -> dict[str, Any]:
 
 def find_distances(case: Case, outputs: list[GenerationOutput], folder: Path) -> torch.Tensor:
     """Against an engine that reads prompts with their outputs: how far each log-probability is from that one's, and how
-    much likelier than the token that was drawn it finds the likeliest."""
+    much more likely than the sampled token it finds the argmax."""
     texts = [
         (prompt, choice) for prompt, output in zip(case.prompts * 2, outputs, strict=True) for choice in output.outputs
     ]

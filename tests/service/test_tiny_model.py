@@ -113,7 +113,7 @@ def test_greedy_output_survives_retraction(folder: Path, depth: int):
         assert llm.stats().retracted_total > 0
 
 
-def test_a_nucleus_of_nothing_is_the_likeliest_token(folder: Path, alone: list[list[int]]):
+def test_a_nucleus_of_nothing_is_the_argmax(folder: Path, alone: list[list[int]]):
     params = [
         SamplingParams(temperature=1.5, top_p=0, top_k=20, max_tokens=len(expected), ignore_eos=True)
         for expected in alone

@@ -25,7 +25,7 @@ LENGTHS = ([5], [5] * 40, [17, 300, 3], [600], [2048], [3, 700, 1500, 40, 3000],
 
 
 def kinds() -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Lengths of prompts, and how their outputs are drawn."""
+    """Lengths of prompts, and how their outputs are sampled."""
     for lengths in LENGTHS:
         yield lengths, {"temperature": 0}
         yield lengths, {}

@@ -1,5 +1,5 @@
 """Grammars on a GPU: launches do not wait for the device, and neither overlap nor captured graphs change what is
-drawn."""
+sampled."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def forced_together(num_jumping: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     "sampling", [{"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}, {"min_forced": 1000}], ids=str
 )
-def test_rows_that_must_be_drawn_one_by_one_do_not_jump(sampling: dict[str, Any]):
+def test_rows_that_must_be_sampled_one_by_one_do_not_jump(sampling: dict[str, Any]):
     bench = Bench(CALL, **sampling)
     step, _ = bench.step(0, ord("<"))
     bench.grammars.catch_up(step)

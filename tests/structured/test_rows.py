@@ -105,13 +105,13 @@ class Bench:
     def __init__(self) -> None:
         self.rows = Rows(8, torch.device("cpu"))
         self.grammars = GrammarRows(store_of(CountLibrary()), VOCAB_SIZE, 8, torch.device("cpu"))
-        self.num_drawn: dict[int, int] = {}
+        self.num_sampled: dict[int, int] = {}
 
     def start(
         self, row: int, end: int | None, *, output: tuple[int, ...] = (), rules: LogitRules | None = None
     ) -> RowTokens:
         grammar = None if end is None else Grammar("regex", str(end))
-        self.num_drawn[row] = len(output)
+        self.num_sampled[row] = len(output)
         known = self.rows.start(
             RowStart(row, f"r{row}", [1, 2, *output], 2, SamplingSpec(grammar=grammar, rules=rules))
         )
@@ -120,7 +120,7 @@ class Bench:
         return known
 
     def batch(self, *rows: int) -> SampleBatch:
-        return SampleBatch.of(np.array(rows), np.array([2 + self.num_drawn[row] for row in rows]), self.rows)
+        return SampleBatch.of(np.array(rows), np.array([2 + self.num_sampled[row] for row in rows]), self.rows)
 
     def step(
         self, ids: dict[int, int], *, is_done: bool = True
@@ -133,7 +133,7 @@ class Bench:
         step = Step(list(ids.values()), is_done=is_done)
         fill.follow(step)
         for row in ids:
-            self.num_drawn[row] += 1
+            self.num_sampled[row] += 1
         allowed = read_masks(masks, list(ids))
         return {row: allowed[row] for row in ids if self.rows[row].sampling.grammar is not None}, masks.errors, step
 
@@ -326,7 +326,7 @@ def test_masks_that_wait_for_a_step_are_begun_as_it_is_read():
     bench.grammars.catch_up(first)
     assert fill.bitmasks is not None and first.num_reads == 1 and second.num_reads == 0
     assert read_masks(fill.result(), [0]) == {0: {1}}
-    bench.num_drawn[0] += 1
+    bench.num_sampled[0] += 1
     fill = bench.grammars.begin(bench.batch(0))
     assert fill.bitmasks is None and read_masks(fill.result(), [0]) == {0: {2, EOS}}, (
         "whoever is in a hurry reads it himself"

@@ -60,10 +60,10 @@ def test_leaving_early_and_errors_leave_nothing_running(copy_ahead):
         list(copy_ahead(failing(), torch.device("cuda", 0), threads=4))
 
 
-def test_dummy_weights_are_drawn_on_the_device_alike_for_a_seed(copy_ahead):
-    drawn = []
+def test_dummy_weights_are_made_on_the_device_alike_for_a_seed(copy_ahead):
+    made = []
     for _ in range(2):
         layer = torch.nn.Linear(300, 200, device="cuda", dtype=torch.bfloat16)
         fill_dummy_weights(layer, 5)
-        drawn.append(layer.weight.detach().clone())
-    assert torch.equal(*drawn) and abs(drawn[0].float().std().item() - 0.02) < 0.001
+        made.append(layer.weight.detach().clone())
+    assert torch.equal(*made) and abs(made[0].float().std().item() - 0.02) < 0.001

@@ -27,12 +27,12 @@ def values(seed, **options):
 
 
 def test_matrices_have_the_wanted_spread_and_norms_are_near_one():
-    drawn = values(3, std=0.05)
+    made = values(3, std=0.05)
     for name in ("embedding.weight", "layer.weight", "small"):
-        assert abs(drawn[name].std().item() - 0.05) < 0.002 and abs(drawn[name].mean().item()) < 0.003
-    assert (drawn["q_norm.weight"] - 1).abs().max() < 0.3 and drawn["q_norm.weight"].std() > 0.02
-    assert drawn["layer.bias"].abs().max() < 0.3
-    assert drawn["quantised"].abs().max() == 0
+        assert abs(made[name].std().item() - 0.05) < 0.002 and abs(made[name].mean().item()) < 0.003
+    assert (made["q_norm.weight"] - 1).abs().max() < 0.3 and made["q_norm.weight"].std() > 0.02
+    assert made["layer.bias"].abs().max() < 0.3
+    assert made["quantised"].abs().max() == 0
     assert abs(values(3)["embedding.weight"].std().item() - 0.02) < 0.001
 
 

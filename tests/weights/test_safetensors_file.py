@@ -36,8 +36,8 @@ def same_bytes(a, b):
 @pytest.fixture(scope="module")
 def tensors():
     torch.manual_seed(0)
-    drawn = {f"t.{str(dtype)[6:]}": torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES}
-    return {**drawn, "scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "big": torch.randn(64, 33)}
+    made = {f"t.{str(dtype)[6:]}": torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES}
+    return {**made, "scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "big": torch.randn(64, 33)}
 
 
 @pytest.fixture(scope="module")

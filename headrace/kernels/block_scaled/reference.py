@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from headrace.kernels.block_scaled import FP8_BLOCK, FP8_GROUP, MXFP4_BLOCK
+from headrace.kernels.once import cache_once
 
 LARGEST = 448.0
 """Of e4m3."""
@@ -32,7 +31,7 @@ def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes[..., ::2] | codes[..., 1::2] << 4, scales
 
 
-@cache
+@cache_once
 def pairs_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[256]: the two values of each byte side by side, as one integer of twice the width of ``dtype``."""
     half = torch.tensor((*MAGNITUDES, *(-m for m in MAGNITUDES)), dtype=dtype)
@@ -41,7 +40,7 @@ def pairs_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).squeeze(-1).to(device)
 
 
-@cache
+@cache_once
 def powers_of_two(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[256]: the value of each e8m0 byte."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).to(dtype).to(device)

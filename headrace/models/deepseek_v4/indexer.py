@@ -4,11 +4,11 @@ chosen."""
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import nn
 
+from headrace.kernels.once import cache_once
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
@@ -79,7 +79,7 @@ def choose_entries(scores: torch.Tensor | None, visible: torch.Tensor, top_k: in
     return torch.where(visible[:, None] <= top_k, first, best)
 
 
-@cache
+@cache_once
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
     """The orthonormal Hadamard matrix of a power of two, float32."""
     matrix = torch.ones(1, 1, device=device)

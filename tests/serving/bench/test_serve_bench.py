@@ -259,10 +259,10 @@ times = st.floats(0.001, 50)
         st.tuples(st.floats(0, 100), st.lists(times, min_size=1, max_size=20), st.booleans()), min_size=1, max_size=30
     )
 )
-def test_the_report_is_numpys_arithmetic(drawn):
+def test_the_report_is_numpys_arithmetic(random):
     timings = [
         timing(start, np.cumsum([start, *gaps])[1:].tolist(), error="x" if failed else None) for start, gaps,
-        failed in drawn
+        failed in random
     ]
     good = [t for t in timings if t.error is None]
     report = summarise(timings)

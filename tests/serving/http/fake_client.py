@@ -164,7 +164,7 @@ class FakeAssembler:
 class FakeClient:
     """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, and so are schemas with
     ``uniqueItems``; one with ``BREAK3`` fails after three tokens, one with ``HOLD`` yields nothing until aborted.
-    ``delay_s`` passes before each token. ``script`` is what the model answers, to everything, instead of drawn
+    ``delay_s`` passes before each token. ``script`` is what the model answers, to everything, instead of sampled
     letters."""
 
     delay_s: float = 0.0

@@ -75,17 +75,17 @@ async def test_generate(server, client, stream):
 
 
 async def test_options_reach_the_engine(server, client):
-    drawn = {
+    sampling = {
         "stop": ["x"], "seed": 7, "temperature": 0.5, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "presence_penalty": 0.5,
         "frequency_penalty": 1.5
     }
     await ask(
         server, "chat", stream=False, messages=[USER],
-        options={**drawn, "num_predict": 3, "repeat_penalty": 1.2, "num_ctx": 2048, "num_gpu": 99}, think="low"
+        options={**sampling, "num_predict": 3, "repeat_penalty": 1.2, "num_ctx": 2048, "num_gpu": 99}, think="low"
     )
     params = client.submitted[-1][1]
     assert (
-        {name: getattr(params, name) for name in drawn} == drawn
+        {name: getattr(params, name) for name in sampling} == sampling
         and (params.repetition_penalty, params.max_tokens) == (1.2, 3)
     )
     assert client.tokenizer.options["reasoning_effort"] == "low"
