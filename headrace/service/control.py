@@ -30,6 +30,7 @@ class Control:
 
     def __init__(self, engine: Engine, stop: Callable[[], None]):
         self._engine = engine
+        # Calls without arguments. "ping" returns `Engine.step_bound_s`, which sets the supervisor's silence limit.
         self._plain: dict[str, Callable[[], object]] = {
             "stats": lambda: msgspec.to_builtins(engine.stats()),
             "reset_prefix_cache": engine.reset_prefix_cache,
@@ -61,7 +62,7 @@ class Control:
                 return executor.stop_profile()
         try:
             self._change_device(call)
-        finally:
+        finally:  # also after an error: a failed change may have released parts already
             self._engine.is_asleep = bool(executor.released & VITAL_PARTS)
         return sorted(executor.released)
 

@@ -30,7 +30,8 @@ Released = tuple[EngineRequest, HeadraceError | None]
 
 
 class RequestCoordinator(Protocol):
-    """Built once per engine, called by its thread."""
+    """Built once per engine and called from the engine's thread alone. It may go on holding a request that has ended
+    meanwhile (aborted, expired): releasing an unknown id does nothing."""
 
     def __init__(self, executor: Executor, hooks: Hooks): ...
 
@@ -39,20 +40,21 @@ class RequestCoordinator(Protocol):
         """Whether it holds any request."""
 
     def concerns(self, request: EngineRequest) -> bool:
-        """Whether a new request must wait for it. Keeps nothing."""
+        """Whether a new request must wait for it. No side effects: it is called more than once per request."""
 
     def hold(self, request: EngineRequest) -> None:
-        """Begin what the request waits for."""
+        """Take the request and start whatever it waits for; `poll` returns it later."""
 
     def poll(self) -> list[Released]:
-        """Requests that became ready, or failed; called in every step, so it must not wait."""
+        """Requests that became ready, or failed. Called in every step: it must not block."""
 
     def pause(self) -> None:
         """Wait briefly for something to become ready; called when the engine has nothing else to do."""
 
 
 COORDINATORS: Registry[type[RequestCoordinator]] = Registry("request coordinator")
-"""All that load are used, in order of priority; a request passes them one after the other."""
+"""Every one that loads is used. A request passes them one after the other, highest priority first: hooks, then
+grammars, then those of other packages."""
 
 COORDINATORS.add("hooks", "headrace.service.coordination:HookGate", priority=20, doc="requests that step hooks hold")
 COORDINATORS.add(
@@ -121,6 +123,7 @@ class WaitingRoom:
         next(coordinator for coordinator in self._coordinators if coordinator.is_waiting).pause()
 
     def _pass_on(self, request: EngineRequest, first: int) -> None:
+        """Hold the request in the next coordinator from index ``first`` on that applies, else release it."""
         for coordinator in self._coordinators[first:]:
             if coordinator.concerns(request):
                 coordinator.hold(request)
@@ -135,13 +138,15 @@ IDLE_WAIT_S = 0.002
 
 
 class GrammarGate:
-    """See `RequestCoordinator`."""
+    """Holds requests whose grammar is being compiled on another thread. One that fails to compile, or takes longer than
+    ``limit_s`` seconds, ends the request with a `RequestError`; the compilation itself is not cancelled."""
 
     def __init__(
         self, executor: Executor, hooks: Hooks, *, limit_s: float = COMPILE_LIMIT_S,
         clock: Callable[[], float] = time.monotonic
     ):
         self._executor, self._limit_s, self._clock = executor, limit_s, clock
+        # By request id: the request, its compilation, and the deadline on `clock`.
         self._waiting: dict[str, tuple[EngineRequest, Future[object], float]] = {}
 
     @property
@@ -154,7 +159,7 @@ class GrammarGate:
         return request.sampling.grammar is not None
 
     def hold(self, request: EngineRequest) -> None:
-        """Start to compile; equal grammars share one compilation."""
+        """Start to compile. The executor shares one compilation among equal grammars."""
         grammar = request.sampling.grammar
         assert grammar is not None, "see concerns"
         self._waiting[request.request_id] = (
@@ -181,8 +186,9 @@ class GrammarGate:
 
 
 class HookGate:
-    """See `RequestCoordinator`. A request is released when the hook that holds it says so, when that hook is switched
-    off, or after `HOOK_LIMIT_S`."""
+    """Holds requests for step hooks. A request is released when a hook returns it from ``ready_requests``, when the set
+    of active hooks changes (the hook that holds it may be the one switched off), or after ``limit_s`` seconds. It then
+    runs; unlike a grammar, a slow hook is no fault of the request."""
 
     def __init__(
         self, executor: Executor, hooks: Hooks, *, limit_s: float = HOOK_LIMIT_S,

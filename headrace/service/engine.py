@@ -1,6 +1,8 @@
 """`Engine`: the step loop. Plans, executes and commits; contains failed steps.
 
-Refuses: sockets, processes, text. Overlap is only how many plans may be in flight.
+Refuses: sockets, processes, text. Overlap scheduling is a queue of depth ``overlap_depth``: with 2, step N+1 is planned
+and launched while the device computes step N. The scheduler plans with tokens that are not known yet; `commit` settles
+what it assumed.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_STEPS = 1000
-"""Steps in a row that find work but nothing to plan; more means that the scheduler is stuck, which it never may be."""
+"""Steps in a row that may find requests but nothing to plan; more means a scheduler bug, see `_notice_empty_step`."""
 
 
 ASLEEP_RETRY_AFTER_S = 5.0
 
 
 class StepTimes:
-    """Bounds the seconds that one step may take, by those seen. What a step costs grows at most in proportion to its
-    tokens, so each one seen bounds the largest one; contexts that grow show in the longest one seen."""
+    """Estimates how long one step may take, from measured steps. The cost of a step grows at most linearly with its
+    tokens (fixed costs make it sublinear), so a step of n tokens in s seconds bounds a full one by s * max / n; the
+    smallest such bound counts. The maximum with the longest step seen covers attention over growing contexts."""
 
     def __init__(self, max_step_tokens: int):
         self._max_tokens = max_step_tokens
@@ -51,7 +54,7 @@ class StepTimes:
 
 
 class _FailedLaunch:
-    """Stands for a step that raised before it was launched."""
+    """`PendingStep` of a step that raised in ``execute``; raises the same error when its turn to commit comes."""
 
     def __init__(self, error: Exception):
         self._error = error
@@ -80,13 +83,14 @@ class Engine:
         """Plans, their results to come, and when they were launched (`time.monotonic`)."""
         self._times = StepTimes(executor.config.scheduler.max_step_tokens or 1)
         self._outputs: list[RequestOutput] = []
+        """Outputs made between steps (refusals, aborts, drain); the next `step` returns them."""
         self._num_empty = 0
         self._is_paused = False
         self.is_asleep = False  # memory that every request needs is off the device
 
     @property
     def is_held(self) -> bool:
-        """Whether it is paused and nothing is in flight any more: `step` only ends requests then."""
+        """Whether it is paused with nothing in flight and no output to return: `step` can then only end requests."""
         return self._is_paused and not self._in_flight and not self._outputs
 
     @property
@@ -100,8 +104,7 @@ class Engine:
         return bool(self._outputs or self._in_flight or self._scheduler.has_work)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Never raises for the request's sake: what is wrong with it is its output of the next
-        step."""
+        """Queue a request. A refused request does not raise: its error is an output of the next step."""
         must_wait = self._waiting_room.concerns(request)
         try:
             if self.is_asleep:
@@ -111,7 +114,7 @@ class Engine:
             finish = Finish("error", error=ErrorInfo.of(error))
             self._outputs.append(RequestOutput(request.request_id, [], finish))
             return
-        if must_wait:
+        if must_wait:  # after `add`: a coordinator may release it at once, and the scheduler must know it then
             self._waiting_room.enter(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
@@ -121,7 +124,8 @@ class Engine:
             self._outputs.append(output)
 
     def step(self) -> list[RequestOutput]:
-        """Keep the device fed and read the oldest result; returns everything that became known."""
+        """Launch plans until ``overlap_depth`` are in flight, then wait for the oldest one and commit it. Returns the
+        outputs of that step and of requests that were refused, aborted or expired since the last call."""
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
         outputs += self._waiting_room.poll()
@@ -133,9 +137,9 @@ class Engine:
                     self._commit(outputs)
                 return outputs
         if self._in_flight:
-            self._commit(outputs)
+            self._commit(outputs)  # one only: the next call launches a new plan before it waits again
             self._num_empty = 0
-        elif self._waiting_room.is_waiting:
+        elif self._waiting_room.is_waiting:  # all requests are held: sleep a moment instead of spinning
             self._waiting_room.pause()
         elif not outputs and not self._is_paused:
             self._notice_empty_step()
@@ -176,7 +180,8 @@ class Engine:
         self.executor.close()
 
     def _execute(self, plan: StepPlan) -> bool:
-        """Launch a plan. One that fails to launch is in flight too, so that it fails in its turn."""
+        """Launch a plan; returns whether that succeeded. A plan that raises is queued too, so that the steps before it
+        are committed first and it fails in order."""
         self._hooks.dispatch("step_planned", plan)
         began = time.monotonic()
         try:
@@ -197,6 +202,8 @@ class Engine:
             outputs += self._scheduler.commit(plan, result)
 
     def _fail(self, plans: list[StepPlan], error: Exception, outputs: list[RequestOutput]) -> None:
+        # Later plans build on tokens and pages of the failed one, so their results are dropped unread; `reset` below
+        # waits for the device before rows and pages are used again.
         self._in_flight.clear()
         if isinstance(error, OutOfDeviceMemory) and self._scheduler.retry(plans[0]):
             logger.warning(
@@ -208,12 +215,14 @@ class Engine:
         logger.error("step %d failed with %d plans in flight", plans[0].step_id, len(plans), exc_info=error)
         failure = StepFailed(f"the step computing this request failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
+        # The first call ends the failed plan's requests and voids the later plans; for those the calls end nobody.
         for plan in plans:
             outputs += self._scheduler.fail(plan, failure)
         self.executor.reset()
         self._scheduler.check()
 
     def _notice_empty_step(self) -> None:
+        """Raise after `MAX_EMPTY_STEPS` without progress: otherwise a stuck scheduler would spin for ever."""
         self._num_empty = self._num_empty + 1 if self._scheduler.has_work else 0
         if self._num_empty > MAX_EMPTY_STEPS:
             raise AssertionError(f"the scheduler has work but planned nothing in {self._num_empty} steps")

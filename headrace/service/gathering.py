@@ -1,8 +1,8 @@
 """`Gathering`: how long an idle engine waits for more requests before it starts a batch.
 
-Concurrent clients often send their next request when one has ended. Requests that ended together are then followed by
-others that arrive one by one, and the first of them would be prefilled alone while the rest wait. Refuses: reading
-messages.
+Closed-loop clients send their next request when one has ended. Requests that ended in the same step are then followed
+by others that arrive within milliseconds but one by one; without a wait the first would be prefilled alone while the
+rest queue for a whole step. Refuses: reading messages.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ MAX_WAIT_S = 0.05
 
 
 class Gathering:
-    """Waits for as many as ended together, all in all no longer than steps take that begin with nothing running. A
-    request that ended alone is followed by nobody."""
+    """Waits for as many followers as requests ended together. The total wait is at most the mean time of a first step
+    (what the followers would lose by missing it), and at most `MAX_WAIT_S`. After a request that ended alone there is
+    no wait: a single client has nobody to be batched with."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
+        # Followers are counted as the growth of the queue over ``_num_before``.
         self._num_expected = self._num_before = 0
         self._began_at = self._first_step_s = 0.0
 
@@ -38,7 +40,7 @@ class Gathering:
         self._num_expected, self._num_before = num_ended, num_waiting
 
     def note_first_step(self, seconds: float) -> None:
-        """A step that began with nothing running took ``seconds``."""
+        """Note a step that began with nothing running; keeps a moving average with weight 1/2."""
         self._first_step_s = seconds if not self._first_step_s else 0.5 * (self._first_step_s + seconds)
 
     def begin(self) -> None:

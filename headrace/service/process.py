@@ -1,8 +1,9 @@
 """The engine process: ``python -m headrace.service.process``, started by the supervisor with a socket as its standard
 input.
 
-Owns an `Engine` and the loop between it and its socket. It ends on a signal or call, when the engine can no longer be
-trusted, and when its parent dies.
+Owns an `Engine` and the loop between it and its socket. It ends on `END_SIGNAL`, on a ``shutdown`` call, when a step
+raises, and when its parent dies. One thread owns the engine and reads the socket; the others are the parent watch and,
+when the client is slow, the writer of the channel.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 250
 IDLE_PAUSE_MS = 5
-"""Between two pieces of work for idle moments: time for a request to arrive."""
+"""Wait between two calls of `Executor.use_idle_moment`, so that a request that arrives meanwhile goes first."""
 PAUSED_WAIT_MS = 20
+"""Wait per round while paused with requests: bounds how late a deadline is noticed, without a busy loop."""
 STATS_PERIOD_S = 0.25
 PARENT_POLL_S = 1.0
 START_UP_TOKENS = 16
-"""Prompt of the first request, the engine's own. A step of one token says too little about a large one."""
+"""Prompt length of the warm-up request. The time of a one-token step would be a poor bound for a full step, see
+`headrace.service.engine.StepTimes`."""
 
 Builder = Callable[[EngineConfig, Progress], Engine]
 
@@ -80,6 +83,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until stopped. An exception from here means that the engine cannot be trusted any more."""
         while not self._is_stopping and self._channel.is_open:
+            # Read before messages come in: a step that follows an idle moment starts a new batch.
             is_first = not self._engine.has_work
             has_messages = self._take_messages(self._patience_ms())
             if self._gathering.is_due and self._engine.has_work:
@@ -95,7 +99,7 @@ class EngineLoop:
         return PAUSED_WAIT_MS if self._engine.is_held else 0
 
     def _gather(self) -> bool:
-        """Take more messages before the step, if it is worth while; whether nothing runs."""
+        """Wait for further requests before the step, if nothing runs; returns whether nothing runs."""
         stats, gathering = self._engine.stats(), self._gathering
         if not stats.num_running:
             gathering.begin()
@@ -111,6 +115,8 @@ class EngineLoop:
         if is_first:
             self._gathering.note_first_step(now - began)
         if num_ended := sum(output.finish is not None for output in outputs):
+            # Before the outputs are sent: what is queued now cannot be a reaction to these ends, so `Gathering` counts
+            # only later arrivals as followers.
             self._take_messages(0)
             self._gathering.note_end(num_ended, self._engine.stats().num_queued)
         is_idle = not self._engine.has_work
@@ -121,7 +127,7 @@ class EngineLoop:
             self._channel.send(Outputs(outputs, stats))
 
     def _take_messages(self, wait_ms: int) -> bool:
-        """Whether there were any."""
+        """Receive and apply messages, waiting ``wait_ms`` for the first; returns whether there were any."""
         messages = self._channel.receive(wait_ms)
         for message in messages:
             self._take(message)
@@ -137,8 +143,8 @@ class EngineLoop:
 
 
 def produce_token(engine: Engine) -> None:
-    """Let the engine generate one token of its own (a pooling model: one result), the proof that it works and the first
-    measurement of a step; raises what went wrong."""
+    """Warm-up: run one request of `START_UP_TOKENS` tokens for one output token (a pooling model: one result). Shows
+    that the engine works and gives the first measurement of a step. Raises `ModelError` when no token comes."""
     facts = engine.executor.facts
     prompt = [0] * max(1, min(START_UP_TOKENS, facts.max_model_len - 1))
     pooling = PoolingSpec() if facts.pooling is not None else None
@@ -151,13 +157,15 @@ def produce_token(engine: Engine) -> None:
         raise ModelError("the engine could not produce a first token: no output")
     if finish.error is not None:
         raise ModelError(f"the engine could not produce a first token: {finish.error.message}")
-    engine.reset_prefix_cache()
+    engine.reset_prefix_cache()  # the warm-up prompt must not stay there
 
 
 def die_with_parent(channel: EngineChannel, parent: int) -> None:
     """Watch the line to the parent from a thread; when the parent is gone, end the process at once."""
 
     def watch() -> None:
+        # Two signs: a hang-up of the socket, which a copy of the descriptor in another child of the parent would hide,
+        # and the parent id, which changes when the process is reparented.
         while os.getppid() == parent and not channel.await_end(PARENT_POLL_S):
             pass
         logger.warning("the parent process is gone; the engine ends")
@@ -167,7 +175,8 @@ def die_with_parent(channel: EngineChannel, parent: int) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, and what it has started: compilers of kernels, which at a usual end are waited for."""
+    """Kill all child processes (kernel compilers) and exit without finalizers: a normal exit would wait for them and
+    for threads."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -180,7 +189,7 @@ def _leave_before_serving(_: int, __: FrameType | None) -> None:
 
 
 def _give_memory_back() -> None:
-    """What loading allocated and freed, to the system, where the C library can: some 45 MB of a small model."""
+    """Return heap memory that loading freed to the system (glibc only): about 45 MB after a small model."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -193,7 +202,7 @@ def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChanne
         engine = build(config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
     produce_token(engine)
     _give_memory_back()
-    gc.freeze()  # a collection would take longer than what it frees is worth
+    gc.freeze()  # without a collection before: it would take longer than what it frees is worth
     gc.enable()
     loop = EngineLoop(engine, channel)
     signal.signal(END_SIGNAL, lambda *_: loop.stop())
@@ -215,7 +224,7 @@ def _open_channel() -> tuple[EngineChannel, EngineConfig]:
             return channel, config
     except ConfigError as error:  # started by hand
         logger.error("%s", error)
-    leave(1)  # at once: the import is still running
+    leave(1)  # a normal exit would wait for the import thread, for seconds
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -35,19 +35,19 @@ LAST_WORDS_S = 1.0
 
 STALL_TIMEOUT_S = 300.0
 STALL_TICKS = 4
-"""The engine is asked for a sign of life this often within the shortest time that it may be silent."""
+"""Pings within the shortest time that an engine may be silent."""
 STALL_FACTOR = 10.0
-"""An engine may be silent this many times as long as a step may take by its own measurements: contexts grow, and other
-programs take the cores."""
+"""The silence limit in units of the engine's own bound for one step (the answer to a ping): a margin for contexts that
+grow and for other programs on the same cores."""
 LEAST_STALL_S = 20.0
 LEAST_COMPILING_STALL_S = 60.0
-"""But never less than this; the second where kernels may be compiled within a step, that is not on a CPU."""
+"""Lower bounds of the silence limit, on a CPU and on other devices, where kernels may be compiled within a step."""
 
 
 class SilenceWatch:
-    """Decides when a loaded engine has been silent for too long: `STALL_FACTOR` times its longest possible step, within
-    bounds; at most ``most_s``, as long as it has not measured any step, and while it works on an admin call. Has no
-    clock but the ticks of its owner, so that a pause of this process is not taken for one of the engine."""
+    """Decides when a loaded engine has hung. The limit is `STALL_FACTOR` times its step bound, between ``_least_s`` and
+    ``most_s``; it is ``most_s`` before a step was measured and during an admin call. Counts the ticks of its owner
+    instead of reading a clock: if this process is suspended, the time does not count against the engine."""
 
     def __init__(self, most_s: float):
         self._most_s = most_s
@@ -69,12 +69,12 @@ class SilenceWatch:
         return min(self._most_s, limit)
 
     def note_sent(self, message: ToEngine) -> None:
-        """A message to the engine. Admin calls move memory or read weights, which no step bounds."""
+        """Note a message to the engine. Admin calls move memory or read weights, which takes longer than a step."""
         if isinstance(message, Call) and message.method in ADMIN_CALLS:
             self._calls.add(message.call_id)
 
     def note_heard(self, message: FromEngine) -> None:
-        """A message of the engine, whatever it says a sign of life."""
+        """Note a message of the engine; any message is a sign of life."""
         self._is_heard, self._silent_s = True, 0.0
         if isinstance(message, Ready):
             self._is_loaded = True
@@ -85,7 +85,8 @@ class SilenceWatch:
                 self._step_s = message.result
 
     def tick(self, seconds: float) -> bool:
-        """So much time has passed; whether the engine has been silent for too long."""
+        """Advance by ``seconds``; returns whether the engine has been silent for too long."""
+        # An interval in which anything was heard counts as nothing, so the limit may be exceeded by one tick.
         if self._is_loaded and not self._is_heard:
             self._silent_s += seconds
         self._is_heard = False
@@ -99,14 +100,16 @@ class Listener(Protocol):
         """A message of the living engine."""
 
     def on_exit(self, error: HeadraceError, *, is_final: bool) -> None:
-        """The engine process is gone, uninvited. ``is_final``: it will not be started again."""
+        """The engine process has ended without being asked to. ``is_final``: it will not be started again."""
 
 
 class EngineProcess:
-    """One life of the engine process and the channel to it."""
+    """One run of the engine process and the channel to it. A thread waits for the exit code (`Popen.wait` blocks) and
+    passes it to the event loop."""
 
     def __init__(self, spawned: SpawnedEngine, channel: ClientChannel):
         self.channel = channel
+        # Set in the event loop alone, through `_tell`: futures of asyncio are not thread-safe.
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = spawned.process
         threading.Thread(
@@ -127,7 +130,8 @@ class EngineProcess:
             self.exit_code.set_result(code)
 
     async def kill(self) -> int:
-        """End the process without asking it; returns its exit code. One that the system cannot end is left behind."""
+        """Send SIGKILL and wait at most `TERMINATE_S`; returns the exit code. A process stuck in the kernel (a driver
+        call) may not end even then: it is left behind, and -SIGKILL is returned."""
         self._process.kill()
         await asyncio.wait([self.exit_code], timeout=TERMINATE_S)
         return self.exit_code.result() if self.exit_code.done() else -signal.SIGKILL
@@ -136,8 +140,9 @@ class EngineProcess:
         """Terminate, and kill after ``grace_s``; returns when the process is gone and the channel is closed."""
         with contextlib.suppress(EngineUnavailable):  # not connected yet, or gone; the signal reaches it too
             self.channel.send(Call(0, "shutdown"))
-        self._process.send_signal(END_SIGNAL)
+        self._process.send_signal(END_SIGNAL)  # besides the message: before `Ready` nobody reads messages
         try:
+            # Shielded: a timeout or a cancellation must not cancel the future that `_tell` sets.
             await asyncio.wait_for(asyncio.shield(self.exit_code), grace_s)
         except TimeoutError:
             logger.warning("the engine process did not end within %.0f s and is killed", grace_s)
@@ -147,18 +152,18 @@ class EngineProcess:
 
 
 class Supervisor:
-    """Starts an engine process and restarts it when it dies: at once the first time, then with growing pauses, at most
-    ``max_restarts`` times in ten minutes. One that dies before it was ever ready is not restarted: its configuration
-    is wrong, and would be wrong again. One that is ready and then gives no sign of life for as long as `SilenceWatch`
-    allows (``stall_timeout_s`` at most; 0: for ever) is killed. ``engine`` serves as the first one, when it was spawned
-    ahead."""
+    """Starts an engine process and restarts it when it dies: at once the first time, then with exponential backoff, at
+    most ``max_restarts`` times in ten minutes. If the first process dies before it is ready there is no restart: the
+    configuration is wrong, and would be wrong again. A process that is ready and then sends nothing for as long as
+    `SilenceWatch` allows (at most ``stall_timeout_s`` seconds; 0: no limit) is killed. ``engine``: a process that was
+    spawned ahead of time, used for the first run."""
 
     def __init__(
         self, config: EngineConfig, listener: Listener, *, max_restarts: int, stall_timeout_s: float = STALL_TIMEOUT_S,
         builder: str = ENGINE_BUILDER, engine: SpawnedEngine | None = None,
     ):
         self.config = config
-        """What the next life of the engine is started with."""
+        """The configuration for the next start. May be replaced while the engine runs, as after new weights."""
         self._listener = listener
         self._builder = builder
         self._max_restarts = max_restarts
@@ -182,7 +187,7 @@ class Supervisor:
         return len(self._restarts)
 
     def start(self) -> None:
-        """Spawn the engine; what comes of it the listener hears."""
+        """Spawn the engine in a task of the running event loop; the listener is told of success and failure."""
         assert self._task is None, "a supervisor starts once"
         self._task = asyncio.create_task(self._run(), name="engine-supervisor")
         self._task.add_done_callback(self._report_own_failure)
@@ -195,8 +200,8 @@ class Supervisor:
         self._process.channel.send(message)
 
     async def close(self) -> None:
-        """End the engine process. The listener hears nothing any more."""
-        if self._task is not None:
+        """End the engine process. The listener is not called any more."""
+        if self._task is not None:  # first, or the end of the process would be taken for a crash and restarted
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._process is not None:
@@ -235,7 +240,7 @@ class Supervisor:
             self._listener.on_exit(reported, is_final=True)
 
     async def _live(self) -> int:
-        """One life of the process, from spawning to its last message; returns the exit code."""
+        """Run one engine process, from spawning to its last message; returns the exit code."""
         self._last_words, self._silence = None, SilenceWatch(self._stall_timeout_s)
         spawned, self._spawned = self._spawned or spawn_engine(self._builder), None
         channel = await ClientChannel.open(spawned.line, self._take)
@@ -254,6 +259,7 @@ class Supervisor:
         finally:
             silence.cancel()
             await asyncio.wait([silence])
+        # The exit code comes through a thread and may be known before the last bytes were read, such as a `Fatal`.
         await asyncio.wait([channel.ended], timeout=LAST_WORDS_S)
         self._process = None
         channel.close()
@@ -279,7 +285,7 @@ class Supervisor:
         self._silence.note_heard(message)
         if isinstance(message, Reply) and message.call_id == PING.call_id:
             return
-        if isinstance(message, Fatal):
+        if isinstance(message, Fatal):  # a better reason for `on_exit` than the exit code that follows
             self._last_words = message.error.to_error()
         elif isinstance(message, Ready):
             self._was_ready = True
@@ -288,7 +294,7 @@ class Supervisor:
         self._listener.on_message(message)
 
     def _plan_restart(self) -> float | None:
-        """Seconds to wait before the next start, None for never again."""
+        """Seconds until the next start, None for no restart. Pauses: 0, 0.5, 1, 2 … up to `LONGEST_BACKOFF_S`."""
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()

@@ -1,5 +1,5 @@
-"""The channel between client and engine process: a socket pair that carries messages of base/messages, each behind four
-bytes of length. The first message to the engine is its configuration.
+"""The channel between client and engine process: a Unix socket pair that carries the msgpack messages of base/messages,
+each with a length prefix (uint32, little-endian). The first message to the engine is its configuration.
 
 Refuses: deciding anything about the messages. Sockets are read and written by the engine's own thread and the client's
 event loop: a thread or task between would have to be woken for every step, on cores that the engine computes on.
@@ -36,10 +36,10 @@ LENGTH = struct.Struct("<I")
 MAX_CONFIG_BYTES = 1 << 20
 READ_BYTES = 1 << 18
 MAX_READS = 16
-"""Pieces that an engine reads between two steps at most."""
+"""Limit of reads between two steps (`READ_BYTES` each), so that a flood of messages cannot hold up the running ones."""
 
 LAST_WORDS_S = 1.0
-"""How long a closing engine waits for its last messages to leave."""
+"""How long a closing engine waits until its last messages are written."""
 
 Message = TypeVar("Message")
 
@@ -51,7 +51,7 @@ def frame(message: Any) -> bytes:
 
 
 class Frames(Generic[Message]):
-    """Splits a byte stream into messages."""
+    """Splits a byte stream into messages. Lengths are not bounded: both ends are our own processes."""
 
     def __init__(self, decode: Callable[[bytearray], Message]):
         self._decode = decode
@@ -81,13 +81,15 @@ class EngineChannel:
         self._poll = select.poll()
         self._poll.register(line, select.POLLIN)
         self._frames = Frames(decode_to_engine)
+        # The lock guards the choice between a direct write and the queue, and whether a writer thread exists.
         self._lock = threading.Lock()
-        self._overflow: deque[bytes] = deque()
+        self._overflow: deque[bytes] = deque()  # frames (the first may be the rest of one) that wait for the writer
         self._writer: threading.Thread | None = None
 
     def read_config(self) -> EngineConfig | None:
-        """The first message; None when the other end closes before it has sent anything, as one that failed meanwhile.
-        Raises `ConfigError` for what is no configuration."""
+        """Wait for the first message. None when the other end closes without sending anything, because the parent
+        failed meanwhile. Raises `ConfigError` when what comes is no frame of a configuration."""
+        # The length is bounded here, unlike in `Frames`: a process started by hand may have any socket as its input.
         header = self._line.recv(LENGTH.size, socket.MSG_WAITALL)
         if not header:
             return None
@@ -98,14 +100,14 @@ class EngineChannel:
         return msgspec.msgpack.decode(payload, type=EngineConfig)
 
     def receive(self, wait_ms: int) -> list[ToEngine]:
-        """Messages that are there; waits ``wait_ms`` for the first one (0: not at all)."""
+        """Messages that have arrived; waits at most ``wait_ms`` milliseconds for the first one (0: not at all)."""
         messages: list[ToEngine] = []
         if wait_ms and not self._poll.poll(wait_ms):
             return messages
         for _ in range(MAX_READS):
             data = self._take_bytes()
             messages += self._frames.feed(data)
-            if len(data) < READ_BYTES:
+            if len(data) < READ_BYTES:  # the socket buffer is empty; saves a call that would find nothing
                 break
         return messages
 
@@ -160,6 +162,8 @@ class EngineChannel:
                 if not self._overflow:
                     self._writer = None
                     return
+            # Only this thread removes, and only after writing: while a frame is being written the queue is not empty,
+            # so `send` appends behind it and cannot overtake it. The lock is not held meanwhile: `sendall` may block.
             try:
                 self._line.sendall(self._overflow[0])
             except OSError:  # the client is gone, or the line was closed
@@ -168,8 +172,9 @@ class EngineChannel:
 
 
 def engine_line() -> socket.socket:
-    """The line that this process was started with, as its standard input. Children of this process do not get it;
-    raises `ConfigError` when there is none."""
+    """The socket that this process was started with, as its standard input; raises `ConfigError` when there is none."""
+    # The duplicate is not inheritable and /dev/null takes its place: a child process (a kernel compiler) that kept the
+    # socket open would keep the client from seeing its end.
     try:
         line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     except OSError as error:
@@ -183,8 +188,9 @@ def engine_line() -> socket.socket:
 
 
 class ClientChannel(asyncio.Protocol):
-    """The client's end, one per engine process, so that no message outlives it. ``take`` gets messages in the callback
-    that reads them; when several steps were read at once, their outputs come as one message."""
+    """The client's end, one per engine process, so that no message outlives it. ``take`` is called in the event loop,
+    in the callback that read the bytes. Outputs of several steps that were read at once arrive as one message, which
+    makes a client that falls behind do less work per token."""
 
     def __init__(self, take: Callable[[FromEngine], None]):
         loop = asyncio.get_running_loop()
@@ -218,6 +224,8 @@ class ClientChannel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        # An exception from here (a message that cannot be decoded or handled) closes the transport; the event loop
+        # passes it to `connection_lost`, which tells it from an ordinary end of the socket.
         for message in join_messages(self._frames.feed(data)):
             self._take(message)
 
@@ -228,7 +236,8 @@ class ClientChannel(asyncio.Protocol):
 
 
 def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Consecutive outputs of one request as one."""
+    """Merge consecutive outputs of one request, oldest first: tokens and logprobs are concatenated, the end and the
+    pooled result are the last one's. A single output is returned as it is, not copied."""
     if len(outputs) == 1:
         return outputs[0]
     first, last = outputs[0], outputs[-1]
@@ -242,7 +251,7 @@ def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
 
 
 def join_messages(messages: Sequence[FromEngine]) -> list[FromEngine]:
-    """Messages in their order, with the outputs of neighbouring steps in one."""
+    """Messages in their order; `Outputs` with no other message between them are merged into one."""
     joined: list[FromEngine] = []
     steps: list[Outputs] = []
     for message in messages:
@@ -257,7 +266,9 @@ def join_messages(messages: Sequence[FromEngine]) -> list[FromEngine]:
 def _join_steps(steps: list[Outputs]) -> list[FromEngine]:
     if len(steps) < 2:
         return [*steps]
-    lives: list[list[RequestOutput]] = []  # of each request; an id that has finished may be used again
+    # One list of outputs per request, in the order of first outputs. Keyed by more than the id: a client may use the
+    # id of a finished request again, and its outputs must not be merged with those of the earlier request.
+    lives: list[list[RequestOutput]] = []
     latest: dict[str, list[RequestOutput]] = {}
     for output in (output for step in steps for output in step.outputs):
         life = latest.get(output.request_id)

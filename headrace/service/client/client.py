@@ -72,13 +72,13 @@ class EngineClient:
         self._supervisor = Supervisor(
             config, self, max_restarts=max_restarts, stall_timeout_s=stall_timeout_s, builder=builder, engine=engine,
         )
-        self._streams: dict[str, RequestStream] = {}
-        self._stream_of_child: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream] = {}  # by request id
+        self._stream_of_child: dict[str, RequestStream] = {}  # by engine request id: one per choice, see `submit`
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._seeds = random.Random(config.model.seed)
         self._decided = asyncio.Event()  # set while the state is ready, or can never be ready again
-        self._idle = asyncio.Event()
+        self._idle = asyncio.Event()  # set when the last stream has ended; `close` clears it and waits
         self._failure: HeadraceError | None = None
 
     @property
@@ -109,7 +109,7 @@ class EngineClient:
         """Spawn the engine process and load the tokenizer while it starts; raises what is wrong with the tokenizer."""
         self._supervisor.start()
         is_optional = self.config.model.load_format == "dummy"
-        async with contextlib.AsyncExitStack() as undo:
+        async with contextlib.AsyncExitStack() as undo:  # an error below must not leave the engine process running
             undo.push_async_callback(self.close)
             self.tokenizer = await asyncio.to_thread(
                 open_tokenizer, self.config.model, chat_template=self._chat_template, is_optional=is_optional,
@@ -158,6 +158,7 @@ class EngineClient:
         # Choices have ids of their own (``id/0``), which another caller may have chosen as a request id.
         if request_id in self._streams or any(request.request_id in self._stream_of_child for request in requests):
             raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
+        # No await from here on: outputs are delivered in this event loop, so none can come before the stream is known.
         for request in requests:
             self._supervisor.send(request)
         stream = RequestStream(request_id, requests, assembler, self._send_aborts)
@@ -183,14 +184,15 @@ class EngineClient:
     async def control(
         self, method: Literal["pause", "continue", "freeze_gc"] | AdminCall, *, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
-        """Hold all generation (requests wait), go on with it, take the engine's heap out of garbage collection, or what
-        base/admin has; `EngineAdmin` knows when. A new engine after a crash is neither paused nor asleep."""
+        """Send a control call: ``pause`` generation (requests wait), ``continue`` it, ``freeze_gc`` (exempt the
+        engine's heap from garbage collection), or a call of base/admin; returns its result. `EngineAdmin` orders these
+        calls safely. A new engine process after a crash is neither paused nor asleep."""
         if isinstance(method, str):
             return await self._call(method)
         return await self._call(method.method, msgspec.to_builtins(method), timeout_s)
 
     async def check(self) -> None:
-        """Let the engine prove its accounts; raises when a page or row is not accounted for."""
+        """Let the engine check its accounting; raises when a page or row is not accounted for exactly once."""
         await self._call("check")
 
     def on_message(self, message: FromEngine) -> None:
@@ -203,6 +205,7 @@ class EngineClient:
             self.progress = (message.stage, message.fraction)
         elif isinstance(message, Ready):
             self.facts, self.memory, self.progress = message.facts, message.memory, ("ready", 1.0)
+            # A client that is draining or stopped stays so.
             if self.state in ("starting", "restarting"):
                 self.state = "ready"
                 self._decided.set()
@@ -262,6 +265,8 @@ class EngineClient:
             for abort in aborts:
                 self._supervisor.send(abort)
 
+    # A call is allowed while asleep: waking up is one. The future is removed in any case, so that a late reply to a
+    # call that timed out finds none.
     async def _call(
         self, method: str, arguments: dict[str, object] | None = None, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:

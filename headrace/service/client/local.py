@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from headrace.service.engine import Engine
 
 TOKENS_QUEUED = 32768
-"""Prompt tokens that are prepared and queued before a step; a longer queue would not change the next step."""
+"""Prompt tokens prepared, and submitted, before one step: more than a step usually takes."""
 OUTPUTS_JOINED = 64
-"""Steps whose outputs of a request are detokenized at once: in a batch nobody reads along."""
+"""Outputs of a request that are detokenized at once: without streaming, fewer and larger calls are cheaper."""
 
 
 @dataclass(slots=True)
@@ -52,8 +52,10 @@ class Job:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[threading.Event]:
-    """Within, Ctrl-C sets the yielded event instead of raising anywhere; the second one raises at once. At the end the
-    first is raised if nobody did. Does nothing off the main thread or when the program has a handler of its own."""
+    """Within, the first Ctrl-C sets the yielded event, and the second one raises `KeyboardInterrupt`; the block then
+    ends with `KeyboardInterrupt` if the event was set. An exception raised at any point inside a step would leave the
+    engine in an unknown state. Does nothing off the main thread (signal handlers cannot be set there) or when the
+    program has its own SIGINT handler."""
     noticed = threading.Event()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -75,8 +77,9 @@ def defer_interrupt() -> Iterator[threading.Event]:
 
 
 class _Intake:
-    """Jobs on their way into the engine. ``jobs``: all taken from the source so far; ``running``: by the ids of
-    requests that have not ended; ``held``: their latest outputs."""
+    """Jobs on their way into the engine. ``jobs``: all taken from ``source`` so far, in order; ``running``: jobs by the
+    ids of submitted requests that have not ended; ``held``: outputs per request id that are not yet detokenized.
+    ``window``: the most requests that the engine may hold at once."""
 
     def __init__(self, source: Iterator[Job], window: int):
         self.jobs: list[Job] = []
@@ -91,7 +94,8 @@ class _Intake:
         return bool(self._source or self._waiting or self.running)
 
     def take(self) -> Iterator[EngineRequest]:
-        """The requests to submit before the next step: never more than the queue takes, so that none is refused."""
+        """The requests to submit before the next step. At most ``window`` are in the engine, so that its queue limit
+        refuses none of them."""
         self._take_jobs()
         num_tokens = 0
         while self._waiting and len(self.running) < self._window and num_tokens < TOKENS_QUEUED:
@@ -122,7 +126,7 @@ class LocalClient:
             self._engine: Engine = load_target(builder)(config, lambda stage, fraction: None)
         gc.collect()
         gc.freeze()  # torch and the model are here to stay: no collection need look at their objects again
-        # Reentrant: a signal handler that interrupts the owner may take them again.
+        # Reentrant: a signal handler that interrupts the owner may take them again. Order: `_turn` before `_touch`.
         self._turn = threading.RLock()  # for a whole run
         self._touch = threading.RLock()  # for one call of the engine, which is not thread-safe
         self._seeds = random.Random(config.model.seed)
@@ -172,9 +176,9 @@ class LocalClient:
     def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.
 
-        The first run while more are taken from ``jobs``, some before each step, so that the device does not wait until
-        all are prepared. An exception from ``jobs`` ends the run and aborts what was started.
-        Ctrl-C aborts them all between two steps and leaves the engine as it was; so does `close` in another thread.
+        ``jobs`` is consumed lazily, some before each step, so that the device does not wait until all are tokenized. An
+        exception from ``jobs`` ends the run and aborts what was started. Ctrl-C and `close` in another thread take
+        effect between two steps; Ctrl-C aborts all jobs and leaves the engine usable.
         """
         with self._turn, defer_interrupt() as interrupt:
             self._require_sound()
@@ -202,8 +206,8 @@ class LocalClient:
             self._engine.check()
 
     def close(self) -> None:
-        """Free the model and the device memory, once a run in another thread has noticed; closing twice is allowed."""
-        self._is_closed = True
+        """Free the model and the device memory. Waits for a run in another thread to stop; may be called twice."""
+        self._is_closed = True  # without a lock: the thread that holds `_turn` must see it to let go
         with self._turn, self._touch:
             if not self._is_freed:
                 self._is_freed = True
@@ -223,7 +227,7 @@ class LocalClient:
     def _deliver(self, output: RequestOutput, intake: _Intake, on_finish: Callable[[], None]) -> None:
         request_id = output.request_id
         job = intake.running[request_id] if output.finish is None else intake.running.pop(request_id)
-        if not job.assembler.can_end_early:
+        if not job.assembler.can_end_early:  # no stop strings: nothing in the text can end the request early
             held = intake.held.setdefault(request_id, [])
             held.append(output)
             if output.finish is None and len(held) < OUTPUTS_JOINED:
