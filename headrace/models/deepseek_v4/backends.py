@@ -1,8 +1,9 @@
-"""Cache backends: index tensors that all layers of a group share in a step. Slots of each token's window, the
-compressed entries that the step finishes, the rows of state that it reads and writes.
+"""Cache backends of DeepSeek-V4. `prepare` computes the index tensors of a step once for all layers of a cache group:
+slots of each token's sliding window, slots of compressed entries, rows of compressor state to read and write.
 
-T tokens, R requests, C windows of tokens that the step finishes, n tokens that make an entry. The tensors are made on
-the host from the step's lengths and copied, which synchronises with the device: no graph is captured.
+T tokens, R requests, C compression windows that end in this step, n tokens that make an entry. Index arrays are
+computed on the host from the step's lengths and copied from pageable memory, which synchronises with the device, so no
+CUDA graph is captured over these backends.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from headrace.models.deepseek_v4.layout import BLOCK, PAGE_SIZE, ring_rows, slot
 
 @dataclass(slots=True)
 class Spans:
-    """A step on the host, int64: per request ``begins`` [R], ``ends`` [R] and the number of its first token ``starts``
-    [R]; per token ``requests`` [T] and ``positions`` [T]."""
+    """The step's lengths on the host, all int64. Per request: ``begins`` [R], the position of its first token in this
+    step; ``ends`` [R], one past its last position; ``starts`` [R], the index of its first token among the T. Per token:
+    its request ``requests`` [T] and its position ``positions`` [T]."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -30,21 +32,23 @@ class Spans:
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> Spans:
-        """Read a step's lengths."""
+        """Spans from the host-side lengths of ``inputs``."""
         lengths, ends = (np.array(values, dtype=np.int64) for values in (inputs.query_lens_cpu, inputs.kv_lens_cpu))
-        starts, begins = lengths.cumsum() - lengths, ends - lengths
+        starts, begins = lengths.cumsum() - lengths, ends - lengths  # exclusive prefix sum
         requests = np.repeat(np.arange(len(lengths)), lengths)
         return cls(begins, ends, starts, requests, np.arange(len(requests)) + (begins - starts)[requests])
 
     def finished(self, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-        """Requests [C] and numbers [C] of the windows of ``ratio`` tokens whose last token is in this step."""
+        """The compression windows of ``ratio`` tokens whose last token is in this step: the request of each [C], and
+        its index within that request [C]. Ordered by request, then by index."""
         firsts, counts = self.begins // ratio, self.ends // ratio - self.begins // ratio
+        # like `positions` above: a ragged arange, in which each request's run starts at its own first window
         requests = np.repeat(np.arange(len(counts)), counts)
         return requests, np.arange(len(requests)) + (firsts - (counts.cumsum() - counts))[requests]
 
 
 class _Backend(CacheBackend):
-    """What the backends have in common."""
+    """Base of the backends here: page geometry and the lookup of slots in page tables."""
 
     preferred_page_size = PAGE_SIZE
     is_capturable = False
@@ -54,35 +58,40 @@ class _Backend(CacheBackend):
         self.per_page = slots_per_page(spec, page_size)
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
-        """An index array on the device."""
+        """Copy an index array to the device; synchronises."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     def find_slots(self, inputs: AttentionInputs, requests: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Slots of the ``numbers``-th slots of requests, of equal shape, int64."""
+        """Physical slots, int64, for the ``numbers``-th logical slot of each of ``requests``; all of one shape."""
         width = inputs.page_table.shape[1]
+        # Callers pass numbers beyond a request's own length and mask them afterwards; the clamp keeps the read inside
+        # that request's row of the table.
         entries = (numbers // self.per_page).clamp_(0, width - 1)
         pages = inputs.page_table.flatten().index_select(0, (requests * width + entries).flatten()).view(numbers.shape)
         return pages.long() * self.per_page + numbers % self.per_page
 
 
 class WindowBackend(_Backend):
-    """``seen`` [T, window] int64: slots of the latest positions, -1 before the first."""
+    """``seen`` [T, window] int64: slots of each token's latest positions, newest (its own) first; -1 for positions
+    before the request's start."""
 
     seen: torch.Tensor
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
         spans = Spans.of(inputs)
-        window = min(self.spec.window, inputs.max_kv_len)
-        positions = self.upload(spans.positions)[:, None] - torch.arange(window, device=self.device)
+        window = min(self.spec.window, inputs.max_kv_len)  # no token has more positions up to its own
+        positions = self.upload(spans.positions)[:, None] - torch.arange(window, device=self.device)  # [T, window]
         requests = self.upload(spans.requests)[:, None].expand_as(positions)
         self.seen = self.find_slots(inputs, requests, positions.clamp(min=0)).masked_fill_(positions < 0, -1)
 
 
 class EntriesBackend(_Backend):
-    """``write_slots`` [C] for the entries of finished windows. ``visible`` [T]: how many entries each token may see,
-    the first ones of its request. ``slots`` [R, longest]: those of all entries. ``requests`` [T]. Of requests beyond
-    the first ``num_decodes``, which have a token each: ``prefills`` (request, first token, tokens, entries)."""
+    """Index tensors of compressed entries, int64 on the device. ``write_slots`` [C]: where the entries that this step
+    finishes are written. ``visible`` [T]: how many entries, from its request's first on, each token may see.
+    ``slots`` [R, longest]: slots of every entry of each request, undefined beyond the request's own. ``requests`` [T]:
+    each token's request. The first ``num_decodes`` requests have one token each; for each later one ``prefills`` has
+    ``(request, index of its first token, number of tokens, number of entries)``."""
 
     write_slots: torch.Tensor
     visible: torch.Tensor
@@ -96,6 +105,7 @@ class EntriesBackend(_Backend):
         ratio, spans = self.spec.compress_ratio, Spans.of(inputs)
         finished_requests, finished_numbers = spans.finished(ratio)
         self.write_slots = self.find_slots(inputs, self.upload(finished_requests), self.upload(finished_numbers))
+        # causal: a token sees the windows whose last token is not after it, its own window if it is that last token
         self.visible, self.requests = self.upload((spans.positions + 1) // ratio), self.upload(spans.requests)
         numbers = torch.arange(inputs.max_kv_len // ratio, device=self.device).expand(inputs.num_requests, -1)
         self.slots = self.find_slots(
@@ -108,18 +118,18 @@ class EntriesBackend(_Backend):
         ]
 
     def all_seen(self) -> torch.Tensor:
-        """[T, longest] int64: slots of all entries that each token sees, then -1."""
+        """[T, longest] int64: slots of the entries that each token sees, padded with -1."""
         numbers = torch.arange(self.slots.shape[1], device=self.device)
         return self.slots.index_select(0, self.requests).masked_fill(numbers >= self.visible[:, None], -1)
 
 
 class StateBackend(_Backend):
-    """How a compressor gets the tokens of windows finished in this step: of the step itself, of rows kept from before,
-    and, before a request's first window, nothing.
+    """Where a compressor finds the n tokens of each window that ends in this step: among the step's own tokens, in
+    rows that earlier steps stored in the state pages, or, for the overlap before a request's first window, nowhere.
 
-    ``kept`` [S] are slots of rows from before. ``sources`` [C, n] index (this step's T tokens, the S rows, nothing).
-    ``starts`` [C]: each window's first position. ``left`` [L] are tokens of the step whose rows later steps may need,
-    and ``left_slots`` [L] where those go. All int64.
+    ``kept`` [S]: slots of the stored rows to read. ``sources`` [C, n]: indices into the concatenation of the step's T
+    tokens, the S stored rows, and one padding row. ``starts`` [C]: each window's first position. ``left`` [L]: tokens
+    of this step whose rows later steps may need; ``left_slots`` [L]: where these are stored. All int64.
     """
 
     kept: torch.Tensor
@@ -130,9 +140,12 @@ class StateBackend(_Backend):
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
+        # reach = n: one window of tokens, or two where windows overlap. Entry m is pooled from positions
+        # (m + 1) * ratio - reach up to, but not including, (m + 1) * ratio.
         spans, ratio, reach = Spans.of(inputs), self.spec.compress_ratio, self.spec.window
         requests, numbers = spans.finished(ratio)
-        # Rows from before: from the first one that the request's first finished window takes.
+        # Stored rows to read, per request: from the first position of its first finished entry (`lows`) up to this
+        # step's first position; none for a request that finishes no entry in this step.
         lows = np.maximum(0, spans.begins - spans.begins % ratio - (reach - ratio))
         counts = np.where(spans.ends // ratio > spans.begins // ratio, spans.begins - lows, 0)
         firsts = counts.cumsum() - counts
@@ -140,6 +153,7 @@ class StateBackend(_Backend):
         kept_positions = np.arange(len(kept_requests)) + (lows - firsts)[kept_requests]
         self.kept = self._find_rows(inputs, kept_requests, kept_positions)
         positions = (numbers[:, None] + 1) * ratio - reach + np.arange(reach)
+        # three candidates per element of [C, n]: offset in the T tokens, in the S stored rows, or the padding row
         owner = requests[:, None]
         in_step = spans.starts[owner] + positions - spans.begins[owner]
         before = len(spans.positions) + firsts[owner] + positions - lows[owner]
@@ -148,7 +162,9 @@ class StateBackend(_Backend):
             np.where(positions < 0, nothing, np.where(positions >= spans.begins[owner], in_step, before))
         )
         self.starts = self.upload(numbers * ratio)
-        # Each block of tokens has a ring of rows: only its last tokens so far can have one.
+        # A block of BLOCK tokens has only `ring_rows` rows, reused in turn, so of this step's tokens only the last
+        # `ring_rows` of each block are stored. This also keeps `left_slots` free of duplicates, whose order of
+        # writing would be undefined.
         stop = np.minimum(spans.ends[spans.requests], (spans.positions // BLOCK + 1) * BLOCK)
         left = np.flatnonzero(spans.positions >= stop - ring_rows(ratio))
         self.left = self.upload(left)

@@ -1,4 +1,4 @@
-"""`V4Moe`: experts that a token's score or, in the first layers, its id chooses, beside an MLP that all tokens share.
+"""`V4Moe`: routed experts plus a shared MLP. Experts are routed by score, or by token id in the first layers.
 
 T tokens, X experts, k experts a token, V vocabulary.
 """
@@ -24,8 +24,8 @@ from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 
 
 class HashRouter(nn.Module):
-    """Experts by token id from ``table`` [V, k]; their weights by score. Without a checkpoint neighbours share
-    experts."""
+    """Looks up each token's experts by its id in ``table`` [V, k] int64; their weights still come from scores. Until a
+    checkpoint fills the table, consecutive ids have overlapping experts."""
 
     def __init__(self, spec: RoutingSpec, hidden_size: int, vocab_size: int, build: Build):
         super().__init__()

@@ -1,6 +1,7 @@
-"""Hyper-connections: instead of one residual, parallel streams that each sublayer reads from and writes to by learned,
-token-dependent weights; streams are mixed by doubly stochastic matrices. Xie et al.,
-manifold-constrained hyper-connections, as used in DeepSeek-V4. T tokens, S streams, D hidden size. All in float32.
+"""Manifold-constrained hyper-connections: instead of one residual there are S parallel streams. Each sublayer reads a
+weighted sum of them and writes back to each; weights are learned and depend on the token, and streams are mixed by
+doubly stochastic matrices. Xie et al., arXiv:2512.24880, as used in DeepSeek-V4. T tokens, S streams, D hidden size.
+Computed in float32; streams are kept in the model's dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from headrace.models.deepseek_v4.spec import HyperSpec
 
 
 class HyperConnection(nn.Module):
-    """The weights of one sublayer: ``fn`` [2S + S * S, S * D], ``base`` and ``scale`` make them of the streams."""
+    """Computes a sublayer's weights from the streams: ``fn`` [2S + S * S, S * D], whose rows are ``pre``, ``post`` and
+    ``mix`` (row-major) in this order; ``scale`` [3] and ``base`` [2S + S * S] as in `STREAM_WEIGHTS`."""
 
     def __init__(self, spec: HyperSpec, hidden_size: int, norm_eps: float, build: Build):
         super().__init__()
@@ -35,7 +37,7 @@ class HyperConnection(nn.Module):
 
 
 class StreamHead(nn.Module):
-    """Streams to one vector at the end of the model: ``[T, S, D] -> [T, D]``."""
+    """Collapses the streams into one hidden state at the end of the model: ``[T, S, D] -> [T, D]``."""
 
     def __init__(self, spec: HyperSpec, hidden_size: int, norm_eps: float, build: Build):
         super().__init__()
@@ -51,8 +53,9 @@ class StreamHead(nn.Module):
 
 
 def mix_streams(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
-    """``fn`` on the normalised streams, taken as one vector: [T, rows of fn]."""
+    """``fn`` times the RMS-normalised streams [T, S, D], flattened to one vector: [T, rows of fn]."""
     flat = streams.flatten(1).float()
+    # the norm has no weight, so its factor is one number per token and is applied after the product
     return F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
 
 
@@ -62,6 +65,7 @@ def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def write_back(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """New streams: k is ``post[k] * out`` plus the sum over j of ``mix[j, k] * streams[j]``."""
+    """New streams [T, S, D] from a sublayer's output ``out`` [T, D]: stream k is ``post[k] * out`` plus the sum over j
+    of ``mix[j, k] * streams[j]``."""
     mixed = torch.einsum("tjk,tjd->tkd", mix, streams.float())
     return torch.addcmul(mixed, post.unsqueeze(-1), out.float().unsqueeze(1)).to(streams.dtype)

@@ -1,5 +1,5 @@
-"""`Indexer`: which compressed entries each token attends to. T tokens, H index heads, E index dims, N entries, k
-chosen."""
+"""`Indexer`: selects the compressed entries that each token attends to, as in DeepSeek sparse attention. T tokens, H
+index heads, E index dims, N entries, k selected entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.models.deepseek_v4.layout import OVERLAPPING
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec
 
 TILE_ELEMENTS = 2**25
-"""Of scores per head that are held at a time."""
+"""Elements of the largest tensor of scores per head [tile, H, N] that a prefill chunk makes."""
 
 
 class Indexer(nn.Module):
@@ -35,13 +35,15 @@ class Indexer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """``x`` [T, D] and the query latents [T, L] to numbers of entries [T, k] int64, -1 where a token sees fewer."""
+        """``x`` [T, D] and the query latents [T, L] to entry numbers within each token's request, [T, k] int64, padded
+        with -1. Writes the step's index keys."""
         slots = self.compressor.entries.slots
-        # In 8 bits, values spread over all dims lose least; turning both sides changes no product.
+        # Packed keys have one scale for all dims. A Hadamard rotation spreads outliers over the dims and so lowers the
+        # quantisation error; the matrix is orthonormal, so rotating queries and keys alike leaves q . k unchanged.
         basis = hadamard(self.spec.head_dim, x.device) if slots.pack else None
         self.compressor(x, batch, basis)
         backend: EntriesBackend = self.compressor.entries.backend(batch)
-        if backend.slots.shape[1] <= self.spec.top_k:
+        if backend.slots.shape[1] <= self.spec.top_k:  # no request has more entries than are selected: skip scoring
             return choose_entries(None, backend.visible, backend.slots.shape[1])
         q = self.q(latent).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         q = rotate_last(q, self.rotary.cos_sin.index_select(0, batch.positions)).float()
@@ -50,7 +52,8 @@ class Indexer(nn.Module):
         return choose_entries(self._score(q, weights, backend), backend.visible, self.spec.top_k)
 
     def _score(self, q: torch.Tensor, weights: torch.Tensor, backend: EntriesBackend) -> torch.Tensor:
-        """``q`` [T, H, E] and ``weights`` [T, H] to [T, N] float32; what a token may not see has any score."""
+        """``q`` [T, H, E] and ``weights`` [T, H] to scores [T, N] float32; undefined for entries that a token may not
+        see. Decodes are scored as one batch against their own keys, prefill chunks one request at a time."""
         slots, num_decodes = self.compressor.entries.slots, backend.num_decodes
         scores = q.new_zeros(q.shape[0], backend.slots.shape[1])
         if num_decodes:
@@ -68,20 +71,22 @@ class Indexer(nn.Module):
 
 
 def choose_entries(scores: torch.Tensor | None, visible: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Of the first ``visible`` [T] entries the ``top_k`` that score highest, in any order; all of them, in order, where
-    there are no more than that. [T, top_k] int64, then -1. Which of equal scores wins is open."""
+    """The ``top_k`` highest-scoring of each token's first ``visible`` [T] entries, in any order; all of them, in
+    ascending order, if there are at most ``top_k``. ``scores`` [T, N], or None if N is at most ``top_k``. Returns
+    [T, top_k] int64, padded with -1. Ties are broken arbitrarily."""
     numbers = torch.arange(top_k, device=visible.device)
     first = numbers.expand(len(visible), -1).masked_fill(numbers >= visible[:, None], -1)
     if scores is None or scores.shape[1] <= top_k:
         return first
     everything = torch.arange(scores.shape[1], device=visible.device)
     best = scores.masked_fill(everything >= visible[:, None], float("-inf")).topk(top_k, dim=-1).indices
+    # rows with more than top_k visible entries: `best` holds no masked one
     return torch.where(visible[:, None] <= top_k, first, best)
 
 
 @cache_once
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """The orthonormal Hadamard matrix of a power of two, float32."""
+    """The orthonormal Hadamard matrix [size, size] float32 by Sylvester's construction; ``size`` a power of two."""
     matrix = torch.ones(1, 1, device=device)
     while matrix.shape[0] < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

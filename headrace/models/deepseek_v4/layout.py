@@ -1,8 +1,8 @@
-"""Memory layout of DeepSeek-V4's caches as plain numbers, and which pages of compressor state are kept. Torch-free: the
+"""Memory layout of DeepSeek-V4's caches as plain numbers, and the page policy of compressor state. Torch-free: the
 scheduler loads the policy by name.
 
-A page of every group stands for the same ``page_size`` tokens; groups differ in what they keep of them. N plain and R
-rotated dims of a vector.
+A page of any cache group covers ``page_size`` tokens; groups differ in how many slots they store for these. N plain
+and R rotated dims of a vector.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ INDEX_KEYS, INDEX_KEYS_FP8 = "deepseek_v4.index_keys", "deepseek_v4.index_keys_f
 STATE = "deepseek_v4.state"
 
 OVERLAPPING, WIDE = 4, 128
-"""The two compress ratios: windows of 4 tokens that see the window before, too, and windows of 128 that do not."""
+"""The two compress ratios, in tokens: windows of 4 whose entries also pool the window before, and windows of 128 that
+do not overlap."""
 
 PAGE_SIZE = 256
 BLOCK = 128
-"""Tokens among which compressor rows share a ring; pages are whole blocks."""
+"""Tokens that share one ring of compressor rows; a page is a whole number of blocks, so a ring never crosses pages. The
+largest ratio, so that a block holds whole windows of both kinds."""
 
 FP8 = "float8_e4m3fn"
-ROTATED = 64
+ROTATED = 64  # rotated dims, stored in bfloat16
 GROUP = 64
 """Plain dims that share a scale in a packed slot."""
 SCALE_BYTES = 8
-"""Per packed slot: a byte per group of plain dims, padded."""
+"""Per packed slot: one e8m0 byte per group of plain dims (7 of the 448 plain dims of head dim 512), padded to 8."""
 INDEX_SCALE_BYTES = 4
 
 
 def packed_value_bytes(head_dim: int) -> int:
-    """A packed slot without its scales: N bytes of e4m3, then R bfloat16. Raises `ConfigError` for dims it cannot
-    hold."""
+    """Bytes of a packed slot without its scales: N of e4m3, then R bfloat16. Raises `ConfigError` for a head dim whose
+    scales do not fit `SCALE_BYTES`."""
     plain = head_dim - ROTATED
     if plain <= 0 or plain % GROUP or plain // GROUP > SCALE_BYTES:
         raise ConfigError(f"head_dim {head_dim} cannot be packed in 8 bits: serve with kv_dtype auto", param="kv_dtype")
@@ -41,13 +43,14 @@ def packed_value_bytes(head_dim: int) -> int:
 
 
 def packed_page_bytes(head_dim: int, slots: int) -> int:
-    """All values of a page, then all scales, padded to whole values."""
+    """Bytes of a page: all slots' values, then all slots' scales, padded to a multiple of one slot's value bytes."""
     value = packed_value_bytes(head_dim)
     return -(-slots * (value + SCALE_BYTES) // value) * value
 
 
 def ring_rows(ratio: int) -> int:
-    """Compressor rows kept for each block of tokens: those that an unfinished window, and the one before, may need."""
+    """Compressor rows stored per block of tokens. An unfinished window has up to ``ratio - 1`` tokens; where windows
+    overlap, the ``ratio`` tokens of the window before are needed too."""
     return 2 * ratio if ratio == OVERLAPPING else ratio
 
 
@@ -76,7 +79,8 @@ def slot_bytes(spec: CacheSpec) -> int:
 
 
 def token_bytes(specs: list[CacheSpec], window_share: float) -> float:
-    """Bytes per token that all layers take, when groups with a window have ``window_share`` of the others' pages."""
+    """Cache bytes per token over all layers, if groups with a window have ``window_share`` (0 to 1) of the pages that
+    the other groups have."""
     return sum(
         slot_bytes(spec) * slots_per_page(spec, PAGE_SIZE) / PAGE_SIZE * (window_share if spec.window else 1.0)
         for spec in specs
@@ -84,8 +88,9 @@ def token_bytes(specs: list[CacheSpec], window_share: float) -> float:
 
 
 class CompressorStatePolicy:
-    """State is kept for tokens of unfinished windows and, where windows overlap, of the window before. At the end of a
-    page all windows are finished: a prefix hit needs the last page for overlapping windows, and none for others."""
+    """Page policy of compressor state: rows are needed for the tokens of an unfinished window and, where windows
+    overlap, of the window before. Page borders are window borders, so a prefix hit, which ends at a page border, needs
+    only the last page for overlapping windows, and no page for others."""
 
     is_chained = False
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class V4Block(nn.Module):
-    """One layer: attention and experts, each between reading from the streams and writing to them."""
+    """One layer: attention, then experts; each reads its input from the streams and writes its output back."""
 
     def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, rotary: RotaryTable, build: Build):
         super().__init__()
@@ -42,7 +42,7 @@ class V4Block(nn.Module):
         self.mlp = V4Moe(spec, layer, build)
 
     def forward(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, S, D] to the same."""
+        """Streams [T, S, D] to new streams [T, S, D]; the input is not modified."""
         x, post, mix = self.attention_mix(streams)
         streams = write_back(streams, self.attention(self.attention_norm(x), batch), post, mix)
         x, post, mix = self.mlp_mix(streams)
@@ -50,7 +50,7 @@ class V4Block(nn.Module):
 
 
 class DeepseekV4Model(ServedModel):
-    """See `ServedModel`. Its pages are by place, not by layer: see `spec.places`."""
+    """See `ServedModel`. A layer has several caches, so pages are bound per `Place`, in the order of `spec.places`."""
 
     is_capturable = False
 
@@ -69,7 +69,7 @@ class DeepseekV4Model(ServedModel):
         self.head = Head(build, spec.vocab_size, spec.hidden_size)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill every parameter, and what is kept as it is stored."""
+        """Fill every parameter, and the buffers that keep checkpoint tensors as stored; raises `WeightError`."""
         stored, found = self._stored(), set[str]()
         plain = self._schemes.read(self._take_stored(self._rename(tensors), stored, found))
         fill_targets(find_targets(self, self.names.modules, self.spec.num_layers), plain)
@@ -80,7 +80,8 @@ class DeepseekV4Model(ServedModel):
             )
 
     def _rename(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """To published names; the layers that draft further tokens are left out."""
+        """Map names to those of the published checkpoints and split stacked experts; the multi-token prediction layers
+        (drafters) are left out."""
         num_drafts = 0
         for name, tensor in tensors:
             name = rename(name)
@@ -92,7 +93,7 @@ class DeepseekV4Model(ServedModel):
             logger.info("left out %d tensors of the layers that draft tokens", num_drafts)
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        """What is kept as checkpoints store it: tables of experts by token id, experts in 4 bits."""
+        """Checkpoint names to the buffers that keep tensors as stored: the hash routers' tables, MXFP4 experts."""
         stored: dict[str, torch.Tensor] = {}
         for i, block in enumerate(self._blocks):
             if isinstance(block.mlp.router, HashRouter):
@@ -104,23 +105,26 @@ class DeepseekV4Model(ServedModel):
     def _take_stored(
         self, tensors: Iterable[tuple[str, torch.Tensor]], stored: dict[str, torch.Tensor], found: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copy those, as bytes if they are such; the rest passes."""
+        """Copy the tensors named in ``stored`` into their buffers and add their names to ``found``; yield the others,
+        and those of another shape."""
         for name, tensor in tensors:
             place = stored.get(name)
             if place is None or tensor.shape != place.shape:
                 yield name, tensor
                 continue
+            # codes and scales may be typed as 8-bit floats: reinterpret the bits, a copy would convert the values
             place.copy_(tensor.view(torch.uint8) if place.dtype == torch.uint8 else tensor)
             found.add(name)
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
-        """Attach each place's pages and cache group."""
+        """Attach pages and cache groups; both lists have one element per place, not per layer."""
         places = (place for layer in self._blocks for place in layer.attention.places())
         for place, place_pages, group in zip(places, pages, group_of_layer, strict=True):
             place.bind(place_pages, group)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the final norm."""
+        # all streams start as the embedding; a view of stride 0, which nothing may write to in place
         streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.spec.hyper.streams, -1)
         for layer in self._blocks:
             streams = layer(streams, batch)

@@ -1,11 +1,12 @@
-"""Names of checkpoint tensors: published ones to our modules, and those of transformers to published ones."""
+"""Names of checkpoint tensors: maps the published checkpoints' names to module names, and transformers' names to the
+published ones."""
 
 from __future__ import annotations
 
 import re
 
 DRAFT = "mtp."
-"""Where the names of tensors begin that belong to layers drafting further tokens."""
+"""Name prefix of the tensors of the multi-token prediction layers (drafters)."""
 
 HASH_TABLE = "layers.{i}.ffn.gate.tid2eid"
 EXPERTS = "layers.{i}.ffn.experts"
@@ -48,6 +49,8 @@ NAMES = {
 }
 """Published name: ours. See `headrace.layers.loading`."""
 
+# Applied in turn, each to the result of those before it: `.self_attn.` becomes `.attn.` before rules match `.attn.`,
+# and the indexer's specific names come before the rule for the rest of the indexer.
 _RULES = tuple((re.compile(theirs), published) for theirs, published in (
     (r"^model\.", ""),
     (r"^embed_tokens\.", "embed."),
@@ -80,7 +83,7 @@ _RULES = tuple((re.compile(theirs), published) for theirs, published in (
 
 
 def rename(name: str) -> str:
-    """The published name of a tensor; published names stay as they are."""
+    """The published name of a tensor given under its transformers name; published names are returned unchanged."""
     for pattern, published in _RULES:
         name = pattern.sub(published, name)
     return name

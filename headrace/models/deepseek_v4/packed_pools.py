@@ -1,8 +1,9 @@
-"""Pools of vectors in 8 bits, and their packing. P pages, S slots of a page, N plain and R rotated dims, E = N + R.
+"""Cache pools of vectors packed in 8 bits, and the packing. P pages, S slots of a page, N plain and R rotated dims,
+E = N + R.
 
-A page of vectors is one run of bytes: S times (N bytes of e4m3, then R bfloat16), then S times 8 bytes, one power of
-two (e8m0) for each 64 plain dims and padding; then padding to a multiple of a slot's value bytes. So a slot is two
-pieces. A page of index keys is S times E bytes of e4m3, then S float32 scales.
+A page of vectors is contiguous bytes: for each of S slots N bytes of e4m3 and R bfloat16; then for each slot 8 bytes of
+scales, one power of two (e8m0) per 64 plain dims, zero-padded; then padding to a multiple of a slot's value bytes. So
+a slot's values and scales lie apart. A page of index keys is S times E bytes of e4m3, then S float32 scales.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from headrace.models.deepseek_v4.layout import (
 
 
 class _PackedPool(Pool):
-    """Per layer uint8 [P, bytes of a page], and views of it: one of each slot's values, one of its scales."""
+    """Per layer uint8 [P, page bytes], and two strided views of it: each slot's values, and each slot's scales."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec, slots = group.spec, slots_per_page(group.spec, page_size)
@@ -54,7 +55,7 @@ class _PackedPool(Pool):
 
 
 class PackedVectorPool(_PackedPool):
-    """Of a vector the plain dims in e4m3, the rotated ones in bfloat16."""
+    """Vectors whose plain dims are in e4m3 with a scale per group, and whose rotated dims are in bfloat16."""
 
     @staticmethod
     def slot_parts(spec: CacheSpec) -> tuple[int, int]:
@@ -68,7 +69,7 @@ class PackedVectorPool(_PackedPool):
 
 
 class PackedKeyPool(_PackedPool):
-    """Index keys in e4m3."""
+    """Index keys in e4m3 with one float32 scale per key."""
 
     @staticmethod
     def slot_parts(spec: CacheSpec) -> tuple[int, int]:
@@ -82,7 +83,7 @@ class PackedKeyPool(_PackedPool):
 
 
 def pack_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., E] to value bytes [..., N + 2 R] and scale bytes [..., 8]."""
+    """Quantise [..., E] to value bytes [..., N + 2 R] and scale bytes [..., 8], both uint8."""
     plain, rotated = x.float().split((x.shape[-1] - ROTATED, ROTATED), dim=-1)
     codes, exponents = quantise_groups(plain, GROUP)
     values = torch.cat((codes.view(torch.uint8), rotated.bfloat16().contiguous().view(torch.uint8)), dim=-1)

@@ -1,6 +1,7 @@
-"""`Place`: one cache of a layer, with its pages and its group's part of a step. `Slots`: vectors by slot number.
+"""`Place`: one of a layer's caches: its pages, and access to its cache group in a step. `Slots`: reads and writes
+vectors by slot number, in plain or packed pages.
 
-Slot = page * S + slot in the page. P pages, S slots of a page.
+Slot number = page * S + index within the page. P pages, S slots of a page.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from headrace.layers.batch import ForwardBatch, GroupStep
 
 @dataclass(frozen=True)
 class Slots:
-    """``pages.k`` and ``pages.v`` are [P, S, ...]. ``pack`` and ``unpack`` convert between vectors and these two; None
-    where a page holds the vectors themselves."""
+    """Vectors [..., E] in pages ``pages.k`` and ``pages.v`` [P, S, ...]. ``pack`` and ``unpack`` convert between
+    vectors and the two parts (values, scales) of packed slots; None if ``pages.k`` holds the vectors themselves."""
 
     pages: KvPages
     pack: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
-        """Write ``x`` [n, E] to ``slots`` [n] int64; only slots of the null page may occur twice."""
+        """Write ``x`` [n, E] to ``slots`` [n] int64. Only slots of the null page may occur twice: which of two writes
+        to one slot wins is undefined."""
         per_page = self.pages.k.shape[1]
         place = (slots // per_page, slots % per_page)
         if self.pack is None:
@@ -44,18 +46,20 @@ class Slots:
 
 
 def open_slots(pages: KvPages) -> Slots:
-    """The slots of a layer's pages, packed or plain."""
+    """`Slots` over a layer's pages, packed or plain."""
     if pages.k.dtype != torch.uint8:
         return Slots(pages)
     from headrace.models.deepseek_v4 import packed_pools  # only where the pool is one of those
 
+    # the two packed layouts differ in the bytes of a slot's scales: 4 for index keys, 8 for vectors
     if pages.v.shape[-1] == packed_pools.INDEX_SCALE_BYTES:
         return Slots(pages, packed_pools.pack_keys, packed_pools.unpack_keys)
     return Slots(pages, packed_pools.pack_vectors, packed_pools.unpack_vectors)
 
 
 class Place:
-    """Bound before the first step. ``slots`` is for kinds of cache that keep vectors."""
+    """One cache of a layer; `bind` must be called before the first step. ``slots`` is only for caches of vectors, not
+    for compressor state."""
 
     def __init__(self) -> None:
         self.group = -1

@@ -10,7 +10,7 @@ from headrace.models.deepseek_v4.layout import slot_bytes, slots_per_page
 
 
 class VectorPool(Pool):
-    """Per layer [P, S, E], key and value in one: both tensors of a layer are the same."""
+    """Per layer one tensor [P, S, E] that holds vectors which are both key and value; `layer` returns it twice."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec = group.spec
@@ -24,13 +24,13 @@ class VectorPool(Pool):
         return slots_per_page(spec, page_size) * slot_bytes(spec)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The vectors of a layer, twice."""
+        """The vectors of a layer, as keys and as values (one tensor)."""
         return self._layers[layer], self._layers[layer]
 
 
 class StatePool(Pool):
-    """Per layer what compressors made of the latest tokens, before pooling: values [P, S, E] and gates [P, S, E],
-    float32."""
+    """Per layer the compressor's projections of recent tokens, before pooling: values [P, S, W] and gate logits
+    [P, S, W], float32, W being the spec's ``head_dim``. S rows of a page, in rings; see `layout.ring_rows`."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec = group.spec

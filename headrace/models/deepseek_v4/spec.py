@@ -1,4 +1,5 @@
-"""`DeepseekV4Spec`: a DeepSeek-V4 model as plain numbers, read from config.json in either spelling. Torch-free."""
+"""`DeepseekV4Spec`: a DeepSeek-V4 model as plain numbers, read from config.json with the field names of the published
+checkpoints or those of transformers. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,17 +21,19 @@ RATIOS = {
     "sliding_attention": 0, "compressed_sparse_attention": layout.OVERLAPPING,
     "heavily_compressed_attention": layout.WIDE
 }
-"""transformers' words for layers with these compress ratios."""
+"""transformers' ``layer_types`` to compress ratios, in tokens per entry."""
 
 FALLBACK = {
     layout.WINDOW_FP8: layout.WINDOW, layout.ENTRIES_FP8: layout.ENTRIES, layout.INDEX_KEYS_FP8: layout.INDEX_KEYS,
 }
+"""Cache kinds packed in 8 bits to the same without packing."""
 
 
 @dataclass(frozen=True)
 class HeadsSpec:
-    """Query heads over one vector per token that is key and value in one. Of ``head_dim`` dims the last ``rotary_dim``
-    are rotated. Heads are mixed in ``num_groups`` groups to ``group_rank`` dims each before the output projection."""
+    """Query heads over one vector per token, which is both key and value. The last ``rotary_dim`` of ``head_dim`` dims
+    are rotated. ``window`` in tokens. Before the output projection, heads are projected in ``num_groups`` groups to
+    ``group_rank`` dims each."""
 
     num_heads: int
     head_dim: int
@@ -47,7 +50,7 @@ class HeadsSpec:
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """Which compressed entries a query sees: the ``top_k`` that its index heads score highest."""
+    """The indexer's heads; a query attends to the ``top_k`` compressed entries that they score highest."""
 
     num_heads: int
     head_dim: int
@@ -56,8 +59,8 @@ class IndexerSpec:
 
 @dataclass(frozen=True)
 class HyperSpec:
-    """Hyper-connections: parallel residual ``streams``, mixed by matrices made doubly stochastic in ``iterations``
-    rounds."""
+    """Hyper-connections: number of parallel residual ``streams``; Sinkhorn ``iterations`` that make the mixing matrices
+    doubly stochastic."""
 
     streams: int
     iterations: int
@@ -66,8 +69,8 @@ class HyperSpec:
 
 @dataclass(frozen=True)
 class V4LayerSpec:
-    """``ratio``: tokens per compressed entry, 0 for a layer with a window alone. ``is_hashed``: experts go by token
-    id."""
+    """``ratio``: tokens per compressed entry, 0 for a layer with only a sliding window. ``is_hashed``: experts are
+    chosen by token id, not by score."""
 
     ratio: int
     is_hashed: bool
@@ -75,8 +78,8 @@ class V4LayerSpec:
 
 @dataclass(frozen=True)
 class DeepseekV4Spec:
-    """``plain_rope`` is for layers without compression, ``compressed_rope`` for all else. ``moe`` is that of every
-    layer. ``keeps_mxfp4``: experts stay in 4 bits, as they are stored."""
+    """``plain_rope`` is for layers without compression, ``compressed_rope`` for the others. ``moe`` applies to every
+    layer. ``keeps_mxfp4``: experts stay in MXFP4, as in the checkpoint."""
 
     hidden_size: int
     max_model_len: int
@@ -97,7 +100,7 @@ class DeepseekV4Spec:
 
 
 def read_config(config: dict[str, Any]) -> DeepseekV4Spec:
-    """From the fields of published files, or those of transformers."""
+    """Parse config.json in either spelling; raises `ConfigError`."""
     fields = Fields(config)
     head_dim = fields.integer("head_dim", 512)
     rotary_dim = fields.integer("qk_rope_head_dim", int(head_dim * fields.number("partial_rotary_factor", 64 / 512)))
@@ -137,7 +140,8 @@ def read_config(config: dict[str, Any]) -> DeepseekV4Spec:
 
 
 def _read_ropes(fields: Fields, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """The stretch for long contexts is for compressing layers alone, and leaves cosines as they are."""
+    """``(plain, compressed)``. Context extension (YaRN) applies to compressing layers only, and without scaling cosines
+    and sines: ``attention_factor`` is 1."""
     rotated = Fields({**fields.config, "head_dim": rotary_dim})
     nested = fields.config.get("rope_parameters") or fields.config.get("rope_scaling") or {}
     stretch = (
@@ -193,8 +197,8 @@ def _read_moe(fields: Fields) -> MoeSpec:
 
 
 def cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
-    """One for each place that caches, layer by layer in the order of `places`. 8 bits are packed with scales; where
-    that is broken, vectors are kept in bfloat16 and a warning says why."""
+    """One spec per cache, layer by layer in the order of `places`. FP8 means packed slots with scales; if the packed
+    pools cannot be loaded, vectors are kept in bfloat16 and a warning is logged."""
     packed, dtype = kv_dtype == layout.FP8, kv_dtype
     if packed:
         try:
@@ -208,8 +212,8 @@ def cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
 
 
 def places(spec: DeepseekV4Spec, layer: V4LayerSpec) -> Iterator[CacheSpec]:
-    """Everything that a layer caches, packed in 8 bits: the window; compressed entries and the state that makes them;
-    where entries are chosen, the same for the keys that choose."""
+    """The caches of a layer, in 8 bits: its sliding window; if it compresses, its entries and the compressor's state;
+    if it has an indexer, index keys and the state of the indexer's compressor."""
     dim, index_dim, ratio = spec.heads.head_dim, spec.indexer.head_dim, layer.ratio
     yield CacheSpec(layout.WINDOW_FP8, 1, dim, dim, layout.FP8, window=spec.heads.window)
     if ratio:
@@ -221,7 +225,7 @@ def places(spec: DeepseekV4Spec, layer: V4LayerSpec) -> Iterator[CacheSpec]:
 
 
 def _state(ratio: int, dim: int) -> CacheSpec:
-    series = 2 if ratio == layout.OVERLAPPING else 1
+    series = 2 if ratio == layout.OVERLAPPING else 1  # overlapping: a token has dims for two entries, see `Compressor`
     return CacheSpec(
         layout.STATE, 1, series * dim, series * dim, "float32", window=series * ratio, compress_ratio=ratio
     )
