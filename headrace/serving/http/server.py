@@ -93,6 +93,7 @@ def announce_ready(
         summary += f", room for {facts.num_kv_tokens:,} tokens"
     task = _example_task(facts, tokenizer)
     try:
+        # Captured first: characters that the output's encoding lacks are then replaced; printing them would raise.
         with console.capture() as captured:
             console.print(memory_table(memory, facts.device))
             console.print(f"[bold]{escape(name)}[/] is ready: {summary}", highlight=False, soft_wrap=True)
@@ -167,7 +168,7 @@ def read_template(path: str | None) -> str | None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to `HttpServer`."""
+    """Installs no signal handlers: uvicorn's would stop serving at the first signal, before requests are drained."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -175,7 +176,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """One server from start to shutdown. It starts and closes ``client``."""
+    """One server from start to shutdown. Owns the uvicorn server, the signal handlers and ``client``, which it
+    starts and closes."""
 
     def __init__(self, config: ServeConfig, client: EngineClient, *, console: Console | None = None):
         self._config = config.server
@@ -204,11 +206,13 @@ class HttpServer:
             try:
                 await self._watch(serving, starting)
             finally:
+                # Closing the client fails the running requests, so their streams end; uvicorn's shutdown waits for open
+                # responses, `LAST_WORDS_S` at most.
                 starting.cancel()
                 self._uvicorn.should_exit = True
                 await self._client.close()
                 await asyncio.gather(serving, starting, return_exceptions=True)  # their errors were raised by _watch
-                await asyncio.to_thread(self._context.close)
+                await asyncio.to_thread(self._context.close)  # flushes to disk and network
                 for number in SIGNALS:
                     loop.remove_signal_handler(number)
         if self._is_forced:
@@ -250,12 +254,14 @@ class HttpServer:
         )
 
     async def _watch(self, serving: asyncio.Task[None], starting: asyncio.Task[None]) -> None:
-        """Return when serving has ended; raise what ended it other than `stop`."""
+        """Return when ``serving`` has ended. Raises the error of a failed start, and `EngineUnavailable` when the
+        engine has stopped for good; after `stop` neither is checked."""
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        # The client's state has no event to wait for, so it is polled.
         while not serving.done():
             if self._drain is None:
                 if starting.done():
-                    starting.result()
+                    starting.result()  # raises if the model could not be loaded
                 if self._context.is_open and self._client.state == "stopped":
                     raise EngineUnavailable("the engine crashed too often and is not restarted; see its log")
             await asyncio.wait({serving}, timeout=POLL_S * 5)

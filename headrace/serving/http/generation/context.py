@@ -36,8 +36,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 @dataclass
 class AppContext:
-    """One per application, at ``app.state.context``. ``running`` maps request ids of clients to engine streams.
-    ``is_open`` is False while the client is being started."""
+    """State shared by all routes: one per application, at ``app.state.context``.
+
+    ``running`` maps a client's request id to its engine streams, one per prompt (`Generation` adds and removes them).
+    ``is_open`` is False until `HttpServer` has started the client; ``is_draining`` is True from the first signal on.
+    ``created`` is in seconds since the epoch. ``_formats`` is set on first use: it needs the loaded tokenizer.
+    """
 
     client: EngineClient
     server: ServerConfig
@@ -66,6 +70,7 @@ class AppContext:
         """The engine's state, or this process's own while it starts or drains."""
         if self.is_draining:
             return "draining"
+        # The client reports ready a moment before `HttpServer` opens the context.
         return "starting" if not self.is_open and self.client.state == "ready" else self.client.state
 
     @property

@@ -20,8 +20,9 @@ OVERHEAD_BYTES = 1024
 
 
 class Turn:
-    """The input and output items of one request, as JSON lists. Responses that continue the same one share its turns,
-    which are reference-counted."""
+    """The input and output items of one request, as JSON lists. Turns form a tree by ``previous``: responses that
+    continue the same response share its turns. ``num_holders`` counts the stored responses that end in this turn and
+    the held turns that continue it; the bytes of a turn count while it is above 0."""
 
     __slots__ = ("input", "num_holders", "output", "previous")
 
@@ -93,6 +94,7 @@ class ResponseStore:
         """Store a response. One larger than the whole store is evicted at once."""
         if not self.is_open:
             return
+        # a client may choose the id of an earlier response
         self.drop(owner, response_id)
         self._stored[owner, response_id] = StoredResponse(body, turn, self._clock() + self._ttl_s)
         self.num_bytes += OVERHEAD_BYTES + len(body)
@@ -105,6 +107,7 @@ class ResponseStore:
         found = self._stored.pop((owner, response_id), None)
         if found is None:
             return None
+        # Reinserted at the end: `_make_room` evicts from the front.
         kept = StoredResponse(found.body, found.turn, self._clock() + self._ttl_s)
         self._stored[owner, response_id] = kept
         return kept
@@ -127,6 +130,7 @@ class ResponseStore:
             self._release(oldest)
 
     def _hold(self, turn: Turn) -> None:
+        # A turn may have been released while its continuation ran (which references it): it is counted again here.
         holder: Turn | None = turn
         while holder is not None:
             holder.num_holders += 1

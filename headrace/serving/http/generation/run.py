@@ -38,11 +38,12 @@ MANY_LOGPROBS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Prompts with one `SamplingParams` or `PoolingSpec` each.
+    """Prompts (text or token ids) with one `SamplingParams` or `PoolingSpec` each.
 
-    ``stream_ids`` name the engine requests of the prompts; the default is derived from ``request_id``.
-    ``discards_output``: only the prompts matter, outputs are returned empty (the engine still computes one token).
-    ``truncate``: keep at most the last so many prompt tokens; -1: as many as leave room for the output.
+    ``stream_ids`` are the ids of the engine requests, one per prompt; by default they are derived from ``request_id``.
+    ``discards_output``: the client wants prompt logprobs only; the engine must sample one token, which is removed.
+    ``truncate``: keep at most this many tokens at the end of each prompt; -1: as many as leave room for the output.
+    ``deadline_s``: seconds.
     ``grammar_field`` returns the request field that holds the grammar, for error messages.
     """
 
@@ -68,7 +69,9 @@ class GenerationRequest:
 
 
 class Generation:
-    """Running engine requests, one stream per prompt. Close it, or use it as an async context manager."""
+    """Running engine requests, one stream per prompt. Owns the streams and the task that watches for a disconnect; call
+    `close`, or use it as an async context manager. Registered under the request id in ``context.running`` until closed.
+    """
 
     def __init__(
         self, context: AppContext, request: GenerationRequest, streams: list[RequestStream], http_request: Request
@@ -81,6 +84,7 @@ class Generation:
         ]
         self.is_disconnected = False
         self._context = context
+        # set by `TracedRequests`; `open_generation` has created ``state``
         self._span = http_request.scope["state"].get("span")
         context.running[request.request_id] = streams
         self._num_completion = 0
@@ -113,9 +117,11 @@ class Generation:
         return Usage.of(prompt_tokens, self._num_completion, sum(self._num_cached))
 
     async def respond(self, build: Callable[[], object]) -> JsonResponse:
-        """The response with the body that ``build`` returns; built on a thread when it has many log probabilities."""
+        """The response with the body that ``build`` returns. With many log probabilities it is built and encoded on a
+        thread, so ``build`` must not use the event loop."""
         params, usage = [p for p in self.request.params if isinstance(p, SamplingParams)], self.usage()
         with_logprobs = [p for p in params if p.logprobs is not None or p.prompt_logprobs is not None]
+        # per position: the token itself and its alternatives
         num_each = max((1 + max(p.logprobs or 0, p.prompt_logprobs or 0) for p in with_logprobs), default=0)
         if num_each * usage.total_tokens <= MANY_LOGPROBS:
             return JsonResponse(build())
@@ -148,8 +154,9 @@ class Generation:
         return outputs
 
     def divert(self, is_free: Callable[[], bool], take: Callable[[int, ChoiceDelta], None]) -> None:
-        """While ``is_free``, pass deltas to ``take`` as they arrive, and the others to `deltas`. For a single prompt
-        only: deltas of several prompts wait in one queue."""
+        """Pass deltas to ``take`` as they arrive while ``is_free`` returns True; the others go to `deltas`. Does
+        nothing for several prompts: their deltas wait in one queue, which direct deltas would overtake. ``take``
+        runs inside `RequestStream.feed`; an exception in it fails the request."""
         if len(self.streams) != 1:
             return
 
@@ -175,6 +182,7 @@ class Generation:
         slots = asyncio.Semaphore(len(self.streams))  # bounds the queue; None, the end of a pump, needs no slot
         pumps = [asyncio.create_task(self._pump(index, queue, slots)) for index in range(len(self.streams))]
         for pump in pumps:
+            # A done callback runs after the pump's last put, so None follows all of its deltas.
             pump.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             num_open = len(pumps)
@@ -188,6 +196,7 @@ class Generation:
                 yield item
             await asyncio.gather(*pumps)  # raises what a pump raised
         finally:
+            # A pump that waits for a slot would wait forever once nobody reads.
             for pump in pumps:
                 pump.cancel()
 
@@ -202,6 +211,7 @@ class Generation:
         async for delta in self.streams[index]:
             self._count(index, delta)
             collector.add(delta)
+            # The other prompts cannot become part of a response; their streams end with reason `abort`.
             if delta.error is not None:
                 self.abort()
 
@@ -212,6 +222,7 @@ class Generation:
         if self.request.discards_output:
             delta.text, delta.token_ids, delta.stop_reason = "", [], None
             delta.logprobs = None if delta.logprobs is None else []
+            # the engine may have stopped at the one token that the client did not ask for
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         self._num_completion += len(delta.token_ids)
         self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
@@ -227,6 +238,7 @@ class Generation:
         return ErrorInfo(error.kind, message, field, error.retry_after)
 
     async def _watch_client(self, request: Request) -> None:
+        # The body was read before; a request without one still delivers an empty message, which is skipped.
         message: dict[str, Any] = {}
         while message.get("type") != "http.disconnect":
             message = dict(await request.receive())
@@ -239,7 +251,9 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
     context = context_of(http_request)
     context.check_available()
     state = http_request.scope.setdefault("state", {})
+    # for the response header that `RequestLedger` adds
     state["request_id"] = state.get("request_id") or request.request_id
+    # `EngineClient.submit` checks engine ids; this one is not an engine id when there are several prompts.
     if request.request_id in context.running:
         raise RequestError(f"request_id {request.request_id!r} is in use by a running request", param="request_id")
     num_choices, limit = sum(p.n for p in request.params), context.server.max_batch_prompts
@@ -256,6 +270,7 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
                 prompt, params, request_id=request_id, namespace=request.namespace, priority=request.priority,
                 deadline_s=request.deadline_s, add_special_tokens=request.add_special_tokens,
             )
+            # if a later prompt is refused, or the task is cancelled in `sleep`
             undo.callback(stream.abort)
             streams.append(stream)
             if index % SUBMIT_BATCH == 0:
@@ -265,7 +280,8 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
 
 
 async def _encode_prompts(context: AppContext, request: GenerationRequest) -> Sequence[Prompt]:
-    """The prompts; long text and text to truncate as token ids."""
+    """The prompts; token ids instead of text if the texts are long together or must be truncated. Long texts are
+    encoded on a thread, as `EngineClient.submit` would block the event loop."""
     is_long = sum(len(p) for p in request.prompts if isinstance(p, str)) > LONG_TEXT
     if request.truncate is None and not is_long:
         return request.prompts

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 SSE = b"text/event-stream; charset=utf-8"
+# nginx buffers responses unless x-accel-buffering is "no"
 HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _encode = msgspec.json.Encoder().encode
 
@@ -46,9 +47,11 @@ def named_frame(name: str, event: object) -> bytes:
 
 
 class TextFrames:
-    """Frames of events that differ in one text only: everything else is encoded once per stream."""
+    """Frames of events that differ in one string only. The bytes before and after it are encoded once per stream.
+    ``example`` returns the event with the given string."""
 
     def __init__(self, example: Callable[[str], object]):
+        # Random, so that it occurs once in the frame and `split` returns two parts.
         mark = token_hex(16)
         self._head, self._tail = frame(example(mark)).split(_encode(mark))
 
@@ -76,7 +79,8 @@ class Events(Protocol):
 
 
 class EventStream(Response):
-    """An ASGI response; made by `start_stream` with the first delta in hand."""
+    """ASGI response that streams a generation; made by `start_stream`. ``first`` is the delta that was already taken
+    from ``deltas``. Owns ``generation`` and ``deltas``, and closes both when sending ends or fails."""
 
     def __init__(self, generation: Generation, deltas: Deltas, first: tuple[int, ChoiceDelta], events: Events):
         super().__init__()
@@ -91,6 +95,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             last = await self._send_deltas(send, body_writer(scope))
+            # Never reset: no direct write may follow the last body.
             self._is_sending = True
             await send({"type": "http.response.body", "body": last + self._events.done, "more_body": False})
         finally:  # also when the client disconnects and ``send`` raises
@@ -103,6 +108,8 @@ class EventStream(Response):
             await self._send(send, self._events.render(*self._first))
             if writer is not None:  # only now: nothing may be written before the response's head and first chunk
                 self._write_through(writer)
+            # Nothing is awaited between taking a delta from the stream and setting `_is_sending` in `_send`. So a delta
+            # that arrives meanwhile cannot be written directly and overtake it.
             async for index, delta in self._deltas:
                 error = delta_error(delta)
                 if error is not None:
@@ -120,7 +127,9 @@ class EventStream(Response):
             self._is_sending = False
 
     def _write_through(self, writer: BodyWriter) -> None:
-        """From now on write deltas when they arrive, without waking the task that runs `_send_deltas`."""
+        """From now on write each delta inside `RequestStream.feed`, without waking the task of `_send_deltas`.
+        Deltas that arrive while `is_free` is False stay in the stream, are merged there, and go through
+        `_send_deltas`."""
 
         def is_free() -> bool:
             return not self._is_sending and writer.is_free
@@ -139,6 +148,7 @@ async def start_stream(
     """Submit ``request`` and wait for its first delta; an error until then is raised and gets its own status.
     ``events`` makes the writer once the generation runs."""
     async with AsyncExitStack() as undo:
+        # Undone in reverse order: the deltas are closed before the generation.
         generation = await open_generation(http_request, request)
         undo.callback(generation.close)
         deltas = generation.deltas()
@@ -149,4 +159,4 @@ async def start_stream(
             raise error
         undo.pop_all()  # from here on `EventStream` closes both
         return EventStream(generation, deltas, first, events(generation))
-    raise AssertionError("not reached")
+    raise AssertionError("not reached")  # for mypy: ``__aexit__`` of an exit stack may suppress exceptions

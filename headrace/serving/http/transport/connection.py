@@ -46,6 +46,7 @@ class BurstWriter:
         """Queue bytes; never blocks."""
         if not self._pending:
             self._loop.call_soon(self._flush)
+        # The scheduled flush runs in the next turn. The transport's high-water mark does not count `_pending`.
         self._pending.append(data)
 
     def close(self) -> None:
@@ -62,6 +63,7 @@ class BurstWriter:
         return getattr(self._transport, name)
 
     def _flush(self) -> None:
+        # Checked: writing after `write_eof` raises. A flush scheduled before `close` finds `_pending` empty.
         if self._pending and not self.is_closing():
             self._transport.write(b"".join(self._pending))
         self._pending.clear()
@@ -92,11 +94,13 @@ class BodyWriter:
     def is_free(self) -> bool:
         """Whether a piece can be written now: the stream is open and the client keeps up. Otherwise use ``send``."""
         cycle = self._cycle
+        # `chunked_encoding` is False for HTTP/1.0 (`UnframedResponse`) and for bodies with a declared length.
         is_open = cycle.response_started and not cycle.response_complete and cycle.chunked_encoding is True
         return is_open and not cycle.disconnected and not cycle.flow.write_paused
 
     def write(self, piece: bytes) -> None:
         """Send a non-empty piece as one chunk."""
+        # One chunk of RFC 9112, section 7.1: size in hex, CRLF, data, CRLF. An empty one would end the body.
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
@@ -132,7 +136,7 @@ class LingeringWriter(BurstWriter):
         if self.is_closing() or not self._lingers():
             super().close()
             return
-        self._flush()
+        self._flush()  # before `_is_ended`, which makes `_flush` drop what is pending
         self._is_ended = True
         try:
             self._transport.write_eof()
@@ -194,15 +198,18 @@ class BoundedHttp(HttpToolsProtocol):
         elif self._is_in_head:
             # Checked before the parser, which would buffer a head of any size.
             end = data.find(END_OF_HEAD)
+            # -1 while the head is incomplete; its size is then checked after the parser.
             if self._num_head_bytes + end > MAX_HEAD_BYTES:
                 self._refuse()
                 return
+            # Only when the whole head is in this piece: a header line may be split between two pieces.
             if end > 0 and not self._num_head_bytes:
                 data = UPGRADE.sub(b"", data[:end]) + data[end:]
             self._num_head_bytes += len(data)
         super().data_received(data)
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse()
+        # First bytes of a later request on a kept connection. Between requests uvicorn's keep-alive timer runs.
         elif self._is_in_head and self._num_head_bytes and self._timer is None:
             self._start_head_timer()
 
@@ -210,6 +217,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_in_head = False
         self._cancel_timer()
         super().on_headers_complete()
+        # False when uvicorn made no cycle for this head.
         if self.cycle is not None and self.cycle.scope is self.scope:
             self.scope["extensions"] = {EXTENSION: {"writer": BodyWriter(self.cycle)}}
             if self.parser.get_http_version() < "1.1":
@@ -234,6 +242,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def _start_head_timer(self) -> None:
+        # `_drop_rest` returns False while a head is read, so this close does not linger.
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
     def _cancel_timer(self) -> None:
@@ -242,7 +251,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._timer = None
 
     def _drop_rest(self) -> bool:
-        """Start to drop the rest of the body; False if it has arrived completely."""
+        """Start to drop the rest of the body; returns False if the body has arrived completely. `LingeringWriter` calls
+        this to decide whether to linger."""
         if self._is_in_head:
             return False
         if not self._is_dropping:
@@ -253,7 +263,7 @@ class BoundedHttp(HttpToolsProtocol):
         return True
 
     def _refuse(self) -> None:
-        self._is_in_head = False  # what follows is not parsed as a head
+        self._is_in_head = False  # so that `close` lingers, and `data_received` drops what follows unparsed
         self._cancel_timer()
         self.transport.write(_refusal(431, f"the request line and headers have more than {MAX_HEAD_BYTES} bytes"))
         self.transport.close()
