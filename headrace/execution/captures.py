@@ -1,5 +1,5 @@
-"""Work recorded as CUDA graphs: `Recorder` makes one, `Capture` is a piece of work that may have one, `Buckets` have
-one for each size. Refuses: knowing what the work is, and when there is time to record it.
+"""Work recorded as CUDA graphs: `Recorder` records a graph, `Capture` is a piece of work that may have one, `Buckets`
+keep captures by size. Refuses: knowing what the work is, and deciding when to record it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ Output = TypeVar("Output")
 
 
 class Recorder:
-    """Records work into one pool of memory, outputs included. This is sound as long as all replays run on one
+    """Records graphs that share one memory pool, outputs included. This is sound as long as all replays run on one
     stream and outputs are read there, before the next replay. On a GPU only."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # CUDA does not capture the default stream
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Output]) -> Callable[[], Output] | None:
         """Call ``work``, whose launches are captured and not run; returns a function that replays them and yields the
         output, or None when there is no memory for it. Does not wait for the device or for other threads using it."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(current)  # the work's inputs were written on the current stream
         try:
             with torch.cuda.stream(self._stream):
+                # Thread-local mode: CUDA calls of other threads that a capture forbids do not invalidate this one.
                 graph.capture_begin(self._pool, "thread_local")
                 try:
                     output = work()
                 finally:
-                    graph.capture_end()
+                    graph.capture_end()  # after an error too, or the stream would stay in capture mode
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for a graph; such steps run as written: %s", error)
             return None
         current.wait_stream(self._stream)
+        # The graph keeps the pool alive. ``output`` itself is dropped on return: its memory goes back to the pool,
+        # where the next capture may place its own tensors.
         lent = _lend(output)
 
         def replay() -> Output:
@@ -50,7 +53,8 @@ class Recorder:
 
 
 class _Lent:
-    """Device bytes owned by another tensor, in the CUDA array interface."""
+    """A tensor's bytes without ownership, in the CUDA array interface
+    (https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html)."""
 
     def __init__(self, tensor: torch.Tensor):
         self.__cuda_array_interface__ = {
@@ -60,8 +64,8 @@ class _Lent:
 
 
 def _lend(output: Any) -> Any:
-    """Tensors at the same addresses that do not own their memory, so that other graphs may use it: outputs of all sizes
-    would take gigabytes."""
+    """Non-owning tensors at the same addresses. Owning ones would keep every graph's outputs out of the shared pool,
+    which is gigabytes over all sizes. Tensors that are empty or not contiguous stay as they are."""
     if isinstance(output, tuple):
         return tuple(_lend(part) for part in output)
     if not output.is_contiguous() or not output.numel():
@@ -83,8 +87,9 @@ class Records(Protocol):
 
 
 class Capture(Generic[Output]):
-    """Work on tensors that stay where they are: recorded at the first run, then replayed. Compiling and loading kernels
-    while recording is safe. A replay overwrites the output of the one before."""
+    """Work on tensors at fixed addresses: recorded at the first run, then replayed. Compiling and loading kernels
+    while recording is safe. A replay overwrites the output of the one before. Without a graph (no memory, or
+    `NoRecorder`) the work runs as written, every time."""
 
     def __init__(self, work: Callable[[], Output], recorder: Records):
         self._work, self._recorder = work, recorder
@@ -96,6 +101,7 @@ class Capture(Generic[Output]):
         if not self.is_recorded:
             self.is_recorded = True  # an attempt that fails is not repeated
             self._replay = self._recorder.record(self._work)
+        # Recording launches nothing, so the first run replays, too.
         return self._work() if self._replay is None else self._replay()
 
 
@@ -108,7 +114,7 @@ class Bucket(Protocol):
     def is_recorded(self) -> bool: ...
 
     def record(self) -> None:
-        """Do the work on padding, so that it is recorded."""
+        """Run the work on padding, so that it is recorded."""
 
 
 B = TypeVar("B", bound=Bucket)
@@ -122,12 +128,12 @@ class Buckets(Generic[B]):
         self._made: dict[int, B] = {}
 
     def find(self, count: int) -> B | None:
-        """The smallest that holds so many; None if none does."""
+        """The smallest bucket of at least ``count``, made if need be; None if ``count`` is beyond all sizes."""
         at = bisect_left(self._sizes, count)
         return self._get(self._sizes[at]) if at < len(self._sizes) else None
 
     def unrecorded(self) -> list[int]:
-        """Sizes without a graph, largest first: then the smaller ones fit into its memory."""
+        """Sizes without a graph, largest first: smaller graphs then fit into the memory of the largest."""
         return [size for size in reversed(self._sizes) if size not in self._made or not self._made[size].is_recorded]
 
     def record(self, size: int) -> None:

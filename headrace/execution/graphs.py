@@ -27,22 +27,25 @@ from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.model import ServedModel
 
 DENSE_BUCKETS = (1, 2, 4)
-"""Below 8 requests a padded row costs as much as a real one; from 8 on sizes are multiples of 8 (later 16, 32): padding
-has no keys to attend to, and tensor cores take as long for 130 rows as for 144. Each size is 20 ms of the start."""
+"""Numbers of requests below 8 with a graph of their own: there a padded row costs as much as a real one. From 8 on
+sizes are multiples of 8 (later 16, 32): padding attends to one key only, and tensor cores take as long for 130 rows as
+for 144. Recording a size takes about 20 ms of the start."""
 
 TOKEN_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 MAX_FLOPS = 1e13
-"""Of a captured step with prefill: twice its tokens times the model's parameters. A larger one keeps a device busy for
-longer than its kernels take to be launched one by one, some 15 ms."""
+"""The most FLOPs of a captured step with prefill, estimated as 2 * tokens * parameters. A larger step keeps the device
+busy for longer than its kernels take to launch one by one, some 15 ms, so a graph would gain nothing."""
 MAX_SPAN = 1024
-"""Tokens of a span in a captured step; a longer one is worth an attention kernel chosen for it."""
+"""The most tokens of one span in a captured step. A longer one gains more from an attention kernel chosen for its
+length than it loses by launching without a graph."""
 MAX_DECODE_LEN, FEW_DECODES = 4096, 64
-"""A captured step with prefill does not split a decode's keys among programs: too slow for a few that have many."""
+"""Attention captured for dynamic lengths does not split a decode's keys among programs (no split-KV). That is too slow
+for steps with fewer than ``FEW_DECODES`` decodes of which one has more than ``MAX_DECODE_LEN`` keys."""
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Buckets: requests of steps of decodes alone, tokens of other steps."""
+    """Bucket sizes: ``decodes`` in requests, for steps of decodes alone; ``tokens`` in tokens, for other steps."""
 
     decodes: list[int]
     tokens: list[int]
@@ -52,22 +55,25 @@ class GraphSizes:
 
 
 def bucket_sizes(max_requests: int) -> list[int]:
-    """Requests, ascending; the last is ``max_requests``, so that every decode step has a bucket."""
+    """Bucket sizes in requests, ascending; the last is ``max_requests``, so that every decode step has a bucket."""
     sizes = [*DENSE_BUCKETS, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_requests + 1, 32)]
     return sorted({*(size for size in sizes if size < max_requests), max_requests})
 
 
 def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
-    """Buckets of tokens worth a graph, ascending, for steps of at most ``max_tokens``."""
+    """Bucket sizes in tokens, ascending, for steps of at most ``max_tokens``; empty for a model so large that
+    `MAX_FLOPS` allows none."""
     most = min(max_tokens, MAX_FLOPS / (2 * num_parameters))
     sizes = [size for size in TOKEN_SIZES if size <= most]
+    # A ``max_tokens`` between two sizes gets its own bucket, unless FLOPs are the tighter bound.
     return [*sizes, max_tokens] if sizes and sizes[-1] < max_tokens == most else sizes
 
 
 class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
     """Decodes of one bucket. ``requests`` [2, B] int64 is its input: rows, and lengths after the step; padding is the
-    null row at length 1. `run` yields logits [B, V] float32 and [2, B] int64 (argmax ids, states), and sets the rows'
-    last tokens. All may be overwritten by the next run of any bucket; stream order keeps readers safe."""
+    null row at length 1. `run` returns logits [B, V] float32 and [2, B] int64 (argmax ids, states), and writes the
+    argmax ids to the rows' last tokens. Outputs may be overwritten by the next run of any bucket, as all share one
+    memory pool; readers are safe on the same stream before that run."""
 
     def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
         super().__init__(self._compute, recorder)
@@ -82,12 +88,13 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
 
     def record(self) -> None:
         """See `Bucket`."""
+        # The replay below runs for real: null rows write to the null page and to the null row's last token only.
         self.requests[0] = self._inputs.tables.null_row
         self.requests[1] = 1
         self.run()
 
     def pack(self, requests: np.ndarray) -> np.ndarray:
-        """``requests`` [2, R] int64, rows and lengths, with padding: [2 * B]."""
+        """Pad ``requests`` [2, R] int64 (rows, lengths) to the bucket: [2 * B], rows first."""
         count = requests.shape[1]
         packed = np.ones((2, self.size), dtype=np.int64)  # padding has length 1
         packed[0, count:] = self._inputs.tables.null_row
@@ -95,6 +102,8 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         return packed.ravel()
 
     def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
+        # Captured: only device tensors at fixed addresses may be read here. The inputs of all layers are derived on the
+        # device from ``requests``, the last tokens and the page tables.
         inputs, decodes, last_token = self._inputs, self._decodes, self._inputs.rows.last_token
         self._decode_inputs(self.requests, last_token, inputs.tables.tensor, inputs.layout.page_size, decodes)
         groups = [self._group_step(g, backend) for g, backend in enumerate(inputs.backends)]
@@ -103,6 +112,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         return logits, self._sample_greedy(logits, self.requests[0], last_token)
 
     def _group_step(self, group: int, backend: AttentionBackend) -> GroupStep:
+        # The host cannot know a replay's lengths: ``longest`` only bounds them, for the choice of kernel and its grid.
         decodes, longest = self._decodes, self._inputs.layout.max_model_len
         step = AttentionInputs(
             num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size,
@@ -133,12 +143,14 @@ class DecodeGraphPath:
     def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
         graph.requests.view(-1).copy_(sent["decodes"])
         logits, greedy = graph.run()
+        # Even where the step is not greedy the graph has written the argmax to the rows' last tokens; the sampler
+        # overwrites it before the next step reads it.
         return StepOutput(greedy=greedy) if step.is_greedy else StepOutput(logits[: len(step.samples)])
 
 
 class MixedGraph(Capture[torch.Tensor]):
-    """Steps with prefill of one bucket. Its input is what `InputBuilder.fill` leaves in the static tensors; hidden
-    states [T, D] are its output, which the next run of any bucket may overwrite."""
+    """Steps with prefill of one bucket of T tokens. It reads what `InputBuilder.fill` wrote to the static tensors, and
+    returns hidden states [T, D], which the next run of any bucket may overwrite."""
 
     def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
         super().__init__(lambda: model.forward(inputs.padded_batch(size)), recorder)
@@ -151,8 +163,8 @@ class MixedGraph(Capture[torch.Tensor]):
 
 
 class MixedGraphPath:
-    """Any step: replays the smallest graph that holds the tokens. Steps so large that launching them costs nothing, and
-    those whose attention is worth a kernel chosen for them, are left to the plain path."""
+    """Any step but text pairs: replays the smallest graph that holds its tokens. Leaves to the plain path steps larger
+    than every bucket, and those whose attention needs a kernel chosen for their lengths (see `find`)."""
 
     covers = (
         StepFeature.PREFILL | StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS
@@ -164,7 +176,7 @@ class MixedGraphPath:
         self._buckets, self._model, self._inputs = buckets, model, inputs
 
     def find(self, shape: StepShape) -> MixedGraph | None:
-        """The graph for a step of this shape, if it is one for graphs."""
+        """The graph for a step of this shape; None where a graph would be slower or none is large enough."""
         decodes = shape.ends[: shape.num_decodes]
         has_few_long = 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > MAX_DECODE_LEN
         if int(shape.lengths.max()) > MAX_SPAN or has_few_long:
@@ -181,7 +193,8 @@ class MixedGraphPath:
 
     def _launch(self, step: Step, graph: MixedGraph, sent: Sent) -> StepOutput:
         self._inputs.fill(step.shape, sent, graph.size)
-        hidden = graph.run()[: step.shape.num_tokens]
+        hidden = graph.run()[: step.shape.num_tokens]  # [size, D], padding behind the step's tokens
+        # Logits are computed outside of the graph: S varies, and is far below the bucket's size.
         return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), hidden=hidden)
 
 
@@ -192,7 +205,7 @@ class CapturedSteps:
     def __init__(self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records):
         decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, inputs, recorder))
         mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder))
-        # Recorded in this order: logits are the largest single tensor, and what the others need fits into its place.
+        # Recorded in this order: logits [B, V] are the largest single tensor, and later graphs reuse its memory.
         self._kinds: tuple[Buckets[DecodeGraph] | Buckets[MixedGraph], ...] = (decodes, mixed)
         self.decodes, self.mixed = DecodeGraphPath(decodes), MixedGraphPath(mixed, model, inputs)
 

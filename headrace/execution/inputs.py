@@ -1,7 +1,7 @@
 """`InputBuilder`: from a `Step` to a `ForwardBatch`. T tokens, R requests, S sampled positions, G cache groups.
 
 Everything the model reads is written into tensors allocated once, so that a captured graph can read the same addresses.
-Refuses: sampling, and knowing on the host which tokens decodes take.
+Refuses: sampling. The input tokens of decodes never come from the host, which may not know them yet.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.memory.page_tables import PageTables
 
 NO_POSITION = 2**31
-"""Beyond every text: where the second text of a row without one begins."""
+"""A position beyond every text: the start of the second text where a row has only one."""
 
 
 class StaticInputs:
-    """The tensors that every step's inputs are slices of; sized for the largest step."""
+    """The tensors that every step's inputs are slices of; sized for the largest step, overwritten by each. The stream
+    orders these writes behind the forward passes that read them, so one copy serves two steps in flight."""
 
     def __init__(self, layout: CacheLayout, max_tokens: int, num_entries: int, device: torch.device):
         groups, rows = len(layout.groups), layout.max_rows
@@ -30,13 +31,14 @@ class StaticInputs:
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        # [G, T] and [G, R, entries]: one slice per cache group
+        # [G, T] and [G, R, entries]: one slice per cache group. A slot is page * page_size + offset.
         self.slots = torch.zeros((groups, max_tokens), dtype=torch.int64, device=device)
         self.page_tables = torch.zeros((groups, rows, num_entries), dtype=torch.int32, device=device)
 
 
 class InputBuilder:
-    """Two halves: `pack` adds the host's facts to the step's upload, `build` derives the rest on the device.
+    """Two halves: `pack` adds what the host knows to the step's upload; `build` (`fill` for a captured graph) derives
+    the rest on the device, once the page tables are up to date.
 
     ``backends[g]`` serves cache group g. ``max_tokens`` is the largest T of any plan.
     """
@@ -56,11 +58,13 @@ class InputBuilder:
         )
         assert int(shape.ends.max()) <= self.layout.max_model_len, "a span beyond max_model_len"
         starts = shape.query_start[:-1]
+        # Token t of span i is at position begins[i] + (t - starts[i]).
         upload.add("positions", np.arange(shape.num_tokens) + np.repeat(shape.begins - starts, shape.lengths))
         upload.add("token_rows", np.repeat(shape.rows, shape.lengths))
         upload.add("rows", shape.rows)
         upload.add("query_start", shape.query_start)
         upload.add("kv_lens", shape.ends)
+        # Decodes come first in every plan; the other spans read tokens that the host knows.
         prefill = [
             self.rows[row].token_ids[begin:end]
             for row, begin, end in zip(
@@ -70,6 +74,7 @@ class InputBuilder:
         tokens = np.concatenate(prefill) if prefill else np.empty(0, dtype=np.int64)
         assert len(tokens) == shape.num_tokens - shape.num_decodes, "a prefill span beyond the row's known tokens"
         upload.add("prefill_tokens", tokens)
+        # [S]: a span's last token predicts the sampled one
         upload.add("sample_tokens", shape.query_start[1:][step.samples] - 1)
         if StepFeature.TEXT_PAIRS in step.features:
             upload.add("text_kinds", self._text_kinds(shape))
@@ -84,10 +89,10 @@ class InputBuilder:
         return (np.arange(shape.num_tokens) >= starts).astype(np.int64)
 
     def build(self, shape: StepShape, sent: dict[str, torch.Tensor], pruned: np.ndarray | None = None) -> ForwardBatch:
-        """The batch, with every backend prepared. Waits for nothing; stream order keeps the static tensors safe.
+        """The batch, with every backend prepared. Waits for nothing.
 
-        ``pruned`` [S]: indices of the requests whose last tokens alone the last layer computes. The upload then has
-        these tokens' indices as ``sample_tokens`` and the requests' as ``sample_requests``.
+        ``pruned`` [S]: indices of the requests that sample. The last layer then computes their last tokens alone; the
+        upload must have the tokens' indices as ``sample_tokens`` and the requests' as ``sample_requests``.
         """
         self._write(shape, sent)
         static, num_tokens = self.static, shape.num_tokens
@@ -102,8 +107,8 @@ class InputBuilder:
         return batch
 
     def fill(self, shape: StepShape, sent: dict[str, torch.Tensor], size: int) -> None:
-        """The same for a graph captured over `padded_batch` of ``size`` tokens. The rest of its room becomes padding:
-        requests without tokens, and tokens that write to the null page."""
+        """Write the inputs of a graph captured over `padded_batch` of ``size`` tokens. What the step does not use
+        becomes padding: requests without tokens, and tokens that write to the null page."""
         self._write(shape, sent)
         self._pad(shape.num_tokens, len(shape.rows), size)
 
@@ -115,14 +120,17 @@ class InputBuilder:
         self._pad(0, 0, size)
 
     def _pad(self, num_tokens: int, num_requests: int, size: int) -> None:
+        # Token ids and positions of the padding keep what earlier steps left: their hidden states are dropped, their K
+        # and V go to the null page. The capture reads ``max_rows`` requests whatever the step's R is: those beyond R get
+        # length 0, with query_start at the end of the tokens.
         static = self.static
         static.slots[:, num_tokens:size].fill_(NULL_PAGE * self.layout.page_size)
         static.query_start[num_requests + 1 :].fill_(num_tokens)
         static.kv_lens[num_requests:].fill_(0)
 
     def padded_batch(self, size: int) -> ForwardBatch:
-        """A batch with room for ``size`` tokens of up to ``max_rows`` requests, over the static tensors; what it holds
-        is known on the device alone."""
+        """A batch with room for ``size`` tokens of up to ``max_rows`` requests, over the static tensors. Lengths are
+        known on the device alone; the host's are bounds."""
         static, longest = self.static, self.layout.max_model_len
         groups = []
         for group, backend in enumerate(self.backends):
@@ -138,7 +146,7 @@ class InputBuilder:
     def _write(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> None:
         static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
         token_ids, positions, page_size = static.token_ids[:num_tokens], sent["positions"], self.layout.page_size
-        # Decodes come first; their tokens have never left the device.
+        # Decodes come first. The previous step's sampler wrote their tokens on the device, ahead of us in the stream.
         token_ids[: shape.num_decodes] = self.rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
         token_ids[shape.num_decodes :] = sent["prefill_tokens"]
         static.positions[:num_tokens] = positions
@@ -148,11 +156,12 @@ class InputBuilder:
         offset, page = positions % page_size, positions // page_size
         for group in range(len(self.backends)):
             table = self.tables.tensor[group]
-            # flat index into [rows, entries] of the page that holds each token
+            # [T]: flat index into [rows, entries] of the page that holds each token
             entry = sent["token_rows"] * table.shape[1] + page
             torch.add(
                 table.view(-1).index_select(0, entry).long() * page_size, offset, out=static.slots[group, :num_tokens]
             )
+            # Entries beyond stay stale: kv_lens bounds what attention reads.
             pages = table[:, :num_entries].index_select(0, sent["rows"])
             static.page_tables[group, :num_requests, :num_entries] = pages
 
@@ -160,14 +169,15 @@ class InputBuilder:
         return -(-int(shape.ends.max()) // self.layout.page_size)
 
     def _prune(self, whole: AttentionInputs, ends: np.ndarray, requests: torch.Tensor) -> AttentionInputs:
-        """Inputs of the last tokens of some requests, each a decode; ``ends`` [S] are their lengths after the step."""
+        """Attention inputs of the last tokens of some requests, each as a decode; ``requests`` [S] are their indices
+        among the step's, ``ends`` [S] their lengths after the step."""
         count = len(ends)
         return AttentionInputs(
             num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=list(map(int, ends)),
             max_query_len=1, max_kv_len=int(ends.max(initial=1)),
             query_start=torch.arange(count + 1, dtype=torch.int32, device=requests.device),
             kv_lens=whole.kv_lens.index_select(0, requests), page_table=whole.page_table.index_select(0, requests),
-            slots=whole.slots,
+            slots=whole.slots,  # [T]: the last layer still writes K and V of all tokens
         )
 
     def _prepare_group(self, group: int, shape: StepShape) -> GroupStep:

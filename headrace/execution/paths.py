@@ -26,8 +26,9 @@ from headrace.memory.page_tables import PageTables
 @dataclass(slots=True)
 class StepOutput:
     """What a path computed. ``logits`` [S, V] float32 may be overwritten by the reader; None if nothing is sampled from
-    them. ``greedy`` [2, S or more] int64: argmax ids and states (`headrace.kernels.sample`), already written to the
-    rows' last tokens. ``hidden`` [T, D]: where prompt logprobs or pooling need it."""
+    them. ``greedy`` [2, S or more] int64: argmax ids and states (`headrace.kernels.sample`); the ids are already in the
+    rows' last tokens. ``hidden`` [T, D]: set at least where prompt logprobs or pooling need it. All may be overwritten
+    by the next step's launch."""
 
     logits: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
@@ -42,14 +43,15 @@ Launch = Callable[[Sent], StepOutput]
 
 
 class StepPath(Protocol):
-    """One way to compute steps. ``covers``: the features a step may have. ``is_greedy_sampler``: of a greedy step the
-    output has the argmax ids, and the sampler is not needed."""
+    """One way to compute steps. ``covers``: the features a step may have. ``is_greedy_sampler``: for a greedy step the
+    path computes the argmax itself, and the sampler is not called."""
 
     covers: StepFeature
     is_greedy_sampler: bool
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
-        """Add the path's inputs to the upload; None, with nothing added, if it has no room for the step's shape."""
+        """Add the path's inputs to the upload and return the launch; None, with nothing added, if the path cannot take
+        the step's shape."""
 
 
 class PlainPath:
@@ -64,6 +66,7 @@ class PlainPath:
     def prepare(self, step: Step, upload: Upload) -> Launch:
         """See `StepPath`."""
         self._inputs.pack(step, upload)
+        # Pruning gives hidden states [S, D]; prompt logprobs and pooling need [T, D].
         needs_hidden = step.features & (StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING)
         is_pruned = self._model.prunes_last_layer and not needs_hidden and len(step.samples) < step.shape.num_tokens
         if is_pruned:
@@ -92,6 +95,7 @@ class FusedPath:
         return None if fused is None else partial(self._launch, step, fused)
 
     def _launch(self, step: Step, fused: FusedDecode, sent: Sent) -> StepOutput:
+        # The native call reads the page tables and the last tokens in place, and writes the latter if greedy.
         logits, greedy = fused.run(
             torch.from_numpy(step.shape.requests), self._rows.last_token, self._tables.tensor, is_greedy=step.is_greedy
         )

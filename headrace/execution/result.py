@@ -1,4 +1,6 @@
-"""`PendingSample`: a launched step on its way back to the host. Owns the one wait of a step."""
+"""`PendingSample`: a launched step whose tokens are on their way back to the host. The only place where the host waits
+for the device in a step.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK
 
 
 class PendingSample:
-    """A `PendingStep`. The copies to the host are launched here; `result` waits for them.
+    """A `PendingStep`. The copies to the host are launched here, asynchronously; `result` waits for them.
 
-    ``sample`` launches the sampling, which may have to wait for grammar masks; `close` calls it, at the latest when the
-    tokens are read. ``order``: see `Step`. ``pooled``: results of pooled rows. ``before_result`` is called with the
-    step when it is done; it may add to ``forced``.
+    ``sample`` launches the sampling, which may have to wait for grammar bitmasks; `close` calls it, at the latest when
+    the tokens are read. ``order``: see `Step`. ``pooled``: results of pooled rows. ``before_result`` is called with
+    this step once it is done; it advances the grammars and may add to ``forced`` (see `StepResult`).
     """
 
     def __init__(
@@ -43,7 +45,8 @@ class PendingSample:
             self._record()
 
     def close(self) -> None:
-        """Launch the sampling if that has not been done; raises what it raises, again when called again."""
+        """Launch the sampling and the copy of its tokens, once. Raises what the sampling raises, and again when called
+        again, as it has then not been launched. Out of memory becomes `OutOfDeviceMemory`."""
         if self._sample is None:
             return
         try:
@@ -58,13 +61,14 @@ class PendingSample:
         self._record()
 
     def _record(self) -> None:
+        # Behind the copies in the stream: when the event has passed, the pinned host tensors may be read.
         if torch.cuda.is_initialized():
             self._done = torch.cuda.Event()
             self._done.record()
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has come this far."""
+        """Whether reading the result would not wait: sampling is launched and the device is through with it."""
         return self._sample is None and (self._done is None or self._done.query())
 
     def read_ids(self) -> list[int]:
@@ -88,11 +92,13 @@ class PendingSample:
         ]
         if self._tokens is None or self._batch is None:
             return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
+        # [2, S or more]: a graph's output includes its padding.
         ids, states = (column[: len(self._batch.rows)] for column in self._tokens.tolist())
         logprobs = self._spread_logprobs(len(ids))
         if self._order is not None:
             ids = [ids[index] for index in self._order]
             logprobs = logprobs and [logprobs[index] for index in self._order]
+        # Failures are by row, so they need no reordering.
         failed, pooled = self._read_pooled()
         troubled = self._troubled_rows(states)
         failed += [(row, MESSAGES[state]) for row, state in troubled if state != NOTHING_ALLOWED]
@@ -110,6 +116,7 @@ class PendingSample:
         )
 
     def _spread_logprobs(self, num_rows: int) -> list | None:
+        """One entry per sampled row, None for those that want no logprobs; None where no row does."""
         if self._logprobs is None or self._batch is None:
             return None
         spread: list = [None] * num_rows
@@ -118,7 +125,7 @@ class PendingSample:
         return spread
 
     def _troubled_rows(self, states: list[int]) -> list[tuple[int, int]]:
-        """``(row, state)`` of rows that no token can be sampled for."""
+        """``(row, state)`` of rows for which no token could be sampled."""
         assert self._batch is not None
         harmless = (OK,) if self._check_finite else (OK, NOT_FINITE)
         return [(int(row), state) for row, state in zip(self._batch.rows, states, strict=True) if state not in harmless]

@@ -18,15 +18,16 @@ from headrace.base.step import RowGrowth, RowStart
 IS_TAKEN, IS_RANDOM, HAS_PENALTIES, HAS_RULES, HAS_GRAMMAR, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS = (
     1 << bit for bit in range(7)
 )
-"""Bits of a row's flags; 0 is a free row."""
+"""Bits of a row's flags, by which a step finds its features without a look at each row's record; 0 is a free row."""
 
 IS_POOLED, HAS_SECOND_TEXT = 1 << 7, 1 << 8
-"""The row gets a pooled result and no tokens; its tokens are of two texts."""
+"""More bits: the row gets a pooled result and samples no tokens; its tokens belong to two texts (a pair)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """What a row was started with. ``token_ids`` int64: every token known at the start, and those it has grown by."""
+    """What a row was started with. ``token_ids`` int64: every token known at the start and those added by `Rows.grow`.
+    Tokens sampled since are not here: they live in ``Rows.last_token`` on the device, and in the scheduler."""
 
     token_ids: np.ndarray
     prompt_len: int
@@ -37,7 +38,10 @@ class RowTokens:
 class Rows:
     """``last_token`` [max_rows + 1] int64 on the device: the latest sampled token, the input of the row's next decode;
     its last entry belongs to the null row of the page tables. The host's ``*_np`` arrays are [max_rows] or [max_rows,
-    columns]: ``reals_np`` has temperature, top_p and min_p, ``integers_np`` top_k and seed."""
+    columns]: ``reals_np`` has temperature, top_p and min_p, ``integers_np`` top_k and seed.
+
+    ``last_token`` is not set at a start: a row's first step is a prefill, whose sampling writes it.
+    """
 
     def __init__(self, max_rows: int, device: torch.device):
         self.last_token = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
@@ -53,20 +57,20 @@ class Rows:
         return known
 
     def require(self, rows: np.ndarray) -> None:
-        """Raise when a plan computes a row that was never started."""
+        """Raise `HeadraceError` unless all these rows are started."""
         free = rows[self.flags_np[rows] == 0]
         if len(free):
             raise HeadraceError(f"the plan computes rows that were never started: {free}")
 
     def start(self, start: RowStart) -> RowTokens:
-        """Take a row; what it held is forgotten."""
+        """Take a row and overwrite what it held."""
         spec = start.sampling
         known = RowTokens(np.array(start.token_ids, dtype=np.int64), start.prompt_len, spec, start.pooling)
         self._rows[start.row] = known
         self.prompt_len_np[start.row] = start.prompt_len
         self.reals_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
         self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
-        # A grammar's bitmasks enforce the minimum length.
+        # With a grammar the bitmasks enforce the minimum length: no rule is left then if that was the only one.
         is_ruled = spec.rules is not None and not (spec.grammar is not None and spec.rules.is_length_only)
         self.flags_np[start.row] = (
             IS_TAKEN | IS_RANDOM * (not spec.is_greedy) | HAS_PENALTIES * (spec.penalties is not None)
@@ -78,8 +82,8 @@ class Rows:
         return known
 
     def grow(self, growth: RowGrowth) -> None:
-        """More tokens of a row are known. Tokens between the known ones were sampled on the device; no later span
-        reads them here."""
+        """Add known tokens from position ``growth.start`` on. Positions between those known so far and these were
+        sampled on the device and are already computed or planned as decodes: they get -1, which no later span reads."""
         known = self[growth.row]
         token_ids = np.full(growth.start + len(growth.token_ids), -1, dtype=np.int64)
         token_ids[: len(known.token_ids)] = known.token_ids[: len(token_ids)]

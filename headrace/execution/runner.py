@@ -33,8 +33,11 @@ from headrace.memory.pools import Pool, build_pool
 class Runner:
     """Owns the pools, the page tables, the rows and the sampler of one model on one device.
 
-    ``backends[g]`` serves group g of the layout. ``max_tokens`` is the largest step in tokens. ``paths``: the ways to
-    compute a step, fastest first; the last one takes every step.
+    ``backends[g]`` serves cache group g of the layout. ``max_tokens`` bounds the tokens of a step. ``paths``: the ways
+    to compute a step, fastest first; the last one takes every step.
+
+    All device work is launched on the current stream by one thread. Host state (`Rows`, the matchers) changes at once;
+    device state (page tables, last tokens, penalty counts) changes in stream order, behind the steps in flight.
     """
 
     def __init__(
@@ -51,8 +54,8 @@ class Runner:
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
         self._pooler, self._prompt_scorer = Pooler(self._rows, model), PromptScorer(self._rows, model)
         self._grammars: GrammarRows | None = None
-        self._step: Step | None = None  # the latest
-        self._open: PendingSample | None = None  # a step whose sampling may not have been launched
+        self._step: Step | None = None  # the latest, from which the next is derived when the same rows decode again
+        self._open: PendingSample | None = None  # the latest step with a grammar: its sampling may not be launched yet
         self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
         self.paths: list[StepPath] = [PlainPath(model, self._inputs)]
         if all(backend.fuses_layers for backend in backends):
@@ -61,8 +64,10 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingSample:
-        """Launch a plan; its result is read later, in plan order."""
-        self._close_step()  # first: it samples with the state of rows that this plan may change
+        """Launch a plan without waiting for the device; results are read later, in plan order. May raise
+        `torch.OutOfMemoryError`; the caller must then `reset` and start all rows anew."""
+        # First: the sampling reads row state (penalties, rules, matchers) that this plan's releases and starts change.
+        self._close_step()
         upload = Upload()
         self._apply_rows(plan, upload)
         if not plan.rows:
@@ -70,7 +75,7 @@ class Runner:
             return PendingSample(plan.step_id)
         step = self._step = Step.of(plan, self._rows) if self._step is None else self._step.follow(plan, self._rows)
         path, launch = self._choose_path(step, upload)
-        # What any part needs is packed before the one upload.
+        # Every part packs its host arrays now: one copy to the device serves the whole step.
         if not (step.is_greedy and path.is_greedy_sampler):
             self._sampler.pack(step.batch, upload)
         has_prompt_logprobs = StepFeature.PROMPT_LOGPROBS in step.features
@@ -79,7 +84,8 @@ class Runner:
         sent = upload.send(self._device)
         self._apply_pages(sent)
         output = launch(sent)
-        fill = self._grammars.begin(step.batch) if self._grammars is not None else None  # while the device computes
+        # Behind the launch: a fill may wait for the previous step's tokens, and by now the device has work.
+        fill = self._grammars.begin(step.batch) if self._grammars is not None else None
         pending = PendingSample(
             plan.step_id, step.batch, self._plan_sampling(step, output, sent, fill),
             self._prompt_scorer.compute(spans, output.hidden, sent), check_finite=self._check_finite, order=step.order,
@@ -92,13 +98,15 @@ class Runner:
         self._grammars = GrammarRows(store, self._sampler.vocab_size, self.layout.max_rows, self._device)
 
     def reset(self) -> None:
-        """Forget what failed steps left behind; every row is started anew before it is computed again."""
+        """Drop the state of failed steps. Rows and page tables are left: the scheduler starts every row anew, which
+        overwrites both, before it computes it again."""
         self._open = self._step = None
         if self._grammars is not None:
             self._grammars.reset()
 
     def detach(self) -> None:
-        """Take the pools from the model, which may get another runner. This one cannot be used afterwards."""
+        """Unbind the pools from the model, which may get another runner. This one cannot be used afterwards. Graphs go
+        too: they hold addresses of the pools, and their own memory."""
         self._model.bind_cache([None] * self._num_layers, [None] * self._num_layers)
         self._captured = None
         self.paths.clear()
@@ -106,18 +114,20 @@ class Runner:
     def capture(self, sizes: GraphSizes, recorder: Records) -> CapturedSteps:
         """Run steps of these sizes as graphs from now on; the caller decides when these are recorded."""
         if self._captured is not None:
-            del self.paths[: len(self._captured.paths)]
+            del self.paths[: len(self._captured.paths)]  # the captured paths are always in front
         self._captured = CapturedSteps(sizes, self._model, self._inputs, recorder)
         self.paths[:0] = self._captured.paths
         return self._captured
 
     @torch.inference_mode()
     def record_next(self) -> bool:
-        """Use an idle moment: record one graph that is missing; False when there is none."""
+        """Record one missing graph; False when there is none. Call it with no step in flight: recording runs the work
+        on padding and overwrites the outputs that an unread step may still sample from."""
         return self._captured is not None and self._captured.record_next()
 
     def _choose_path(self, step: Step, upload: Upload) -> tuple[StepPath, Launch]:
-        """The first path that covers the step's features and has room for its shape."""
+        """The first path that covers the step's features and has room for its shape, and its launch. A path that
+        declines has added nothing to the upload, so the next one may use the same names."""
         for path in self.paths:
             if step.features in path.covers:
                 launch = path.prepare(step, upload)
@@ -128,7 +138,7 @@ class Runner:
     def _plan_sampling(
         self, step: Step, output: StepOutput, sent: Sent, fill: BitmaskFill | None
     ) -> Callable[[], Sampled] | None:
-        """What samples the step's tokens; None where no row samples."""
+        """The call that launches the step's sampling; None where no row samples."""
         greedy, logits = output.greedy, output.logits
         if greedy is not None:
             return lambda: Sampled(greedy, None)
@@ -136,6 +146,7 @@ class Runner:
             return None
 
         def sample() -> Sampled:
+            # May wait for the step before. Inference mode again: this can run outside of `execute`.
             bitmasks = fill.result() if fill is not None else None
             with torch.inference_mode():
                 return self._sampler.sample(logits, step.batch, sent, bitmasks)
@@ -143,7 +154,8 @@ class Runner:
         return sample
 
     def _leave(self, pending: PendingSample, fill: BitmaskFill | None) -> PendingSample:
-        """Let a step sample, unless it has to wait for bitmasks."""
+        """Launch the step's sampling, or leave it open where bitmasks may depend on tokens not yet read: then the next
+        `execute` or the reading of the result closes it, whichever comes first."""
         if fill is None:
             pending.close()
             return pending
@@ -154,7 +166,7 @@ class Runner:
         return pending
 
     def _close_step(self) -> None:
-        """Launch the latest step's sampling if it was left for later: it comes before whatever changes its rows."""
+        """Launch the latest step's sampling if it was left open."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -166,6 +178,8 @@ class Runner:
             self._grammars.release(row)
 
     def _apply_rows(self, plan: StepPlan, upload: Upload) -> None:
+        """Change the host's row state now and pack the page table updates for `_apply_pages`. Releases come before
+        starts: a row that is released may be started again in the same plan."""
         for row in plan.releases:
             self._release(row)
         for start in plan.starts:
@@ -176,6 +190,7 @@ class Runner:
                 self._grammars.start(start.row, known)
         for growth in plan.growths:
             self._rows.grow(growth)
+        # Rows given back as well as rows taken: a write beyond a request's pages then lands in the null page.
         cleared = [*plan.releases, *(start.row for start in plan.starts)]
         if cleared:
             upload.add("cleared", cleared)
@@ -185,6 +200,7 @@ class Runner:
             upload.add("append_pages", pages)
 
     def _apply_pages(self, sent: Sent) -> None:
+        # Clear before write: a row started by this plan gets its first pages in the same upload.
         if "cleared" in sent:
             self._tables.clear(sent["cleared"])
         if "append_index" in sent:
@@ -194,6 +210,7 @@ class Runner:
 def _pages_by_layer(
     layout: CacheLayout, pools: list[Pool], num_layers: int
 ) -> tuple[list[KvPages | None], list[int | None]]:
+    """Per model layer its pages and its cache group; None for layers without a KV cache."""
     pages: list[KvPages | None] = [None] * num_layers
     group_of_layer: list[int | None] = [None] * num_layers
     for g, (group, pool) in enumerate(zip(layout.groups, pools, strict=True)):

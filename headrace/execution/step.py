@@ -37,13 +37,14 @@ class StepFeature(IntFlag):
     PROMPT_LOGPROBS = auto()
     POOLING = auto()
     TEXT_PAIRS = auto()
-    """Tokens of two texts in one row."""
+    """A row holds two texts (a cross-encoder's pair), told apart by text kinds."""
 
 
 @dataclass(slots=True)
 class StepShape:
-    """The spans of a step as host arrays, int64. ``requests`` [2, R]: rows and, below, their lengths in the cache after
-    the step. ``lengths`` [R] in this step; ``query_start`` [R + 1] is their running sum."""
+    """The spans of a step as host arrays, int64. ``requests`` [2, R]: ``[0]`` rows, ``[1]`` their lengths in the cache
+    after the step. ``lengths`` [R] are the tokens computed in this step; ``query_start`` [R + 1] is their prefix sum,
+    beginning with 0."""
 
     num_decodes: int
     requests: np.ndarray
@@ -82,8 +83,9 @@ class StepShape:
 
 @dataclass(slots=True)
 class SampleBatch:
-    """The rows that sample in a step, as host arrays: ``rows`` [S], ``output_lens`` [S] (index of the sampled token in
-    the row's output), and the indices in [0, S) of the rows that need more than the argmax."""
+    """The rows that sample in a step, as host arrays: ``rows`` [S]; ``output_lens`` [S], the index of the sampled token
+    in the row's output; then, per reason for more than the argmax, the indices in [0, S) of the rows concerned
+    (``constrained``: by a grammar; ``logged``: logprobs are wanted, of ``top_counts[i]`` best tokens)."""
 
     rows: np.ndarray
     output_lens: np.ndarray
@@ -106,7 +108,7 @@ class SampleBatch:
         return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, constrained, logged, top_counts)
 
     def advance(self) -> SampleBatch:
-        """The same rows, one token on."""
+        """The batch of the next step if the same rows decode again."""
         return SampleBatch(
             self.rows, self.output_lens + 1, self.random, self.penalised, self.ruled, self.constrained, self.logged,
             self.top_counts,
@@ -120,9 +122,10 @@ class SampleBatch:
 
 @dataclass(slots=True)
 class Step:
-    """``samples`` [S] are the indices of the spans that sample, ``batch`` their rows. ``is_greedy``: every one of them
-    takes the argmax. Decodes alone are sorted, longest first: the device's last programs are then short ones. ``order``
-    [R] then says where the plan's spans are; otherwise it is None."""
+    """A plan as host arrays. ``samples`` [S] are the indices into ``shape`` of the spans that sample, ``batch`` their
+    rows. ``is_greedy``: all of them take the argmax. In a step of decodes alone the spans are sorted, longest first, so
+    that the device's last programs are short ones; ``order[i]`` is then the index in ``shape`` of the plan's span i.
+    Otherwise ``shape`` is in plan order, and ``order`` is None."""
 
     plan: StepPlan
     shape: StepShape
@@ -151,9 +154,11 @@ class Step:
         return cls(plan, shape, samples, batch, _find_features(shape, batch, rows), batch.is_greedy, order)
 
     def follow(self, plan: StepPlan, rows: Rows) -> Step:
-        """Read the plan behind this one. Where the same rows decode again, everything moves on by one token. No row may
-        have been started in between: a step with its prefill would have come first."""
-        are_decodes = self.order is not None and plan.num_decodes == len(plan.rows)  # a row may have got forced tokens
+        """Read the plan that follows this one. Where the same rows decode again, every length grows by one and the rest
+        is reused: the sorted order still holds, and flags are those of before, since a row that was started in between
+        would have had a prefill step in between."""
+        # Equal rows and begins do not suffice: a span behind forced tokens is a prefill and may have any length.
+        are_decodes = self.order is not None and plan.num_decodes == len(plan.rows)
         if not are_decodes or plan.rows != self.plan.rows or plan.begins != [b + 1 for b in self.plan.begins]:
             return Step.of(plan, rows)
         requests = self.shape.requests.copy()
@@ -163,7 +168,7 @@ class Step:
 
 
 def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeature:
-    features, flags = StepFeature(0), rows.flags_np[shape.rows]
+    features, flags = StepFeature(0), rows.flags_np[shape.rows]  # flags [R]
     if shape.num_decodes < len(flags):
         features |= StepFeature.PREFILL
     if not batch.is_greedy:

@@ -28,7 +28,8 @@ class Upload:
         """All arrays on the device, as views of one tensor."""
         if not self._arrays:
             return {}
-        # One array of 8-byte words; floats travel as their bits.
+        # One array of 8-byte words; floats travel as their bits. `np.concatenate` copies, so the callers' arrays may
+        # change once this returns.
         packed = to_device(np.concatenate([array.view(np.int64) for array in self._arrays.values()]), device)
         sent = {}
         for (name, array), part in zip(
@@ -45,7 +46,8 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host, readable once the device has come this far; on a CPU the tensor itself."""
+    """The tensor on the host, readable once the device has passed this point of the stream (record an event behind it);
+    on a CPU the tensor itself."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
