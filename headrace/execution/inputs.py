@@ -121,8 +121,8 @@ class InputBuilder:
 
     def _pad(self, num_tokens: int, num_requests: int, size: int) -> None:
         # Token ids and positions of the padding keep what earlier steps left: their hidden states are dropped, their K
-        # and V go to the null page. The capture reads ``max_rows`` requests whatever the step's R is: those beyond R get
-        # length 0, with query_start at the end of the tokens.
+        # and V go to the null page. The capture reads ``max_rows`` requests whatever the step's R is: those beyond R
+        # get length 0, with query_start at the end of the tokens.
         static = self.static
         static.slots[:, num_tokens:size].fill_(NULL_PAGE * self.layout.page_size)
         static.query_start[num_requests + 1 :].fill_(num_tokens)
