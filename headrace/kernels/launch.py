@@ -13,6 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def wait_for_previous(PDL: tl.constexpr):
     """Wait until earlier kernels have finished and their writes are visible; then allow the next kernel to start."""
     if PDL:
+        # In this order: every program waits before it lets the next kernel start, so a kernel's prologue only ever
+        # overlaps its direct predecessor, and whatever ran before that one has finished.
         gdc_wait()
         gdc_launch_dependents()
 

@@ -2,8 +2,10 @@
 
 T tokens, R requests, H heads, K kv heads, G = H / K, E head dim. All G query heads of a kv head share a tile, so keys
 and values are read once a kv head. Softmax runs in base 2 with a running maximum (Milakov & Gimelshein,
-arXiv:1805.02867; Dao, arXiv:2307.08691); the split of decode over keys follows Flash-Decoding, in shares that are equal
-over all requests: each program works out its own from their lengths.
+arXiv:1805.02867; Dao, arXiv:2307.08691). Decode is split over keys as in Flash-Decoding, into shares of equal length
+over all requests; each program computes its own share from the lengths on the device.
+
+q and out are [T, H, E] contiguous, pages [P, page_size, K, E] with any stride between pages, page tables [R, *] int32.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +19,8 @@ from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 LOG2_E = 1.4426950408889634
 COMBINED_VALUES = 16384
-"""Partial values that a program combining splits holds in registers."""
+"""Most values of a [CHUNK, BLOCK_G, BLOCK_EV] float32 block in `_combine`: 64 KiB of the 128 KiB of registers that the
+four warps of a program can have."""
 MASKED = tl.constexpr(-1.0e38)  # finite: a row whose first blocks are all masked must not turn into NaN
 
 
@@ -28,8 +31,8 @@ def block_dim(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """Block sizes of one kernel. ``rows`` are query rows (tokens times heads of a kv head), ``keys`` cached
-    positions."""
+    """Block sizes of one kernel: ``rows`` are query rows (tokens times the G query heads of a kv head), ``keys`` cached
+    positions per iteration, ``num_stages`` the depth of Triton's software pipeline."""
 
     rows: int
     keys: int
@@ -38,11 +41,13 @@ class Tile:
 
 
 def prefill_tile(width: int, element_size: int) -> Tile:
-    """Sized for 227 KiB of shared memory: queries plus ``num_stages`` blocks of keys and values."""
+    """Sized for 227 KiB of shared memory: queries plus ``num_stages`` blocks of keys and values. ``width`` is the
+    padded head dim, ``element_size`` in bytes."""
     if element_size > 2:
         return Tile(64, 32, 4, 1) if width <= 128 else Tile(32, 16, 4, 1)
     if width <= 64:
         return Tile(128, 64, 4, 4)
+    # 128 wide: 32 KiB of queries + 5 * 32 KiB; 256 wide: 64 KiB + 2 * 64 KiB
     return Tile(128, 64, 8, 5) if width <= 128 else Tile(128, 64, 8, 2)
 
 
@@ -56,7 +61,8 @@ def decode_tile(group: int, width: int, element_size: int) -> Tile:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """For up to ``most_tiles`` (request, kv head) pairs per SM: ``programs`` per SM, each with ``stages`` stages."""
+    """Applies to at most ``most_tiles`` (request, kv head) pairs per SM: ``programs`` per SM, each with ``stages``
+    pipeline stages."""
 
     most_tiles: float
     programs: int
@@ -64,10 +70,12 @@ class SplitRule:
 
 
 SPLIT_RULES = {128: (SplitRule(0.25, 1, 9), SplitRule(1, 2, 7), SplitRule(2, 4, 5)), 256: (SplitRule(1, 2, 7),)}
-"""By tile width of a head. Fewer programs need more loads in flight each; more requests need more programs to balance a
-long one. Measured on an H200; none was slower than one program per request and head."""
+"""By head dim; rules in order of rising load. Fewer programs need more loads in flight each to reach memory bandwidth;
+more requests need more programs to balance a long one. Measured on an H200; none was slower than one program per
+request and head."""
 OTHER_RULES = (SplitRule(1.5, 3, 5),)
 MOST_PROGRAMS = 4
+"""The largest ``programs`` of a rule: `DecodeWorkspace` has a slot for each."""
 ROOMY_CAPABILITIES = (9, 10)
 """Compute capabilities with 227 KiB of shared memory per block: pipelines may be deeper than `decode_tile`'s."""
 
@@ -76,12 +84,16 @@ def plan_splits(
     num_requests: int, num_kv_heads: int, max_kv_len: int, *, head_dim: int, tile: Tile, processors: int,
     is_roomy: bool = True
 ) -> tuple[int, Tile]:
-    """``(programs per kv head that share all requests' keys, their tile)``; with many requests one program each.
-    Depends only on constants of a captured graph."""
+    """``(slots, tile)``: how many programs per kv head share the keys of all requests, and their tile. ``num_requests``
+    slots mean no split: one program per request and kv head. ``max_kv_len`` is an upper bound, not a length, so that
+    the result depends only on what a captured graph fixes."""
     for rule in SPLIT_RULES.get(head_dim, OTHER_RULES) if is_roomy else OTHER_RULES:
         if num_requests * num_kv_heads <= rule.most_tiles * processors:
+            # one stage means float32, which keeps its small tile
             split = replace(tile, keys=64, num_stages=rule.stages) if tile.num_stages > 1 and is_roomy else tile
+            # no more slots than blocks of keys: the rest would be idle
             slots = min(rule.programs * processors // num_kv_heads, num_requests * ceil_div(max_kv_len, split.keys))
+            # `_share_out` relies on this: with fewer slots than requests its search would not end
             if slots > num_requests:
                 return slots, split
     return num_requests, tile
@@ -92,11 +104,13 @@ def _load_block(
     pages_ptr, table_ptr, at, low, last, head, page_stride, PAGE: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr,
 ):
-    """Rows ``at + [0, BLOCK_N)`` of one kv head, [BLOCK_N, BLOCK_E]; when BOUNDED, zeros outside [low, last), where
-    pages may hold another request's data or NaN. A block inside one page needs one page-table load, else one per
-    row."""
+    """Keys or values at positions ``at + [0, BLOCK_N)`` of one kv head, [BLOCK_N, BLOCK_E]; ``at`` is a multiple of
+    BLOCK_N. When BOUNDED, zeros outside [low, last), where pages may hold another request's data or NaN; otherwise the
+    caller guarantees that all positions are inside. ``page_stride`` counts elements."""
     dim = tl.arange(0, BLOCK_E)
+    # int64: page * page_stride exceeds 2**31 elements in a large pool
     if PAGE % BLOCK_N == 0:
+        # the block lies inside one page: one page-table load
         page = tl.load(table_ptr + at // PAGE).to(tl.int64)
         row = (at % PAGE) + tl.arange(0, BLOCK_N)
         base = pages_ptr + page * page_stride + head * E
@@ -120,7 +134,8 @@ def _load_block(
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Logits times log2(e), [M, N]. ``scale`` includes log2(e) unless a soft-cap is applied after it."""
+    """Logits times log2(e), [M, N] float32, of q [M, E] and k [N, E]. ``scale`` (from `Head.constants`) includes
+    log2(e); with a soft-cap it includes the division by the cap instead, and log2(e) is applied after the cap."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
         # softcap * tanh(x): tanh(x) = 1 - 2 / (exp(2x) + 1), 2 log2(e) = 2.8853900817779268
@@ -130,11 +145,15 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def _accumulate(logits, v, acc, top, total, PRECISION: tl.constexpr):
-    """One step of the online softmax: ``top`` [M] running maximum, ``total`` [M] denominator, ``acc`` [M, E]."""
+    """One step of the online softmax: ``top`` [M] running maximum (base 2), ``total`` [M] denominator, ``acc`` [M, EV]
+    un-normalised output; all float32."""
     new_top = tl.maximum(top, tl.max(logits, axis=1))
     weights = tl.exp2(logits - new_top[:, None])
+    # Earlier sums are relative to the old maximum. This also erases blocks in which a row was masked throughout: they
+    # counted as weights of 1 (MASKED - MASKED = 0), and the first real logit makes ``fade`` 0.
     fade = tl.exp2(top - new_top)
     total = total * fade + tl.sum(weights, axis=1)
+    # weights are rounded to v's dtype for the tensor cores; the denominator adds them unrounded
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
@@ -144,10 +163,12 @@ def _plan_prefill_kernel(
     query_start_ptr, blocks_ptr, first, num_requests, capacity, LEAST: tl.constexpr, BLOCK_R: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Write ``(request, first token of the block)`` for every block of TOKENS query tokens of requests with LEAST
-    tokens or more; late blocks first, since they see the most keys. One program a request; unused entries get request
-    -1 from the program after the last."""
+    """Write ``(request, first token of the block)`` to ``blocks`` [capacity, 2] int32 for every block of TOKENS query
+    tokens of requests with LEAST tokens or more. Late blocks of a request come first: they see the most keys, and long
+    programs that start last would leave SMs idle. One program per request; the one after the last request fills
+    unused entries with request -1."""
     request = tl.program_id(0)
+    # every program adds up the blocks of all requests before its own: no second launch, no atomics, a fixed order
     other = tl.arange(0, BLOCK_R)
     known = other < num_requests
     begin = tl.load(query_start_ptr + first + other, mask=known, other=0)
@@ -172,6 +193,7 @@ def _prefill_kernel(
     BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # nothing is loaded before the wait: in the first layer the previous kernels may have written the plan as well
     wait_for_previous(PDL)
     head = tl.program_id(0)
     block = tl.program_id(1)
@@ -191,17 +213,17 @@ def _prefill_kernel(
         q_row = ((begin + token).to(tl.int64) * (K * G) + query_head)[:, None]
         dim, dim_v = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_EV)
         q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
-        position = kv_len - query_len + token
+        position = kv_len - query_len + token  # the chunk is the end of its request
 
         first_position = kv_len - query_len + first
         end = tl.minimum(first_position + TOKENS, kv_len)  # first key that no row of the tile sees
         low = 0
-        if WINDOW > 0:
+        if WINDOW > 0:  # the first key that any row of the tile sees
             low = tl.maximum(first_position - WINDOW + 1, 0)
         start = low // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if SINKS:
+        if SINKS:  # as if there were a key with this logit and a value of zero
             top = tl.load(
                 sinks_ptr + query_head, mask=query_head < K * G, other=0.0
             ).to(tl.float32) * 1.4426950408889634
@@ -209,7 +231,8 @@ def _prefill_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
 
         if WINDOW == 0:
-            # blocks that every row of the tile sees whole need no mask and no bounds
+            # Blocks that every row of the tile sees whole need no mask and no bounds. With a window all blocks are left
+            # to the loop below.
             unmasked = (first_position + 1) // BLOCK_N * BLOCK_N
             for at in tl.range(0, unmasked, BLOCK_N):
                 k = _load_block(k_ptr, table, at, low, kv_len, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, False)
@@ -242,14 +265,15 @@ def _combine(
     partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, num_used, K: tl.constexpr, G: tl.constexpr,
     EV: tl.constexpr, SINKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_EV: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Merge the partial results of one request and kv head, from slot ``base`` on, CHUNK at a time in order, and write
-    the output rows. Loads of a chunk are independent: one split at a time would cost its full latency, 1 us."""
+    """Merge the ``num_used`` partial results of one request and kv head, from slot ``base`` on, CHUNK at a time, and
+    write the output rows. The order is fixed, so the result does not depend on which program arrives last. Loads of a
+    chunk are independent: one split at a time would cost its full latency, 1 us."""
     row, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_EV)
     valid = row < G
     inside = valid[:, None] & (dim < EV)[None, :]
     top = tl.full([BLOCK_G], MASKED, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    if SINKS:
+    if SINKS:  # here, once per request, not in every split
         top = tl.load(sinks_ptr + head * G + row, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     acc = tl.zeros([BLOCK_G, BLOCK_EV], tl.float32)
@@ -264,11 +288,13 @@ def _combine(
             partial_ptr + at[:, :, None] * EV + dim[None, None, :], mask=known[:, :, None] & (dim < EV)[None, None, :],
             other=0.0, cache_modifier=".cg"
         )
+        # stats [CHUNK, BLOCK_G], sums [CHUNK, BLOCK_G, BLOCK_EV], each relative to its own split's maximum
         new_top = tl.maximum(top, tl.max(part_top, axis=0))
         fade, part_fade = tl.exp2(top - new_top), tl.exp2(part_top - new_top[None, :])
         total = total * fade + tl.sum(part_total * part_fade, axis=0)
         acc = acc * fade[:, None] + tl.sum(part * part_fade[:, :, None], axis=0)
         top = new_top
+    # a request of length 0 (padding of a captured graph) gives zeros, not NaN
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_at = out_ptr + (request.to(tl.int64) * (K * G) + head * G + row)[:, None] * EV + dim[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -278,19 +304,25 @@ def _combine(
 def _share_out(
     kv_lens_ptr, num_requests, slot, slots, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """The work of a slot: ``(request, its length, split, blocks per split, number of splits)``, request BLOCK_R if
-    there is none. All splits are equally long but the last of each request, and as short as ``slots`` allow."""
+    """The work of one of ``slots`` programs: ``(request, its length, index of its split, blocks per split, number of
+    the request's splits)``; request BLOCK_R if there is none. All splits are equally long but the last of each request,
+    and nearly as short as ``slots`` allow. Every program computes this alone, from the same lengths: no launch to plan
+    and no communication."""
     other = tl.arange(0, BLOCK_R)
     is_there = other < num_requests
     lens = tl.load(kv_lens_ptr + other, mask=is_there, other=0)
     blocks = (lens + BLOCK_N - 1) // BLOCK_N
-    if WINDOW > 0:
+    if WINDOW > 0:  # whole blocks before the window are not read
         blocks -= tl.maximum(lens - WINDOW, 0) // BLOCK_N
+    # at least one block, so that a request of length 0 has a program that writes its output
     blocks = tl.where(is_there, tl.maximum(blocks, 1), 0)
+    # Rounding each request up may need more slots than there are: lengthen splits by an eighth until they fit. That
+    # ends, since slots >= num_requests.
     each = (tl.sum(blocks, 0) + slots - 1) // slots
     while tl.sum((blocks + each - 1) // each, 0) > slots:
         each += (each + 7) // 8
     counts = (blocks + each - 1) // each
+    # slots of a request are adjacent; its index is the number of requests whose slots all come before
     ends = tl.cumsum(counts, 0)
     request = tl.sum((ends <= slot).to(tl.int32), 0)
     count = tl.sum(tl.where(other == request, counts, 0), 0)
@@ -312,7 +344,8 @@ def _decode_kernel(
 ):
     # heads vary fastest: concurrent programs then read whole pages, not stripes of them
     head, slot = tl.program_id(0), tl.program_id(1)
-    # lengths were written before the previous kernel started: these loads need not wait for it
+    # Lengths were written before the previous kernel started (see `wait_for_previous`): these loads need not wait for
+    # it, and the search for this program's share overlaps its end.
     if IS_SPLIT:
         request, kv_len, split, each, count = _share_out(
             kv_lens_ptr, num_requests, slot, tl.num_programs(1), WINDOW, BLOCK_N, BLOCK_R
@@ -329,7 +362,7 @@ def _decode_kernel(
     if IS_SPLIT:
         end = tl.minimum(start + each * BLOCK_N, kv_len)
     token = request
-    if OPEN:
+    if OPEN:  # mixed step: only requests of one query token are decodes, the others are left to `prefill`
         token = tl.load(query_start_ptr + request)
         is_used = tl.load(query_start_ptr + request + 1) - token == 1
     wait_for_previous(PDL)
@@ -342,7 +375,7 @@ def _decode_kernel(
         q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
         top = tl.full([BLOCK_M], MASKED, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if SINKS:
+        if SINKS:  # with several splits `_combine` adds it
             sink = tl.load(sinks_ptr + head * G + row, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
             top = tl.where(count == 1, sink, top)
             total += tl.where(count == 1, 1.0, 0.0)
@@ -360,6 +393,7 @@ def _decode_kernel(
             tl.store(out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
         else:
             # partial results: un-normalised sums [G, EV], and (max, denominator) per row; sinks are added in `_combine`
+            # slots are [K, slots]: the splits of a request and head are adjacent, from ``base`` on
             base, tile = head * tl.num_programs(1) + slot - split, request * K + head
             part = (base + split).to(tl.int64) * G + row
             tl.store(
@@ -382,7 +416,7 @@ def _decode_kernel(
 
 @dataclass(frozen=True)
 class Head:
-    """A layer's constants: see `AttentionParams` of ``layers/attention/contract``."""
+    """A layer's constants, as `AttentionParams` of ``layers/attention/contract``; ``sinks`` [H]."""
 
     scale: float
     window: int = 0
@@ -390,7 +424,7 @@ class Head:
     sinks: torch.Tensor | None = None
 
     def constants(self) -> dict[str, object]:
-        """The launch arguments of these values."""
+        """The launch arguments of these values. See `_scores` for what ``scale`` includes."""
         scale = self.scale / self.softcap if self.softcap else self.scale * LOG2_E
         return dict(
             scale=scale, softcap=float(self.softcap), WINDOW=self.window, SOFTCAP=self.softcap > 0,
@@ -410,9 +444,8 @@ def _geometry(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """The query tokens of each program; made once a step, read by every layer. ``blocks`` [N, 2] int32 holds (request
-    or
-    -1, first token within its chunk)."""
+    """Which query tokens each program of `prefill` takes, ``tokens`` at most; made once a step, read by every layer.
+    ``blocks`` [N, 2] int32 holds (request, first token within its chunk); request -1: no work."""
 
     blocks: torch.Tensor
     tile: Tile
@@ -423,7 +456,8 @@ def plan_prefill(
     query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, width: int, dtype: torch.dtype,
     tile: Tile | None = None
 ) -> PrefillPlan:
-    """Plan requests ``first`` and later. ``query_lens`` are host-known, all requests; no device synchronisation."""
+    """Plan requests ``first`` and later. ``query_start`` [R + 1] int32 is on the device, ``query_lens`` are the same
+    lengths on the host, so that the grid is known without a synchronisation."""
     tile, tokens = _query_tile(group, width, dtype, tile)
     num_blocks = sum(ceil_div(n, tokens) for n in query_lens[first:])
     blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
@@ -434,10 +468,11 @@ def plan_prefill(
 def plan_open_prefill(
     query_start: torch.Tensor, num_tokens: int, *, group: int, width: int, dtype: torch.dtype
 ) -> PrefillPlan:
-    """Plan whatever requests of two tokens or more there will be: as many blocks as ``num_tokens`` can fill, most of
-    which may turn out to have none. May be captured."""
+    """Plan requests of two tokens or more whose number and lengths only the device knows. Launches as many programs as
+    ``num_tokens`` tokens can need; those without work return at once. May be captured."""
     tile, tokens = _query_tile(group, width, dtype, None)
     num_requests = query_start.shape[0] - 1
+    # sum of ceil(n / tokens) <= num_tokens // tokens + requests, of which at most num_tokens // 2 have two tokens
     num_blocks = num_tokens // tokens + min(num_requests, num_tokens // 2)
     blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
     _deal_blocks(query_start, blocks, 0, num_requests, tokens, least=2)
@@ -445,9 +480,9 @@ def plan_open_prefill(
 
 
 def _query_tile(group: int, width: int, dtype: torch.dtype, tile: Tile | None) -> tuple[Tile, int]:
-    """The tile, and how many tokens with all the heads of a group it holds."""
+    """The tile, and how many tokens it holds, each with all ``group`` query heads of a kv head."""
     tile = tile or prefill_tile(width, dtype.itemsize)
-    if group > tile.rows:
+    if group > tile.rows:  # at least one token must fit
         tile = Tile(next_power_of_2(group), tile.keys, tile.num_warps, tile.num_stages)
     return tile, tile.rows // group
 
@@ -455,6 +490,7 @@ def _query_tile(group: int, width: int, dtype: torch.dtype, tile: Tile | None) -
 def _deal_blocks(
     query_start: torch.Tensor, blocks: torch.Tensor, first: int, num_requests: int, tokens: int, *, least: int
 ) -> None:
+    # BLOCK_R at least 1024: nearly every step then uses the same compiled kernel
     _plan_prefill_kernel[(num_requests + 1,)](
         query_start, blocks, first, num_requests, blocks.shape[0], LEAST=least,
         BLOCK_R=max(1024, next_power_of_2(num_requests)), TOKENS=tokens,
@@ -466,11 +502,13 @@ def prefill(
     q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, plan: PrefillPlan, head: Head,
     step: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *, pdl: bool = False,
 ) -> None:
-    """Causal attention of the planned requests, written into ``out`` [T, H, EV]. q [T, H, E] and out contiguous;
-    ``pages`` are k's and v's; ``step`` is (query_start, kv_lens, page_table) of all requests."""
+    """Causal attention of the planned requests, written into ``out`` [T, H, EV]; rows of other requests are left
+    alone. q [T, H, E] and out are contiguous; ``pages`` are k's and v's; ``step`` is (query_start [R + 1], kv_lens [R],
+    page_table [R, *]) of all requests, int32. The keys of the step must have been written to the pages."""
     (k_pages, v_pages), (query_start, kv_lens, page_table) = pages, step
     if not plan.blocks.shape[0]:
         return
+    # without sinks q stands in for their pointer, which the kernel then does not read
     _prefill_kernel[(k_pages.shape[2], plan.blocks.shape[0])](
         q, k_pages, v_pages, out, plan.blocks, query_start, kv_lens, page_table,
         head.sinks if head.sinks is not None else q, page_table.stride(0), **_geometry(q, k_pages, v_pages),
@@ -485,8 +523,11 @@ def _is_roomy(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results of splits: one slot per program, for ``processors`` SMs. Kept for the backend's life, since
-    captured graphs hold its addresses. ``counters`` are zero between launches."""
+    """Partial results of splits, one slot per program, for ``processors`` SMs. Kept for the backend's life, since
+    captured graphs hold its addresses. Launches that share it must be on one stream: they use the same slots.
+
+    ``partial`` [slots, G, EV] and ``stats`` [slots, G, 2] (maximum, denominator) float32, flat; ``counters`` [slots]
+    int32, by request and kv head, count the splits that are done, and are zero between launches."""
 
     partial: torch.Tensor
     stats: torch.Tensor
@@ -496,7 +537,8 @@ class DecodeWorkspace:
 
     @classmethod
     def allocate(cls, processors: int, group: int, value_dim: int, device: torch.device) -> "DecodeWorkspace":
-        """Room for programs of ``group`` rows each."""
+        """Room for ``processors * MOST_PROGRAMS`` programs of ``group`` rows each. Splitting needs fewer (request, kv
+        head) pairs than programs, so the counters suffice as well."""
         programs = processors * MOST_PROGRAMS
         partial = torch.empty(programs * group * value_dim, dtype=torch.float32, device=device)
         stats = torch.empty(programs * group * 2, dtype=torch.float32, device=device)
@@ -507,9 +549,12 @@ class DecodeWorkspace:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The first ``num_requests`` rows of ``kv_lens`` and ``page_table`` have one token each; no length is above
-    ``max_kv_len``. With ``query_start`` only those that have one by it are decodes, and their tokens stand where it
-    says."""
+    """The decodes of a step: requests with one query token. ``kv_lens`` [R] int32 are at most ``max_kv_len``,
+    ``page_table`` [R, *] int32.
+
+    Without ``query_start`` the first ``num_requests`` rows are all decodes, and request r's token is row r of q. With
+    ``query_start`` [R + 1] int32, decodes are those of the ``num_requests`` requests that have one token by it, which
+    is row ``query_start[r]`` of q."""
 
     kv_lens: torch.Tensor
     page_table: torch.Tensor
@@ -522,13 +567,15 @@ def decode(
     q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, workspace: DecodeWorkspace,
     head: Head, step: DecodeStep, *, pdl: bool = False,
 ) -> None:
-    """Attention of the step's decodes: rows of q [T, H, E] to rows of ``out`` [T, H, EV], ``pages`` being k's and v's.
+    """Attention of the step's decodes: rows of q [T, H, E] to the same rows of ``out`` [T, H, EV], both contiguous;
+    ``pages`` are k's and v's.
 
-    What is launched depends only on ``step.num_requests`` and ``step.max_kv_len``: it may be captured.
+    The grid depends only on ``step.num_requests`` and ``step.max_kv_len``, so the launch may be captured.
     """
     k_pages, v_pages = pages
     geometry, constants = _geometry(q, k_pages, v_pages), head.constants()
     tile = decode_tile(geometry["G"], geometry["BLOCK_E"], q.element_size())
+    # the most keys that a request reads
     reach = min(step.max_kv_len, head.window) if head.window else step.max_kv_len
     is_open = step.query_start is not None  # the number of decodes is not known on the host: do not split
     count = step.num_requests

@@ -37,6 +37,7 @@ _on_hopper = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=
 
 
 def _reason_against_shape(query: KernelQuery) -> str | None:
+    # steps of 8 half-precision values: rows of x and of the weight then begin at multiples of 16 bytes
     width, outputs = query.shape.get("in_features", 0), query.shape.get("out_features", 0)
     if width % 8 or width < 256 or not 256 <= outputs <= MOST_OUTPUTS:
         return f"takes 256 or more inputs in steps of 8 and 256 to {MOST_OUTPUTS} outputs"
@@ -44,6 +45,7 @@ def _reason_against_shape(query: KernelQuery) -> str | None:
 
 
 def _reason_against_tiles(query: KernelQuery) -> str | None:
+    # not "9 or later": wgmma exists on compute capability 9.x alone
     if query.capability[0] != 9:
         return "needs Hopper's tensor cores"
     return _in_half(query) or _reason_against_shape(query)
@@ -102,11 +104,12 @@ and ``out`` [M, O / 2] is ``activation(gate) * up``. M satisfies `fits`.
 
 MOST_ROWS = 2
 MOST_WIDTH = 8192
+"""A program holds a whole row of inputs in registers."""
 MOST_WEIGHTS = 2**24
 
 
 def fits(rows: int) -> bool:
-    """Whether `NORM_LINEAR` pays off for so many rows."""
+    """Whether `NORM_LINEAR` pays off for this many rows: every program repeats the norm of all of them."""
     return 0 < rows <= MOST_ROWS
 
 

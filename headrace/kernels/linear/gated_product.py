@@ -1,6 +1,6 @@
 """Products of many rows fused with the gated activation, on Hopper in own CUDA C++: gate and up are never stored.
 
-M rows of x, F gated outputs, K inputs. Refuses: few rows and biases, which `hopper` and torch's own GEMM are for.
+M rows of x, F gated outputs, K inputs. Few rows and biases are passed on to `hopper`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ logger = logging.getLogger(__name__)
 ROWS, OUTPUTS, DEPTH, STAGES, THREADS = 128, 128, 64, 4, 384
 """As in ``gated_product.cu``: tile rows and outputs, inputs per stage, stages, threads per block."""
 CLUSTER = 2
+# 1024 to align the swizzled tiles, the ring of x, gate and up tiles, the output tile, two barriers per stage
 SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * DEPTH * 2 + ROWS * OUTPUTS * 2 + 16 * STAGES
 OPTIONS = {"silu": (), "gelu_tanh": ("-DGELU",)}
 LEAST_ROWS = 1024
 LEAST_SHARE = 0.85
 """Least useful share of the computed tiles: tiles are large, and the last wave of them may be nearly empty."""
 BAND = 8
+"""Pairs of row tiles that go through all outputs together, so that their part of x stays in L2 as W streams past."""
 
 
 @cache
@@ -41,12 +43,13 @@ def find_kernel(dtype: torch.dtype, activation: str, device: torch.device) -> Cu
 
 @cache
 def count_clusters(device: torch.device) -> int:
-    """Thread blocks come in clusters of two, one block per SM."""
+    """Clusters that run at once: of two thread blocks each, one block per SM."""
     return torch.cuda.get_device_properties(device).multi_processor_count // CLUSTER
 
 
 def wins(rows: int, outputs: int, clusters: int) -> bool:
     """Whether this beats torch's GEMM plus an activation: for many rows, unless the last wave is too empty."""
+    # a cluster computes a pair of row tiles; ``rounds`` waves of ``clusters`` clusters cover all tiles
     pairs, columns = -(-rows // (CLUSTER * ROWS)), -(-outputs // OUTPUTS)
     rounds = -(-pairs * columns // clusters)
     return rows >= LEAST_ROWS and rows * outputs >= LEAST_SHARE * rounds * clusters * CLUSTER * ROWS * OUTPUTS
@@ -59,6 +62,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *, band:
     tiles = -(-rows // (CLUSTER * ROWS)) * -(-outputs // OUTPUTS)
     # tensor maps: x [M, K], weight [2F, K] (gate and up tiles of OUTPUTS rows each), out [M, F] in boxes of 64 x 64
     maps = kernel.describe(x, ROWS, DEPTH), kernel.describe(weight, OUTPUTS, DEPTH), kernel.describe(out, 64, 64)
+    # persistent: no more clusters than run at once
     programs = CLUSTER * min(tiles, count_clusters(x.device))
     kernel.launch(programs, THREADS, *maps, c_int(rows), c_int(outputs), c_int(inputs), c_int(band))
     return out

@@ -30,8 +30,9 @@ _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_g
 
 @dataclass(frozen=True)
 class Tile:
-    """A program computes ``rows`` of x by ``outputs`` (of gate and of up, if gated), ``inputs`` at a time; ``stages``
-    such tiles are in shared memory. ``splits`` programs share the inputs and store a partial sum each."""
+    """A program computes ``rows`` of x by ``outputs`` (of gate and of up, if gated), ``inputs`` at a time. A ring of
+    ``stages`` such tiles is in shared memory: stages * (rows + outputs, twice if gated) * inputs * 2 bytes, at most
+    227 KiB. ``splits`` programs share the inputs (split-K) and store a partial sum each."""
 
     rows: int
     outputs: int
@@ -51,6 +52,7 @@ def _fetch_weight(weight_desc, bar, tile, n, k, pred, GATE: gl.constexpr):
 
 @gluon.jit
 def _gate(gate, up, GATE: gl.constexpr):
+    """``activation(gate) * up`` in float32, as `rowwise.triton.apply_gate`."""
     if GATE == 2:
         u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * (1.0 - 1.0 / (gl.exp(2.0 * u) + 1.0)) * up
@@ -66,17 +68,20 @@ def _product_kernel(
 ):
     dtype: gl.constexpr = x_desc.dtype
     WIDE: gl.constexpr = 2 * BLOCK_N if GATE > 0 else BLOCK_N
+    # what TMA delivers to a stage's barrier: a tile of x and one of the weight, in half precision
     stage_bytes: gl.constexpr = (BLOCK_M + WIDE) * BLOCK_K * 2
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     tiles = gl.allocate_shared_memory(dtype, [STAGES] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005 (no starred lists in Gluon)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(stage), count=1)
-    fence_async_shared()
-    # the last block overlaps the one before: TMA fills rows beyond the end slowly, so compute some rows twice instead
+    fence_async_shared()  # TMA must see the initialised barriers
+    # The last block overlaps the one before: TMA fills rows beyond the end slowly, so compute some rows twice instead.
+    # Both programs store the same values there.
     m0 = gl.maximum(gl.minimum(gl.program_id(0) * BLOCK_M, M - BLOCK_M), 0)
     n0, split = gl.program_id(1) * BLOCK_N, gl.program_id(2)
     k0 = split * depth
+    # 0 or less for a split beyond the inputs, which stores zeros
     steps = gl.cdiv(gl.minimum(depth, K - k0), BLOCK_K)
     for stage in gl.static_range(STAGES):
         mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
@@ -91,6 +96,7 @@ def _product_kernel(
     acc = gl.zeros([WIDE, BLOCK_M], gl.float32, mma)
     for step in range(steps):
         at = step % STAGES
+        # the parity of a barrier's phase flips each time its stage is filled
         mbarrier.wait(bars.index(at), (step // STAGES) & 1)
         tile, x_tile = tiles.index(at).reshape([WIDE, BLOCK_K]), x_tiles.index(at).permute((1, 0))
         acc = warpgroup_mma(tile, x_tile, acc, is_async=True)
@@ -112,6 +118,7 @@ def _product_kernel(
         acc = _gate(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), GATE)  # rounded as if stored
     elif HAS_BIAS:
         acc += _load_bias(bias_ptr, n0, N, BLOCK_N, mma)
+    # 16 bytes a thread and store: four float32 partial sums, or eight half-precision values
     _store(
         acc.to(out_ptr.dtype.element_ty), out_ptr, m0, n0, split, M, N, BLOCK_M, BLOCK_N, 4 if SPLIT else 8, num_warps
     )
@@ -150,7 +157,8 @@ def _describe(matrix: torch.Tensor, rows: int, inputs: int) -> TensorDescriptor:
 
 
 def _describe_gated(weight: torch.Tensor, outputs: int, inputs: int) -> TensorDescriptor:
-    """A 4-D descriptor whose tiles alternate eight rows of gate with the same eight rows of up."""
+    """A 4-D descriptor of a weight [2F, K] whose tiles alternate eight rows of gate with the same eight rows of up.
+    Needs F to be a multiple of 8."""
     total, width = weight.shape
     block = (outputs // 8, 2, 8, inputs)
     shape, strides = [total // 16, 2, 8, width], [8 * width, total // 2 * width, width, 1]
@@ -160,10 +168,11 @@ def _describe_gated(weight: torch.Tensor, outputs: int, inputs: int) -> TensorDe
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = ""
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` [M, N], through the gated activation if given; with splits, partial sums [S, M, N]
-    float32."""
+    """``x @ weight.T + bias`` [M, N] in x's dtype, followed by the gated ``activation`` if given; with splits, partial
+    sums [S, M, N] float32, without bias. x and weight satisfy `is_describable`."""
     (rows, inputs), gated = x.shape, bool(activation)
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    # inputs of a split, in whole tiles: the last split may have fewer, or none
     depth = ceil_div(ceil_div(inputs, tile.inputs), tile.splits) * tile.inputs
     is_split = tile.splits > 1
     assert not (is_split and (gated or bias is not None)), "splits store plain partial sums"
@@ -184,6 +193,7 @@ MOST_SPLITS = 4
 LARGE_WEIGHT = 2**24
 """Above it another read of the weight costs more than computing padding rows."""
 NUM_SMS = 132
+"""Of an H100 or H200 (SXM)."""
 
 
 def _tile_rows(rows: int, num_weights: int) -> int:
@@ -212,6 +222,7 @@ def choose_sums_tile(rows: int, outputs: int, inputs: int) -> Tile | None:
         return None
     tile = Tile(min(32, _tile_rows(rows, num_weights)), 64, 128, 8) if rows <= 64 else Tile(64, 64, 128, 6)
     programs, splits = ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs), 1
+    # double the splits while all programs still run at once and each split has at least two tiles of inputs
     while splits < MOST_SPLITS and 2 * splits * programs <= NUM_SMS and 4 * splits * tile.inputs <= inputs:
         splits *= 2
     return replace(tile, splits=splits) if programs * splits <= NUM_SMS else None
@@ -232,7 +243,7 @@ def choose_gated_tile(rows: int, num_weights: int) -> Tile | None:
 
 
 def is_describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether TMA can read both: rows must begin at multiples of 16 bytes."""
+    """Whether TMA can read both: rows must begin at multiples of 16 bytes, which are 8 half-precision values."""
     return (
         weight.is_contiguous() and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0
@@ -251,6 +262,7 @@ def linear_sums(
 ) -> torch.Tensor | None:
     """See `LINEAR_SUMS`."""
     rows, num_weights = x.shape[0], weight.numel()
+    # only this path adds to the residual; with fewer rows the norm does
     if rows > MOST_ROWS:
         return linear_sums_pdl(x, weight, bias, residual)
     takes_sums = bias is None and rows > gemv_rows(num_weights) and is_describable(x, weight)
@@ -264,4 +276,5 @@ def gated_linear(
     """See `GATED_LINEAR`."""
     rows, num_weights = x.shape[0], weight.numel()
     tile = choose_gated_tile(rows, num_weights) if rows > gemv_rows(num_weights) and is_describable(x, weight) else None
+    # `_describe_gated` takes gate and up in groups of eight rows
     return None if tile is None or weight.shape[0] % 16 else multiply(x, weight, bias, tile, activation)

@@ -1,5 +1,6 @@
 """A GEMV that normalises its own input: every program repeats the residual addition and the norm, which costs less than
-launching a kernel that does it once. M rows, D inputs, N outputs (a gate and its up count once).
+launching a kernel that does it once. M rows (compiled for each number, see `linear.fits`), D inputs, N outputs (a gate
+and its up count once).
 
 Persistent: as many programs as the device holds, striding over blocks of outputs. The first weight block, which no
 kernel writes, is loaded before the previous kernel has ended.
@@ -17,11 +18,12 @@ from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 PROGRAMS_PER_PROCESSOR = 4
+"""Programs launched per SM; together they stride over all outputs."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """``outputs`` per program and iteration."""
+    """``outputs`` per program and iteration; each reads a whole row of inputs."""
 
     outputs: int
     num_warps: int
@@ -33,7 +35,8 @@ def _num_processors(device: torch.device) -> int:
 
 
 def choose_tile(num_outputs: int, width: int, *, gated: bool, programs: int) -> Tile:
-    """At least 16 KiB of weight in flight per program; more if all outputs then fit one iteration."""
+    """8,192 values of the weight (16 KiB in half precision) in flight per program; up to twice as many if all outputs
+    then fit one iteration of ``programs`` programs."""
     block = next_power_of_2(width)
     matrices = 2 if gated else 1
     outputs = max(1, 8192 // (block * matrices))
@@ -44,6 +47,8 @@ def choose_tile(num_outputs: int, width: int, *, gated: bool, programs: int) -> 
 
 @triton.jit
 def _load_weight(weight_ptr, n, k, N, D: tl.constexpr, EVEN: tl.constexpr):
+    """Rows ``n`` of the weight, [BLOCK_N, BLOCK_K]. EVEN: blocks divide both sizes, so no mask is needed. Read once by
+    the whole grid, hence evicted first."""
     pointers = weight_ptr + n.to(tl.int64)[:, None] * D + k[None, :]
     if EVEN:
         return tl.load(pointers, eviction_policy="evict_first")
@@ -52,8 +57,9 @@ def _load_weight(weight_ptr, n, k, N, D: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _product(weight, scaled, rstd, bias_ptr, n, last, HAS_BIAS: tl.constexpr):
-    """[BLOCK_N], rounded to the weight's dtype as if stored. rstd multiplies the sum, not the input, so that the
-    product need not wait for the norm's reduction."""
+    """[BLOCK_N] float32, rounded to the weight's dtype as if stored; ``scaled`` [BLOCK_K] is the row times the norm's
+    weight, biases end at ``last``. rstd multiplies the sum, not the input, so that the product need not wait for the
+    norm's reduction."""
     total = tl.sum(weight.to(tl.float32) * scaled[None, :], axis=1) * rstd
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < last, other=0.0).to(tl.float32)
@@ -86,6 +92,7 @@ def _norm_linear_kernel(
     weight = _load_weight(weight_ptr, n, k, N, D, EVEN)
     up_weight = _load_weight(weight_ptr, N + n, k, 2 * N, D, EVEN) if GATED > 0 else weight
     norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32) + offset
+    # above: weights, which no kernel writes; below: x and residual, which the previous kernels wrote
     wait_for_previous(PDL)
     scaled, rstds = (), ()
     for m in tl.static_range(M):
@@ -95,7 +102,7 @@ def _norm_linear_kernel(
         # every program computes the new residual, one stores it: in memory of its own, as others still read the old
         if first == 0:
             tl.store(total_ptr + m * D + k, total, mask=inside)
-        total = total.to(tl.float32)
+        total = total.to(tl.float32)  # rounded first: the norm sees what the next layer will read
         rstds = rstds + (tl.rsqrt(tl.sum(total * total, axis=0) / D + eps),)  # noqa: RUF005 (no starred tuples in Triton)
         scaled = scaled + (total * norm,)  # noqa: RUF005
     _store_block(weight, up_weight, scaled, rstds, bias_ptr, out_ptr, n, N, M, GATED, HAS_BIAS)

@@ -42,7 +42,8 @@ class Tile:
 
 
 def gemv_tile(num_outputs: int, num_inputs: int) -> Tile:
-    """16 to 32 KiB of weight in flight per program, and at least two programs per SM where N allows."""
+    """Up to 16,384 values of the weight (32 KiB in half precision) in flight per program; fewer outputs where there
+    would be less than 512 programs, some four per SM of an H200."""
     inputs = min(4096 if num_inputs <= 4096 else 2048, next_power_of_2(num_inputs))
     outputs = max(1, 16384 // inputs)
     while outputs > 1 and ceil_div(num_outputs, outputs) < 512:
@@ -64,9 +65,12 @@ def _gemv_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, N: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
+    # The weight is loaded with "evict_first": it is read once, and must not push activations out of L2. Products are
+    # multiplied and summed on CUDA cores: tensor cores would pad 1 or 2 rows to 16.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    weight_row = weight_ptr + n.to(tl.int64)[:, None] * K
+    weight_row = weight_ptr + n.to(tl.int64)[:, None] * K  # int64: a weight may have more than 2**31 values
+    # [BLOCK_N] float32 for each of the M rows; a tuple, since Triton cannot index a tensor in registers
     sums = ()
     for _ in tl.static_range(M):
         sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005 (no starred tuples in Triton)
@@ -100,6 +104,7 @@ def _gemv_kernel(
 
 @triton.jit
 def _store_sum(total, bias_ptr, out_ptr, m, n, N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Store ``total`` [BLOCK_N] float32, plus the bias, as part of row ``m`` of out [M, N]."""
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + m * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
@@ -114,7 +119,7 @@ def _skinny_kernel(
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    weight_row = weight_ptr + n.to(tl.int64)[None, :] * K
+    weight_row = weight_ptr + n.to(tl.int64)[None, :] * K  # read as [BLOCK_K, BLOCK_N], transposed
     # inputs per split, a multiple of BLOCK_K; the last split may have fewer, even none
     each = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -157,7 +162,7 @@ def _sum_splits_kernel(
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False
 ) -> torch.Tensor:
-    """`LINEAR` for few rows, see `gemv_rows`."""
+    """`LINEAR` for few rows, see `gemv_rows`: compiled for each number of them."""
     (rows, width), outputs = x.shape, weight.shape[0]
     tile = tile or gemv_tile(outputs, width)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -172,7 +177,7 @@ def gemv(
 def skinny(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False
 ) -> torch.Tensor:
-    """`LINEAR` for up to 16 rows."""
+    """`LINEAR` for up to 16 rows, the least of a tensor-core tile; fewer are padded with zeros."""
     (rows, width), outputs = x.shape, weight.shape[0]
     tile = tile or skinny_tile(outputs, width)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -194,7 +199,7 @@ def skinny(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, pdl: bool = False) -> torch.Tensor:
-    """See `LINEAR`; more rows go to torch."""
+    """See `LINEAR`. More rows than the skinny GEMM takes, and operands that it cannot read, go to torch."""
     rows = x.shape[0]
     for_gemv = gemv_rows(weight.numel())
     most = for_gemv if weight.numel() > MOST_SKINNY_WEIGHTS else SKINNY_ROWS
@@ -210,6 +215,7 @@ def linear_sums(
     """See `LINEAR_SUMS`."""
     if residual is None or bias is not None or x.shape[0] < LEAST_ADDED_ROWS or x.shape[1] < LEAST_ADDED_INPUTS:
         return linear(x, weight, bias, pdl=pdl)
+    # in place: the sum is formed in the GEMM's float32 accumulator and rounded once
     residual.addmm_(x, weight.t())
     return None
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class RouteShape(TypedDict):
-    """The constants of a router, passed as keyword arguments; see `ROUTE`."""
+    """The constants of a router, passed as keyword arguments. `ROUTE` explains each; ``num_groups`` 1 means no
+    groups."""
 
     top_k: int
     score: str
@@ -55,20 +56,20 @@ HASH_ROUTE = Operation("hash route kernel")
 """``hash_route(logits [T, X], table [V, k], token_ids [T], *, score, renormalise, scale) -> (ids [T, k], weights [T,
 k])``.
 
-The same, but ``table`` gives each token's experts; scores give only the weights.
+As `ROUTE`, but a token's experts are looked up in ``table`` by its id; scores give only the weights.
 """
 
 MASK_CHOICES = Operation("choice mask kernel")
 """``mask_choices(ids [T, k], num_tokens [1])``: in place, the choices of padding tokens (from ``num_tokens`` on)
-become -1, no expert. The number stays on the device.
+become -1, no expert. ``num_tokens`` is read on the device, so that a captured graph serves any number.
 """
 
 GROUPED_LINEAR = Operation("grouped linear kernel")
 """``grouped_linear(x [N, I], weight [X, O, I], bias [X, O] | None, ends [X] int32, experts [N] int64) -> [N, O]``.
 
-Rows are sorted by expert: expert e has rows ``ends[e - 1]`` to ``ends[e]``, and ``experts`` holds each row's expert.
-The output of rows behind the last end is undefined. Row n becomes ``x[n] @
-weight[experts[n]].T + bias[experts[n]]``. An expert may have no rows. The query's shape has
+Row n becomes ``x[n] @ weight[experts[n]].T + bias[experts[n]]``. Rows are sorted by expert: expert e has rows
+``ends[e - 1]`` (0 for the first) to ``ends[e]`` exclusive, maybe none; ``experts`` holds the same by row. The output of
+rows from the last end on is undefined. The query's shape has
 ``in_features`` and ``out_features``.
 """
 
@@ -92,20 +93,22 @@ a multiple of 16. x is float32 or bfloat16.
 
 GROUP_PAIRS = Operation("pair grouping kernel")
 """``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the (token, expert)
-pairs stably sorted by expert; the position of each pair in that order; one past each expert's last pair. Pairs with id
--1 come last; their entries are arbitrary.
+pairs stably sorted by expert (pair n is choice n % k of token n // k); the position of each pair in that order, its
+inverse; one past each expert's last pair. Pairs with id -1 come last; their entries are arbitrary.
 """
 
 SUM_PAIRS = Operation("pair sum kernel")
 """``sum_pairs(rows [N, D], place [N] int32, weights [T, k] float32) -> [T, D]``: the weighted sum of each
-token's rows, in float32, in the order of choice.
+token's rows, which lie at ``place`` as of `GROUP_PAIRS`; in float32, in the order of choice.
 """
 
 MOST_PAIRS_EACH = 96
+"""Pairs per expert, on average, up to which a step is bound by reading weights."""
 
 
 def is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:
-    """Whether a step is bound by reading the experts' matrices, not by arithmetic."""
+    """Whether a step is bound by reading the experts' matrices, not by arithmetic. Only then do the faster solutions of
+    `RUN_EXPERTS` apply."""
     return num_tokens * top_k <= MOST_PAIRS_EACH * num_experts
 
 

@@ -12,7 +12,7 @@ from headrace.kernels.native import NATIVE
 from headrace.kernels.rowwise.cpu import GATE_NUMBERS
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
-"""The native kernels' numbers."""
+"""Numbers of the scoring functions, as the native kernels take them."""
 
 
 def route(
@@ -40,6 +40,7 @@ def packed_experts(
     ops = NATIVE.find()
     if ops is None:
         return reference.packed_experts(x, ids, weights, gate_up, down, gate)
+    # experts are stacked along outputs: the number of experts is implied by down [X * D, F] and x [T, D]
     stacks = [(matrix.words, matrix.scales, matrix.mins, matrix.number, bias) for matrix, bias in (gate_up, down)]
     num_experts = down[0].out_features // x.shape[1]
     return ops.packed_experts(

@@ -20,13 +20,14 @@ from headrace.kernels.moe.triton import find_tile, group_pairs
 from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 FEW_TOKENS = 16
+"""Also the least rows of a tensor-core tile: without sorting, a tile has one row per token."""
 MANY_ROWS = 64
 BLOCK_SUM = 512
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A program computes ``rows`` pairs by ``outputs``, reading ``inputs`` at a time."""
+    """A program computes ``outputs`` by ``rows`` pairs, reading ``inputs`` at a time."""
 
     rows: int
     outputs: int
@@ -40,6 +41,7 @@ def choose_tile(num_tokens: int, top_k: int, num_experts: int, *, is_half: bool)
     """Enough rows for all pairs of nearly every expert, so that few matrices are read twice. Measured on an H200: fewer
     than 64 outputs are slower even where only they would occupy all SMs. Only three tiles, all used by decode steps of
     up to 512 rows: other steps need no further compilation."""
+    # pairs of an expert: the mean, and two standard deviations if tokens chose independently (Poisson)
     each = num_tokens * top_k / num_experts
     rows = FEW_TOKENS if num_tokens <= FEW_TOKENS or each + 2 * each**0.5 <= FEW_TOKENS else MANY_ROWS
     if not is_half:
@@ -54,10 +56,11 @@ def _find_rows(
     ids_ptr, order_ptr, ends_ptr, tile, num_tokens, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr,
     BLOCK_X: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr
 ):
-    """``(expert, pair [ROWS], mask [ROWS])`` of a tile; expert -1 where it has no work."""
+    """``(expert, pair [ROWS], mask [ROWS])`` of a tile; expert -1 where it has no work. Pair n is choice n % k of token
+    n // k. With FEW, ``order`` and ``ends`` are not read."""
     row = tl.arange(0, ROWS)
-    if FEW:
-        expert = tl.load(ids_ptr + tile).to(tl.int32)
+    if FEW:  # a tile per pair
+        expert = tl.load(ids_ptr + tile).to(tl.int32)  # -1 for a padding token's pair: then no work as well
         choice = tl.arange(0, BLOCK_K)
         known = (row < num_tokens)[:, None] & (choice < TOP_K)[None, :]
         pairs = row[:, None] * TOP_K + choice[None, :]
@@ -75,7 +78,7 @@ def _find_rows(
 
 @triton.jit
 def _load_rows(x_ptr, at, x_stride, inner, is_there, is_inside):
-    """Rows of x, transposed: [INPUTS, ROWS]."""
+    """INPUTS columns of the rows ``at`` of x, transposed: [INPUTS, ROWS]; zeros where there is no row."""
     return tl.load(
         x_ptr + at[None, :].to(tl.int64) * x_stride + inner[:, None], mask=is_there[None, :] & is_inside[:, None],
         other=0.0
@@ -89,6 +92,7 @@ def _gate_up_kernel(
     BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):
+    # out [N, F] is indexed by pair: every row has one writer, and no atomics are needed
     wait_for_previous(PDL)
     expert, pair, is_there = _find_rows(
         ids_ptr, order_ptr, ends_ptr, tl.program_id(1), num_tokens, TOP_K, BLOCK_K, X, BLOCK_X, ROWS, FEW
@@ -131,6 +135,7 @@ def _down_kernel(
     )
     if expert >= 0:
         column, inner = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+        # down [X, D, F]; x is the [N, F] of `_gate_up_kernel`, by pair
         weight_at = weight_ptr + (expert.to(tl.int64) * D + column[:, None]) * F + inner[None, :]
         total = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for done in range(0, F, INPUTS):
@@ -156,6 +161,7 @@ def _sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     choice, column = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
+    # rows [k, BLOCK] of float32, summed in the same order whatever else is in the batch
     pair = token * TOP_K + choice
     # pairs without an expert were never computed: their rows hold garbage, maybe NaN, and must not be read
     is_there = tl.load(ids_ptr + pair, mask=choice < TOP_K, other=-1) >= 0
@@ -179,6 +185,7 @@ def run_experts(
     gated = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((pairs, width), dtype=torch.float32, device=x.device)
     tile = choose_tile(num_tokens, top_k, num_experts, is_half=x.element_size() == 2)
+    # one per pair, or the most that any choice of experts needs: one partly filled tile per expert
     tiles = pairs if few else min(pairs, pairs // tile.rows + num_experts)
     shape = dict(
         TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), X=num_experts, BLOCK_X=next_power_of_2(num_experts), F=inner,

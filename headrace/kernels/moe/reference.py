@@ -12,10 +12,10 @@ from headrace.kernels.packed_linear.layout import unpack
 from headrace.kernels.rowwise import reference as activations
 
 NO_EXPERT = -1
-"""Stands for no expert in choices."""
+"""Marks a choice without an expert: of a padding token."""
 
 LEAST_SUM = 1e-20
-"""Added to what weights are divided by; matters only where every chosen score is 0."""
+"""Added to the sum that weights are divided by; it matters only where every chosen score is 0."""
 
 
 def route(
@@ -65,7 +65,8 @@ def make_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
 
 
 def _keep_best_groups(choice: torch.Tensor, shape: RouteShape) -> torch.Tensor:
-    """-inf wherever the group is not among the best."""
+    """``choice`` [T, X] with -inf for experts outside the ``top_groups`` best groups."""
+    # [T, groups, X / groups]; worth [T, groups]
     grouped = choice.unflatten(1, (shape["num_groups"], -1))
     worth = grouped.topk(shape["group_best"], dim=-1).values.sum(-1)
     best = worth.topk(shape["top_groups"], dim=-1).indices
@@ -77,6 +78,7 @@ def _keep_best_groups(choice: torch.Tensor, shape: RouteShape) -> torch.Tensor:
 def group_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `GROUP_PAIRS`."""
     flat = ids.flatten()
+    # pairs without an expert sort behind the last expert
     experts, order = torch.where(flat < 0, num_experts, flat).sort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=experts.device), right=True, out_int32=True)
@@ -113,11 +115,12 @@ def gate_halves(x: torch.Tensor, gate: Gate) -> torch.Tensor:
 def run_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, gate: Gate
 ) -> torch.Tensor:
-    """See `RUN_EXPERTS`. Sums in float32."""
+    """See `RUN_EXPERTS`. Sums in float32; on a GPU it waits for the ids, since the loop is over chosen experts."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids[ids >= 0].unique():
         rows, choice = torch.where(ids == expert)
         hidden = x[rows]
+        # [n, D] to [n, 2F], through the gate to [n, F], then to [n, D]
         for i, (weight, bias) in enumerate((gate_up, down)):
             hidden = F.linear(hidden, weight[expert], None if bias is None else bias[expert])
             hidden = hidden if i else gate_halves(hidden, gate)
@@ -128,7 +131,7 @@ def run_experts(
 def packed_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: PackedStack, down: PackedStack, gate: Gate
 ) -> torch.Tensor:
-    """See `PACKED_EXPERTS`. Inputs are not rounded."""
+    """See `PACKED_EXPERTS`; unlike the native kernel it does not round inputs to 8 bits."""
     num_experts = down[0].out_features // x.shape[1]
     first, second = (
         (unpack(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down)

@@ -1,5 +1,5 @@
 """Routing, sorting of (token, expert) pairs by expert, grouped products in which each program finds its expert itself
-(nothing waits for row counts), and the weighted sum over a token's experts.
+(the host never waits for row counts), and the weighted sum over a token's experts.
 
 T tokens, k choices, N = T * k pairs, X experts.
 """
@@ -25,6 +25,7 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr, SCORE: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
+    """One program per token: scores [X], choice and weights [k] stay in registers."""
     token = tl.program_id(0).to(tl.int64)
     at, nth = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_K)
     bias = tl.load(bias_ptr + at, mask=at < X, other=0.0) if HAS_BIAS else 0.0
@@ -36,6 +37,8 @@ def _route_kernel(
     elif SCORE == 1:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
+        # sqrt(log(1 + exp(x))): x itself above 20, as in F.softplus; the series of log below -8, where 1 + exp(x) would
+        # round away most of exp(x)
         power = tl.exp(tl.minimum(logits, 20.0))
         softplus = tl.where(logits < -8.0, power - 0.5 * power * power, tl.log(1.0 + power))
         scores = tl.sqrt(tl.where(logits > 20.0, logits, softplus))
@@ -78,13 +81,14 @@ route_pdl = partial(route, pdl=True)
 
 
 AT_ONCE = (1024, 4096)
-"""Pairs per iteration, for few and for many pairs: two sizes, two kernels to compile."""
+"""Pairs per iteration of `_group_kernel`: up to 4096 pairs, and more. Two sizes, two kernels to compile."""
 
 
 @triton.jit
 def find_tile(ends_ptr, tile, X: tl.constexpr, BLOCK_X: tl.constexpr, ROWS: tl.constexpr):
-    """``(expert, first row, one past the expert's last row)`` of a tile; a tile holds rows of one expert.
-    Expert X beyond the last tile."""
+    """``(expert, first row, one past the expert's last row)`` of tile number ``tile``, when each expert's rows
+    (``ends`` [X], see `GROUP_PAIRS`) are cut into tiles of ROWS; expert X beyond the last tile. Every program computes
+    this from all ends: the device need not prepare a list of tiles."""
     at = tl.arange(0, BLOCK_X)
     end = tl.load(ends_ptr + at, mask=at < X, other=0)
     start = tl.load(ends_ptr + at - 1, mask=(at > 0) & (at < X), other=0)
@@ -107,7 +111,8 @@ def _load_chosen(ids_ptr, at, num_pairs, X: tl.constexpr):
 def _group_kernel(
     ids_ptr, order_ptr, place_ptr, ends_ptr, num_pairs, X: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program per expert counts the pairs before its own; the last one, X, takes pairs without an expert."""
+    """A counting sort with one program per expert, and the last one, X, for pairs without an expert. Each program reads
+    all ids: they are few and in L2, and nothing needs to be exchanged between programs."""
     wait_for_previous(PDL)
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -150,6 +155,7 @@ def _sum_pairs_kernel(
     rows_ptr, place_ptr, weights_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr
 ):
+    # one program per token and BLOCK columns
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
@@ -190,6 +196,8 @@ def _grouped_kernel(
         row, column, inner = (
             first + tl.arange(0, ROWS), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
         )
+        # x [ROWS, INPUTS], weight [INPUTS, OUTPUTS] (read transposed), total [ROWS, OUTPUTS]; 64-bit offsets, since all
+        # experts' weights together may have more than 2**31 values
         x_at = x_ptr + row[:, None].to(tl.int64) * x_stride + inner[None, :]
         weight_at = weight_ptr + (expert.to(tl.int64) * num_outputs + column[None, :]) * num_inputs + inner[:, None]
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -211,10 +219,12 @@ def _grouped_kernel(
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
-    """See `GROUPED_LINEAR`."""
+    """See `GROUPED_LINEAR`; ``experts`` is not read."""
     num_rows, (num_experts, outputs, inputs) = x.shape[0], weight.shape
     out = torch.empty((num_rows, outputs), dtype=x.dtype, device=x.device)
+    # tiles as high as an expert's average share of the rows
     rows = min(MOST_ROWS, max(LEAST_ROWS, next_power_of_2(ceil_div(max(1, num_rows), num_experts))))
+    # the most that any split of the rows among experts needs: one partly filled tile per expert
     tiles = min(num_rows, num_rows // rows + num_experts)
     block_outputs = 64 if x.dtype == torch.float32 or rows == LEAST_ROWS else 128
     if num_rows:
