@@ -44,7 +44,8 @@ class Item:
 
 @dataclass
 class Completed:
-    """What the output already has: ids of requests, and numbers of lines that were no requests."""
+    """What the output file already has: ``custom_ids`` of requests with a result, and ``numbers`` of input lines
+    that were not valid requests. Such requests and lines are skipped when a batch is continued."""
 
     custom_ids: set[str]
     numbers: set[int]
@@ -74,6 +75,7 @@ def read_line(number: int, text: bytes, seen: set[str]) -> Item:
         return Item(number, custom_id=custom_id, error=error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Item(number, error=RequestError(f"the line is not a batch request: {error}"))
+    # only now: an invalid line does not reserve its id
     seen.add(custom_id)
     return Item(number, line, custom_id)
 
@@ -93,6 +95,8 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes]:
     """All lines; a line that is too long is truncated."""
     while text := file.readline(MAX_LINE_BYTES + 2):
         rest = text
+        # 2 bytes of room for CRLF: a longer piece without a line end shows that the line is too long. The rest of the
+        # line is read and dropped in pieces, so memory stays bounded.
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 2)
         yield text
@@ -112,10 +116,12 @@ def open_output(path: Path) -> tuple[BinaryIO, Completed]:
     file that is not the output of a batch, and leaves it unchanged."""
     completed = Completed(set(), set())
     try:
+        # Append mode: all writes go to the end, wherever the last read was.
         file = path.open("a+b")
         file.seek(0)
         end = 0
         for number, text in enumerate(file, 1):
+            # An incomplete line can only be the last one: a run was interrupted while writing it.
             if not text.endswith(b"\n"):
                 break
             end += len(text)
@@ -133,6 +139,7 @@ def _note(text: bytes, completed: Completed, where: str) -> None:
         custom_id, error = record["custom_id"], record["error"]
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise ConfigError(f"{where} is not a batch result; choose another output", param="output") from problem
+    # only `write_error` sets ``line``: its line may have no usable ``custom_id``
     if error and "line" in error:
         completed.numbers.add(error["line"])
     else:
@@ -173,7 +180,8 @@ class InsideResponse:
 
 
 class InsideClient:
-    """Sends requests to an ASGI application without a socket."""
+    """Sends requests to an ASGI application in this process, without a socket. The scope has no `BodyWriter`, so
+    whole responses pass through ``send``."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -258,7 +266,9 @@ async def run_batch(
 
 
 async def _send(client: InsideClient, item: Item, is_alive: Callable[[], bool]) -> InsideResponse:
-    """The response to a request, retried while the queue is full or the engine restarts."""
+    """The response to a request. Retried up to `TRIES` times while the queue is full or the engine restarts, after
+    the wait that the response asks for; the last response is returned whatever its status. Raises
+    `EngineUnavailable` if the engine has stopped for good."""
     assert item.line is not None
     body = msgspec.json.encode(item.line.body)
     for _ in range(TRIES):
@@ -269,6 +279,7 @@ async def _send(client: InsideClient, item: Item, is_alive: Callable[[], bool]) 
             raise EngineUnavailable(
                 "the engine crashed too often and is not restarted; run the batch again to continue"
             )
+        # seconds; the server never sends the date form
         wait_s = float(response.headers.get("retry-after", "1"))
         logger.info("line %d: status %d, retrying in %g s", item.number, response.status, wait_s)
         await asyncio.sleep(wait_s)

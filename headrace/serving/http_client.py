@@ -42,8 +42,8 @@ class BrokenExchange(ConnectionError):
 
 @dataclass
 class HttpResponse:
-    """Pieces of the body with their arrival times (`time.perf_counter` seconds). ``status`` is 0 until it is known;
-    ``is_complete``: the body has ended."""
+    """``pieces``: the body in ``(arrival time, bytes)`` pairs, times in `time.perf_counter` seconds; pieces of one
+    socket read share one time. ``status`` is 0 until the head has arrived. ``is_complete``: the body has ended."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list, repr=False)
@@ -56,18 +56,19 @@ class HttpResponse:
 
 
 class _Connection(asyncio.Protocol):
-    """Runs one exchange at a time. The parser calls the ``on_`` methods."""
+    """One connection, one exchange at a time; parsing happens inside `data_received`, without a task. httptools
+    calls the ``on_`` methods from `feed_data`. ``idle_since`` is in `time.perf_counter` seconds."""
 
     def __init__(self) -> None:
         self.is_open = True
         self.idle_since = 0.0
         self._transport: Any = None
-        self._now = 0.0
+        self._now = 0.0  # when the data that is being parsed arrived
         self._parser = httptools.HttpResponseParser(self)
         self._response: HttpResponse | None = None
         self._ended: asyncio.Future[None] | None = None
         self._num_bytes = 0
-        self._is_measured = False  # the response declares where its body ends
+        self._is_measured = False  # has a length or is chunked; otherwise the end of the connection ends the body
 
     async def exchange(self, request: bytes, response: HttpResponse) -> None:
         """Send a request and fill ``response``; raises `BrokenExchange`, or `ValueError` if it is too long."""
@@ -76,6 +77,7 @@ class _Connection(asyncio.Protocol):
         try:
             await self._ended
         finally:
+            # After a timeout or an error the rest of this response would be read as the next one.
             if not response.is_complete:
                 self.close()
             self._response = None
@@ -90,6 +92,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
+        # An orderly close ends a body without declared length (RFC 9112, section 6.3). `_fail` then does nothing.
         if self._response is not None and self._response.status and not self._is_measured and error is None:
             self.on_message_complete()
         self._fail(BrokenExchange(str(error or "the server closed the connection")))
@@ -132,7 +135,8 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """One server at ``base_url``, with or without ``/v1``. Raises `ConfigError` for an invalid address."""
+    """Client of one server at ``base_url``, with or without ``/v1``. Used by one event loop. ``timeout_s`` limits a
+    whole request. Raises `ConfigError` for an invalid address."""
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None):
         if not base_url.startswith(("http://", "https://")):
@@ -144,6 +148,7 @@ class HttpClient:
             raise ConfigError(f"base_url: {error}", param="base_url") from error
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._path = url.path.rstrip("/").removesuffix("/v1")
+        # without ``user:password@``
         self._headers = {"Host": url.netloc.rpartition("@")[2], "Accept": "*/*"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -186,6 +191,8 @@ class HttpClient:
         try:
             await connection.exchange(request, response)
         except BrokenExchange:
+            # Sent again only on a kept connection, and before the head of a response: the server most likely closed the
+            # connection before it read the request.
             if not is_kept or response.status:
                 raise
             connection = await self._connect()  # the server was closing it, as llama.cpp's does after streams
@@ -195,7 +202,7 @@ class HttpClient:
 
     def _kept_connection(self) -> _Connection | None:
         oldest = time.perf_counter() - IDLE_S
-        while self._kept:
+        while self._kept:  # newest first: it is the least likely to have been closed by the server
             connection = self._kept.pop()
             if connection.is_open and connection.idle_since >= oldest:
                 return connection

@@ -33,7 +33,7 @@ from headrace.service.tokenization import Tokenizer
 OWN_VARIABLES = frozenset(
     {"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"}
 )
-"""Names that ``chat_template_kwargs`` may not set."""
+"""Names that ``chat_template_kwargs`` may not set: they are arguments of `render_with_tools`."""
 
 Prompt = str | list[int] | dict[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
@@ -60,6 +60,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
+        # before torch is imported, which happens while the engine is built
         env.set_passive_waiting()
         self._client = LocalClient(engine_config(model=_plain_name(model), **options))
 
@@ -94,6 +95,7 @@ class LLM:
         """
         chosen = _one_of(prompts, prompt_token_ids)
         params = _params_for_each(sampling_params, len(chosen), self.facts)
+        # A generator: `LocalClient.run` prepares later prompts while the first ones run.
         jobs = (
             self._client.prepare(prompt, p, add_special_tokens=add_special_tokens, priority=priority)
             for prompt, p in zip(chosen, params, strict=True)
@@ -156,8 +158,10 @@ class LLM:
         self, queries: str | list[str], documents: str | list[str], *, instruct: str | None = None,
         truncate_prompt_tokens: int | None = None, progress: bool = False,
     ) -> list[float]:
-        """The relevance of each document to the query, or to its own query: the score of a cross-encoder, the cosine of
-        embeddings, or the probability of "yes" from a model that generates, asked with ``instruct``."""
+        """Relevance of each document to the query, or to the query at the same position. The number depends on the
+        model: the score of a cross-encoder, the cosine of two embeddings, or, of a generative model, the probability
+        that it answers "yes" when asked with ``instruct``."""
+        # one query is paired with every document
         rights = [documents] if isinstance(documents, str) else documents
         lefts = [queries] * len(rights) if isinstance(queries, str) else queries
         if len(lefts) != len(rights):
@@ -217,6 +221,7 @@ class LLM:
     def _run(self, jobs: Iterable[Job], num_jobs: int, progress: bool, errors: str) -> list[GenerationOutput]:
         if errors not in ("raise", "return"):
             raise RequestError(f"errors must be 'raise' or 'return', got {errors!r}", param="errors")
+        # `advance` is called once per finished job.
         with _progress_bar(num_jobs) if progress else contextlib.nullcontext(lambda: None) as advance:
             outputs = self._client.run(jobs, advance)
         if errors == "raise":
@@ -225,10 +230,9 @@ class LLM:
 
 
 class AsyncLLM:
-    """A model in an engine process, for asyncio programs. Options are those of `LLM`.
-
-    Use it as ``async with``, or let the first `generate` start it and call `close`. It belongs to one event loop.
-    """
+    """A model in an engine process, for asyncio programs. Options are those of `LLM`. Use it as ``async with``, or
+    let the first `generate` start it and call `close`. Not thread-safe: it belongs to the event loop that started
+    it."""
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         self._client = EngineClient(engine_config(model=_plain_name(model), **options))
@@ -255,6 +259,7 @@ class AsyncLLM:
         """Start the engine process and wait until it is ready; does nothing if it is started."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="engine-start")
+        # Shielded: callers share the task, and cancelling one of them must not cancel the start for the others.
         await asyncio.shield(self._starting)
 
     async def generate(
@@ -270,6 +275,7 @@ class AsyncLLM:
         stream = self._client.submit(plain, params, request_id=request_id, priority=priority)
         text = plain if isinstance(plain, str) else None
         collector = Collector(stream.request_id, text, stream.prompt_token_ids, params.n)
+        # Closed at once when the caller leaves the loop; the garbage collector would abort the request later.
         async with contextlib.aclosing(aiter(stream)) as deltas:
             async for delta in deltas:
                 collector.add(delta)
@@ -340,6 +346,7 @@ def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[
         )
     else:
         items = list(given)
+        # a flat list of ids is one prompt
         items = [items] if items and isinstance(items[0], int) else items
     plain = [_plain_prompt(prompt) for prompt in items]
     if token_ids is not None and any(isinstance(prompt, str) for prompt in plain):
@@ -408,7 +415,8 @@ def _callable_tools(tools: list[dict[str, Any]], choice: str) -> list[dict[str, 
 def _prepare_calls(
     params: SamplingParams, formats: Formats, tools: list[dict[str, Any]], prompt: str, choice: str
 ) -> SamplingParams:
-    """The parameters that keep the markers of calls and reasoning visible, with the grammar of forced calls."""
+    """``params`` for an output with tool calls: special tokens that mark calls and reasoning stay visible for the
+    parser, and a grammar enforces ``choice``. ``tools`` are those that may be called."""
     params = (
         params if params.keep_special_tokens
         else replace(params, keep_special_tokens=formats.visible_texts(has_tools=True))

@@ -40,7 +40,7 @@ class ReplayOptions(Section):
 
 logger = logging.getLogger(__name__)
 NAME = "requests-*.jsonl"
-MAX_LINE = 64 * 2**20
+MAX_LINE = 64 * 2**20  # bytes; a longer line is read in parts, each of which is skipped as invalid
 NO_BODY = msgspec.Raw(b"null")
 
 
@@ -107,7 +107,8 @@ Output = dict[tuple[str, str], str]
 
 
 def output_of(answer: str) -> Output | None:
-    """The output in a response; None if there is none to compare."""
+    """The output texts in a response body, whole or streamed; None if there are none to compare. Pieces of a stream
+    are joined per choice and field, so it does not matter how the text was split into events."""
     found: defaultdict[tuple[str, str], str] = defaultdict(str)
     for document in _documents(answer):
         is_whole = isinstance(document, dict) and "meta_info" in document  # SGLang's frames hold all text so far
@@ -144,12 +145,15 @@ def _gather(
     value: Any, found: dict[tuple[str, str], str], *, index: str, replaces: bool = False, name: str = ""
 ) -> None:
     if isinstance(value, dict):
+        # Choices have ``index``, items of ``/v1/responses`` have ``output_index``. Nested indices are joined, such as
+        # those of a choice's tool calls, so that texts of different owners stay separate.
         own = value.get("index", value.get("output_index"))
         index = f"{index}/{own}" if isinstance(own, int) else index
         for key, item in value.items():
             _gather(item, found, index=index, replaces=replaces, name=key)
     elif isinstance(value, list):
         if name in NUMBERS and all(isinstance(x, int | float) for x in value):
+            # a vector, such as an embedding
             found[index, name] += str([round(x, DIGITS) for x in value])
         else:
             for item in value:
@@ -171,7 +175,8 @@ def _find_tokens(value: Any) -> Iterator[int]:
 
 
 def is_random(record: Record) -> bool:
-    """Whether a request samples without a seed, so that its output may differ each time."""
+    """Whether a request samples without a seed, so that its output may differ each time. Parameters are in the body, in
+    ``sampling_params`` (SGLang) or in ``options`` (Ollama)."""
     body = msgspec.json.decode(record.body)
     if not isinstance(body, dict):
         return False
@@ -245,10 +250,11 @@ async def replay(
     limit = options.concurrency or (DEFAULT_CONCURRENCY if not options.speed else 65536)
     room = asyncio.Semaphore(limit)
     await _reach(http)
-    begin, first = time.perf_counter(), records[0].at
+    begin, first = time.perf_counter(), records[0].at  # `read_records` sorts by time
 
     async def send(record: Record) -> Record:
         if options.speed:
+            # The schedule is kept against the start, so delays do not add up.
             await asyncio.sleep(max(0.0, (record.at - first) / options.speed - (time.perf_counter() - begin)))
         async with room:
             answered = await _send(http, record, options.model)
@@ -274,6 +280,7 @@ async def _send(http: HttpClient, record: Record, model: str | None) -> Record:
     at, begin, answer = time.time(), time.perf_counter(), HttpResponse()
     with contextlib.suppress(OSError, ValueError):  # a partial response is kept
         await http.send("POST", record.path, readdress(record, model), response=answer)
+    # A head without any body before the failure counts as no response.
     is_answered = answer.is_complete or answer.pieces
     return Record(
         at=at, path=record.path, status=answer.status if is_answered else 0,

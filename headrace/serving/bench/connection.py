@@ -96,6 +96,7 @@ class ServerConnection:
         """The JSON body of a request."""
         body: dict[str, Any] = {
             "model": self._model, "max_tokens": request.max_tokens, "temperature": self._traffic.temperature,
+            # usage: servers may merge tokens into one event, so events cannot be counted
             "stream": True, "stream_options": {"include_usage": True},
         }
         if self._traffic.ignore_eos:
@@ -111,6 +112,7 @@ class ServerConnection:
         route = "/v1/completions" if self._target.endpoint == "completions" else "/v1/chat/completions"
         body = msgspec.json.encode(self.body_of(request))
         timing = Timing(time.perf_counter(), prompt_tokens=len(request.prompt) if _is_ids(request.prompt) else 0)
+        # Shares the list: nothing is parsed while requests are being timed (`read_stream` parses later).
         response = HttpResponse(pieces=timing.pieces)
         try:
             await self._http.send("POST", route, body, response=response)
@@ -174,6 +176,7 @@ def _read_events(pieces: list[tuple[float, bytes]], timing: Timing) -> None:
         if event.error:
             timing.error, timing.detail = "server error", str(event.error)[:200]
             return
+        # Some servers send the running usage with every event; the last one counts.
         usage = event.usage or usage
         for choice in event.choices or ():
             is_finished = is_finished or choice.finish_reason is not None
@@ -199,6 +202,7 @@ def split_events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, byt
     """``(arrival time, data)`` of each server-sent event, however the network splits them; comments are skipped."""
     pending: list[bytes] = []
     for arrived, piece in pieces:
+        # `pending` holds the parts of a line that is not complete yet. A line's arrival time is that of its last part.
         *lines, rest = piece.split(b"\n")
         for line in lines:
             pending.append(line)

@@ -34,25 +34,25 @@ def _random_ids(random: Random, vocab_size: int, count: int) -> list[int]:
 
 
 def make_latency1(vocab_size: int, seed: int = 1) -> Workload:
-    """One stream, 512 tokens in and 256 out: launch overhead and the bandwidth of the weights."""
+    """One request, 512 tokens in and 256 out: decode, bound by launch overhead and by reading the weights."""
     return [_random_ids(Random(seed), vocab_size, 512)], [256]
 
 
 def make_offline256(vocab_size: int, seed: int = 0) -> Workload:
-    """256 requests, 100 to 1024 tokens in and out: continuous batching and the bandwidth of attention."""
+    """256 requests, 100 to 1024 tokens in and out: continuous batching, and attention bound by memory bandwidth."""
     random = Random(seed)
     prompt_lens, output_lens = ([random.randint(100, 1024) for _ in range(256)] for _ in range(2))
     return [_random_ids(random, vocab_size, length) for length in prompt_lens], output_lens
 
 
 def make_prefill16x8k(vocab_size: int, seed: int = 2) -> Workload:
-    """16 prompts of 8192 tokens, one token out: arithmetic."""
+    """16 prompts of 8192 tokens, one token out: prefill, bound by arithmetic."""
     random = Random(seed)
     return [_random_ids(random, vocab_size, 8192) for _ in range(16)], [1] * 16
 
 
 def make_sharedprefix(vocab_size: int, seed: int = 3) -> Workload:
-    """512 prompts of 2112 tokens, the first 2048 alike, 16 out: the prefix cache."""
+    """512 prompts of 2112 tokens, the first 2048 of them equal, 16 out: the prefix cache."""
     random = Random(seed)
     prefix = _random_ids(random, vocab_size, 2048)
     return [prefix + _random_ids(random, vocab_size, 64) for _ in range(512)], [16] * 512
@@ -116,6 +116,7 @@ def run_workload(llm: LLM, name: str, options: OfflineBenchOptions) -> WorkloadR
         return WorkloadRow(
             name, note=f"not run: needs {longest} tokens of context, the model has {llm.facts.max_model_len}"
         )
+    # Warm-up: compiles and allocates outside the measurement.
     _generate(llm, [prompts[0][:64]], [2])
     runs = []
     for _ in range(options.repeats):

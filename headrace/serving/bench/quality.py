@@ -90,14 +90,17 @@ def read_text(path: str | None) -> str:
 
 
 def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> ModelScores:
+    # ``int8`` or ``int8/fp8``: weight format, then the dtype of cached keys and values
     form, _, kv_dtype = weights.partition("/")
     engine = {**engine_options, "quantization": form, **({"kv_dtype": kv_dtype} if kv_dtype else {})}
+    # one token beyond: each window is a prompt with one output token
     engine.setdefault("max_model_len", max(options.window, PROMPT_LEN + OUTPUT_LEN) + 1)
     with LLM(engine.pop("model"), **engine) as llm:
         ids = require_tokenizer(llm.tokenizer).encode(text, add_special_tokens=False)[: options.max_tokens]
         windows = [ids[at : at + options.window] for at in range(0, len(ids), options.window)]
         if len(windows[0]) <= PROMPT_LEN:
             raise ConfigError(f"the text has {len(ids)} tokens; it needs more than {PROMPT_LEN}", param="text")
+        # Windows are scored separately; the first token of each has no logprob.
         tokens = [token for window in windows if len(window) > 1 for token in _score(llm, window)]
         num_bytes = next((line.num_bytes for line in llm.memory_plan() if line.name == "weights"), 0)
         return ModelScores(num_bytes, tokens, _continue(llm, ids))
@@ -121,6 +124,7 @@ def _score(llm: LLM, window: list[int]) -> list[TokenLogprobs]:
 
 def compare(weights: str, own: ModelScores, plain: ModelScores) -> QualityRow:
     """The row of one weight format."""
+    # mean negative log-likelihood in nats per token; perplexity is its exp
     loss = -sum(token.logprob for token in own.tokens) / len(own.tokens)
     pairs = list(zip(plain.tokens, own.tokens, strict=True))
     return QualityRow(
@@ -132,9 +136,11 @@ def compare(weights: str, own: ModelScores, plain: ModelScores) -> QualityRow:
 
 
 def divergence(plain: TokenLogprobs, own: TokenLogprobs) -> float:
-    """KL(plain || own) of two next-token distributions, over the tokens in both top lists, with the rest as one."""
+    """KL(plain || own) in nats between two next-token distributions: over the tokens in both top lists, and one
+    event for all others. Merging events can only lower KL (data processing inequality), so this is a lower bound."""
     others = dict(zip(own.top_ids, own.top_logprobs, strict=True))
     both = [(p, others[token]) for token, p in zip(plain.top_ids, plain.top_logprobs, strict=True) if token in others]
+    # Floor: rounding may leave nothing or less for the rest, which has no logarithm.
     rest = [max(1.0 - sum(math.exp(pair[side]) for pair in both), 1e-9) for side in (0, 1)]
     return max(0.0, sum(math.exp(p) * (p - q) for p, q in both) + rest[0] * math.log(rest[0] / rest[1]))
 

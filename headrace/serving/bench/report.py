@@ -82,13 +82,14 @@ def summarise(timings: Sequence[Timing], *, model: str = "", options: dict[str, 
     good = [timing for timing in timings if timing.error is None]
     bad = [timing for timing in timings if timing.error is not None]
     started, ended = min((t.started for t in timings), default=0.0), max((t.ended for t in timings), default=0.0)
+    # One gap per pair of consecutive pieces, whatever number of tokens a piece has.
     gaps = np.concatenate([np.diff(t.arrivals) for t in good]) if good else np.empty(0)
     return Report(
         model=model, num_requests=len(timings), num_completed=len(good), duration_s=ended - started,
         prompt_tokens=sum(t.prompt_tokens for t in good), output_tokens=sum(t.output_tokens for t in good),
         cached_tokens=sum(t.cached_tokens for t in good),
         errors=dict(Counter(str(t.error) for t in bad).most_common()),
-        examples={str(t.error): t.detail for t in reversed(bad)},
+        examples={str(t.error): t.detail for t in reversed(bad)},  # the first of each kind wins
         latencies={
             "ttft_ms": Distribution.of([t.ttft for t in good]),
             "tpot_ms": Distribution.of([t.tpot for t in good if t.tpot is not None]),

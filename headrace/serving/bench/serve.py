@@ -61,7 +61,7 @@ async def _measure(options: ServeBenchOptions, console: Console | None) -> tuple
         described = {
             section: dataclasses.asdict(getattr(options, section)) for section in ("target", "load", "traffic")
         }
-        described["target"].pop("api_key")
+        described["target"].pop("api_key")  # the report may be shared
         return summarise(timings, model=server.model, options=described), timings
 
 
@@ -98,6 +98,7 @@ async def send_all(
 ) -> list[Any]:
     """Send every request at its time, within the concurrency limit; returns the results of ``read``, in order of the
     requests."""
+    # A rate overrides the trace's times; a concurrency limit without a rate ignores them.
     is_timed = load.rate is not None or (load.concurrency is None and requests[0].at_s is not None)
     room = asyncio.Semaphore(load.concurrency or (len(requests) if is_timed else DEFAULT_CONCURRENCY))
 
@@ -113,6 +114,7 @@ async def send_all(
     tasks = []
     async with asyncio.TaskGroup() as group:
         async for request in pace(requests, load.rate, load.seed) if is_timed else _at_once(requests):
+            # Before the task starts: with a limit, a late response delays the requests after it.
             await room.acquire()
             tasks.append(group.create_task(run(request)))
     return [task.result() for task in tasks]
@@ -128,6 +130,7 @@ async def pace(requests: list[TrafficRequest], rate: float | None, seed: int) ->
     began = time.perf_counter()
     times = arrival_times(requests, rate, seed)
     for request, due in sorted(zip(requests, times, strict=True), key=lambda pair: pair[1]):
+        # Against the start, so that delays do not add up.
         await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
         yield request
 
@@ -139,5 +142,6 @@ def arrival_times(requests: list[TrafficRequest], rate: float | None, seed: int)
     random, due, times = Random(seed), 0.0, []
     for _ in requests:
         times.append(due)
+        # exponential gaps make a Poisson process
         due += random.expovariate(rate)
     return times

@@ -12,6 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.serving.bench.options import TrafficOptions, parse_range
 
 FIRST_TOKEN_ID = 1000
+"""Smallest random id; special tokens of most vocabularies are below it or at the end."""
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place "
@@ -91,6 +92,7 @@ def read_trace(path: Path, limit: int, default_lens: tuple[int, int]) -> list[Tr
     if not requests:
         raise ConfigError(f"the trace {path} holds no requests", param="trace")
     times = [request.at_s for request in requests]
+    # A trace where any time is missing is sent without times.
     if None in times:
         return [TrafficRequest(request.prompt, request.max_tokens) for request in requests]
     first = min(time for time in times if time is not None)

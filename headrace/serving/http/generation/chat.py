@@ -35,11 +35,12 @@ UNKNOWN_REASONING = "the reasoning format of this model is unknown; name it with
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPlan:
-    """How one request's output is split into reasoning, text and calls, and constrained to calls.
-
-    ``tools`` are shown in the prompt; ``callable_tools`` are those of them that may be called, and must be if
-    ``is_forced``. ``continued`` is the text of the assistant message that the output continues, if any.
-    """
+    """How one request's output is split into reasoning, text and tool calls, and which calls a grammar forces or
+    allows. ``tools`` are shown in the prompt; ``callable_tools`` are those of them that may be called (one must be
+    if ``is_forced``). ``is_parallel``: several calls are allowed. ``prompt`` is the rendered text; ``continued`` the
+    text of the assistant message that the output continues, if any. ``separates`` False leaves the reasoning in the
+    content, with its markers; ``streams_reasoning`` False sends it in one piece, ``includes_reasoning`` False drops
+    it. ``max_thinking``: tokens of reasoning before it is ended, None for no limit."""
 
     formats: Formats
     tools: list[dict[str, Any]]
@@ -71,7 +72,8 @@ class OutputPlan:
         )
 
     def _thinking_budget(self, params: SamplingParams) -> ThinkingBudget | None:
-        """The limit for the engine; None when there is none or no reasoning to limit."""
+        """The reasoning limit for the engine; None without a limit, or if the prompt has already ended the reasoning.
+        Raises `UnsupportedFeature` if it cannot be enforced."""
         reasoning = self.formats.reasoning
         if self.max_thinking is None or self.formats.is_closed(self.prompt):
             return None
@@ -98,8 +100,8 @@ class OutputPlan:
 
 
 class OutputReader:
-    """The parse events of one choice, whole or streamed, for APIs whose responses are lists of items. Events come in
-    the order of the output; reasoning that was not requested is dropped."""
+    """Parses the output of one choice into events, for APIs whose responses are lists of items. Works for a whole
+    output (one `read`) and for deltas. Events come in output order; reasoning is dropped if the request excluded it."""
 
     def __init__(self, plan: OutputPlan):
         self._parser = plan.parser() if plan.parses else None
@@ -116,6 +118,7 @@ class OutputReader:
             return [TextDelta(delta.text)] if delta.text else []
         events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
+            # flushes text that the parser held back: it may have been the start of a marker
             events += self._parser.finish()
         if not self._includes_reasoning:
             events = [e for e in events if not (isinstance(e, TextDelta) and e.is_reasoning)]
@@ -158,6 +161,7 @@ def _plan_output(context: AppContext, body: ChatRequest, prompt: str) -> OutputP
     continued = None
     if body.continue_final_message:
         continued = "".join(part.text for part in last) if isinstance(last, list) else last or ""
+    # empty: every tool may be called
     names = chosen_names(choice)
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
     return OutputPlan(
@@ -185,11 +189,12 @@ def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
 async def _fit(
     context: AppContext, prompt: str, params: SamplingParams, *, add_special_tokens: bool
 ) -> tuple[Prompt, bool]:
-    """``(prompt, whether max_tokens was lowered to the room in the context)``; the prompt as token ids if it had to be
-    encoded for this."""
+    """Lower ``params.max_tokens`` (in place) to what the context leaves after the prompt. Returns the prompt, as token
+    ids if it had to be encoded for this, and whether ``max_tokens`` was lowered. A prompt that leaves no room at all is
+    refused at submission."""
     limit, max_tokens = context.facts().max_model_len, params.max_tokens
     if max_tokens is None or len(prompt.encode()) + MAX_SPECIAL_TOKENS + max_tokens <= limit:
-        return prompt, False  # fits even at one token per byte
+        return prompt, False  # fits even at one token per byte, so the prompt need not be encoded here
     encode = partial(encode_prompt, prompt, context.client.tokenizer, add_special_tokens=add_special_tokens, most=limit)
     ids = await asyncio.to_thread(encode) if len(prompt) > LONG_TEXT else encode()
     room = limit - len(ids)

@@ -28,6 +28,7 @@ from headrace.serving.http.protocol.tools import (
 
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
+# C0 controls except tab, LF and CR; and DEL.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 RESERVED = frozenset({
     "messages", "tools", "template", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -35,6 +36,7 @@ RESERVED = frozenset({
 })
 """Template variables that ``chat_template_kwargs`` may not set."""
 ROLE_OF_TEMPLATE = {"developer": "system"}
+"""OpenAI's roles that chat templates know under another name."""
 
 AnyToolChoice = ToolChoice | NamedTool | AllowedTools | None
 
@@ -85,7 +87,7 @@ def _check_tool(tool: Tool, where: str) -> None:
     if len(msgspec.json.encode(schema)) > MAX_SCHEMA_BYTES:
         raise RequestError(f"{param} is larger than {MAX_SCHEMA_BYTES} bytes", param=param)
     pending: list[tuple[Any, int]] = [(schema, 1)]
-    while pending:  # not recursive: the depth is the client's
+    while pending:  # not recursive: the client chooses the depth
         node, depth = pending.pop()
         if depth > MAX_SCHEMA_DEPTH:
             raise RequestError(f"{param} is nested more than {MAX_SCHEMA_DEPTH} deep", param=param)
@@ -125,6 +127,7 @@ def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
     content = message.content
     if content is None and message.role != "assistant":
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
+    # Templates take one string: parts are joined by newlines.
     text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
     calls = [_call_dict(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
     optional = {
@@ -136,7 +139,7 @@ def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Template variables besides the messages: ``chat_template_kwargs`` over the reasoning switches."""
+    """Template variables besides the messages: the reasoning switches, then ``chat_template_kwargs``, which win."""
     options = request.chat_template_kwargs or {}
     reserved = sorted(RESERVED & options.keys())
     if reserved:
@@ -145,7 +148,9 @@ def _template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def _reasoning_switches(request: ReasoningFields) -> dict[str, Any]:
-    """``reasoning_effort``, and whether to think, under both names that templates use."""
+    """Template variables for reasoning: ``reasoning_effort``, and whether the model shall think, as both
+    ``enable_thinking`` and ``thinking`` since templates use either name. Raises `RequestError` if the fields
+    contradict each other."""
     effort = request.reasoning_effort
     switches = (
         None if effort is None else effort != "none", request.enable_thinking,
@@ -191,6 +196,7 @@ async def render_conversation(context: AppContext, request: ChatRequest | Tokeni
             continue_final_message=is_continued, **options,
         )
 
+    # Jinja holds the event loop for as long as it renders.
     is_long = sum(len(m["content"]) for m in messages) > LONG_TEXT
     return await asyncio.to_thread(render) if is_long else render()
 
@@ -199,4 +205,5 @@ async def count_prompt(context: AppContext, request: ChatRequest) -> int:
     """The number of prompt tokens of a conversation."""
     text = await render_conversation(context, request)
     tokenizer = context.tokenizer()
+    # In pieces: the ids of a long prompt need not exist at the same time.
     return await asyncio.to_thread(lambda: sum(map(len, tokenizer.encode_pieces(text, add_special_tokens=False))))

@@ -44,9 +44,11 @@ class TokenNames:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def num_chars(self, token_id: int, text: str) -> tuple[int, bool]:
-        """Characters that begin in the token, and whether its first byte continues the previous character."""
+        """``(n, is_continuation)``: characters that begin in the token, and whether its first byte continues the
+        character of the previous token. ``text`` is the token's `exact_text`."""
         if self._tokenizer is None or not text.startswith("bytes:"):
             return len(text), False
+        # UTF-8: continuation bytes are 10xxxxxx, all others begin a character.
         begins = [byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id)]
         return sum(begins), not begins[0]
 
@@ -74,7 +76,8 @@ def chat_logprobs(entries: list[TokenLogprobs], names: TokenNames) -> ChatLogpro
 
 
 class CompletionLogprobsWriter:
-    """OpenAI's completions format for one choice, whole or in streamed pieces."""
+    """Writes OpenAI's completions format for one choice, whole or in streamed pieces. Keeps the text offset between
+    pieces: characters since the choice's start, plus ``offset``. ``num_top`` 0 leaves out ``top_logprobs``."""
 
     def __init__(self, names: TokenNames, *, num_top: int, offset: int = 0):
         self._names = names
@@ -91,6 +94,7 @@ class CompletionLogprobsWriter:
     def write_prompt(self, token_ids: list[int], entries: list[TokenLogprobs | None]) -> CompletionLogprobs:
         """The echoed prompt; its first token has no logprob."""
         record = CompletionLogprobs([], [], [], [])
+        # No entry for the first token: nothing precedes it.
         padded = [None] * (len(token_ids) - len(entries)) + list(entries)
         for token_id, entry in zip(token_ids, padded, strict=True):
             self._append(record, token_id, entry)
@@ -100,6 +104,7 @@ class CompletionLogprobsWriter:
         text = self._names.exact_text(token_id)
         num_chars, is_continuation = self._names.num_chars(token_id, text)
         record.tokens.append(text)
+        # A token that continues a character has the offset at which that character begins.
         record.text_offset.append(max(0, self._offset - is_continuation))
         self._offset += num_chars
         record.token_logprobs.append(None if entry is None else _finite(entry.logprob))
@@ -115,11 +120,13 @@ class CompletionLogprobsWriter:
 
 
 def prompt_logprobs_json(entries: list[TokenLogprobs | None], names: TokenNames) -> list[PromptLogprobsJson | None]:
-    """vLLM's format: for each prompt position its token and the most likely ones, by id."""
+    """vLLM's format: per prompt position a map from token id to logprob, rank (from 1) and text, of the prompt's own
+    token and the most likely ones. None for the first position."""
     return [None if e is None else _candidates(e, names) for e in entries]
 
 
 def _candidates(entry: TokenLogprobs, names: TokenNames) -> PromptLogprobsJson:
+    # `top_ids` are sorted by probability, so the position is the rank.
     best = enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1)
     found = {str(t): PromptLogprob(_finite(p), rank, names.text(t)) for rank, (t, p) in best}
     found.setdefault(str(entry.token_id), PromptLogprob(_finite(entry.logprob), entry.rank, names.text(entry.token_id)))

@@ -29,7 +29,8 @@ OUTPUTS = {"embed": "embeddings", "classify": "classes"}
 
 @dataclass(frozen=True, slots=True)
 class PooledOutputs:
-    """The engine's packed results, one per text, in input order."""
+    """Results of a pooling request: one packed vector per text (`headrace.base.pooling.unpack_floats`), in input order.
+    ``generation`` is closed; it still has usage and timing."""
 
     request_id: str
     packed: list[bytes]

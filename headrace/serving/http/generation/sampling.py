@@ -38,9 +38,10 @@ def sampling_params(
     fields: OutputFields, model_defaults: dict[str, float], *, max_tokens: int | None, logprobs: int | None,
     within: str = "", **own: Any,
 ) -> SamplingParams:
-    """The parameters of a request. Fields that are not set take the model's defaults; ``own`` are those that the API
-    spells differently. ``max_tokens`` None: up to the context's end. Bounds that need several fields are checked at
-    submission."""
+    """The sampling parameters of a request. Precedence: ``own`` (parameters that the API names differently), then
+    ``fields``, then ``model_defaults`` (from the generation config), then those of `SamplingParams`. None counts as
+    not set. ``max_tokens`` None: up to the context's end. ``logprobs``: number of alternatives, None for no
+    logprobs. Bounds that involve several fields are checked at submission."""
     values: dict[str, Any] = {name: float(model_defaults[name]) for name in MODEL_DEFAULTS if name in model_defaults}
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
@@ -78,6 +79,7 @@ def pick_request_id(given: str | None, request: Request, prefix: str) -> str:
     header = request.headers.get("x-request-id")
     if header and read_request_id(header) is None:
         raise RequestError("X-Request-Id must be 1 to 128 letters, digits and . _ : -", param="X-Request-Id")
+    # The client's own id in the body is not replaced: `open_generation` refuses one that is in use.
     if given is None and header and header not in context_of(request).running:
         given = header
     return given or new_request_id(prefix)
@@ -121,6 +123,7 @@ def _grammar_fields(fields: OutputFields) -> list[GrammarField]:
 def read_grammar(fields: OutputFields, *, within: str = "") -> Grammar | None:
     """The grammar of a request, None for unconstrained text. ``within`` prefixes field names in errors. Raises
     `RequestError` when there are two grammars, or one is invalid."""
+    # ``response_format`` of type text is set but makes no grammar, hence the filter.
     made = [(within + name, make(value, param=within + name)) for name, make, value in _grammar_fields(fields)]
     found = [(name, grammar) for name, grammar in made if grammar is not None]
     if len(found) > 1:

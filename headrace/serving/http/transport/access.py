@@ -27,7 +27,8 @@ OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/metrics"})
 
 
 class Prefix:
-    """Sets the path prefix of the proxy in front; works whether or not the proxy strips it."""
+    """Sets ``root_path``, the path prefix of the proxy in front. `path_of` removes the prefix from paths that have
+    it, so it does not matter whether the proxy strips it."""
 
     def __init__(self, app: ASGIApp, prefix: str):
         self._app = app
@@ -67,11 +68,12 @@ def _has_key(headers: Headers, key: bytes) -> bool:
     in constant time."""
     # A list, not a generator: ``any`` must not stop at the first match, or timing would show which header matched.
     keys = (_bearer(headers), headers.get("x-api-key", "").strip())
+    # Bytes: `compare_digest` refuses non-ASCII text. Starlette decoded the headers as Latin-1.
     return any([hmac.compare_digest(k.encode("latin-1"), key) for k in keys])
 
 
 def owner_of(headers: Headers) -> bytes:
-    """The owner of what a client stores: a hash of its key."""
+    """The owner of what a client stores: the SHA-256 of its API key. Clients without a key share one owner."""
     key = _bearer(headers) or headers.get("x-api-key", "").strip()
     return hashlib.sha256(key.encode("latin-1")).digest()
 
@@ -146,7 +148,7 @@ class RequestLedger:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, begin = 500, time.perf_counter()
+        status, begin = 500, time.perf_counter()  # 500 if the application raises before a response starts
         state = scope.setdefault("state", {})
         state["request_id"] = read_request_id(Headers(scope=scope).get("x-request-id"))
 
@@ -154,6 +156,7 @@ class RequestLedger:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                # Read when the response starts: `open_generation` may have set it since.
                 if state["request_id"] is not None:
                     message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
             await send(message)

@@ -29,8 +29,11 @@ Query = dict[str, dict[str, Any]]
 GENERATION_ERRORS = (404, 429, 503, 504)
 """Statuses besides 200 of routes that run requests."""
 GAP_TIMEOUT_S = 60.0
+"""Seconds without any data of a body, after which the request fails. A slow upload that makes progress is accepted."""
 NESTED = "sampling_params"
+"""The field whose objects are checked for unknown fields like the body itself."""
 BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# These match the wording of msgspec's validation errors, which carry the path only as text.
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
@@ -94,7 +97,7 @@ class JsonBody(Generic[T]):
         return self.decode(body if body.strip() else b"{}")
 
     def decode(self, body: bytes) -> T:
-        """The record in ``body``."""
+        """Decode ``body``; raises `RequestError`, with the field's name if one is wrong."""
         if not body.strip():
             raise RequestError("the body is empty; send a JSON object")
         # One strict pass for valid bodies; only bodies with unknown fields pay for a second one.
@@ -117,11 +120,13 @@ class JsonBody(Generic[T]):
         """Second pass over a body with unknown fields: drop those that request nothing, refuse the others by name."""
         try:
             document = msgspec.json.decode(body)
+            # A JSON object: otherwise the strict pass would have reported another error. Fields are deleted in place.
             _refuse_fields(document, self._fields)
             inner = document.get(NESTED)
             for item in inner if isinstance(inner, list) else [inner]:
                 if self._nested_fields and isinstance(item, dict):
                     _refuse_fields(item, self._nested_fields, within=NESTED + ".")
+            # JSON object keys are strings; ``str_keys`` converts those of ``dict[int, ...]`` fields.
             return msgspec.convert(document, self.record, str_keys=True)
         except msgspec.ValidationError as error:
             raise _explain(error, self.record) from None
@@ -136,6 +141,7 @@ def _fields_of(record: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _refuse_fields(document: dict[str, Any], known: frozenset[str], *, within: str = "") -> None:
+    # a copy of the names: fields are deleted in the loop
     for name in [n for n in document if n not in known]:
         value = document[name]
         if name not in DEFERRED:
@@ -146,13 +152,13 @@ def _refuse_fields(document: dict[str, Any], known: frozenset[str], *, within: s
 
 
 def _unknown_field(name: str, known: frozenset[str], within: str = "") -> RequestError:
-    near = get_close_matches(name[:64], known, n=1)
+    near = get_close_matches(name[:64], known, n=1)  # the name is the client's: it may be megabytes long
     hint = f"; did you mean {near[0]}?" if near else ""
     return RequestError(f"unknown field {within + name[:64]!r}{hint}", param=within + name[:64])
 
 
 def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct]) -> RequestError:
-    """msgspec's error as ours: the field first, in JSON terms."""
+    """Convert msgspec's error to a `RequestError` that starts with the field's path, in JSON terms."""
     text = str(error)
     part = _PART.match(text)
     if part is not None:
@@ -180,7 +186,8 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct]) -> Re
 
 
 def _choices_at(record: type[msgspec.Struct], path: str) -> list[str]:
-    """The literals allowed at a path of a record, in msgspec's path notation; empty if unknown."""
+    """The literals allowed at a path of a record, such as ``messages[...].role``; empty if unknown. Unions
+    contribute the literals of all their members."""
     found: list[inspect.Type] = [inspect.type_info(record)]
     for name in re.findall(r"[^.\[\]]+", path):
         parts = _alternatives(found)

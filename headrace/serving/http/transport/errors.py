@@ -19,6 +19,7 @@ from starlette.types import Scope
 from headrace.base.errors import HeadraceError, NotFound, RequestError
 from headrace.serving.http.protocol.errors import form_of
 
+# Paths of two or more parts, with or without a drive letter, and hexadecimal addresses.
 _PATH_OR_ADDRESS = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+-]+){2,}[/\\]?|\b0x[0-9a-fA-F]{4,}\b")
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ def path_of(scope: Scope) -> str:
 
 
 def route_of(path: str, routes: frozenset[str]) -> str:
-    """The route of a path, or ``unmatched``."""
+    """The route template of a path, or ``unmatched``: metric labels must stay few, so paths themselves are no labels.
+    A template with parameters matches by the text before its first ``{``."""
     if path in routes:
         return path
     return next((r for r in routes if "{" in r and path.startswith(r.partition("{")[0])), "unmatched")
@@ -96,6 +98,7 @@ def conceal(error: HeadraceError) -> HeadraceError:
     """The error for clients: internal errors lose paths and addresses (the log has them)."""
     if error.status < 500:
         return error
+    # A copy: the log shows the original.
     concealed = copy.copy(error)
     concealed.message = _PATH_OR_ADDRESS.sub("...", error.message)
     return concealed
@@ -115,6 +118,7 @@ def respond_error(error: HeadraceError, scope: Scope) -> Response:
 
 async def _respond_typed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
+    # 503 and 504 are expected under load and during restarts.
     if error.status >= 500 and error.status not in (503, 504):
         logger.error("request failed: %s", error.message)
     return respond_error(error, request.scope)

@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 from headrace.base.messages import EngineStats
 from headrace.service.client.outputs import ChoiceDelta
 
+# upper bounds of histogram buckets: seconds, and tokens
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
@@ -48,7 +49,7 @@ COUNTERS = {
 
 
 class EngineCollector(Collector):
-    """Engine statistics as metrics: the latest snapshot, read at scrape time."""
+    """Engine statistics as metrics. ``stats`` is the latest snapshot; `Metrics.render` sets it before each scrape."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
@@ -70,7 +71,8 @@ class EngineCollector(Collector):
 
 
 class LoopHistogram(Collector):
-    """A histogram without lock and labels, for values observed per token in a single event loop."""
+    """A histogram without lock and labels, for values observed per token. Not thread-safe: observe and collect in
+    the same event loop."""
 
     def __init__(self, name: str, doc: str, buckets: tuple[float, ...]):
         self._name, self._doc, self._buckets = name, doc, buckets
@@ -79,10 +81,12 @@ class LoopHistogram(Collector):
 
     def observe(self, value: float) -> None:
         """Observe one value."""
+        # `bisect_left`: a value equal to a bound belongs into its bucket (Prometheus' ``le``).
         self._counts[bisect_left(self._buckets, value)] += 1
         self._sum += value
 
     def collect(self) -> Iterable[Metric]:
+        # Prometheus' buckets are cumulative, hence `accumulate`.
         bounds = [*map(floatToGoString, self._buckets), "+Inf"]
         yield HistogramMetricFamily(
             self._name, self._doc, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
@@ -145,6 +149,7 @@ class RequestTimer:
     def __init__(self, metrics: Metrics, prompt_len: int, num_choices: int):
         self._metrics = metrics
         self._arrival = time.perf_counter()
+        # both by choice index
         self._latest: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
         self._num_running = num_choices
@@ -176,8 +181,9 @@ class RequestTimer:
         if num_tokens:
             latest = self._latest.get(index)
             if latest is not None:
+                # One observation per delta: the mean over its tokens, as a merged delta has several.
                 self._metrics.inter_token.observe((now - latest) / num_tokens)
-            elif not self._latest:
+            elif not self._latest:  # the first token of any choice
                 self.first_token_s = now - self._arrival
                 self._metrics.first_token.observe(self.first_token_s)
             self._latest[index] = now
@@ -185,6 +191,7 @@ class RequestTimer:
         if delta.finish_reason is not None:
             self.finish_reasons.append(delta.finish_reason)
             self._metrics.finished.labels(delta.finish_reason).inc()
+            # pooling requests have no output tokens
             if delta.pooled is None:
                 self._metrics.generation_tokens.observe(self._num_tokens.get(index, 0))
             self._num_running -= 1

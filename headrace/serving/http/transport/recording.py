@@ -29,9 +29,10 @@ from headrace.serving.http.transport.errors import path_of
 from headrace.serving.replay import NAME, NO_BODY, Record
 
 logger = logging.getLogger(__name__)
+# Bytes kept of one exchange while it runs; with the number of concurrent requests they bound the recorder's memory.
 MAX_KEPT_BODY = 4 * 2**20
 MAX_KEPT_RESPONSE = 2**20
-MAX_LOGGED_TEXT = 2048
+MAX_LOGGED_TEXT = 2048  # characters
 
 PLAIN_HEADERS = frozenset(
     {"accept", "content-length", "content-type", "host", "traceparent", "user-agent", "x-request-id"}
@@ -93,6 +94,7 @@ class Recorder:
         async def note_body() -> Message:
             message = await receive()
             if message["type"] == "http.request":
+                # Only the kept copy is cut; the application gets the whole message.
                 exchange.is_body_cut |= _keep(exchange.body, message.get("body", b""), MAX_KEPT_BODY)
             return message
 
@@ -115,7 +117,7 @@ class Recorder:
 
 
 def _keep(kept: bytearray, more: bytes, limit: int) -> bool:
-    """Append up to ``limit`` bytes; returns whether something was cut."""
+    """Append ``more`` to ``kept`` until that has ``limit`` bytes; returns whether bytes of ``more`` were dropped."""
     room = limit - len(kept)
     kept += more[:room]
     return len(more) > room
@@ -129,6 +131,7 @@ class RequestLog:
 
     def take(self, exchange: Exchange) -> None:
         """Log one exchange."""
+        # By an allowlist: a proxy may add credentials under any header name.
         headers = {
             name: value[:MAX_LOGGED_TEXT] if name in PLAIN_HEADERS else "***"
             for name, value in exchange.headers.items()
@@ -188,8 +191,9 @@ class DumpFolder:
     def __init__(self, folder: str, limit: int):
         self._folder, self._limit = Path(folder), limit
         self._writer = ThreadPoolExecutor(1, "request-dump")
+        # Used by `__init__`, then by the writer thread alone, and by `close` after that thread has ended.
         self._file: FileIO | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards `_num_pending`, which the event loop and the writer thread change
         self._num_pending = self._num_dropped = 0
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -245,6 +249,7 @@ class DumpFolder:
             self._file.close()
         files = sorted(self._folder.glob(NAME))
         sizes = {path: path.stat().st_size for path in files}
+        # room for the new file, which grows to a `NUM_FILES`-th of the limit
         while files and sum(sizes.values()) > self._limit - self._limit // NUM_FILES:
             oldest = files.pop(0)
             oldest.unlink()
@@ -252,6 +257,7 @@ class DumpFolder:
         seconds, rest = divmod(time.time_ns(), 10**9)
         # names sort by time
         name = f"requests-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(seconds))}-{rest:09d}-{os.getpid()}.jsonl"
+        # Unbuffered: `_append` must see short writes, and a crash must not lose lines that were written.
         self._file = os.fdopen(
             os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0
         )

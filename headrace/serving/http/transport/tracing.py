@@ -32,8 +32,8 @@ NS = 1_000_000_000
 
 
 class Tracing:
-    """Passes finished spans to ``processor``. The sampling decision of a ``traceparent`` header is followed; of other
-    requests ``share`` are sampled."""
+    """Passes finished spans to ``processor``. Sampling: a request with a ``traceparent`` header follows the decision
+    in it; of the others the fraction ``share`` is sampled."""
 
     def __init__(self, processor: SpanProcessor, share: float):
         from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -94,13 +94,16 @@ class Tracing:
     def _add_stages(self, parent: Span, index: int, timer: RequestTimer) -> None:
         from opentelemetry.trace import set_span_in_context
 
+        # Seconds since arrival. A request that was aborted may lack any of the three times.
         end = timer.end_s or timer.elapsed_s
         queued = end if timer.queued_s is None else min(timer.queued_s, end)
         first = timer.first_token_s or end
         context = set_span_in_context(parent)
         for name, begin, until in (("queue", 0.0, queued), ("prefill", queued, first), ("decode", first, end)):
+            # A stage that was not reached has length 0.
             if until > begin:
                 span = self._tracer.start_span(
+                    # nanoseconds of wall-clock time, as OpenTelemetry expects
                     name, context=context, start_time=timer.arrival_ns + int(begin * NS),
                     attributes={"headrace.prompt_index": index},
                 )
