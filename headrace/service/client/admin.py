@@ -32,13 +32,13 @@ SleepMode = Literal["refuse", "abort", "wait"]
 
 
 class EngineAdmin:
-    """Operations of one client, one at a time. A restarted engine process is neither paused nor asleep, and has the
-    weights that were loaded last."""
+    """Admin operations on one client. Those that change memory or weights run one at a time. A restarted engine process
+    is neither paused nor asleep, and has the weights that were loaded last."""
 
     def __init__(self, client: EngineClient):
         self._client = client
         self._turn = asyncio.Lock()
-        self._paused_engine: int | None = None
+        self._paused_engine: int | None = None  # a process id: a restarted engine is not paused
         self.weight_version = "default"
 
     @property
@@ -88,8 +88,8 @@ class EngineAdmin:
             self._set_state(await self._change(AcquireMemory(list(parts))))
 
     async def replace_weights(self, model: str, *, load_format: str = "auto", version: str | None = None) -> int:
-        """Serve another checkpoint of the same shapes; returns how many requests went on with it. Raises typed errors,
-        the old weights in place."""
+        """Serve another checkpoint of the same shapes; returns how many running requests continue with it. On a typed
+        error the old weights stay in place."""
         async with self._turn:
             client, num_requests = self._client, self._client.num_inflight
             try:
@@ -97,7 +97,7 @@ class EngineAdmin:
             except EngineAsleep:  # the old weights are back, the KV cache has found no room
                 self._set_state("asleep")
                 raise
-            config = client.config
+            config = client.config  # for the next start of the engine: a restart must load the new weights
             client.config = replace(
                 config, model=replace(config.model, model=model, load_format=load_format, revision=None)
             )
@@ -114,7 +114,7 @@ class EngineAdmin:
         return name
 
     async def _change(self, call: ReleaseMemory | AcquireMemory) -> str:
-        """The state after it."""
+        """Make the call; returns the client's state after it."""
         released = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
         return "asleep" if VITAL_PARTS & set(released) else "ready"
 
@@ -127,6 +127,6 @@ class EngineAdmin:
             raise Conflict(f"{self._client.num_inflight} requests did not end within {limit_s:g} s") from None
 
     def _set_state(self, state: str) -> None:
-        """The state after a change, unless the engine has died or the server is ending meanwhile."""
+        """Set the client's state after a change, unless the engine has died or the server has begun to stop."""
         if self._client.state in ("ready", "asleep"):
             self._client.state = state

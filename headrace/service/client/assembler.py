@@ -14,8 +14,9 @@ from headrace.service.tokenization.tokenizer import Tokenizer
 
 
 class OutputAssembler:
-    """All choices of one request, as `build_requests` made them. ``usage`` counts come from the deltas' ``token_ids``.
-    ``can_end_early``: a text may end a choice before the engine does, so that outputs must be fed as they come."""
+    """Assembles the outputs of all choices of one request. ``requests`` and ``params`` are those of `build_requests`.
+    Token counts for ``usage`` are the sums of the deltas' ``token_ids``. ``can_end_early``: a stop string may end a
+    choice before the engine does, so outputs must be fed as they come and not in batches."""
 
     def __init__(self, requests: Sequence[EngineRequest], params: SamplingParams, tokenizer: Tokenizer | None):
         stop_texts = special_stops(params, tokenizer)
@@ -49,7 +50,8 @@ class OutputAssembler:
 
 
 class _Choice:
-    """State of one choice."""
+    """Assembly of one choice. Prompt logprobs are collected over prefill chunks and sent with the first delta; position
+    0 has none, which is their first entry."""
 
     def __init__(
         self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None,
@@ -59,7 +61,7 @@ class _Choice:
         self._index = index
         self._params = params
         self._stop_texts = stop_texts
-        self._num_tokens = 0
+        self._num_tokens = 0  # in all deltas so far
         self._prompt_logprobs: list[TokenLogprobs | None] | None = (
             [None] if request.sampling.num_prompt_logprobs >= 0 else None
         )
@@ -92,6 +94,7 @@ class _Choice:
                 self._text.push(output.token_ids) if output.finish is None
                 else self._last_text(self._text, output.token_ids, output.finish)
             )
+        # A stop string wins over the engine's own reason: tokens behind it were computed in vain.
         if self._text is not None and self._text.stopped is not None:
             self._cut(delta, self._text.num_tokens_kept)
             delta.finish_reason, delta.stop_reason = "stop", self._text.stopped
@@ -103,6 +106,7 @@ class _Choice:
         return delta
 
     def _last_text(self, text: Detokenizer, ids: list[int], finish: Finish) -> str:
+        """Text of the last tokens, and all that was held back."""
         if (
             finish.stop_id is not None and ids and ids[-1] == finish.stop_id
             and not self._params.include_stop_str_in_output
@@ -125,7 +129,7 @@ class _Choice:
 
 
 class PooledAssembler:
-    """`OutputAssembler` of a pooling request: passes its one result on."""
+    """The counterpart of `OutputAssembler` for a pooling request, which has one output and no text."""
 
     can_end_early = False
 

@@ -67,7 +67,7 @@ def first_error(output: GenerationOutput) -> HeadraceError | None:
 
 
 class Collector:
-    """The output of one request as far as it is known. ``num_choices`` is ``n`` of its sampling parameters."""
+    """Adds the deltas of one request up to its output. ``num_choices`` is ``n`` of its sampling parameters."""
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], num_choices: int):
         choices = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(num_choices)]

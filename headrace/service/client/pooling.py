@@ -1,7 +1,7 @@
 """Inputs of pooling requests: texts to tokens, truncated on request, and pairs of texts to be scored.
 
-A cross-encoder scores both texts in one input; embeddings are compared by cosine; a generating model answers yes or no.
-Torch-free. Refuses: running anything.
+Three ways to score: a cross-encoder takes both texts in one input; embeddings are compared by cosine; a generating
+model is asked for yes or no (the prompt of the Qwen3 rerankers). Torch-free. Refuses: running anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANSWERS = ("yes", "no")
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """One input of the engine: its tokens, and what the model computes of them."""
+    """One input of the engine: its token ids, and what is to be computed from them."""
 
     token_ids: list[int]
     spec: PoolingSpec = field(default_factory=PoolingSpec)
@@ -34,8 +34,8 @@ class PoolingInput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingEncoder:
-    """Encodes texts for one model. ``limit`` is the most tokens of a text, the rest of which is cut off (None: texts
-    that are too long are refused when they are submitted)."""
+    """Encodes texts for one model. ``limit``: texts are truncated to this many tokens (None: no truncation; texts that
+    are too long are refused when they are submitted)."""
 
     facts: ModelFacts
     tokenizer: Tokenizer | None
@@ -65,8 +65,10 @@ class PoolingEncoder:
         return PoolingInput(ids, PoolingSpec(second_start=second_start))
 
     def encode_question(self, query: str, document: str, instruction: str) -> PoolingInput:
-        """The question whether a document suits a query, as the model's chat template words it; the document's end is
-        cut off where the whole is too long."""
+        """Ask whether a document matches a query, in the model's chat template. The end of the document is cut off when
+        the prompt exceeds ``limit``."""
+        # First a cheap cut, so that a huge document is not rendered whole; then one by the excess of the real prompt.
+        # Decoding and encoding again may add ids: the final slice keeps the end, where the model is asked to answer.
         tokenizer = require_tokenizer(self.tokenizer)
         if self.limit is not None and tokenizer.encode_within(document, self.limit, add_special_tokens=False) is None:
             document = tokenizer.decode(tokenizer.encode(document, add_special_tokens=False, limit=self.limit))
@@ -81,15 +83,16 @@ class PoolingEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
-    """How pairs are scored: the inputs to run, and how their results (packed, in order) become one score a pair."""
+    """How pairs are scored: the inputs to run, and ``finish``, which turns their packed results (in the order of the
+    inputs) into one score per pair."""
 
     inputs: list[PoolingInput]
     finish: Callable[[list[bytes]], list[float]]
 
 
 def plan_scores(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, *, instruct: str | None = None) -> ScorePlan:
-    """Score ``(query, document)`` pairs. ``instruct`` tells a model that answers yes or no what to look for.
-    Raises `RequestError` when the model has no way to score."""
+    """Plan the scoring of ``(query, document)`` pairs. ``instruct``: the task description for a model that is prompted
+    in words. Raises `RequestError` when the model cannot score."""
     pooling = encoder.facts.pooling
     if instruct is not None and pooling is not None and (pooling.kind == "embed" or pooling.takes_pairs):
         raise RequestError(
@@ -116,7 +119,7 @@ def plan_scores(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, *, in
 
 
 def activate(logits: list[float], activation: Activation) -> list[float]:
-    """Logits of classes as users expect them."""
+    """Apply a model's activation to its class logits."""
     if activation == "sigmoid":
         return [_sigmoid(x) for x in logits]
     if activation == "softmax":
@@ -126,7 +129,8 @@ def activate(logits: list[float], activation: Activation) -> list[float]:
 
 
 def shorten(vector: list[float], dimensions: int | None) -> list[float]:
-    """The first ``dimensions`` numbers, at unit length again."""
+    """The first ``dimensions`` numbers, normalized to unit length (Matryoshka embeddings, arXiv:2205.13147). None
+    returns the vector as it is; raises `RequestError` for more than it has."""
     if dimensions is None:
         return vector
     if dimensions > len(vector):
@@ -139,7 +143,7 @@ def shorten(vector: list[float], dimensions: int | None) -> list[float]:
 
 
 def _compare_embeddings(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder) -> ScorePlan:
-    """Each text is read once, however many pairs it is in."""
+    """Score by cosine similarity. Each distinct text is embedded once, however many pairs it is in."""
     places = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
 
     def finish(results: list[bytes]) -> list[float]:
@@ -151,7 +155,7 @@ def _compare_embeddings(pairs: Sequence[tuple[str, str]], encoder: PoolingEncode
 
 
 def _ask_yes_or_no(pairs: Sequence[tuple[str, str]], encoder: PoolingEncoder, instruction: str) -> ScorePlan:
-    """The probability of yes where only yes and no are possible."""
+    """Score by P(yes) / (P(yes) + P(no)) for the next token: the sigmoid of the difference of the log-probabilities."""
     tokenizer = require_tokenizer(encoder.tokenizer)
     answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
     if any(len(ids) != 1 for ids in answers):
@@ -183,4 +187,5 @@ def _sigmoid(x: float) -> float:
 
 
 def _length(vector: list[float]) -> float:
+    """L2 norm; 1 for a zero vector, which callers divide by it."""
     return math.sqrt(sum(x * x for x in vector)) or 1.0

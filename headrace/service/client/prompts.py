@@ -30,8 +30,8 @@ def new_request_id() -> str:
 def encode_prompt(
     prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, most: int | None = None
 ) -> list[int]:
-    """Token ids of a prompt; ids pass as they are (their range is checked with the rest of the request). A long text
-    of more than ``most`` is refused after its beginning was encoded: encoding megabytes would take seconds."""
+    """Token ids of a prompt. Ids pass as they are (their range is checked with the rest of the request). ``most``: the
+    model's limit; a text far beyond it is refused after encoding a prefix, as encoding megabytes would take seconds."""
     if not isinstance(prompt, str):
         return list(prompt)
     return encode_text(prompt, require_tokenizer(tokenizer), most, "prompt", add_special_tokens=add_special_tokens)
@@ -40,7 +40,7 @@ def encode_prompt(
 def encode_prompt_end(
     prompt: str | list[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """The last ``kept`` ids of a prompt; the model's begin-of-text token stays in front if the prompt has it."""
+    """At most ``kept`` ids from the end of a prompt. A leading bos token stays in front and counts."""
     ids = (
         require_tokenizer(tokenizer).encode_ends(prompt, kept, add_special_tokens=add_special_tokens)
         if isinstance(prompt, str) else prompt
@@ -54,7 +54,8 @@ def encode_prompt_end(
 def encode_text(
     text: str, tokenizer: Tokenizer, most: int | None, param: str, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Token ids of a text. Raises `ContextLengthExceeded` for a long one of more than ``most``."""
+    """Token ids of a text. Raises `ContextLengthExceeded` for a long text of more than ``most``. The result may still
+    have more (see `Tokenizer.encode_within`), which the request's own check refuses."""
     if most is None:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids = tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
@@ -68,8 +69,8 @@ def encode_text(
 
 
 def read_truncation(truncate: int, max_len: int, num_out: int = 0) -> int:
-    """How many tokens of a prompt ``truncate_prompt_tokens`` keeps at most: -1 is what ``max_len`` leaves beside
-    ``num_out`` of output. Raises `RequestError`."""
+    """Most prompt tokens that ``truncate_prompt_tokens`` keeps: the value itself, or for -1 ``max_len`` minus
+    ``num_out`` tokens of output. Raises `RequestError` for a value out of range."""
     if truncate == 0 or truncate < -1 or truncate > max_len:
         raise RequestError(
             f"truncate_prompt_tokens must be -1, or from 1 to {max_len}; got {truncate}", param="truncate_prompt_tokens"
@@ -89,7 +90,7 @@ def open_request(
     tokenizer: Tokenizer | None,
     namespace: str = "", priority: int = 0, deadline_s: float | None = None,
 ) -> tuple[list[EngineRequest], OutputAssembler | PooledAssembler]:
-    """Engine requests of a prompt to be continued or of a text to be pooled, and the assembler of their outputs."""
+    """The engine requests of a prompt (generation: one per choice; pooling: one) and the assembler of their outputs."""
     if isinstance(params, PoolingSpec):
         request = build_pooling_request(
             request_id, token_ids, params, facts=facts, namespace=namespace, priority=priority, deadline_s=deadline_s
@@ -103,5 +104,6 @@ def open_request(
 
 
 def with_seed(params: SamplingParams, seeds: random.Random) -> SamplingParams:
-    """The parameters with a seed: the user's, or the next of a sequence that starts from the configured one."""
+    """The parameters with a seed: the user's, or the next from ``seeds``, so that a run with a configured seed can be
+    repeated. ``params`` is not changed."""
     return params if params.seed is not None else msgspec.structs.replace(params, seed=seeds.getrandbits(31))

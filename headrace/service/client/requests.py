@@ -1,4 +1,5 @@
-"""Engine requests from prompt ids and `SamplingParams` or a `PoolingSpec`: all fields checked, all strings made ids.
+"""Builds engine requests from prompt ids and `SamplingParams` or a `PoolingSpec`: checks all fields and resolves
+strings (stop tokens, bad words, thinking marks) to token ids.
 
 Refuses: queueing and page limits, which the engine knows.
 """
@@ -71,8 +72,8 @@ def refuse_generation(facts: ModelFacts) -> None:
 
 
 def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[int, str]:
-    """Stop strings that are a special token, by its id. Special tokens are left out of the text, where such a stop
-    string would never be found: the token itself stops."""
+    """Stop strings that are the text of a special token, by token id. With ``skip_special_tokens`` the text never
+    contains them, so the engine must stop at the token."""
     if tokenizer is None or not params.skip_special_tokens:
         return {}
     found = {tokenizer.special_id(text): text for text in params.stop_strings()}
@@ -109,7 +110,8 @@ def _ids_below(vocab_size: int) -> Any:
 
 
 def check_ids(ids: Iterable[int], param: str, vocab_size: int) -> None:
-    """Types and range, at the speed of C: prompts may have 10^5 ids, and a batch hundreds of prompts."""
+    """Check types and range; raises `RequestError`. Done by msgspec in C: prompts may have 10^5 ids, and a batch
+    hundreds of prompts. Only the error path loops in Python."""
     if not ids:
         return
     try:
@@ -154,7 +156,9 @@ def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, token
         )
     check_ids(params.stop_token_ids or (), "stop_token_ids", facts.vocab_size)
     stop_ids = dict.fromkeys([*(params.stop_token_ids or ()), *special_stops(params, tokenizer)])
-    ends_anyway = params.grammar is not None  # where it allows nothing more; until then `LogitRules` holds the end back
+    # With a grammar, end-of-text must always end the request: where the grammar is complete it allows nothing else.
+    # ``min_tokens`` and ``ignore_eos`` are then kept by `LogitRules`, which mask it while the grammar allows more.
+    ends_anyway = params.grammar is not None
     return StopSpec(
         max_tokens=max_tokens, min_tokens=0 if ends_anyway else params.min_tokens,
         eos_ids=[] if params.ignore_eos and not ends_anyway else list(facts.eos_ids), stop_ids=list(stop_ids),
@@ -193,11 +197,12 @@ def _thinking_limit(budget: ThinkingBudget, tokenizer: Tokenizer | None) -> Thin
         return ids[0]
 
     start_id = -1 if budget.start is None else one_token(budget.start)
+    # The start token, if the output has to write it, does not count as reasoning.
     return ThinkingLimit(budget.max_tokens + (start_id >= 0), one_token(budget.end), start_id)
 
 
 def _bad_word_ids(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
-    """Each word as it is spelled at the start of a text and after a space."""
+    """Token sequences of each word, at the start of a text and after a space: the two encode differently."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip()
@@ -215,6 +220,7 @@ def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, 
         float(params.repetition_penalty), float(params.presence_penalty), float(params.frequency_penalty)
     )
     is_first_alone = params.top_p == 0  # the smallest nucleus: one token
+    # Prompt logprobs are the same for all choices: only the first asks for them.
     return SamplingSpec(
         temperature=float(params.temperature), top_k=1 if is_first_alone else max(params.top_k, 0),
         top_p=1.0 if is_first_alone else float(params.top_p), min_p=float(params.min_p),
@@ -226,7 +232,7 @@ def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, 
 
 
 def _wrap_64(value: int) -> int:
-    """Into the signed 64-bit range, around its ends."""
+    """Wrap into the signed 64-bit range: seed plus choice index may exceed it."""
     return (value + 2**63) % 2**64 - 2**63
 
 

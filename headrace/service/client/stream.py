@@ -1,4 +1,5 @@
-"""`RequestStream`: a caller's handle of a request in flight. Fed by the client, read with ``async for``.
+"""`RequestStream`: a caller's handle of a request in flight. Fed by the client, read with ``async for``; both in one
+event loop, so no locks.
 
 Refuses: sockets and tokenizers; an assembler turns engine outputs into deltas.
 """
@@ -24,14 +25,14 @@ class Assembler(Protocol):
         """Whether every choice has had its last delta."""
 
     def feed(self, output: RequestOutput) -> ChoiceDelta | None:
-        """Text and tokens that became certain by this output."""
+        """The delta that this output completes, None when there is none yet."""
 
     def to_abort(self) -> list[Abort]:
         """Requests that the text just ended (stop strings); each is returned once."""
 
 
 def merge_deltas(earlier: ChoiceDelta, later: ChoiceDelta) -> ChoiceDelta:
-    """Two consecutive deltas of one choice as one."""
+    """Merge two consecutive deltas of one choice into ``later``, which is changed and returned."""
     if later.logprobs is not None:
         later.logprobs = (earlier.logprobs or []) + later.logprobs
     else:
@@ -49,9 +50,9 @@ def merge_deltas(earlier: ChoiceDelta, later: ChoiceDelta) -> ChoiceDelta:
 class RequestStream:
     """Deltas of all choices of one request, in the order they came, until every choice has finished.
 
-    A slow reader gets merged deltas, so at most one per choice is kept: memory stays bounded. Leaving the loop early,
-    being cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time. A caller
-    that must not be woken for every token takes deltas by `divert`, beside the reader.
+    A slow reader gets merged deltas: at most one per choice is pending, so the number of objects is bounded. Leaving
+    the loop early, being cancelled in it, `abort` and `aclose` all end the request in the engine. One reader at a time.
+    `divert` passes deltas to a callback instead, without waking a task for every token.
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class RequestStream:
         self.request_id = request_id
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.child_ids = [r.request_id for r in requests]
-        self._unfinished = set(range(len(requests)))
-        self._is_broken = False
+        self._unfinished = set(range(len(requests)))  # choices that have not had their last delta
+        self._is_broken = False  # an output could not be assembled; later ones are ignored
         self._running = dict.fromkeys(self.child_ids)  # not yet finished by the engine; a dict keeps their order
-        self._aborted: set[str] = set()
+        self._aborted: set[str] = set()  # aborts that were sent; the engine's last output is still to come
         self._assembler = assembler
         self._send = send
         self._pending: dict[int, ChoiceDelta] = {}
@@ -98,13 +99,13 @@ class RequestStream:
             self._abort_children(aborts)
 
     def divert(self, take: Callable[[ChoiceDelta], bool]) -> None:
-        """Pass each delta to ``take`` at once, inside `feed`. The reader gets deltas that ``take`` refuses (returns
-        False), errors, and all that come while others wait for the reader, so that order is kept. ``take`` must refuse
-        while the reader is still busy with an earlier delta."""
+        """Pass each delta to ``take`` at once, inside `feed`. The reader gets deltas for which ``take`` returns False,
+        errors, and, so that order is kept, all that come while others are pending. ``take`` must return False while the
+        reader still works on an earlier delta."""
         self._take = take
 
     def fail(self, error: ErrorInfo) -> None:
-        """End every unfinished choice with an error, without a message to the engine."""
+        """End every unfinished choice with an error, without a message to the engine (it is gone)."""
         for child_id in list(self._running):
             self.feed(RequestOutput(child_id, [], Finish("error", error=error)))
 
@@ -125,7 +126,7 @@ class RequestStream:
                     return
                 self._updated.clear()
                 await self._updated.wait()
-        finally:
+        finally:  # also reached by `break` (once the generator is closed) and by cancellation
             self.abort()
 
     def _hand_over(self, delta: ChoiceDelta) -> bool:
@@ -151,6 +152,7 @@ class RequestStream:
         self.abort()
 
     def _abort_children(self, aborts: Iterable[Abort]) -> None:
+        # Each abort is sent once: a stop string and the caller may both end the same choice.
         fresh = [a for a in aborts if a.request_id in self._running and a.request_id not in self._aborted]
         if fresh:
             self._aborted.update(a.request_id for a in fresh)

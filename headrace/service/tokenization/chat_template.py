@@ -1,4 +1,5 @@
-"""Chat templates: Jinja in a sandbox, with what model authors expect of Hugging Face's renderer, and with bounds.
+"""Chat templates: Jinja in a sandbox, with the filters and globals that Hugging Face's renderer has
+(``transformers.utils.chat_template_utils``), and with bounds on time and output.
 
 Refuses: choosing parsers and reading tool calls; images and other content that is not text.
 """
@@ -23,7 +24,8 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 
 
 class CallArguments(dict[str, Any]):
-    """Arguments of a call. As a string, and joined with strings, they are the JSON text they were given as."""
+    """Arguments of a tool call, for both kinds of templates: those that iterate or ``tojson`` them see a dict; those
+    that print or concatenate them get the JSON text as it was given."""
 
     def __init__(self, values: dict[str, Any], text: str | None = None):
         super().__init__(values)
@@ -57,7 +59,7 @@ def read_arguments(arguments: Any, where: str) -> CallArguments:
 
 
 def shape_calls(calls: Any) -> list[dict[str, Any]]:
-    """The ``tool_calls`` of an assistant's message with readable arguments."""
+    """The ``tool_calls`` of an assistant message, checked, with their arguments as `CallArguments`."""
     if not isinstance(calls, list):
         raise RequestError("tool_calls must be a list", param="messages")
     shaped = []
@@ -76,6 +78,7 @@ MAX_RENDER_SECONDS = 10.0
 MAX_REPEATED_CHARS = 1 << 20
 MAX_CACHED_TEMPLATES = 16
 
+# Private-use characters: no message contains them by accident.
 _END_MARK = "\ue0c7end-of-last-message\ue0c7"
 _PROBE = "probe-of-content"
 _PROBE_TOOLS = [
@@ -91,7 +94,7 @@ _TEMPLATE_FAILURES = (
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks assistant text for training; here it is its content."""
+    """``{% generation %}`` marks assistant text for training masks; here it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
 
@@ -101,17 +104,19 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with bounds: every loop round looks at the clock, and strings cannot be multiplied without limit.
-    They guard against mistakes; a template from a client that is not trusted can still take memory."""
+    """The sandbox with bounds: each loop iteration and macro call checks the deadline, and repetition and powers are
+    limited. They guard against mistakes; a template from an untrusted client can still take much memory."""
 
     intercepted_binops = frozenset(["*", "**"])
 
     def check_clock(self, context: Any) -> None:
-        """Called in every loop round and macro; the deadline is where a template cannot set it."""
+        """Called in each loop iteration and macro; ``context.parent`` holds what the caller passed, which a template's
+        ``set`` cannot change."""
         if time.monotonic() > context.parent[_DEADLINE]:
             raise jinja2.TemplateRuntimeError(f"it ran for more than {MAX_RENDER_SECONDS:g} seconds")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        # Rewrites the syntax tree: Jinja has no hook within loops. Macros are included because they may recurse.
         tree = super()._parse(source, name, filename)
         loops: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
         for loop in loops:
@@ -154,7 +159,8 @@ def _new_environment() -> _Environment:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A template, which forms of message content it understands, and whether it shows tools."""
+    """A compiled template with what probing it showed: whether it renders content given as a string, as a list of
+    parts, and whether it shows tools."""
 
     template: jinja2.Template
     takes_strings: bool
@@ -242,13 +248,14 @@ class ChatTemplates:
             takes_parts=self._understands(template, [{"type": "text", "text": _PROBE}]),
             takes_tools=self._shows_tools(template),
         )
-        if len(self._compiled) >= MAX_CACHED_TEMPLATES:
+        if len(self._compiled) >= MAX_CACHED_TEMPLATES:  # requests may bring templates: drop the oldest
             self._compiled.pop(next(iter(self._compiled)))
         self._compiled[text] = compiled
         return compiled
 
     def _understands(self, template: jinja2.Template, content: Any) -> bool:
-        """Whether a user message with such content comes out as its text alone."""
+        """Whether a user message with such content is rendered as its text. A template made for the other form often
+        does not fail but prints the Python or JSON form of the value: then quotes or keys stand around the text."""
         try:
             rendered = self._run(template, [{"role": "user", "content": content}], False, None, {})
         except RequestError:
@@ -269,6 +276,7 @@ class ChatTemplates:
         self, template: jinja2.Template, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Any,
         variables: dict[str, Any]
     ) -> str:
+        # A caller's variables may replace special tokens, but not what is set after them.
         values = {**self._special_tokens, "documents": None, **variables}
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         values[_DEADLINE] = time.monotonic() + MAX_RENDER_SECONDS
@@ -288,7 +296,9 @@ class ChatTemplates:
     def _render_open(
         self, compiled: _Compiled, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]
     ) -> str:
-        """Render with a mark at the end of the last message's text, and cut there: the message stays open."""
+        """Render with a mark behind the last message's text and cut there, so that the message stays open. The space
+        behind the mark shows whether the template strips content: if it is gone, so must be the text's own trailing
+        white space, which the mark has protected."""
         last = dict(messages[-1])
         if isinstance(last["content"], list):
             *others, part = last["content"]

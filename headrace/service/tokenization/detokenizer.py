@@ -1,5 +1,5 @@
-"""Turns output tokens into text as they come, exactly: all deltas together are the decoded output, cut at the first
-stop string. No half character and no text that a stop string may still remove is ever let out.
+"""Incremental detokenization with stop strings. All deltas together equal the decoded output, cut at the first stop
+string. A delta never ends in part of a character, nor in text that may still become part of a stop string.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from headrace.service.tokenization.tokenizer import Tokenizer
 
 
 class StopScanner:
-    """The match that is complete first wins (of two that end together, the longer), whatever the parts.
+    """Searches a text that comes in parts for stop strings. The match that ends first wins (of two that end together,
+    the longer), however the text is divided.
 
-    ``scan`` keeps ``tail``: the longest end of the text so far that may still become part of a match.
+    ``tail`` is the longest suffix of the text so far that is a proper prefix of a stop string: it is held back.
     """
 
     def __init__(self, stops: list[str]):
@@ -25,7 +26,7 @@ class StopScanner:
     def scan(self, text: str) -> tuple[str, int, int] | None:
         """Take the next part. Returns ``(stop string, start, end)`` of the first match, as offsets into the old
         ``tail`` plus ``text``, or None; ``tail`` is then the new one."""
-        if not self.tail and self._find_start(text) is None:  # nearly always
+        if not self.tail and self._find_start(text) is None:  # no stop string can begin here: nearly every token
             return None
         window = self.tail + text
         found: tuple[int, int, str] | None = None
@@ -52,13 +53,13 @@ class StopScanner:
 
 
 class Detokenizer:
-    """Incremental decoding of one output in the context of its prompt. A few hundred nanoseconds a token.
+    """Incremental decoding of one output, as the continuation of its prompt. A few hundred nanoseconds per token.
 
-    The output's text begins where the prompt's ends: bytes of a character that the prompt left incomplete belong to the
-    output if it goes on with that character, and what a decoder does to the first token of a text it does to the
-    prompt's. ``num_tokens_kept`` counts the tokens pushed, up to and with the one that completed a stop string. Text of
-    the first ``min_tokens`` tokens is not searched for stop strings. Without ``spaces_between_special_tokens``, the
-    space that some decoders put between words is left out between two special tokens.
+    The first output token is not decoded as the first of a text, unless the prompt shows none. If the prompt ends
+    inside a UTF-8 character, its bytes are output if the first token continues it. ``num_tokens_kept`` counts the
+    tokens pushed, up to and including the one that completed a stop string. Text of the first ``min_tokens`` tokens is
+    not searched for stop strings. ``spaces_between_special_tokens``: if false, the space that some decoders put between
+    words is left out between two special tokens.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Detokenizer:
             self.num_tokens_kept += len(ids)
             return self._text.push(ids)
         certain = ""
-        for token_id in ids:
+        for token_id in ids:  # one at a time, so that `num_tokens_kept` is exact when a stop string is found
             self.num_tokens_kept += 1
             text = self._text.push((token_id,))
             certain += self._scan(text) if self.num_tokens_kept > self._min_tokens else text
@@ -114,7 +115,8 @@ class Detokenizer:
         return certain
 
     def _scan(self, text: str) -> str:
-        """The part of held text plus ``text`` that may be let out. With ``include_stop`` nothing is ever held."""
+        """The part of the held text plus ``text`` that is certain. With ``include_stop`` a stop string is output too,
+        so nothing is held: then what the scanner keeps in ``tail`` has been returned before."""
         assert self._scanner is not None
         held = self._scanner.tail
         found = self._scanner.scan(text)

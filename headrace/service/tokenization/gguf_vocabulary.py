@@ -1,4 +1,5 @@
-"""Builds a tokenizer from GGUF metadata (keys ``tokenizer.ggml.*``). The names here are words of that file format.
+"""Builds a tokenizer from GGUF metadata (keys ``tokenizer.ggml.*``). Names in quotes are values of that file format:
+``tokenizer.ggml.pre`` names the pre-tokenizer, whose split pattern the file does not contain.
 
 The split patterns are those with which each vocabulary's merges were learned, published in the models' tokenizer.json.
 """
@@ -99,7 +100,7 @@ def build_gguf(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def adds_bos(metadata: dict[str, Any]) -> bool:
-    """Whether a text begins with the begin token; files that do not say follow their tokenizer type."""
+    """Whether bos is put before a text. Without ``add_bos_token`` in the file the tokenizer type decides."""
     said = metadata.get("tokenizer.ggml.add_bos_token")
     if said is not None:
         return bool(said)
@@ -168,6 +169,7 @@ def _build_byte_level(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _splitter(rules: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+    """Rules are applied one after the other, each to the pieces of the one before, then bytes are spelled."""
     if rules == (PLAIN,):
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if rules == (DIGITS,):

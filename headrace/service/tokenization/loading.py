@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 256 << 20
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# "seperator" is how the GGUF specification spells that key.
 _GGUF_IDS = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator",
     "cls_token": "cls", "mask_token": "mask"
@@ -38,7 +39,8 @@ _GGUF_IDS = {
 _GGUF_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _PIECE_FILES = ("tokenizer.model", "spiece.model")
 _UNREADABLE_FILES = ("tekken.json", "vocab.json", "vocab.txt", "sentencepiece.bpe.model")
-"""Vocabularies whose ids follow from rules outside the file; the last one's are shifted by one."""
+"""Vocabularies whose ids depend on conversion rules outside the file. In fairseq's ``sentencepiece.bpe.model`` (XLM-R)
+they are shifted by one."""
 
 
 def open_tokenizer(
@@ -64,6 +66,8 @@ def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_te
     Raises `ModelError` when there is none that can be read, saying which files would do.
     """
     backend, facts = _load_override(tokenizer) if tokenizer else _load_source(source)
+    # All sources count: a model may list some of its end tokens in one file only. Ids beyond the vocabulary are errors
+    # of the checkpoint and are dropped.
     ends = (
         *facts.eos_ids, *_ids_in(source.generation_config.get("eos_token_id")),
         *_ids_in(source.config.get("eos_token_id"))
@@ -76,8 +80,8 @@ def load_tokenizer(source: ModelSource, *, tokenizer: str | None = None, chat_te
 
 
 def _find_encoder(source: ModelSource) -> Any:
-    """What renders messages for a family whose chat format is code; None for all others. The engine
-    reports a family that cannot be loaded."""
+    """The renderer of a family whose chat format is code instead of a template; None for all others. A family that
+    cannot be loaded counts as having none: the engine reports that error."""
     if not source.config.get("architectures"):
         return None
     try:
@@ -187,7 +191,7 @@ def _load_gguf(metadata: dict[str, Any]) -> tuple[Backend, TokenizerFacts]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with the names of special_tokens_map.json where it has none."""
+    """tokenizer_config.json, with special_tokens_map.json for keys that it lacks."""
     return _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
 
 
@@ -230,7 +234,8 @@ def _declared(config: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _add_declared(backend: Backend, config: dict[str, Any]) -> None:
-    """Tokens that tokenizer_config.json declares and the vocabulary lacks, when their ids follow on."""
+    """Add the tokens of ``added_tokens_decoder`` in tokenizer_config.json that are not added tokens yet. A new token
+    gets the next free id, so it is added only if that is its declared id; one known by another id is skipped."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token_id, token in _declared(config):
         content = token["content"]

@@ -1,7 +1,9 @@
-"""Long texts to ids, a piece at a time: what a tokenizer needs of memory for a text is a hundred times the text.
+"""Encodes long texts a piece at a time: the ``tokenizers`` library needs about a hundred times the text's memory.
 
-A text is cut where the tokenizer cuts it itself, which is tried with the letters around; the next piece is then encoded
-behind some letters of the one before, whose ids are left out.
+The ids must equal those of the whole text, and merges cross arbitrary positions. So a cut is made only at a word
+boundary where a token boundary was verified: the ids of the characters before it are the same with and without what
+follows, and the same wherever encoding begins. The next piece is encoded together with ``around`` characters before the
+cut as left context, whose ids are then dropped. Lengths and positions are in characters (Unicode code points).
 """
 
 from __future__ import annotations
@@ -10,17 +12,18 @@ import re
 from collections.abc import Callable, Iterator
 
 PIECE, AROUND = 1 << 17, 1 << 12
-"""Letters that are encoded at once, and those around a cut that are looked at."""
+"""Characters encoded at once, and characters of context that are encoded to verify a cut."""
 NUM_TRIED, NUM_ALIKE = 8, 64
-"""Positions of a kind that are tried for a cut, and ids before it that must not depend on where the encoding begins."""
+"""Candidates tried per kind of boundary, and ids before a cut that must not depend on where the encoding begins."""
 _WORD_BEGINS, _WORD_ENDS = re.compile(r"(?<=\S)(?=\s)"), re.compile(r"(?<=\w)(?=\W)")
 
 Encode = Callable[[str], list[int]]
 
 
 def encode_pieces(text: str, encode: Encode, *, size: int = PIECE, around: int = AROUND) -> Iterator[list[int]]:
-    """The ids that ``encode`` makes of a text, in pieces of some ``size`` letters. What has no words to be cut between
-    comes in larger pieces."""
+    """The ids that ``encode`` gives for the text, in pieces of about ``size`` characters. Where no cut can be verified
+    (no words, or merges that depend on distant text) the piece is doubled."""
+    # ``before``: ids of the ``around`` characters before ``begin``, encoded alone.
     begin, before, length = 0, list[int](), size
     while len(text) - begin > length + around:
         end = begin + length
@@ -39,8 +42,8 @@ def encode_pieces(text: str, encode: Encode, *, size: int = PIECE, around: int =
 def encode_end(
     text: str, enough: int, encode: Encode, *, length: int, size: int = PIECE, around: int = AROUND
 ) -> list[int] | None:
-    """``enough`` or more of the last ids that ``encode`` makes of a text, by some ``length`` letters of its end, or
-    more where these do not have so many. None where only the whole text shows them."""
+    """At least ``enough`` of the last ids that ``encode`` gives for the text. Encodes about ``length`` characters of
+    its end, doubled until they have that many. None when only the whole text would do."""
     while length + 2 * around < len(text):
         found = _find_begin(text, len(text) - length, encode, around)
         if found is not None:
@@ -55,8 +58,9 @@ def encode_end(
 
 
 def _find_begin(text: str, latest: int, encode: Encode, around: int) -> tuple[int, list[int]] | None:
-    """``(position, ids of the letters before it)`` where ids before the position are the same without what comes
-    after, and those around it the same wherever the encoding begins."""
+    """``(position, ids of the characters before it)`` of a verified token boundary at or before ``latest``; None when
+    no candidate holds. The left context is encoded with ``around`` and twice as many characters to see whether the ids
+    depend on where encoding begins."""
     for position in _positions(text, latest - around, latest):
         before, more, both = (
             encode(text[position - back : position + ahead]) for back,
@@ -71,16 +75,19 @@ def _find_begin(text: str, latest: int, encode: Encode, around: int) -> tuple[in
 def _encode_behind(
     text: str, begin: int, end: int, before: list[int], encode: Encode, around: int
 ) -> tuple[list[int], int]:
-    """``(ids from letters before begin to end, how many are of letters before)``."""
+    """Ids of ``text[begin:end]`` with its left context, and how many of them belong to the context."""
     ids = encode(text[max(0, begin - around) : end])
     if ids[: len(before)] == before:
         return ids, len(before)
-    return encode(text[begin:end]), 0  # what comes after changes all that was before: at least nothing is lost
+    # The verified boundary does not hold with this much text behind it. Without context the ids at the seam may differ
+    # from those of the whole text, but they still decode to it.
+    return encode(text[begin:end]), 0
 
 
 def _find_cut(text: str, end: int, ids: list[int], encode: Encode, around: int) -> tuple[int, list[int], int] | None:
-    """``(position, ids of the letters before it, how many ids of those up to end are after it)`` for ``ids`` up to
-    ``end``: ids before the position are the same without what comes after, and those around it as in ``ids``."""
+    """A verified token boundary before ``end``, where ``ids`` are the ids up to ``end``: ``(position, ids of the
+    characters before it, number of the last ids in ids that lie behind it)``. None when no candidate holds."""
+    # At least ``around`` characters stay behind the cut: the last ids before ``end`` may change with what follows.
     for position in _positions(text, end - 2 * around, end - around):
         before, both = encode(text[position - around : position]), encode(text[position - around : end])
         num_alike = min(NUM_ALIKE, len(before) // 2)
@@ -91,6 +98,6 @@ def _find_cut(text: str, end: int, ids: list[int], encode: Encode, around: int) 
 
 
 def _positions(text: str, first: int, last: int) -> list[int]:
-    """Positions where a cut may be, the most promising first."""
+    """Candidates for a cut: before white space first, then at other word ends; the last ones of each kind first."""
     kinds = [[found.start() for found in pattern.finditer(text, first, last)] for pattern in (_WORD_BEGINS, _WORD_ENDS)]
     return list(dict.fromkeys(position for kind in kinds for position in reversed(kind[-NUM_TRIED:])))

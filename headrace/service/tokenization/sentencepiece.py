@@ -1,8 +1,8 @@
 """SentencePiece: reads ``.model`` files and builds a tokenizer from a vocabulary of pieces with scores and types.
 
-A ``.model`` file is one protobuf message of which a tokenizer needs few fields: they are read here without a protobuf
-library. Field numbers: sentencepiece_model.proto of the SentencePiece project. GGUF files carry the same vocabularies.
-Refuses: the ``word`` and ``char`` model types.
+A ``.model`` file is one protobuf message of which a tokenizer needs few fields; they are parsed here without a protobuf
+library. Field numbers and defaults: sentencepiece_model.proto of the SentencePiece project. GGUF files carry the same
+vocabularies. Refuses: the ``word`` and ``char`` model types.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ SPACE = "\u2581"
 
 @dataclass(frozen=True)
 class PieceVocabulary:
-    """Parallel lists over token ids. ``merges`` is None when it has to be derived from the pieces.
+    """A SentencePiece vocabulary. ``pieces``, ``scores`` (log-probabilities; for BPE merge priority) and ``types`` are
+    parallel lists, indexed by token id. ``merges``: None when they are to be derived from the pieces (`derive_merges`).
 
-    ``algorithm`` is ``bpe`` or ``unigram``. ``charsmap`` is a compiled normalization map, empty for none.
+    ``algorithm`` is ``bpe`` or ``unigram``. ``charsmap`` is the precompiled normalization map, empty for none.
     """
 
     pieces: Sequence[str]
@@ -42,7 +43,7 @@ class PieceVocabulary:
 
 
 def build_sentencepiece(vocabulary: PieceVocabulary) -> Tokenizer:
-    """The tokenizer with the vocabulary's ids, without a post-processor (no token is added around a text)."""
+    """Build a tokenizer with the vocabulary's ids and without a post-processor (no token is added around a text)."""
     pieces = [_respell(piece, kind) for piece, kind in zip(vocabulary.pieces, vocabulary.types, strict=True)]
     build = _unigram if vocabulary.algorithm == "unigram" else _bpe
     tokenizer = Tokenizer(build(vocabulary, pieces))
@@ -66,6 +67,7 @@ def _respell(piece: str, kind: int) -> str:
 
 
 def _normalizer(vocabulary: PieceVocabulary) -> normalizers.Normalizer | None:
+    # Unigram replaces and prepends spaces in its Metaspace pre-tokenizer, BPE here: it is not pre-tokenized at all.
     steps: list[normalizers.Normalizer] = []
     if vocabulary.charsmap:
         steps.append(normalizers.Precompiled(vocabulary.charsmap))
@@ -81,7 +83,7 @@ def _normalizer(vocabulary: PieceVocabulary) -> normalizers.Normalizer | None:
 
 
 def _unigram(vocabulary: PieceVocabulary, pieces: list[str]) -> models.Model:
-    # Control and unused pieces must never be found in plain text: their score is put out of reach.
+    # Control and unused pieces must never be found in plain text: a score this low loses in every Viterbi path.
     out_of_reach = min(vocabulary.scores, default=0.0) - 1e4
     reachable = (NORMAL, USER_DEFINED, UNKNOWN)
     scored = [
@@ -113,10 +115,10 @@ def _unk_id(vocabulary: PieceVocabulary) -> int | None:
 def derive_merges(
     pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], vocab: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """All pairs of pieces that join to a piece, best piece first.
+    """All pairs of pieces that concatenate to a piece, in order of the merged piece's rank, then of the pair's ids.
 
-    A BPE vocabulary is numbered in the order its merges were learned, which is also the order of falling scores.
-    Where the two disagree among normal pieces the score decides.
+    The ids of a BPE vocabulary follow the order in which its merges were learned, which is also that of descending
+    scores. Where the two disagree among normal pieces the score decides.
     """
     mergeable = [i for i, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED) and len(pieces[i]) > 1]
     normal = [scores[i] for i in mergeable if types[i] == NORMAL]
@@ -138,8 +140,8 @@ def derive_merges(
 
 
 def _mark_added(tokenizer: Tokenizer, raw: Sequence[str], pieces: Sequence[str], types: Sequence[int]) -> None:
-    """Control pieces are special; user-defined ones are found whole in any text, but for runs of spaces, which
-    merge."""
+    """Add control pieces as special tokens, and user-defined pieces as tokens that match anywhere in a text. Runs of
+    spaces are not added: the model merges them."""
     special = [
         AddedToken(p, normalized=False, special=True) for p,
         kind in zip(raw, types, strict=True) if kind == CONTROL and p
@@ -153,10 +155,11 @@ def _mark_added(tokenizer: Tokenizer, raw: Sequence[str], pieces: Sequence[str],
     tokenizer.add_tokens(whole)
 
 
+# Protobuf field numbers: of ModelProto, TrainerSpec (ids of special tokens) and NormalizerSpec.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _MODEL_TYPE, _UNK_ID, _BOS_ID, _EOS_ID, _PAD_ID = 3, 40, 41, 42, 43
 _CHARSMAP, _ADD_DUMMY_PREFIX, _REMOVE_EXTRA_SPACES = 2, 3, 4
-_ALGORITHMS = {1: "unigram", 2: "bpe"}
+_ALGORITHMS = {1: "unigram", 2: "bpe"}  # TrainerSpec.ModelType
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,9 @@ def _read(data: bytes) -> SentencePieceModel:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """``(field number, value)`` of one message: varints as int, everything else as its bytes."""
+    """``(field number, value)`` of one message: varints as int, everything else as its bytes. Raises ValueError or
+    IndexError for what is no message: every length is checked against the data before it is used."""
+    # Wire types: 0 varint, 1 fixed 64 bits, 2 length-delimited, 5 fixed 32 bits.
     at, size = 0, len(data)
     while at < size:
         key, at = _varint(data, at)
@@ -248,6 +253,7 @@ def _int(value: int | bytes) -> int:
 
 
 def _signed(value: int | bytes) -> int:
+    """A negative int32 field is written as a varint of its 64-bit two's complement."""
     number = _int(value)
     return number - 2**64 if number >= 2**63 else number
 

@@ -9,13 +9,14 @@ from headrace.service.tokenization.token_bytes import TokenBytes
 
 MAX_CHAR_BYTES = 4
 CONTINUES = range(0x80, 0xC0).__contains__
-"""Whether a byte goes on with a character that others began."""
+"""Whether a byte is a UTF-8 continuation byte."""
 LOOK_BACK = 16
-"""Prompt tokens looked at for an incomplete last character; more than enough, as few tokens are empty."""
+"""Prompt tokens searched for an incomplete last character of up to `MAX_CHAR_BYTES`; empty tokens are rare."""
 
 
 class TextDecoder:
-    """Keeps the incomplete bytes of a character, and whether the next token is the first of its text."""
+    """Incremental decoder of one sequence of token ids. State: the bytes of an incomplete last character, whether the
+    next token is the first of the text (decoders treat it differently), and leading spaces still to strip."""
 
     def __init__(
         self, table: TokenBytes, *, skip_special_tokens: bool = True, keep_special_tokens: Sequence[str] = (),
@@ -29,8 +30,9 @@ class TextDecoder:
         self._joins_specials = not skip_special_tokens and not spaces_between_special_tokens
         self._pieces = plain if skip_special_tokens else table.later
         self._errors = table.errors
-        self._partial = b""
-        self._is_prompts = False  # the incomplete bytes: they are the output's only if it goes on with that character
+        self._partial = b""  # incomplete last character, at most 3 bytes
+        # Whether `_partial` comes from the prompt: it belongs to the output only if that continues the character.
+        self._is_prompts = False
         self._is_first = True
         self._after_special = False
         self._strip_left = table.strip_start
@@ -45,7 +47,7 @@ class TextDecoder:
             raw = b"".join(map(self._pieces.__getitem__, ids))
         if self._is_prompts and raw:
             self._is_prompts = False
-            if not CONTINUES(raw[0]):
+            if not CONTINUES(raw[0]):  # the prompt's broken character is not output: no U+FFFD for it
                 self._partial = b""
         data = self._partial + raw if self._partial else raw
         text, num_used = utf_8_decode(data, self._errors, False)
@@ -53,7 +55,7 @@ class TextDecoder:
         return self._strip(text) if self._strip_left else text
 
     def finish(self) -> str:
-        """What is left: U+FFFD for an incomplete character, unless all there is of it is the prompt's."""
+        """End of the output: U+FFFD for an incomplete character, unless all its bytes come from the prompt."""
         if self._is_prompts:
             self._partial = b""
         text, _ = utf_8_decode(self._partial, self._errors, True)
@@ -61,8 +63,8 @@ class TextDecoder:
         return self._strip(text)
 
     def skip_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Start behind the prompt. Only its first visible tokens (for what a decoder does to the start of a text) and
-        its last ones (for a character they leave incomplete) are looked at."""
+        """Set the state to that after decoding the prompt. Cost does not grow with its length: only its first visible
+        tokens (leading spaces to strip) and its last ones (an incomplete character) are looked at."""
         start, tail = b"", b""
         for token_id in prompt_ids:
             if token_id not in self._hidden:
@@ -85,7 +87,7 @@ class TextDecoder:
         self._after_special = last[-1] in self._table.special_ids
 
     def _join_slowly(self, ids: Sequence[int]) -> bytes:
-        """Token by token, minding the first one and spaces between special ones."""
+        """Bytes of the tokens, one at a time: for the first token of a text and for spaces between special tokens."""
         pieces = []
         for token_id in ids:
             if token_id in self._hidden:
@@ -99,6 +101,7 @@ class TextDecoder:
         return b"".join(pieces)
 
     def _strip(self, text: str) -> str:
+        """Drop the leading spaces that are still due; they may arrive over several calls."""
         while self._strip_left and text:
             if text[0] != " ":
                 self._strip_left = 0

@@ -1,8 +1,8 @@
-"""What each token adds to the text, as bytes: the decoder of a tokenizer taken apart so that text can be made a token
-at a time. Refuses: holding back text and stop strings (``detokenizer.py``).
+"""The bytes that each token adds to the text: the decoder pipeline of a ``tokenizers`` tokenizer as a table, so that
+text can be decoded one token at a time. Refuses: holding back text and stop strings (``detokenizer.py``).
 
-Tokens are bytes because byte-level and byte-fallback vocabularies cut characters apart. Only a byte-fallback decoder
-replaces each wrong byte by its own U+FFFD (as SentencePiece does); otherwise a wrong sequence becomes one.
+Bytes, not text: byte-level and byte-fallback vocabularies split characters between tokens. A byte-fallback decoder
+replaces each invalid byte by a U+FFFD of its own (as SentencePiece does); others replace an invalid sequence by one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 
 def _spelling() -> dict[int, str]:
+    """GPT-2's ``bytes_to_unicode``: printable bytes stand for themselves, the others for U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {byte: chr(byte) for byte in printable}
     for byte in range(256):
@@ -50,7 +51,7 @@ _CLEANUP = (
 )
 
 TextRule = Callable[[str, bool], str]
-"""``(token, is_first) -> text``; first means no token before it, those left out not counted."""
+"""``(token, is_first) -> text``. ``is_first``: no token precedes it in the text; skipped ones do not count."""
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -62,7 +63,8 @@ codecs.register_error(_PER_BYTE, _replace_each_byte)
 
 
 class PieceTable(dict[int, bytes]):
-    """Bytes by token id, computed on first use and kept: a look-up costs what a dict's does."""
+    """Bytes by token id, computed on first use. A subclass of dict, so that a hit costs one dict look-up. Threads may
+    compute the same entry at once, with the same result."""
 
     def __init__(self, compute: Callable[[int], bytes]):
         super().__init__()
@@ -74,11 +76,11 @@ class PieceTable(dict[int, bytes]):
 
 
 class TokenBytes:
-    """The bytes of each token of one tokenizer; empty for an id it does not know.
+    """The bytes of each token of one tokenizer; empty for an unknown id.
 
-    ``later`` are the bytes when other tokens stand before, ``first`` those of the first token of a text, ``plain`` is
-    ``later`` with special tokens empty. ``strip_start`` is how many leading spaces of the whole text are dropped,
-    ``errors`` the codec error handler for wrong bytes.
+    ``first``: for the first token of a text; ``later``: for a token after others; ``plain``: as ``later``, with special
+    tokens empty. ``strip_start``: how many leading spaces of the whole text are dropped. ``errors``: the codec error
+    handler for invalid bytes.
     """
 
     def __init__(self, backend: Backend):
@@ -92,7 +94,7 @@ class TokenBytes:
         self._shown: dict[tuple[str, ...], tuple[frozenset[int], PieceTable]] = {}
 
     def showing(self, texts: tuple[str, ...]) -> tuple[frozenset[int], PieceTable]:
-        """``(hidden special ids, plain)`` when special tokens that occur in these texts are to be seen."""
+        """``(hidden special ids, table with those empty)`` when special tokens that occur in ``texts`` are shown."""
         found = self._shown.get(texts)
         if found is None:
             hidden = frozenset(i for i in self.special_ids if not any(self._text(i) in text for text in texts))
@@ -120,7 +122,9 @@ class TokenBytes:
 
 
 def _read_decoder(backend: Backend) -> tuple[TextRule, bool, bool, int]:
-    """``(rule, is_byte_level, has_byte_tokens, strip_start)`` of the tokenizer's decoder."""
+    """``(rule, is_byte_level, has_byte_tokens, strip_start)`` of the tokenizer's decoder. A step that works token by
+    token becomes a rule. Behind ``Fuse`` there is one string left, so only a strip of leading spaces is supported; any
+    other decoder is called for each token (`_ask_decoder`)."""
     if backend.decoder is None:
         return (lambda token, is_first: token if is_first else " " + token), False, False, 0
     steps = _flatten(json.loads(backend.decoder.__getstate__()))
@@ -179,7 +183,7 @@ def _word_piece(prefix: str, has_cleanup: bool) -> TextRule:
 
 
 def _ask_decoder(backend: Backend) -> TextRule:
-    """For rare decoders: what the decoder itself makes of the token after another one."""
+    """For rare decoders: call the decoder with an anchor token before the token, and cut the anchor's text off."""
     decoder = backend.decoder
     anchor = "a"
     before = decoder.decode([anchor])

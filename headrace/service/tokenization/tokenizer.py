@@ -16,18 +16,18 @@ from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.token_bytes import TokenBytes
 
 LONG_TEXT = 20_000
-"""Letters from which on encoding takes longer than others should wait: callers with an event loop encode on a thread,
-beside which others run."""
+"""Characters above which encoding would block an event loop for too long: such texts are encoded on a thread, in a call
+that releases the GIL."""
 IDS_AT_ONCE = 1 << 16
 LETTERS_READ, CUT_TOKENS = 8, 64
-"""Letters of a text that are read for each id looked for, and ids that may be others where it is cut off."""
+"""Characters encoded per id looked for (more than most texts have per id), and how many ids may change at a cut."""
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What stands beside a vocabulary. ``names`` maps ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token`` … to
-    the token's text. ``add_bos``/``add_eos`` say whether a text gets them; None leaves it to the vocabulary's own
-    post-processor. ``eos_ids`` end a generation."""
+    """A model's tokenizer configuration beside the vocabulary. ``names`` maps ``bos_token``, ``eos_token``,
+    ``unk_token``, ``pad_token`` … to the token's text. ``add_bos``/``add_eos``: whether they are put around a text;
+    None leaves that to the vocabulary's post-processor. ``eos_ids`` end a generation."""
 
     names: dict[str, str] = field(default_factory=dict)
     add_bos: bool | None = None
@@ -68,26 +68,27 @@ class Tokenizer:
         return self._chat.takes_tools
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
-        """Ids of the text. Special tokens written out in it are recognised. ``add_special_tokens`` puts around it what
-        the model expects (begin of text …); not wanted after a chat template, which writes them itself. ``limit``: the
-        text's end is cut off so that there are no more ids than that, those around it included."""
+        """Ids of the text. Special tokens written out in it are recognised. ``add_special_tokens`` adds what the model
+        expects around a text (begin of text …); false after a chat template, which writes them itself. ``limit``: most
+        ids, the added ones included; the end of the text is cut off."""
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         room = None if limit is None else max(0, limit - len(before) - len(after))
         return [*before, *self._encode_bare(text, room)[:room], *after]
 
     def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int] | None:
-        """Ids as of `encode`, or None for a long text of more than ``most``: only as much of its beginning is encoded
-        as proves that. A text of few letters, or of hardly more ids, is encoded all the same."""
+        """Ids as of `encode`, or None when a long text certainly has more than ``most``, which encoding a prefix
+        shows. A short text, or one with hardly more ids, is encoded and returned: callers check the length."""
         length = LETTERS_READ * (most + CUT_TOKENS)
         while length < len(text):
+            # The last ids of a prefix may merge with what follows; `CUT_TOKENS` more than ``most`` is proof.
             if len(self._encode_bare(text[:length])) > most + CUT_TOKENS:
                 return None
             length *= LETTERS_READ
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_ends(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids as of `encode`, or of a long text that has more than ``most`` its first and at least so many of its
-        last."""
+        """Ids as of `encode`; for a long text its first id (or the one added before it) and at least ``most`` of its
+        last ids, without encoding the middle."""
         length = LETTERS_READ * (most + CUT_TOKENS)
         if len(text) <= 2 * length:
             return self.encode(text, add_special_tokens=add_special_tokens)
@@ -104,8 +105,8 @@ class Tokenizer:
         yield self._after if add_special_tokens else []
 
     def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> tuple[list[int], int]:
-        """Ids of two texts as one, with what the model expects around and between them, and where the second begins.
-        ``limit``: the longer one is cut at its end until there are no more ids than that, then both in turn."""
+        """Ids of two texts as one input, with the special ids around and between them, and the index of the second
+        text's first id. ``limit``: most ids in all; see `cut_longest` for what is cut."""
         before, between, after = self._pair_surroundings
         room = None if limit is None else max(0, limit - len(before) - len(between) - len(after))
         one, two = self._encode_bare(first, room), self._encode_bare(second, room)
@@ -116,7 +117,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; wrong or incomplete characters become U+FFFD."""
-        pieces = (ids[i : i + IDS_AT_ONCE] for i in range(0, len(ids), IDS_AT_ONCE))  # between which other threads run
+        pieces = (ids[i : i + IDS_AT_ONCE] for i in range(0, len(ids), IDS_AT_ONCE))  # other threads run between
         return "".join(self.decode_pieces(pieces, skip_special_tokens=skip_special_tokens))
 
     def decode_pieces(self, pieces: Iterable[Sequence[int]], *, skip_special_tokens: bool = True) -> Iterator[str]:
@@ -165,7 +166,7 @@ class Tokenizer:
 
     def _encode_piece(self, text: str) -> list[int]:
         try:
-            if len(text) > LONG_TEXT:  # a batch lets other threads run, which a single text does not
+            if len(text) > LONG_TEXT:  # the batch call releases the GIL, the one for a single text does not
                 return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
@@ -173,8 +174,8 @@ class Tokenizer:
 
     @cached_property
     def _pair_surroundings(self) -> tuple[list[int], list[int], list[int]]:
-        """Ids before, between and after two texts: the post-processor's between and after, without one nothing
-        between."""
+        """Ids before, between and after two texts. The post-processor shows them on two probe texts; without one there
+        is nothing between."""
         one, two = self._encode_bare("a"), self._encode_bare("b")
         full = self._backend.encode("a", "b", add_special_tokens=True).ids
         starts = [i for i in range(len(full)) if full[i : i + len(one)] == one]
@@ -188,8 +189,8 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _surroundings(self, eos_id: int | None) -> tuple[list[int], list[int]]:
-        """Ids before and after a text: the post-processor's, corrected by what the configuration says of bos and
-        eos."""
+        """Ids before and after a text: those of the post-processor, found with a probe text, then bos and eos as the
+        configuration says."""
         bare = self._backend.encode("a", add_special_tokens=False).ids
         full = self._backend.encode("a", add_special_tokens=True).ids
         start = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
@@ -202,7 +203,8 @@ class Tokenizer:
 
 
 def cut_longest(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths of two texts with ``room`` for both: the longer is cut until both are equal, then both in turn."""
+    """Lengths of two texts cut to ``room`` together (the ``longest_first`` strategy of Hugging Face): the longer is cut
+    until both are equal, then both in turn."""
     short, long = min(first, second), max(first, second)
     if short + long > room:
         long = max(short, room - short)
