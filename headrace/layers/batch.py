@@ -28,8 +28,8 @@ class WantedTokens:
 
 @dataclass(slots=True)
 class StepContext:
-    """What a model's layers may know of the step that is being computed. A model has one, made with its `Build`, and
-    sets it when its ``forward`` begins; any layer may keep a reference and read it during a forward.
+    """Gives layers access to the current step's batch. A model has one, made with its `Build`, and sets ``batch`` when
+    its ``forward`` begins; layers keep a reference to the context and read it during a forward.
 
     One forward at a time may run over a model, by one runner or by several in turn. A captured graph reads the batch
     of its capture, whose tensors are refilled in place; replays run no Python and need nothing here.
@@ -55,7 +55,10 @@ class ForwardBatch:
     queries: torch.Tensor | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
-        """The batch in which a layer of ``group`` attends for the wanted tokens alone; its backend is prepared."""
+        """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens alone.
+
+        Side effect: prepares the group's backend again. Earlier layers of the group must have attended before, and no
+        layer may use the original batch afterwards."""
         if self.wanted is None:
             return self
         step = GroupStep(self.wanted.inputs[group], self.groups[group].backend)

@@ -1,8 +1,8 @@
 """`LatentAttention` (MLA): the cache has one latent vector per token, from which all heads' keys and values are made.
 
 Decodes, and chunks after a cached prefix, absorb the up-projections into query and output: attention runs over the
-latents themselves, as over one kv head. A step of whole prompts expands keys and values instead, which are several
-times narrower than latents. DeepSeek-V2, arXiv:2405.04434, section 2.1.
+latents themselves, as multi-query attention with one kv head. A step of whole prompts expands keys and values instead:
+per head these are several times narrower than a latent. DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
 T tokens, D hidden size, H heads, N nope and E rope dims of a head, L latent dim (``kv_lora_rank``), V value dim.
 """
@@ -44,6 +44,7 @@ class LatentAttention(AttentionLayer):
         self.q_norm = RmsNorm(build, spec.q_lora_rank, spec.norm_eps) if spec.q_lora_rank else None
         self.q_up = Linear(build, spec.q_lora_rank, heads_width) if spec.q_lora_rank else None
         self.kv_norm = RmsNorm(build, spec.kv_lora_rank, spec.norm_eps)
+        # not storable: `_attend_absorbed` reads the plain weight
         self.kv_up = Linear(
             build, spec.kv_lora_rank, spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), is_storable=False
         )
@@ -61,6 +62,7 @@ class LatentAttention(AttentionLayer):
         q_nope, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=-1
         )
+        # before any attention: tokens of one step read each other's rows from the pages
         q_rope = self._write(
             q_rope, self.kv_norm(latent), k_rope, batch.positions, self.rotary.cos_sin, step.inputs.slots, pages.k
         )
@@ -73,6 +75,7 @@ class LatentAttention(AttentionLayer):
     ) -> torch.Tensor:
         """``q_nope`` [T, H, N] and ``q_rope`` [T, H, E] to [T, H * V]."""
         spec = self.spec
+        # [H, N, L] and [H, V, L]
         to_keys, to_values = self.kv_up.weight.unflatten(0, (spec.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), dim=1
         )
@@ -83,7 +86,8 @@ class LatentAttention(AttentionLayer):
         return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _attend_expanded(self, q: torch.Tensor, pages: KvPages, inputs: AttentionInputs) -> torch.Tensor:
-        """``q`` [T, H, N + E] to [T, H * V], over the rows that this step has written."""
+        """``q`` [T, H, N + E] to [T, H * V], over the page rows [T, L + E] that this step has written: these hold the
+        normalised latents and rotated keys. Each request attends to its own tokens only."""
         spec, rows = self.spec, pages.k.flatten(0, 2).index_select(0, inputs.slots).to(q.dtype)
         k_nope, v = self.kv_up(rows[:, : spec.kv_lora_rank]).unflatten(-1, (spec.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), dim=-1
@@ -101,5 +105,6 @@ class LatentAttention(AttentionLayer):
 
 
 def has_whole_prompts(inputs: AttentionInputs) -> bool:
-    """Whether every request starts in this step, so that no earlier rows are read. Never under a captured graph."""
+    """Whether every request starts in this step, so that no earlier rows are read. Relies on host lengths: no backend
+    for ``values_in_keys`` can be captured in a graph, where these would be meaningless."""
     return inputs.num_decodes == 0 and inputs.kv_lens_cpu == inputs.query_lens_cpu

@@ -12,7 +12,8 @@ from headrace.layers.spec import NormSpec
 
 
 class RmsNorm(Norm):
-    """``x / rms(x) * (weight + offset)`` over the last dim, [T, D]; the addition before it is fused."""
+    """``x / rms(x) * (weight + offset)`` over the last dim, [T, D], fused with the addition to the residual before it.
+    Zhang and Sennrich, arXiv:1910.07467."""
 
     def __init__(self, build: Build, size: int, eps: float, offset: float = 0.0):
         super().__init__()

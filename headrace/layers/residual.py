@@ -36,7 +36,7 @@ class Residual:
         return self.stream
 
     def keep_rows(self, rows: torch.Tensor | None) -> None:
-        """Keep these rows alone, [n] int64 (None: all); nothing may be pending."""
+        """Drop all rows of the stream but these, [n] int64 (None: keep all); nothing may be pending."""
         if rows is not None:
             self.stream = self.stream.index_select(0, rows)
 
@@ -45,7 +45,8 @@ class Norm(nn.Module):
     """``x [T, D] -> [T, D]``, normalised."""
 
     def add(self, residual: Residual) -> torch.Tensor:
-        """Add what is pending to the stream and return the normalised stream, which a branch reads."""
+        """Add the pending output to the stream and return the normalised stream [T, D]. The result may be the stream
+        itself (`NoNorm`)."""
         return self(residual.settle())
 
 
@@ -62,5 +63,5 @@ class Branch(nn.Module):
         return self(norm.add(residual))
 
     def add(self, norm: Norm, residual: Residual) -> None:
-        """The same, left pending in ``residual`` in the form that is fastest to make."""
+        """As `read`, but the output is left pending in ``residual``, in whichever form is fastest to produce."""
         residual.pending = self.read(norm, residual)

@@ -29,7 +29,7 @@ class RotaryTable(nn.Module):
             torch.empty(length, spec.rotary_dim, dtype=torch.float32, device=device), persistent=False
         )
         self.cos_sin[:, :half] = angles.cos().mul_(factor)
-        self.cos_sin[:, half:] = angles.sin_().mul_(factor)
+        self.cos_sin[:, half:] = angles.sin_().mul_(factor)  # in place: angles are not needed any more
 
 
 def _plain_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ def _dynamic_frequencies(spec: RopeSpec, scaling: RopeScaling, length: int) -> t
 
 def _llama3_frequencies(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Low frequencies are divided by ``factor``, high ones unchanged, others blended (Llama 3.1's model card)."""
-    turns = scaling.original_max_position * plain / TWO_PI
+    turns = scaling.original_max_position * plain / TWO_PI  # rotations within the trained length, per frequency
     keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return plain * keep + plain / scaling.factor * (1 - keep)
 
@@ -70,6 +70,7 @@ def _llama3_frequencies(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tens
 def _yarn_frequencies(plain: torch.Tensor, spec: RopeSpec, scaling: RopeScaling) -> torch.Tensor:
     """Blend by the number of rotations within the trained length. Peng et al., arXiv:2309.00071, section 3.2."""
 
+    # the index, as a real number, of the frequency that makes so many rotations within the trained length
     def dim_with_turns(turns: float) -> float:
         return spec.rotary_dim * math.log(scaling.original_max_position / (turns * TWO_PI)) / (2 * math.log(spec.theta))
 

@@ -21,8 +21,9 @@ from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
 
 
 class AttentionLayer(Branch):
-    """Base of attention layers: heads, per-layer constants of the backend, the step, and pages once bound.
-    ``values_in_keys``: value pages are views into the key pages. ``prunes_queries``: obeys ``ForwardBatch.queries``.
+    """Base of attention layers: number of heads, the layer's constants for the backend, the step context, and the
+    layer's pages once bound. ``values_in_keys``: value pages are views into the key pages. ``prunes_queries``: obeys
+    ``ForwardBatch.queries``.
 
     Built as ``Class(spec, layer, hidden_size=..., norm=..., rotary=..., build=...)``; ``spec`` names the class."""
 
@@ -88,8 +89,9 @@ class Attention(AttentionLayer):
         self.output.add_to(residual, self._attend_after(norm, residual))
 
     def _attend_after(self, norm: Norm, residual: Residual) -> torch.Tensor:
-        """[T, H * E] of the normalised stream; with queries [S, H * E], and the residual pruned to the same rows."""
-        qkv = self.qkv.read(norm, residual)
+        """Attention output [T, H * E] of the normalised stream. With ``ForwardBatch.queries``, [S, H * E], and the
+        residual is pruned to the same rows."""
+        qkv = self.qkv.read(norm, residual)  # norm and product in one kernel, if that is faster
         x = self._attend(self.qkv(norm.add(residual)) if qkv is None else qkv)
         residual.keep_rows(self.step.batch.queries)
         return x
@@ -100,6 +102,8 @@ class Attention(AttentionLayer):
         step = batch.groups[self.group]
         cos_sin = self.rotary.cos_sin if self.rotary else None
         codes = {} if pages.scales is None else {"scales": pages.scales}
+        # Writes K and V of all T tokens, which later steps need, also if only some queries are kept below. May
+        # overwrite qkv.
         q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)
         if batch.queries is not None:
             q = q.index_select(0, batch.queries)

@@ -17,8 +17,10 @@ from headrace.base.registry import Registry
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """The constants of a cache group: the query that backends declare support for. ``window`` 0: unlimited.
-    ``values_in_keys``: value pages are views of the first ``value_dim`` elements of each row of the key pages."""
+    """The constants of a cache group, by which backends declare what they support. ``dtype`` is that of queries,
+    ``kv_dtype`` that of pages; ``capability`` is (0, 0) off CUDA. ``page_size`` and ``window`` (0: unlimited) in
+    tokens. ``values_in_keys``: value pages are views of the first ``value_dim`` elements of each row of the key
+    pages."""
 
     device: str
     dtype: str
@@ -93,12 +95,12 @@ class AttentionParams:
 
 
 class CacheBackend(ABC):
-    """What reads one cache group: an `AttentionBackend`, or a class of a family's own for a kind of cache that its
-    layers read themselves, which works out once a step what the layers of the group share.
+    """Per-step state of one cache group, shared by its layers: an `AttentionBackend`, or a class of a family whose
+    layers read their pages themselves.
 
-    A class says what it can do by its attributes. ``preferred_page_size`` (None: any) is taken unless the user sets
-    another; a size that it cannot serve raises `ConfigError`. ``is_capturable``: False if it reads host lengths or
-    waits for the device, so that no graph may be captured over it. ``supports_dynamic_lengths``: takes
+    Class attributes declare capabilities. ``preferred_page_size`` in tokens (None: any) is used unless the user sets
+    another; a size that the class cannot serve raises `ConfigError`. ``is_capturable``: False if it reads host lengths
+    or waits for the device, so that no CUDA graph may be captured over it. ``supports_dynamic_lengths``: accepts
     `AttentionInputs` with ``has_dynamic_lengths``. ``fuses_layers``: a kernel for whole layers may replace it.
     """
 
@@ -109,7 +111,8 @@ class CacheBackend(ABC):
 
     @abstractmethod
     def prepare(self, inputs: AttentionInputs) -> None:
-        """Called once a step, outside any graph; may do host work but must not synchronise with the device."""
+        """Called once a step before its layers run; must not synchronise with the device. For a step that is captured
+        in a CUDA graph it may be called during the capture: replays repeat its device work, not its host work."""
 
 
 class AttentionBackend(CacheBackend):

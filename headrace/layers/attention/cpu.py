@@ -1,4 +1,5 @@
-"""The attention backend of CPUs: native kernels, which need no preparation; plain torch until they are compiled."""
+"""The attention backend of CPUs: native C++ kernels, compiled in the background at first use; plain torch until then.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from headrace.layers.attention.reference import ReferenceAttention
 
 
 class CpuAttention(AttentionBackend):
-    """See `AttentionBackend`. Once the native library is compiled it is used, even between `prepare` and `attend`."""
+    """See `AttentionBackend`. Switches to the native kernels as soon as they are compiled, which may happen between
+    two layers of a step."""
 
     is_capturable = False
     fuses_layers = True
@@ -41,7 +43,7 @@ class CpuAttention(AttentionBackend):
         )
         if out is not None:
             return out
-        if not self._is_prepared:
+        if not self._is_prepared:  # at most once a step: the first layer that needs it
             self._reference.prepare(inputs)
             self._is_prepared = True
         return self._reference.attend(q, pages, params)

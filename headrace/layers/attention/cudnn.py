@@ -1,8 +1,10 @@
-"""The cuDNN attention backend: long prefill chunks in one ragged graph, one long chunk of round length in an exact one.
+"""The cuDNN attention backend, for long prefill chunks. There are two kinds of cuDNN graph: a ragged one over paged
+keys and values, for all chunks of a step, padded to powers of two; and an exact one over contiguous keys and values,
+for a single chunk whose lengths are multiples of `EXACT_STEP`.
 
-Decodes, steps of short chunks, layers with a window (pages before the window may belong to other requests) and whatever
-cuDNN refuses go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no graph for each
-size.
+Decodes, steps of short chunks, layers with a window (pages before the window may belong to other requests) and what
+cuDNN does not support go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no graph
+per size.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from headrace.layers.attention.contract import (
 )
 from headrace.layers.attention.triton import DependentLaunchTritonAttention
 
-LEAST_KEYS = 1024
+LEAST_KEYS = 1024  # keys are padded at least to this, so that short contexts share one graph
 LEAST_QUERIES = 512
 """Fewest query tokens in the longest chunk: below it the Triton kernel is faster."""
 EXACT_STEP = 1024
@@ -35,8 +37,12 @@ READY_HEAD_DIM = 128
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """A step's prefill chunks, padded to a power of two of requests; padding requests have no queries and no keys.
-    ``unwritten``: slots of the last pages after the last key, and those of the null page, which pads the table."""
+    """A step's prefill chunks for the ragged graph. ``requests`` N, ``queries`` and ``keys`` (longest of any request)
+    are padded to powers of two; padding requests have no queries and no keys.
+
+    On the device: ``query_lens`` [N] and ``kv_lens`` [N] int32; ``table`` [N, pages of ``keys``] int32, null page where
+    a request has none; ``q_offsets`` and ``out_offsets`` [N + 1] int32, in elements; ``unwritten`` int64, the slots
+    after the last key in each request's last page, and all slots of the null page."""
 
     requests: int
     queries: int
@@ -51,8 +57,8 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    """A step's only chunk, after its decodes: round numbers of queries and keys, and the ``pages`` of the keys, [n] ids
-    or a slice if they are contiguous."""
+    """A step's only prefill chunk, which comes after the decodes: numbers of ``queries`` and ``keys``, both multiples
+    of `EXACT_STEP`, and the ``pages`` of the keys, [n] ids or a slice if they are contiguous."""
 
     queries: int
     keys: int
@@ -76,7 +82,8 @@ class CudnnAttention(AttentionBackend):
             self._compile()
 
     def _compile(self) -> None:
-        """Build a graph of each kind now: cuDNN compiles its kernel with the first, for a second."""
+        """Build one graph of each kind now: cuDNN compiles its kernel with the first one, which takes a second and
+        would otherwise delay a request."""
         geometry = self._geometry
         params, dtype = AttentionParams(geometry.head_dim**-0.5), getattr(torch, geometry.dtype)
         self._find_graph(params, dtype, 1, EXACT_STEP, EXACT_STEP)
@@ -108,30 +115,31 @@ class CudnnAttention(AttentionBackend):
     def _fall_back(
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs
     ) -> torch.Tensor:
-        if self._fallback.inputs is not inputs:
+        if self._fallback.inputs is not inputs:  # the first layer of this step that falls back
             self._fallback.prepare(inputs)
         return self._fallback.attend(q, pages, params)
 
     def _run_exact(
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor
     ) -> bool:
-        """Write the chunk's rows of ``out`` if there is an exact graph for it. The graph reads contiguous keys and
-        values, so scattered pages are copied together first."""
+        """Write the chunk's rows of ``out`` and return True if there is an exact graph for it. The graph reads
+        contiguous keys and values, so scattered pages are gathered into a copy first."""
         exact = self._exact
         graph = self._find_graph(params, q.dtype, 1, exact.queries, exact.keys) if exact is not None else None
         if exact is None or graph is None:
             return False
-        k, v = (
+        k, v = (  # [keys, K, E]
             (t[exact.pages] if isinstance(exact.pages, slice) else t.index_select(0, exact.pages)).flatten(0, 1)
             for t in (pages.k, pages.v)
         )
-        first = inputs.num_decodes
+        first = inputs.num_decodes  # decodes have one token each, so this is also the chunk's first row
         graph.run({sdpa.Q: q[first:], sdpa.K: k, sdpa.V: v, sdpa.OUT: out[first:]})
         return True
 
     def _run_paged(
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, chunks: _Chunks, out: torch.Tensor
     ) -> bool:
+        """Write the rows of all chunks in ``out``; False if cuDNN has no graph of these sizes."""
         sizes = (chunks.requests, chunks.queries, chunks.keys)
         graph = self._find_graph(
             params, q.dtype, *sizes, num_pages=pages.k.shape[0], table_stride=chunks.table.stride(0)
@@ -174,9 +182,10 @@ class CudnnAttention(AttentionBackend):
         keys = max(LEAST_KEYS, next_power_of_2(inputs.max_kv_len))
         queries = max(LEAST_QUERIES, next_power_of_2(inputs.max_query_len))
         columns = min(ceil_div(keys, page_size), inputs.page_table.shape[1])
+        # Device tensors are sliced by host numbers only, so nothing here waits for the device.
         starts = torch.empty(requests + 1, dtype=torch.int32, device=self._device)
         starts[: count + 1] = inputs.query_start[first:]
-        starts[count + 1 :] = inputs.query_start[-1]
+        starts[count + 1 :] = inputs.query_start[-1]  # padding requests: empty
         kv_lens = torch.zeros(requests, dtype=torch.int32, device=self._device)
         kv_lens[:count] = inputs.kv_lens[first : inputs.num_requests]
         lengths = kv_lens[:count, None]
@@ -186,6 +195,8 @@ class CudnnAttention(AttentionBackend):
             is_used, inputs.page_table[first : inputs.num_requests, :columns], NULL_PAGE
         )
         offset = torch.arange(page_size, device=self._device)
+        # A full last page has no unwritten slots; its row repeats slots of the null page, so that the shape of the
+        # index tensor does not depend on lengths: [page_size + count * page_size].
         last_page = table[:count].gather(1, (lengths.long() - 1) // page_size) * page_size
         unwritten = torch.cat(
             (offset, torch.where(offset > (lengths - 1) % page_size, last_page + offset, offset).flatten())

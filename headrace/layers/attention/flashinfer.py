@@ -32,7 +32,7 @@ queries of one head (192 at head dim 64). Measured on an H200 at 64 and 128."""
 HOPPER = (9, 0)
 SPLIT_BYTES = 128 * 2**20
 """Workspace for keys split among programs; the kernels for Hopper never split them."""
-LEAST_BYTES = 2**20
+LEAST_BYTES = 2**20  # flashinfer wants a workspace even where nothing is split
 
 
 class Planners:
@@ -73,7 +73,8 @@ class FlashinferAttention(AttentionBackend):
         self._planned: Any = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """Plan a step that has a long chunk. Its lengths are sent from pinned memory, its pages are on the device."""
+        """Plan the prefill chunks of a step in which one is long. Lengths are copied from pinned memory, the page ids
+        are gathered on the device; nothing waits."""
         has_long_chunk = (
             not inputs.has_dynamic_lengths and inputs.num_decodes < inputs.num_requests
             and inputs.max_query_len >= LEAST_QUERIES
@@ -109,13 +110,14 @@ class FlashinferAttention(AttentionBackend):
 def _plan_chunks(
     planners: Planners, geometry: AttentionGeometry, query_lens: list[int], kv_lens: list[int], pages: torch.Tensor
 ) -> Any:
-    """``pages`` [all requests' pages] int32 on the device; the other arguments are sent from pinned memory."""
+    """Plan prefill chunks. ``pages`` [sum of the requests' page counts] int32 on the device; the other arguments are
+    host values, copied from pinned memory."""
     count, page_size = len(kv_lens), geometry.page_size
-    lens = torch.tensor(
+    lens = torch.tensor(  # [4, n]: query lengths, page counts, tokens in the last page, kv lengths
         [query_lens, [ceil_div(n, page_size) for n in kv_lens], [(n - 1) % page_size + 1 for n in kv_lens], kv_lens],
         dtype=torch.int32
     )
-    starts = torch.zeros((2, count + 1), dtype=torch.int32)
+    starts = torch.zeros((2, count + 1), dtype=torch.int32)  # exclusive sums of query lengths and of page counts
     torch.cumsum(lens[:2], 1, dtype=torch.int32, out=starts[:, 1:])
     if pages.device.type == "cuda":
         lens, starts = lens.pin_memory(), starts.pin_memory()
@@ -127,12 +129,13 @@ def _plan_chunks(
 
 
 def _gather_pages(table: torch.Tensor, kv_lens: torch.Tensor, counts: list[int], page_size: int) -> torch.Tensor:
-    """The requests' pages one after the other, [sum(counts)] int32. The host knows the total, so nothing waits."""
+    """The requests' page ids concatenated, [sum(counts)] int32. ``counts`` are the page counts on the host: with the
+    total known there, ``repeat_interleave`` need not wait for the device."""
     if len(counts) == 1:
         return table[0, : counts[0]]
     total = sum(counts)
     num_pages = (kv_lens + (page_size - 1)) // page_size
-    owner = torch.repeat_interleave(num_pages, output_size=total)
+    owner = torch.repeat_interleave(num_pages, output_size=total)  # [total]: each page's request
     column = torch.arange(total, device=table.device) - (num_pages.cumsum(0) - num_pages)[owner]
     return table[owner, column]
 

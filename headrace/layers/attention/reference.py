@@ -38,7 +38,8 @@ class _DecodeBucket:
 
 @dataclass(slots=True)
 class _Tile:
-    """``queries`` of the step against ``keys`` among those gathered. ``mask`` [queries, keys] or None."""
+    """Rows ``queries`` of the step's q against rows ``keys`` of the gathered ones. ``mask`` [queries, keys] is added to
+    the logits; None with ``is_causal``."""
 
     queries: slice
     keys: slice
@@ -48,7 +49,8 @@ class _Tile:
 
 @dataclass(slots=True)
 class _Span:
-    """One request: its queries in the step, its pages from the first visible one on, and ``length`` positions there."""
+    """One request: the rows of its queries in the step's q, the ids of its pages from the first visible one on, and the
+    number of positions written there (``length``)."""
 
     queries: slice
     page_ids: torch.Tensor
@@ -64,6 +66,7 @@ class ReferenceAttention(AttentionBackend):
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         self.geometry, self.device = geometry, device
         self.dtype = getattr(torch, geometry.dtype)
+        # torch's fused attention has neither soft-cap nor sinks: then softmax is written out, request by request
         self._is_written_out = geometry.has_softcap or geometry.has_sinks
         self._buckets: list[_DecodeBucket] = []
         self._spans: list[_Span] = []
@@ -109,7 +112,7 @@ class ReferenceAttention(AttentionBackend):
         return pages.k.index_select(0, page_ids).flatten(0, 1), pages.v.index_select(0, page_ids).flatten(0, 1)
 
     def _make_buckets(self, inputs: AttentionInputs, num_decodes: int) -> list[_DecodeBucket]:
-        """Buckets of equal bit length of the page count, so that at most half of a bucket is padding."""
+        """Group decodes by the bit length of their page count, so that at most half of a bucket is padding."""
         by_size: dict[int, list[int]] = {}
         for row, length in enumerate(inputs.kv_lens_cpu[:num_decodes]):
             num_pages = (length - 1) // self.geometry.page_size + 1 - self._first_page(length - 1)
@@ -137,6 +140,7 @@ class ReferenceAttention(AttentionBackend):
     def _attend_bucket(self, q: torch.Tensor, bucket: _DecodeBucket, pages: KvPages, scale: float) -> torch.Tensor:
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = self.geometry.num_kv_heads
+        # in place on the gathered copies, not on the pages; [n, K, L, E]
         k, v = (
             t.index_fill_(0, bucket.unseen, 0).to(q.dtype).unflatten(0, (num_rows, -1)).transpose(1, 2)
             for t in self._gather(pages, bucket.page_ids)
@@ -157,6 +161,7 @@ class ReferenceAttention(AttentionBackend):
     def _make_tiles(self, queries: slice, begin: int, length: int) -> list[_Tile]:
         """``begin`` and ``length`` are relative to the first gathered position."""
         window = self.geometry.window
+        # a whole prompt inside the window: torch's causal kernel needs no mask, and no tiles to keep it small
         if begin == 0 and not 0 < window < length:
             return [_Tile(queries, slice(0, length), None, is_causal=True)]
         tiles = []
@@ -169,7 +174,7 @@ class ReferenceAttention(AttentionBackend):
             if window:
                 unseen |= key_at <= query_at - window
             mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, float("-inf"))
-            shift = queries.start - begin
+            shift = queries.start - begin  # from positions to rows of the step's q
             tiles.append(_Tile(slice(start + shift, end + shift), slice(low, end), mask))
         return tiles
 

@@ -25,13 +25,14 @@ from headrace.layers.attention.contract import (
 
 
 class TritonAttention(AttentionBackend):
-    """See `AttentionBackend`. ``pdl`` launches with programmatic dependent launch."""
+    """See `AttentionBackend`. ``pdl``: kernels are launched with programmatic dependent launch."""
 
     preferred_page_size = 64
     supports_dynamic_lengths = True
     pdl = False
 
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
+        # off CUDA the kernels run in Triton's interpreter, where any small number will do
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         self._geometry = geometry
         self._group = geometry.num_heads // geometry.num_kv_heads
@@ -40,7 +41,7 @@ class TritonAttention(AttentionBackend):
         self._plan: PrefillPlan | None = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
-        """Prefill chunks are assigned to programs by a small kernel; decodes need nothing."""
+        """Launch a small kernel that assigns prefill chunks to programs; decodes need no plan."""
         self.inputs, self._plan = inputs, None
         tile = dict(
             group=self._group, width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype)
@@ -65,6 +66,8 @@ class TritonAttention(AttentionBackend):
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
         """Write the decodes' rows of ``out`` [T, H, E_value]; needs no `prepare`."""
+        # With dynamic lengths only the device knows which requests are decodes: the kernel is launched for all of
+        # them and finds those of one token in query_start.
         count = inputs.num_requests if inputs.has_dynamic_lengths else inputs.num_decodes
         if count:
             step = DecodeStep(

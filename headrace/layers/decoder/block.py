@@ -20,8 +20,8 @@ class Block(nn.Module):
     mlp: Branch
 
     def forward(self, residual: Residual) -> None:
-        """Takes the residual through the layer; the last output is left pending. Where the batch has queries, their
-        rows alone are left, [S, D]."""
+        """Run the layer on the residual; the output of its last branch is left pending. If the batch has ``queries``,
+        the residual is pruned to their rows, [S, D]."""
         raise NotImplementedError
 
 
@@ -42,7 +42,8 @@ class DecoderBlock(Block):
         self.mlp = _make_mlp(spec, layer, build)
         self.mlp_post_norm = norm(spec.norm.after)
         self.residual_scale = spec.residual_scale
-        # the output reaches the next norm as it is, so it may be left in any form that norm can add
+        # Nothing is applied to a branch's output before the next norm adds it, so it may be left in any form that
+        # `Residual.pending` allows, partial sums included.
         self._adds = spec.norm.before and not spec.norm.after and spec.residual_scale == 1.0
 
     def forward(self, residual: Residual) -> None:
@@ -80,6 +81,7 @@ class ParallelBlock(Block):
     def forward(self, residual: Residual) -> None:
         x = self.attention_norm.add(residual)
         out = self.attention(x)
+        # attention has pruned its output to [S, D] already; its input and the stream are still [T, D]
         if (queries := self.step.batch.queries) is not None:
             residual.keep_rows(queries)
             x = x.index_select(0, queries)

@@ -38,6 +38,7 @@ class Decoder(ServedModel):
         self.spec, self.names, self.step = spec, names, build.step
         self._schemes, self._keeps_blocks = build.schemes, build.keeps_blocks
         vocabulary = spec.vocabulary
+        # one table per distinct rope spec, shared by its layers
         tables: dict[RopeSpec, RotaryTable] = {
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)
             for rope in dict.fromkeys(layer.rope for layer in spec.layers) if rope is not None
@@ -65,17 +66,18 @@ class Decoder(ServedModel):
         names, modules, harmless = self.names, {**self.names.modules, **SCORE_NAMES}, HARMLESS
         if self.spec.num_classes == 0:
             tensors = add_prefix(tensors)
+        # A tied head has no parameter of its own, but some checkpoints store a copy: not an error.
         if self.spec.vocabulary.tied or self.head is None:
             harmless = (*harmless, *(f"{theirs}.weight" for theirs, ours in modules.items() if ours == "head"))
             modules = {theirs: ours for theirs, ours in modules.items() if ours != "head"}
-        # schemes speak of the checkpoint's own names, so they come before anything is renamed
+        # schemes see, and name in errors, the checkpoint's own names: they run before renaming
         plain = names.rename(self._schemes.read(names.leave_out(tensors, self.spec.num_layers)))
         apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
         fill_targets(find_targets(self, modules, self.spec.num_layers), apart, harmless=harmless)
         self._is_table_due = True
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
-        """Attach each layer's pages and cache group."""
+        """Attach each layer's pages and cache group. Drops the fused table, which holds references to the old pages."""
         for layer, layer_pages, group in zip(self._blocks, pages, group_of_layer, strict=True):
             layer.attention.bind(layer_pages, group)
         self._table, self._decodes, self._is_table_due = None, None, True  # the table keeps the pages alive
@@ -112,6 +114,7 @@ class Decoder(ServedModel):
         *others, last = self._blocks
         for layer in others:
             layer(residual)
+        # prepares the last layer's backend again, so only once all layers before it have attended
         self.step.batch = batch.for_last_layer(last.attention.group)
         last(residual)
         return residual

@@ -1,8 +1,8 @@
-"""Whether one native kernel can run all layers of a decoder, and their parts if so. Decided from what each layer is
-made of.
+"""Decides from the modules of a decoder whether one native CPU kernel can run all its layers, and describes their
+weights and pages to that kernel.
 
-Refuses: knowing families. Anything that is not exactly what the kernel computes is a reason against; layers are then
-called one after the other.
+Knows no families. Anything the kernel does not compute exactly raises `NotFusable`; layers are then called one after
+the other.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class NotFusable(Exception):
 
 
 def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
-    """The layers as one, once their weights and pages are in place; None when they must be called one after the
-    other."""
+    """The table by which one kernel runs all layers; weights must be packed and pages bound. None if the layers must be
+    called one after the other."""
     try:
         return LayerTable([describe_layer(layer) for layer in layers])
     except NotFusable as reason:
@@ -59,8 +59,10 @@ def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
 
 
 def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
-    """The residual after all layers, from the embedded tokens ``x`` [T, D]; [S, D] where S tokens are wanted. None when
-    the kernel does not take this step: it is large, or another attention backend was asked for."""
+    """The residual after all layers, from the embedded tokens ``x`` [T, D], which is overwritten; [S, D] if S tokens
+    are wanted. None, with ``x`` unchanged, if the kernel does not take this step: more than `MOST_TOKENS` tokens, or an
+    attention backend that it cannot replace."""
+    # query_start, kv_lens and the number of tokens are equal in all groups; slots and page tables are not
     first = batch.groups[0].inputs if batch.groups else None
     if first is None or not 0 < first.num_tokens <= MOST_TOKENS:
         return None
@@ -167,6 +169,7 @@ def _describe_mixture(mixture: MoeMlp) -> Mixture:
 def _describe_stack(stack: StackedLinear) -> Product:
     if not isinstance(stack.stored, PanelWeight):
         raise NotFusable("experts that are not packed")
+    # the kernel addresses an expert by its first panel, so no panel may span two experts
     rows_of_whole_panels = PANEL * stack.num_stacked
     _require(stack.stored.matrix.out_features % rows_of_whole_panels == 0, "experts without whole panels each")
     return Product(stack.stored.matrix, _data(stack.bias))
@@ -202,5 +205,6 @@ def _describe_pages(attention: Attention) -> Pages:
         pages.k.is_contiguous() and pages.v.is_contiguous() and pages.k.shape == pages.v.shape,
         "pages of another layout"
     )
+    # page numbers are found by shifts: the page size must be a power of two
     _require(pages.k.device.type == "cpu" and page_size & (page_size - 1) == 0, "pages elsewhere, or of odd size")
     return Pages(pages.k, pages.v, attention.group, pages.scales)
