@@ -1,5 +1,5 @@
-"""Paged attention by own C++ kernels: decode split over keys, prefill in tiles; reads keys and values where they
-lie."""
+"""Paged attention by own C++ kernels: decode split over keys, prefill in tiles; reads keys and values from the pages
+without gathering them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def paged_attention(
     scale: float,
     softcap: float = 0.0, window: int = 0, sinks: torch.Tensor | None = None, scales: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """``q`` [T, H, E] on k [P, page, K, E] and v [P, page, K, V] to [T, H, V], or None while there are no kernels.
-    ``step`` is query_start [R + 1], kv_lens [R] and page_table [R, *], all int32; query i of Q at the end of L
-    positions sees those up to L - Q + i, and with ``window`` the latest that many. ``sinks`` [H] float32. ``scales``
-    are those of pages of codes (`headrace.kernels.attention.reference`)."""
+    """Causal attention of ``q`` [T, H, E] on k [P, page_size, K, E] and v [P, page_size, K, V], to [T, H, V]; None
+    while the native library is not loaded. ``step`` is query_start [R + 1], kv_lens [R] and page_table [R, *], all
+    int32. Query i of a request's Q, at the end of its L positions, sees positions up to L - Q + i, with ``window`` > 0
+    only the last ``window`` of these. ``sinks`` [H] float32. ``scales`` [P, 2, K, page_size] float32 for int8 pages
+    (`headrace.kernels.attention.reference`)."""
     ops = NATIVE.find()
     return None if ops is None else ops.paged_attention(q, *pages, *step, scale, softcap, window, sinks, scales)

@@ -1,8 +1,8 @@
-"""Attention graphs of cuDNN (through nvidia-cudnn-frontend): one per set of bounds, built once and kept.
+"""Attention graphs of cuDNN (through nvidia-cudnn-frontend): one per `Bounds`, built once and cached.
 
-R requests, H heads, K kv heads, E head dim. A graph over pages fixes the largest number of requests, queries and keys
-and the pool; the real lengths are read from device memory, so an execution may be captured and replayed. An exact graph
-has one request of exactly those lengths, keys and values in a row: several percent faster, having nothing to look up.
+R requests, H heads, K kv heads, E head dim. There are two kinds. A paged graph fixes the maximum numbers of requests,
+queries and keys, and the pool; it reads the actual lengths and page table from device memory. An exact graph is for one
+request of exactly these lengths with contiguous keys and values: several percent faster, since it looks up no pages.
 https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 """
 
@@ -24,9 +24,9 @@ Q, K, V, OUT, QUERY_LENS, KV_LENS, TABLE, Q_OFFSETS, OUT_OFFSETS = range(1, 10)
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a graph is built for: q [T, H, E] holds chunks of up to ``queries`` tokens back to back. ``table_stride`` is
-    the page table's row length in entries, ``num_pages`` the pool's. Of an exact graph ``num_pages`` is 0; k and v are
-    [keys, K, E] and q is [queries, H, E]."""
+    """What a graph is built for. Paged: q [T, H, E] holds up to ``requests`` chunks of up to ``queries`` tokens back to
+    back, k and v are a pool of ``num_pages`` pages [P, page_size, K, E], and ``table_stride`` is the page table's row
+    length in entries. Exact: ``num_pages`` is 0, q is [queries, H, E], k and v are [keys, K, E]."""
 
     requests: int
     queries: int
@@ -48,7 +48,7 @@ class Bounds:
 
 
 class SdpaGraph:
-    """A built graph and its workspace."""
+    """A built graph and its workspace. Launches share the workspace, so they must be on one stream."""
 
     def __init__(self, bounds: Bounds, handle: Any, device: torch.device):
         self._graph = (_build_exact if bounds.is_exact else _build_paged)(bounds, handle)
@@ -62,7 +62,7 @@ class SdpaGraph:
 
 
 class SdpaGraphs:
-    """Graphs by bounds. `find` builds at most once for each; None when cuDNN cannot serve the bounds."""
+    """A cache of graphs by bounds; failures are cached too, so that cuDNN is asked once."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -70,7 +70,8 @@ class SdpaGraphs:
         self._graphs: dict[Bounds, SdpaGraph | None] = {}
 
     def find(self, bounds: Bounds) -> SdpaGraph | None:
-        """The graph for ``bounds``; building takes tens of milliseconds, so it belongs before a capture."""
+        """The graph for ``bounds``, None if cuDNN does not support them. Building takes tens of milliseconds and
+        allocates the workspace, so do it before a capture."""
         if bounds not in self._graphs:
             try:
                 self._graphs[bounds] = SdpaGraph(bounds, self._handle, self._device)
@@ -99,6 +100,7 @@ def _finish(graph: Any) -> Any:
 def _build_exact(b: Bounds, handle: Any) -> Any:
     graph = _begin(b, handle)
 
+    # cuDNN names dimensions [batch, heads, tokens, dim]; strides make that a view of [tokens, heads, dim] in memory
     def rows(name: int, count: int, heads: int, dim: int) -> Any:
         return graph.tensor(dim=(1, heads, count, dim), stride=(count * heads * dim, dim, heads * dim, 1), uid=name)
 
@@ -121,6 +123,7 @@ def _build_paged(b: Bounds, handle: Any) -> Any:
         return graph.tensor(dim=(b.requests, b.num_heads, b.queries, dim), stride=_query_stride(b, dim), uid=name)
 
     def pages(name: int, dim: int) -> Any:
+        # [P, K, page_size, E] to cuDNN, [P, page_size, K, E] in memory
         row = b.num_kv_heads * dim
         return graph.tensor(
             dim=(b.num_pages, b.num_kv_heads, b.page_size, dim), stride=(b.page_size * row, dim, row, 1), uid=name
@@ -128,7 +131,8 @@ def _build_paged(b: Bounds, handle: Any) -> Any:
 
     q = heads(Q, b.head_dim)
     table = integers(TABLE, b.requests, 1, -(-b.keys // b.page_size), stride=b.table_stride)
-    # ragged: requests are packed back to back, offsets count elements
+    # Ragged: requests are packed back to back; request r starts ``offsets[r]`` elements into the tensor, and the batch
+    # stride is not used.
     q.set_ragged_offset(integers(Q_OFFSETS, b.requests + 1, 1, 1))
     out, _ = graph.sdpa(
         name="attention", q=q, k=pages(K, b.head_dim), v=pages(V, b.value_dim), generate_stats=False,
@@ -144,6 +148,7 @@ def _build_paged(b: Bounds, handle: Any) -> Any:
 
 
 def _query_stride(b: Bounds, dim: int) -> tuple[int, int, int, int]:
+    # of [R, H, queries, dim] to cuDNN, tokens of H heads in memory
     row = b.num_heads * dim
     return (b.queries * row, dim, row, 1)
 

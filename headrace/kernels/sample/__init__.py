@@ -9,7 +9,7 @@ import torch
 from headrace.kernels.operation import Operation, requires
 
 OK, NOT_FINITE, NOTHING_ALLOWED = 0, 1, 2
-"""State of a sampled row."""
+"""States of a sampled row, in ``sampled[1]``; see `SAMPLE`."""
 
 
 @dataclass(slots=True)
@@ -17,9 +17,9 @@ class SampleParams:
     """Per row, on the device: ``temperature`` (0: greedy), ``top_p`` and ``min_p`` [S] float64; ``top_k``
     (0: all), ``seed`` and ``position`` (index of the sampled token in the row's output) [S] int64.
 
-    Facts about the whole call, known to the host: ``has_min_p``, ``has_top_p``: some row uses it. ``num_ranked``: how
-    many of a row's largest logits decide every cut: the largest top_k, V when a row has top_p alone, 0 for no cut.
-    They only save work: none of the three may change which token a row gets.
+    The rest is about the whole batch and known to the host: ``has_min_p``, ``has_top_p``: some row uses it.
+    ``num_ranked``: how many of a row's largest logits decide every cut: the largest top_k, V when a row has top_p
+    alone, 0 for no cut. They only save work: none of the three may change which token a row gets.
     """
 
     temperature: torch.Tensor

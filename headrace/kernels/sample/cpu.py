@@ -40,6 +40,8 @@ def mask_argmax(
 def _search(
     logits: torch.Tensor, masks: torch.Tensor | None = None, mask_of_row: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(largest logit before masking [S], after it [S], argmax [S])``; masks in place. The native library is
+    loaded."""
     raw, values = torch.empty((2, len(logits)), dtype=torch.float32)
     ids = torch.empty(len(logits), dtype=torch.int64)
     ops = NATIVE.find()

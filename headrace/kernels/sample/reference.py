@@ -13,20 +13,23 @@ import torch
 
 from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK, SampleParams
 
+# SplitMix64's constants as int64, torch having no full uint64; products and sums wrap modulo 2**64 either way
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_A = 0xBF58476D1CE4E5B9 - 2**64
 MIX_B = 0x94D049BB133111EB - 2**64
 HEAD = 1024
-"""Tokens ranked first: top-p mostly keeps fewer, and sorting a whole vocabulary takes ten times longer."""
+"""How many of a row's largest logits are sorted first: top-p mostly keeps fewer, and sorting a whole vocabulary takes
+ten times longer."""
 
 SLICE_NUMEL = 2**23
-"""Logits worked on at a time; bounds the float64 temporaries to some 200 MB."""
+"""Logits processed at a time, which bounds the float64 temporaries to some 200 MB."""
 
 
 def compose(
     argmax: Callable[..., Any], mask_argmax: Callable[..., Any], sample_rows: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    """`SAMPLE` composed of its parts: see `argmax`, `mask_argmax` and `sample_rows`."""
+    """Compose `SAMPLE` of a solution's parts, with the signatures of `argmax`, `mask_argmax` and `sample_rows`. Argmax
+    runs for all rows, since states and greedy rows need it; ``params`` then replace the ids of sampled rows."""
 
     def sample(
         logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: SampleParams | None = None,
@@ -50,13 +53,14 @@ def compose(
 def mask_argmax(
     logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask the logits in place; returns each row's largest logit before [S] and after [S] masking, and the argmax after
-    it [S]. Works on bytes of the bitmask: in a little-endian word, token order is byte order."""
+    """Mask the logits [S, V] in place; returns each row's largest logit before [S] and after [S] masking, and the
+    argmax after it [S]. Works on bytes of the bitmask: in a little-endian word, token order is byte order."""
     raw = logits.amax(dim=1)
+    # [256, 8]: the bits of every byte, so that a mask is expanded by one lookup per byte
     bits = torch.arange(256, device=logits.device).unsqueeze(1).bitwise_right_shift(
         torch.arange(8, device=logits.device)
     ).bitwise_and(1)
-    own = masks.index_select(0, mask_of_row.clamp(min=0))
+    own = masks.index_select(0, mask_of_row.clamp(min=0))  # [S, W] int32; rows without a mask are excluded below
     is_forbidden = (bits == 0).index_select(
         0, own.view(torch.uint8).flatten().int()
     ).view(len(own), -1)[:, : logits.shape[1]]
@@ -65,7 +69,7 @@ def mask_argmax(
 
 
 def sample_rows(logits: torch.Tensor, params: SampleParams) -> torch.Tensor:
-    """Sampled ids [S], arbitrary ones for greedy rows; logits may be overwritten."""
+    """Sampled ids [S] int64, arbitrary ones for greedy rows; logits may be overwritten."""
     num_rows, vocab_size = logits.shape
     # one uniform number per row, from its seed and position alone: the batch does not matter
     uniforms = uniform(params.seed, params.position)
@@ -81,10 +85,13 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Float64 in [0, 1) from two int64: SplitMix64's finaliser over the seed, then over seed and counter.
+    """Float64 in [0, 1) from two int64 [S]: SplitMix64's finaliser over the seed, then over seed and counter.
+
+    Counter-based, so there is no state per request: a preempted request continues with the same numbers.
 
     Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
     """
+    # the top 53 bits, as many as a float64 holds
     bits = _mix(_mix(seed + GOLDEN) + (position + 1) * GOLDEN)
     return _shift(bits, 11).double() * 2.0**-53
 
@@ -101,9 +108,12 @@ def _shift(x: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def _sample_slice(logits: torch.Tensor, params: SampleParams, uniforms: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Ids of some rows, sampled by inverting the CDF of what the cuts leave."""
+    # greedy rows (temperature 0) are divided by 1; their result is not used
     temperature = params.temperature[rows]
     x = logits[rows].div(torch.where(temperature > 0, temperature, 1.0).float().unsqueeze(1))
     best = x.amax(-1, keepdim=True)
+    # a probability ratio of min_p is a difference of log(min_p) between scaled logits
     if params.has_min_p:
         x.masked_fill_(x < best + params.min_p[rows].log().float().unsqueeze(1), -torch.inf)
     if params.num_ranked:
@@ -125,7 +135,7 @@ def _lowest_kept(x: torch.Tensor, params: SampleParams, rows: slice) -> torch.Te
 
 
 def _rank(x: torch.Tensor, params: SampleParams, rows: slice, num_ranked: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from each row's ``num_ranked`` largest logits, and [S] whether those were enough."""
+    """`_lowest_kept` from each row's ``num_ranked`` largest logits, and [S] bool whether those were enough to know."""
     top_k, top_p = params.top_k[rows], params.top_p[rows]
     ranked = x.topk(num_ranked, dim=-1).values
     count = torch.where(top_k > 0, top_k.clamp(max=num_ranked), num_ranked)
@@ -138,6 +148,7 @@ def _rank(x: torch.Tensor, params: SampleParams, rows: slice, num_ranked: int) -
         everything = x.double().sub_(ranked[:, :1]).exp_().cumsum_(-1)[:, -1]
         wanted = top_p * torch.where(top_k > 0, reached[:, -1], everything)
         is_decided |= (top_k == 0) & (reached[:, -1] >= wanted)
+        # kept while the mass of all more likely tokens is still below top_p; at least one always is
         is_kept = reached - weights < wanted.unsqueeze(1)
         count = torch.where(top_p < 1.0, is_kept.sum(-1).clamp_(min=1), count)
     lowest = ranked.gather(1, (count - 1).unsqueeze(1))

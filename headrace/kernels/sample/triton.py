@@ -1,9 +1,11 @@
-"""Sampling without sorting: a cut is found by searching for the threshold that the kept logits exceed.
+"""Sampling without sorting: a cut (top-k, top-p) is found by searching for the threshold that the kept logits exceed.
 
-S sampled rows, V vocabulary. One program per row reads its logits (from L2) a few times, gathers the candidates that a
-cut can fall on into a workspace of BLOCK entries, and searches among these; with too many (flat distribution), it
-searches the whole row. The CDF is inverted in token order at the reference's own uniform number, so that both choose
-the same token.
+S sampled rows, V vocabulary. One program per row reads its logits a few times (from L2, after the first), gathers the
+most likely candidates into a workspace of BLOCK entries, and searches among these; if a cut may lie outside them (flat
+distribution), it searches the whole row. The CDF is inverted in token order at the reference's own uniform number, so
+that both choose the same token.
+
+y stands for logit / temperature - its maximum, float32: 0 for the most likely token, exp(y) its relative weight.
 """
 
 import torch
@@ -26,20 +28,24 @@ DEEP, DEEPER = tl.constexpr(9.0), tl.constexpr(4.0)
 the probability."""
 SEARCH_STEPS = tl.constexpr(16)  # 104 / 4**16 is below the spacing of float32 at the depths that matter
 NEGATIVE = tl.constexpr(-float("inf"))
+# jitted functions may read globals only as constexpr
 NOT_FINITE, NOTHING_ALLOWED = tl.constexpr(contract.NOT_FINITE), tl.constexpr(contract.NOTHING_ALLOWED)
 
 
 @triton.jit
 def _scaled(row_ptr, at, V, temperature, best, BLOCK: tl.constexpr):
-    """[BLOCK]: logits / temperature - best; far below `LOWEST` beyond the vocabulary and where a logit is -inf."""
+    """y [BLOCK] of the tokens from ``at`` on: logits / temperature - best; far below `LOWEST` beyond the vocabulary and
+    where a logit is -inf."""
     index = at + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + index, mask=index < V, other=FORBIDDEN)
+    # div_rn: correctly rounded like torch's division, where Triton's own is approximate
     return tl.math.div_rn(tl.maximum(x, FORBIDDEN), temperature) - best
 
 
 @triton.jit
 def _above(row_ptr, V, temperature, best, low, a, b, c, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Per threshold: how many logits lie above it (and above ``low``), or, with MASS, their probability mass."""
+    """For each of three thresholds: how many y lie above it (and above ``low``), or, with MASS, their sum of exp(y).
+    One pass over the row."""
     above_a, above_b, above_c = 0.0, 0.0, 0.0
     for at in range(0, V, BLOCK):
         y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
@@ -52,11 +58,13 @@ def _above(row_ptr, V, temperature, best, low, a, b, c, MASS: tl.constexpr, BLOC
 
 @triton.jit
 def _find_threshold(row_ptr, V, temperature, best, low, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest t such that exactly the logits y > t are kept. A logit is kept while the count (or MASS) above it is
-    less than ``limit``. That falls as y grows, so [t, high] is quartered until no float lies between."""
+    """The threshold t of a cut: exactly the logits y > t are kept. A logit is kept while the count (or MASS) of those
+    above it is less than ``limit``. This number falls as y grows, so [t, high] is quartered until no float lies
+    between. Invariant: at least ``limit`` lies above t, and less than ``limit`` above high. Ties are kept together,
+    since they lie on the same side of any t."""
     lowest_a, _, _ = _above(row_ptr, V, temperature, best, low, low, low, low, MASS, BLOCK)
     t, high = low, tl.full((), 0.0, tl.float32)
-    step = tl.where(lowest_a < limit, SEARCH_STEPS, 0)
+    step = tl.where(lowest_a < limit, SEARCH_STEPS, 0)  # nothing to cut: keep all above ``low``
     while step < SEARCH_STEPS:
         quarter = (high - t) * 0.25
         a, b, c = t + quarter, t + 2.0 * quarter, t + 3.0 * quarter
@@ -70,8 +78,8 @@ def _find_threshold(row_ptr, V, temperature, best, low, limit, MASS: tl.constexp
 
 @triton.jit
 def _kept_mass(row_ptr, V, temperature, best, low, top_k, BLOCK: tl.constexpr):
-    """Probability mass above ``low``; with top_k > 0 of exactly ``top_k`` tokens, counting only as many of those tied
-    for the last place as fit."""
+    """Sum of exp(y) above ``low``; with top_k > 0 of exactly ``top_k`` tokens: of those tied at the last place only as
+    many count as fit, as in the reference, whose top-p share is of k tokens."""
     mass, count, last = 0.0, 0.0, tl.full((), 0.0, tl.float32)
     for at in range(0, V, BLOCK):
         y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
@@ -86,6 +94,7 @@ def _kept_mass(row_ptr, V, temperature, best, low, top_k, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mix(x):
+    """SplitMix64's finaliser on uint64; see `reference.uniform`."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -102,7 +111,8 @@ def _uniform(seed, position):
 
 @triton.jit
 def _invert_cdf(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr):
-    """The first token whose cumulative weight among those above ``low`` exceeds ``uniform`` of the whole."""
+    """The first token whose cumulative weight among those above ``low`` exceeds ``uniform`` times the total. Two
+    passes: the total, then the block in which the target lies. Block sums are float32, their sums float64."""
     total = tl.full((), 0.0, tl.float64)
     for at in range(0, V, BLOCK):
         y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
@@ -130,7 +140,8 @@ def _invert_cdf(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr
 
 @triton.jit
 def _mask(row_ptr, mask_ptr, V, BLOCK: tl.constexpr):
-    """Set forbidden logits to -inf in place; returns the largest logit before, NaN if there was one."""
+    """Set forbidden logits to -inf in place (``mask_ptr`` [W] int32, a set bit allows); returns the largest logit before,
+    NaN if there was one."""
     best, is_broken = tl.full((), NEGATIVE, tl.float32), 0
     for at in range(0, V, BLOCK):
         index = at + tl.arange(0, BLOCK)
@@ -138,6 +149,7 @@ def _mask(row_ptr, mask_ptr, V, BLOCK: tl.constexpr):
         best, is_broken = (
             tl.maximum(best, tl.max(x, axis=0)), tl.maximum(is_broken, tl.max((x != x).to(tl.int32), axis=0))
         )
+        # other=-1: all bits set, so that nothing is stored beyond the row
         word = tl.load(mask_ptr + index // 32, mask=index < V, other=-1)
         tl.store(row_ptr + index, NEGATIVE, mask=((word >> (index % 32)) & 1) == 0)
     return tl.where(is_broken > 0, float("nan"), best)
@@ -160,11 +172,12 @@ def _row_max(row_ptr, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gather(row_ptr, V, temperature, best, low, floor, values_ptr, ids_ptr, BLOCK: tl.constexpr):
-    """Write the logits above ``floor`` (>= ``low``) and their tokens to the workspace, in token order, at most BLOCK;
-    unused entries get FORBIDDEN. Returns their count and mass, and the mass of all above ``low``."""
+    """Write the y above ``floor`` (>= ``low``) and their tokens to the workspace [BLOCK] float32 and int32, in token
+    order; unused entries get FORBIDDEN. Returns their count (even beyond BLOCK) and mass, and the mass of all above
+    ``low``."""
     count, mass, total = 0, 0.0, 0.0
     tl.store(values_ptr + tl.arange(0, BLOCK), tl.full((BLOCK,), FORBIDDEN, tl.float32))
-    tl.debug_barrier()
+    tl.debug_barrier()  # other threads of the program write candidates to the same entries below
     for at in range(0, V, BLOCK):
         y = _scaled(row_ptr, at, V, temperature, best, BLOCK)
         weight = tl.where(y > low, tl.exp(y), 0.0)
@@ -178,21 +191,23 @@ def _gather(row_ptr, V, temperature, best, low, floor, values_ptr, ids_ptr, BLOC
             tl.store(values_ptr + place, y, mask=has_room)
             tl.store(ids_ptr + place, at + tl.arange(0, BLOCK), mask=has_room)
             count += added
-    tl.debug_barrier()
+    tl.debug_barrier()  # the caller reads what other threads have written
     return count, mass, total
 
 
 @triton.jit
 def _gather_candidates(row_ptr, V, temperature, best, low, top_k, top_p, values_ptr, ids_ptr, BLOCK: tl.constexpr):
-    """Gather the candidates for the cuts, with at most two floors. Returns whether the workspace holds all of them (not
-    if there are too many, or two guesses were too shallow), and the mass above ``low``."""
+    """Gather candidates until both cuts must fall among them, trying at most two floors. Returns whether that succeeded
+    (not if there are more than BLOCK, or two floors were too high), and the mass above ``low``."""
     total, is_found, guess = 0.0, tl.full((), 0, tl.int1), 0
     floor = tl.full((), 0.0, tl.float32) - DEEP
     while guess < 2:
         floor = tl.maximum(floor, low)
         count, mass, total = _gather(row_ptr, V, temperature, best, low, floor, values_ptr, ids_ptr, BLOCK)
+        # with top-k its cut decides: top-p only cuts further, among those k
         is_enough = (floor == low) | tl.where(top_k > 0, count >= top_k, mass >= top_p * total)
         is_found = is_enough & (count <= BLOCK)
+        # too many already, and still more needed: no floor fits
         is_hopeless = (count > BLOCK) & (is_enough == 0)
         guess = tl.where(is_found | is_hopeless, 2, guess + 1)
         floor += tl.where(count > BLOCK, DEEPER, -DEEPER)
@@ -204,8 +219,8 @@ COLUMNS = [
     "temperature_ptr", "top_k_ptr",
     "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr",
 ]
-"""Slices of a step's upload, at any offset: specialised on alignment, they would make a dozen variants of the kernel,
-each compiled while a request waits."""
+"""Arguments that are slices of a step's upload, at any offset. Specialised on alignment, as Triton does by default,
+they would need a dozen variants of the kernel, each compiled while a request waits."""
 
 
 @triton.jit(
@@ -216,8 +231,8 @@ def _sample_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, V, num_words, has_masks,
     has_before, has_params, BLOCK: tl.constexpr,
 ):
-    """One program per row. Masks, parameters and ``before`` are optional at run time, not compile time: one variant,
-    compiled before the first request."""
+    """One program per row; see `SAMPLE` for the arguments. Masks, parameters and ``before`` are optional at run time,
+    not compile time: one variant, compiled before the first request."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     place = tl.load(mask_of_row_ptr + row, mask=has_masks != 0, other=-1).to(tl.int64)
@@ -281,6 +296,7 @@ def sample(
     num_rows, vocab_size = logits.shape
     sampled = torch.empty((2, num_rows), dtype=torch.int64, device=logits.device)
     reals, words = sampled.view(torch.float64), sampled.view(torch.int32)  # stand in for absent tensors
+    # the workspace of `_gather_candidates`, only if some row has a cut
     values, ids = logits, words
     if params is not None and (params.num_ranked or params.has_top_p):
         values = torch.empty((num_rows, BLOCK), dtype=torch.float32, device=logits.device)
@@ -311,7 +327,7 @@ def find_first(x, index, last):
 
 @triton.jit
 def combine_parts(part_values_ptr, part_ids_ptr, row, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """``(maximum over a row's parts, NaN if one is; its token)``."""
+    """``(maximum over a row's parts, NaN if one is; its token)``; part results are [S, PARTS]."""
     part = tl.arange(0, BLOCK)
     x = tl.load(part_values_ptr + row * PARTS + part, mask=part < PARTS, other=NEGATIVE)
     ids = tl.load(part_ids_ptr + row * PARTS + part, mask=part < PARTS, other=0)
@@ -321,6 +337,8 @@ def combine_parts(part_values_ptr, part_ids_ptr, row, PARTS: tl.constexpr, BLOCK
 
 @triton.jit
 def _part_kernel(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The maximum of BLOCK logits of a row and its token. Many programs per row: argmax of a few rows is bound by
+    memory bandwidth, which one SM cannot use up."""
     row, part = tl.program_id(0), tl.program_id(1)
     index = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row.to(tl.int64) * row_stride + index, mask=index < V, other=NEGATIVE).to(tl.float32)
@@ -346,6 +364,7 @@ def _combine_kernel(
 
 
 def _search_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
+    """Maxima [S, parts] and their tokens, and the launch arguments for combining them."""
     num_rows, vocab_size = logits.shape
     parts = ceil_div(vocab_size, BLOCK)
     part_values = torch.empty((num_rows, parts), dtype=torch.float32, device=logits.device)
