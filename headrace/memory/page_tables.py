@@ -15,7 +15,10 @@ from headrace.base.step import PageAppend
 class PageTables:
     """``tensor`` [groups, max_rows + 1, num_entries] int32. The last row is the null row: it stays all null pages and
     stands in for padding. A row is cleared whenever it is taken or given back, so that a write beyond a request's own
-    pages lands harmlessly in the null page."""
+    pages lands harmlessly in the null page.
+
+    Host and device are updated apart: `flatten` and the run lengths are of the plan being made, ``tensor`` changes in
+    stream order, behind the steps in flight."""
 
     def __init__(self, layout: CacheLayout, device: torch.device):
         self.null_row = layout.max_rows
@@ -24,7 +27,8 @@ class PageTables:
             (len(layout.groups), layout.max_rows + 1, self.num_entries), NULL_PAGE, dtype=torch.int32, device=device
         )
         self._num_pages = [group.num_pages for group in layout.groups]
-        # (first page, number of consecutive pages) per group and row
+        # Per group and row (first page, number of consecutive pages). Not reset with the row: an append at entry 0
+        # starts a new run. A window's table may begin later; then nothing before is read, and what follows must agree.
         self._runs = np.zeros((len(layout.groups), layout.max_rows, 2), dtype=np.int64)
 
     def flatten(self, appends: list[PageAppend]) -> tuple[np.ndarray, np.ndarray]:
@@ -44,10 +48,11 @@ class PageTables:
         return np.array(index, dtype=np.int64), np.array(pages, dtype=np.int64)
 
     def _note_run(self, append: PageAppend) -> None:
+        """Keep the row's run of consecutive pages up to date with an append."""
         run, start = self._runs[append.group, append.row], append.start
         if start == 0 and append.pages:
             run[:] = append.pages[0], 0
-        if start < run[1]:
+        if start < run[1]:  # entries of the run are replaced
             run[1] = start
         if start == run[1]:
             expected = np.arange(run[0] + start, run[0] + start + len(append.pages))

@@ -32,6 +32,7 @@ MIN_WINDOW_SHARE = 0.25
 """Requests are mostly shorter than the longest one: a window group sized for the longest alone would run out first."""
 
 SHORTEST_CONTEXT = 8
+"""Tokens. A cache that holds fewer is an error, not a reason to lower ``max_model_len``."""
 
 CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -95,12 +96,12 @@ def soft_budget(device_type: str, weights: int) -> int:
 
 
 def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int = 0) -> CachePlan:
-    """Divide ``budget`` bytes (overridden by ``config.kv_pages``) among the groups; ``soft``: see `soft_budget`. Raises
-    `ConfigError` with the fix."""
+    """Divide ``budget`` bytes (overridden by ``config.kv_pages``) among the groups; ``soft``: see `soft_budget`, in
+    bytes. Lowers ``max_model_len`` to what fits, unless the user fixed it. Raises `ConfigError` with the fix."""
     if not demand.groups:
         return CachePlan([], demand.max_model_len)
     base = config.kv_pages or _most_pages(demand, config, budget)
-    if base < 2:
+    if base < 2:  # the null page takes one
         page = sum(group_page_bytes(g, demand.page_size) for g in demand.groups)
         raise ConfigError(
             f"no memory is left for the KV cache ({_mib(budget)} MiB, a page takes {page / 2**20:.2f}): "
@@ -140,6 +141,7 @@ def base_group(groups: list[CacheGroup]) -> CacheGroup:
 
 
 def _longest_context(demand: CacheDemand, groups: list[CacheGroup]) -> int:
+    """The longest context, in tokens, that one request can have alone in the cache."""
     short = [g for g in groups if g.num_pages < _pages_needed(g, demand)]
     if not short:
         return demand.max_model_len
@@ -156,6 +158,7 @@ def _longest_context(demand: CacheDemand, groups: list[CacheGroup]) -> int:
 
 def _most_pages(demand: CacheDemand, config: CacheConfig, budget: int) -> int:
     """The most pages of the base group with which all groups stay within the budget."""
+    # Bisection: a window group's pages are no linear function of the base group's. ``low`` fits, ``high`` does not.
     low, high = 0, max(budget, 0) // group_page_bytes(base_group(demand.groups), demand.page_size) + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -173,6 +176,7 @@ def _pages_of(group: CacheGroup, base: int, demand: CacheDemand, config: CacheCo
     if config.window_share is not None:
         wanted = -(-base * config.window_share // 1)
     else:
+        # ``most``: all rows hold a full window (which may straddle one more page), and two steps' chunks are live.
         share = max(MIN_WINDOW_SHARE, (window + demand.max_step_tokens) / demand.max_model_len)
         most = demand.max_rows * (-(-window // page) + 1) + 2 * -(-demand.max_step_tokens // page) + 1
         wanted = min(-(-base * share // 1), most)

@@ -16,7 +16,7 @@ from headrace.base.cache import CACHE_POOLS, CacheGroup, CacheSpec
 from headrace.base.registry import Registry
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and the widest CPU vector."""
+"""Bytes: a cache line, and the widest CPU vector (AVX-512)."""
 
 CODES = "int8"
 """`CacheSpec.dtype` of keys and values quantised to 8 bits."""
@@ -74,8 +74,9 @@ class KeyValuePool(Pool):
 
 
 class LatentPool(Pool):
-    """Per layer [P, page_size, 1, L + E] (latent, then rotated part), contiguous, zero until written. Keys are whole
-    rows (``head_dim``), values their first ``value_dim`` elements."""
+    """Per layer [P, page_size, 1, L + E] for multi-head latent attention (https://arxiv.org/abs/2405.04434): the latent
+    (L = ``value_dim``), then the rotated part; contiguous, zero until written. Keys are whole rows (``head_dim`` =
+    L + E), values their first L elements."""
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec = group.spec

@@ -1,5 +1,5 @@
-"""`Admission`: which waiting request starts, and how many pages are promised to it, so that memory is well used and
-retraction stays rare."""
+"""`Admission`: whether the next waiting request starts, and how many pages are promised to it, so that memory is well
+used and retraction stays rare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from headrace.scheduling.sharing import SharedPrefills
 
 
 class Verdict(Enum):
-    """What became of the next request: it runs, it waits for another's prefill of the same tokens, or lacks room."""
+    """What became of the next request: it runs (ADMITTED), it waits for another one's prefill of the same prefix
+    (FOLLOWS), or there are no pages for it (BLOCKED)."""
 
     ADMITTED = 1
     FOLLOWS = 2
@@ -24,13 +25,14 @@ class Verdict(Enum):
 
 
 class OutputForecast:
-    """How much of ``max_tokens`` requests really use: a running mean over finished ones, raised at each retraction.
+    """The share of ``max_tokens`` that requests really use: an exponential mean over finished ones, raised at each
+    retraction.
 
     Pages for the prompt are always promised in full; for the output, the forecast share of what the user allows. With
     many requests running the errors cancel out; where they do not, retraction corrects them.
     """
 
-    START, STEP, RAISE = 0.7, 0.05, 0.1
+    START, STEP, RAISE = 0.7, 0.05, 0.1  # first share; weight of a finished request; added per retraction
     MOST_TOKENS = 4096  # bound of the promise: a huge max_tokens must not keep all others out
 
     def __init__(self) -> None:
@@ -52,7 +54,7 @@ class OutputForecast:
 
 
 class Pace:
-    """How fast the queue moves: a running mean of the seconds between admissions, while others wait."""
+    """How fast the queue moves: an exponential mean of the seconds between admissions, while others wait."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -64,7 +66,7 @@ class Pace:
         now = self._clock()
         if self._last is not None:
             self._interval += 0.05 * (now - self._last - self._interval)
-        self._last = now if num_waiting else None
+        self._last = now if num_waiting else None  # an empty queue's idle time says nothing about its speed
 
     def estimate_wait(self, num_waiting: int) -> float:
         """Seconds until half of the queue has moved on; within [1, 60]."""
@@ -101,6 +103,7 @@ class Admission:
         """Raise for a request that can never run, and `QueueFull` for any while the queue is full."""
         if request.prompt_len == 0:
             raise RequestError("the prompt is empty; send at least one token", param="prompt")
+        # One position is for the output, which a pooled request does not have.
         if request.prompt_len > self._max_model_len - (request.pooling is None):
             raise ContextLengthExceeded(
                 f"the prompt has {request.prompt_len} tokens; max_model_len is {self._max_model_len}, output included",
@@ -128,7 +131,8 @@ class Admission:
         if leader is not None:
             self._sharing.follow(request, leader)
             return Verdict.FOLLOWS
-        is_alone = self._running.num_running == 0  # then it fits: what can never fit was refused on arrival
+        # Alone it fits, as `check` refused what never can; forced, or an expectation beyond all pages would block it.
+        is_alone = self._running.num_running == 0
         holding = self._ledger.open(match, self.forecast.expect_len(request), force=is_alone)
         if holding is None:
             return Verdict.BLOCKED
@@ -137,7 +141,7 @@ class Admission:
         request.holding = holding
         request.cached_len = request.computed_len = request.planned_len = holding.capacity
         request.goal_len = request.known_len
-        if request.num_cached_tokens < 0:
+        if request.num_cached_tokens < 0:  # the first admission: later ones, after a retraction, are not counted again
             request.num_cached_tokens = request.cached_len
             request.queued_s = self._clock() - request.arrived_at
             self._counters.prompt_tokens += request.prompt_len
@@ -147,7 +151,8 @@ class Admission:
         return Verdict.ADMITTED
 
     def match(self, request: Request) -> PrefixMatch:
-        """The usable hit: at least one token must be computed, and some requests need all of them."""
+        """The usable prefix hit, in whole pages. Shorter than the known tokens, as at least one must be computed for
+        its logits; empty for requests that need every position's hidden state."""
         ledger = self._ledger
         if not ledger.use_prefixes or request.needs_all_tokens:
             return PrefixMatch(request.namespace, None, 0)

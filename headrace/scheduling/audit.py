@@ -1,4 +1,6 @@
-"""`audit`: proves that every page, row and request is accounted for exactly once. For tests and after failures."""
+"""Audits: every page, row and request is accounted for exactly once. O(all pages and tokens): for tests and after
+failures, not for the step loop.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`Committer`: what a step's result means for its requests: tokens appended, stops found, pages stored.
+"""`Committer`: applies a step's result to its requests: appends tokens, finds stops, stores computed pages.
 
-Ignores results for requests that have finished or were retracted since the step was planned.
+Ignores results for requests that have finished or were retracted since the step was planned (their epoch differs).
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class Committer:
 
     def commit(self, flight: Flight, result: StepResult, later: Iterable[Flight]) -> list[RequestOutput]:
         """One output for every request that progressed. ``later`` are the steps in flight behind this one."""
+        # Failures first: they change epochs, so the commits below skip those rows' tokens.
         outputs = self._end_failed(flight, result) if result.failed_rows or result.refused_rows else []
         self._commit_decodes(flight, result, outputs)
         self._commit_prefills(flight, result, outputs)
+        # Spans whose sample a forced token replaced: see `Flight.void_sample`.
         for request, epoch, end in flight.computed:
             if request.epoch == epoch:
                 request.computed_len = end
+        # Last: forced tokens extend the outputs made above.
         if result.forced:
             self._commit_forced(flight, result, later, outputs)
         counters = self._counters
@@ -44,7 +47,8 @@ class Committer:
         return outputs
 
     def _end_failed(self, flight: Flight, result: StepResult) -> list[RequestOutput]:
-        """Rows that failed fail their request alone."""
+        """End the requests of rows that failed or were refused. Their pages are not kept: the KV behind non-finite
+        logits may be non-finite, too."""
         errors: dict[int, HeadraceError] = {row: StepFailed(message) for row, message in result.failed_rows}
         errors |= {row: RequestError(message) for row, message in result.refused_rows}
         outputs = []
@@ -55,7 +59,7 @@ class Committer:
         return outputs
 
     def _commit_decodes(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
-        """The hot loop: every running request, every step."""
+        """The hot loop: every running request, every step. Decodes come first in a plan, so span i is token i."""
         num_decodes = flight.plan.num_decodes
         token_ids, logprobs, append = result.token_ids, result.logprobs, outputs.append
         num_generated = 0
@@ -76,6 +80,7 @@ class Committer:
         self._counters.generation_tokens += num_generated
 
     def _commit_prefills(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
+        """Chunks of prompts (or of tokens that a grammar forced): store their pages, and append what was sampled."""
         plan = flight.plan
         chunks, pooled = {chunk.row: chunk for chunk in result.prompt_logprobs}, dict(result.pooled)
         sampled = plan.num_decodes  # index of the next sampled token
@@ -85,9 +90,11 @@ class Committer:
                 token = result.token_ids[sampled]
                 entry = None if result.logprobs is None else result.logprobs[sampled]
                 sampled += 1
-            if request.epoch != flight.epochs[index]:
+            if request.epoch != flight.epochs[index]:  # after ``sampled`` has advanced, or later rows would shift
                 continue
             request.computed_len = plan.begins[index] + plan.lengths[index]
+            # Stored now, not at the end: requests with the same prefix can use the pages from the next plan on. The
+            # claim in ``sharing`` moves to the page behind those stored.
             self._lifecycle.store_computed(request)
             self._sharing.update(request)
             prompt = None
@@ -120,7 +127,8 @@ class Committer:
     def _commit_forced(
         self, flight: Flight, result: StepResult, later: Iterable[Flight], outputs: list[RequestOutput]
     ) -> None:
-        """Append tokens that a grammar forced, behind those just sampled."""
+        """Append tokens that a grammar forced, behind those just sampled. They have no KV yet: their requests go back
+        to prefilling, and what later steps in flight sample in their places is void."""
         live = {request.row: request for request in flight.live_requests()}
         positions = {output.request_id: position for position, output in enumerate(outputs)}
         for row, token_ids in result.forced:
@@ -131,6 +139,7 @@ class Committer:
     def _extend(
         self, request: Request, token_ids: list[int], later: Iterable[Flight], output: RequestOutput
     ) -> RequestOutput:
+        # A live row with forced tokens sampled in this step, so it has an output already.
         finish, new_ids = None, list(output.token_ids)
         for token in token_ids:
             request.tokens.append(token)

@@ -44,12 +44,13 @@ class Lifecycle:
         pooled: bytes | None = None,
     ) -> RequestOutput:
         """End a request in any state; the returned output is its last. ``keep_pages`` stores its computed pages in the
-        prefix tree; a request whose step failed must not, as their content is unknown."""
+        prefix tree; it must be False for a request whose step failed, as the content of its pages is unknown."""
+        # Hooks first, while the request still has its row.
         if self._hooks:
             self._hooks.dispatch("request_finished", update_of(request), finish.reason)
         if request in self._queue:
             self._queue.remove(request)
-        self._give_up_pages(request, keep_pages=keep_pages)
+        self._give_up_pages(request, keep_pages=keep_pages)  # before `leave`, which makes it a request without pages
         self._running.leave(request, State.FINISHED)
         if finish.reason in ("stop", "length"):
             self._forecast.note_finish(request)
@@ -61,8 +62,9 @@ class Lifecycle:
         )
 
     def retract(self, request: Request) -> None:
-        """Return a running request to the queue; it resumes later from the tokens known now. Its computed pages stay in
-        the prefix tree until they are evicted."""
+        """Return a running request to the queue; it resumes later from the tokens known now. Tokens of steps in flight
+        are lost (the epoch changes) and sampled again. Its computed pages stay in the prefix tree until evicted, so
+        resuming is mostly a prefix hit."""
         if self._hooks:
             self._hooks.dispatch("request_retracted", update_of(request))
         self._give_up_pages(request, keep_pages=True)
@@ -76,11 +78,13 @@ class Lifecycle:
             self._hooks.dispatch("request_admitted", update_of(request))
 
     def store_computed(self, request: Request) -> None:
-        """Put the whole pages computed so far into the prefix tree."""
+        """Put the complete pages computed so far into the prefix tree. Committed positions alone: pages that a step in
+        flight still writes stay the request's own."""
         holding, page_size = request.holding, self._ledger.page_size
         end = request.computed_len // page_size
         if end > holding.stored and self._ledger.use_prefixes:
             run = request.token_bytes(holding.stored * page_size, end * page_size)
+            # The tree had some of these tokens, from another request: the table now refers to those pages instead.
             if self._ledger.store(holding, run):
                 self._running.rewired[request] = None
 
@@ -100,7 +104,8 @@ def update_of(request: Request) -> RequestUpdate:
 
 
 class Retraction:
-    """The lowest priority goes first, then the youngest; the oldest running request never goes.
+    """Chooses who is retracted when pages run out: the lowest priority first (under that policy), then the youngest;
+    never the oldest running request.
 
     So there is always progress: the oldest keeps what it computed and gets the pages that the others release, and alone
     it fits, or it would have been refused on arrival.

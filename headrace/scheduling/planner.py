@@ -1,6 +1,8 @@
-"""`Planner`: what the next step computes, under one token budget. Decodes first, then prefill chunks, then newcomers.
+"""`Planner`: what the next step computes, under one token budget: decodes first, then chunks of running prefills, then
+newly admitted requests (chunked prefill as in Sarathi-Serve, https://arxiv.org/abs/2403.02310).
 
-Refuses: waiting for results. ``planned_len`` advances as if every step in flight succeeded; commit corrects it.
+Refuses: waiting for results. ``planned_len`` advances as if every step in flight succeeded. A request for which one
+does not leaves the running set, and starts from the committed length if it is admitted again.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
 from headrace.scheduling.running import RunningSet
 
-VOID = -1
+VOID = -1  # an epoch that no request has: they count from 0
 
 
 class Flight:
     """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the
-    request's own has changed since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of spans
-    whose sampled token is void but whose computed positions count."""
+    request's own epoch has changed since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of
+    spans whose sampled token is void but whose KV up to position ``end`` is valid."""
 
     __slots__ = ("computed", "epochs", "plan", "requests")
 
@@ -31,19 +33,22 @@ class Flight:
 
     def void_sample(self, request: Request) -> None:
         """Ignore the token that this step samples for the request: a forced token took its position. The KV that the
-        step computes is valid all the same."""
+        step computes is valid: its input is the token sampled just before the forced ones. (With a third plan in flight
+        that would not hold for the last of them; ``overlap_depth`` is at most 2.)"""
         for index, (other, epoch) in enumerate(zip(self.requests, self.epochs, strict=True)):
             if other is request and epoch == request.epoch:
                 self.epochs[index] = VOID
                 self.computed.append((request, epoch, self.plan.begins[index] + self.plan.lengths[index]))
 
     def live_requests(self) -> list[Request]:
-        """Requests that have not left the running set since this plan was made."""
+        """Requests that have not left the running set since this plan was made, less those with void samples."""
         return [request for request, epoch in zip(self.requests, self.epochs, strict=True) if request.epoch == epoch]
 
 
 LEAST_TOKENS = 16
+"""Tokens of a step below which running out of device memory is an error, as smaller steps would not help."""
 CALM_STEPS = 512
+"""Steps without running out of memory after which the budget is doubled again."""
 
 
 class StepLimit:
@@ -84,8 +89,8 @@ class Draft:
 
 
 class Planner:
-    """Composes plans. A step takes at most ``limit.tokens`` tokens, and no more requests than that or ``max_running``
-    are let in; as a decode is one token, all decodes fit every step."""
+    """Composes plans. A step has at most ``limit.tokens`` tokens, and at most ``min(limit.tokens, max_running)``
+    requests run. As a decode is one token, all decodes fit into every step."""
 
     def __init__(
         self,
@@ -114,6 +119,8 @@ class Planner:
     def plan(self, *, is_idle: bool) -> Flight | None:
         """The next step, or None when nothing can run before another step is committed. ``is_idle``: no step is in
         flight, so no commit will free pages; requests are retracted, one at a time, until the oldest can go on."""
+        # A draft without spans has no appends either, so it can be thrown away. Retracting while a step is in flight
+        # would be premature: its commit may end requests and free their pages.
         draft = self._compose()
         while not draft.requests:
             if not is_idle or not self._running.num_running:
@@ -126,7 +133,7 @@ class Planner:
         draft = Draft()
         self._add_decodes(draft)
         budget = self._limit.tokens - draft.num_decodes
-        for request in list(self._running.prefilling):
+        for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
             if budget <= 0:
                 break
             length = self._add_chunk(draft, request, budget)
@@ -138,13 +145,16 @@ class Planner:
         return draft
 
     def _add_decodes(self, draft: Draft) -> None:
-        """One token for every decoding request whose output may still grow, counting tokens in flight."""
+        """One token for every decoding request whose output may still grow, counting tokens in flight. Retracts others
+        when there are no pages for them. Runs for every request in every step: no work per request but the lists."""
         ledger, make_room, decoding = self._ledger, self._retraction.make_room, self._running.decoding
         ready = [request for request in decoding if request.planned_len < request.limit_len]
+        # Those whose last page is full: each needs one more page per group.
         growing = [request for request in ready if request.planned_len == request.holding.capacity]
         if growing:
             for request in growing:
-                ledger.trim(request.holding, request.planned_len)
+                ledger.trim(request.holding, request.planned_len)  # first: a window may give back what is needed
+            # One victim at a time; it may be among the ready ones, and then they need fewer pages.
             while make_room(len(growing)):
                 ready = [request for request in ready if request.state == State.DECODING]
                 growing = [request for request in growing if request.state == State.DECODING]
@@ -165,6 +175,7 @@ class Planner:
         ledger.trim(holding, begin)
         end = min(request.goal_len, begin + budget)
         if end > holding.capacity:
+            # A prefill takes only unpromised pages, and gets shorter for it; it retracts nobody.
             end = min(end, holding.capacity + ledger.count_room(holding) * ledger.page_size)
             if end <= begin:
                 return 0
@@ -173,6 +184,8 @@ class Planner:
         ledger.take_appends(holding, request.row, draft.appends)
         request.planned_len = end
         is_last = end == request.goal_len
+        # At planning, not at commit: the next plan decodes it, with the token that this step samples on the device. A
+        # pooled request, or one of a single output token, has ``planned_len == limit_len`` and is never decoded.
         if is_last:
             self._running.start_decoding(request)
         draft.requests.append(request)
@@ -184,7 +197,7 @@ class Planner:
     def _admit(self, draft: Draft, budget: int) -> None:
         """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those
         behind it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between
-        steps, so their requests are computed whole."""
+        steps, so their requests are computed in one step, never in chunks."""
         queue, running, is_whole = self._queue, self._running, self._ledger.keeps_nothing
         while budget > 0 and running.has_free_row and running.num_running < min(self._max_running, self._limit.tokens):
             request = queue.peek()
@@ -200,7 +213,10 @@ class Planner:
         queue.end_step()
 
     def _seal(self, draft: Draft) -> Flight:
+        """Make the plan: the draft's spans, with all changes of rows and page tables since the last plan."""
         running = self._running
+        # Tables in which a commit replaced pages by the tree's. The device must get these entries now, even where the
+        # request has no span here: the replaced pages are free, and this plan may have handed them out.
         if running.rewired:
             for request in running.rewired:
                 self._ledger.take_appends(request.holding, request.row, draft.appends)

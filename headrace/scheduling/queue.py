@@ -21,7 +21,7 @@ HitPages = Callable[[Request], int]
 
 
 class Policy(Protocol):
-    """``waiting`` maps arrival numbers to the requests that wait now; the queue owns it and keeps it true."""
+    """``waiting`` maps arrival numbers to the requests that wait now; the queue owns it and keeps it up to date."""
 
     def __init__(self, waiting: dict[int, Request], hit_pages: HitPages): ...
 
@@ -56,6 +56,7 @@ class PriorityPolicy:
         heapq.heappush(self._heap, (-request.priority, request.seq))
 
     def choose(self, oldest: Request) -> Request:
+        # Entries are removed lazily. A request that waits again may have two; both are dropped once it does not.
         while self._heap[0][1] not in self._waiting:
             heapq.heappop(self._heap)
         return self._waiting[self._heap[0][1]]
@@ -85,11 +86,11 @@ POLICIES.add("longest-prefix", "headrace.scheduling.queue:LongestPrefixPolicy")
 
 
 class WaitingQueue:
-    """No operation looks at more than a few requests, however many wait.
+    """The requests that wait for a row. No operation of its own looks at more than a few of them (a policy may).
 
     Fairness: a step that admits a request ahead of an older one overtakes the oldest. A request that has waited through
-    ``starvation_steps`` such steps goes first, whatever the policy. Only the oldest need be watched: a request that
-    overtakes a younger one overtakes it too.
+    ``starvation_steps`` such steps goes first, whatever the policy. It suffices to watch the oldest: whoever overtakes
+    a younger request overtakes the oldest, too.
     """
 
     def __init__(self, policy_type: type[Policy], starvation_steps: int, hit_pages: HitPages):
@@ -98,7 +99,7 @@ class WaitingQueue:
         self._policy = policy_type(self._waiting, hit_pages)
         self._starvation_steps = starvation_steps
         self._overtakings = 0  # steps so far in which the oldest was overtaken
-        self._is_overtaken = False
+        self._is_overtaken = False  # in the current step: several admissions of one step count once
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -109,6 +110,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Let a request wait (again); its age is its arrival, not now."""
         self._waiting[request.seq] = request
+        # Kept while a request only follows another one's prefill in between; `admit` clears it.
         if request.wait_mark is None:
             request.wait_mark = self._overtakings
         heapq.heappush(self._by_age, request.seq)
@@ -124,18 +126,18 @@ class WaitingQueue:
         return self._policy.choose(oldest)
 
     def admit(self, request: Request) -> None:
-        """The request got a row."""
+        """Remove a request that got a row."""
         if request is not self._oldest():
             self._is_overtaken = True
         request.wait_mark = None
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """The request waits no longer, for another reason."""
+        """Remove a request for another reason. Its heap entries stay and are skipped later."""
         del self._waiting[request.seq]
 
     def end_step(self) -> None:
-        """Count an overtaking, if this step had one."""
+        """The step's admissions are over: count an overtaking if it had one."""
         self._overtakings += self._is_overtaken
         self._is_overtaken = False
 

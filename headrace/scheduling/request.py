@@ -33,7 +33,8 @@ class State(IntEnum):
 
 
 class Request:
-    """Lengths are in tokens. ``tokens`` are all known ones, prompt then output.
+    """One request. Lengths are in tokens. ``tokens`` (int32) are all known ones, prompt then output. While it runs,
+    ``cached_len <= computed_len <= planned_len <= max(goal_len, limit_len)``.
 
     ======================  ==============================================================================
     ``prompt_len``          tokens the user sent
@@ -73,6 +74,7 @@ class Request:
         self.prompt_len = len(self.tokens)
         most = 0 if submitted.pooling is not None else submitted.stop.max_tokens
         self.max_output_len = max(0, min(most, max_model_len - self.prompt_len))
+        # At least one: a request for prompt logprobs alone (max_tokens 0) samples a token, which is then dropped.
         self.max_len = self.prompt_len + max(1, self.max_output_len)
         self.limit_len = self.max_len - 1
         self.min_tokens = submitted.stop.min_tokens

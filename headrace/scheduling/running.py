@@ -1,4 +1,4 @@
-"""`RunningSet`: the requests that run and their device rows; it also knows all that have not finished, by id.
+"""`RunningSet`: the requests that run and their device rows, and by id all requests that have not finished.
 
 Refuses: pages, order of admission, and what a step computes.
 """
@@ -14,7 +14,8 @@ from headrace.scheduling.request import Request, State
 class RunningSet:
     """Iterating yields the requests that have a row.
 
-    A row is reused at once: plans run in order, and each releases rows before it starts requests in them.
+    A row is reused at once, with steps that use it still in flight: plans run in order, and each releases rows before
+    it starts requests in them. Sets of requests are dicts with None values, for O(1) removal in a fixed order.
     """
 
     def __init__(self, num_rows: int):
@@ -23,7 +24,7 @@ class RunningSet:
         self.held: dict[Request, None] = {}  # added, but not to be queued before `Scheduler.release`
         self.prefilling: dict[Request, None] = {}  # in order of admission
         self.decoding: dict[Request, None] = {}
-        self.rewired: dict[Request, None] = {}  # page tables in which entries that the device knows were replaced
+        self.rewired: dict[Request, None] = {}  # with entries that the device has already, but that were replaced
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._newcomers: list[Request] = []
         self._grown: dict[Request, int] = {}  # first position whose token the device does not know
@@ -49,13 +50,14 @@ class RunningSet:
         self._newcomers.append(request)
 
     def start_decoding(self, request: Request) -> None:
-        """All known tokens of the request are planned; from now on it takes one token a step."""
+        """All known tokens of the request are planned; from the next plan on it takes one token a step."""
         request.state = State.DECODING
         del self.prefilling[request]
         self.decoding[request] = None
 
     def restart_prefill(self, request: Request) -> None:
-        """Tokens were appended without being sampled (a grammar forced them): compute them before any other prefill."""
+        """Tokens were appended without being sampled (a grammar forced them): compute them before any other prefill.
+        The next plan carries them to the device, whose own last token is that of a void sample."""
         request.state = State.PREFILLING
         request.goal_len = request.known_len
         del self.decoding[request]
@@ -78,7 +80,8 @@ class RunningSet:
             del self.requests[request.request_id]
 
     def take_changes(self) -> tuple[list[int], list[RowStart], list[RowGrowth]]:
-        """Rows released, started and grown since the last plan."""
+        """Rows released, started and grown since the last plan. A request that was retracted and admitted again in
+        between is in ``starts`` with its new row."""
         starts = [
             RowStart(
                 request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling,

@@ -1,6 +1,8 @@
-"""`Scheduler`: the room's interface. The engine adds requests, takes plans, and commits or fails them in plan order.
+"""`Scheduler`: the interface of this package. The engine adds requests, takes plans, and commits or fails them in plan
+order.
 
-Refuses: tensors, threads, processes. Nothing here waits; time enters through ``clock`` alone.
+Refuses: tensors, threads, processes. All calls come from one thread and none blocks; time enters through ``clock``
+alone, which keeps tests deterministic.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _DEFAULTS = DEVICE_DEFAULTS["cpu"]
 
 
 class Scheduler:
-    """Up to ``overlap_depth`` plans may be in flight. Every request added ends with exactly one output that carries
-    ``finish``, whether from `commit`, `abort`, `expire` or `fail`."""
+    """Up to ``overlap_depth`` plans (1 or 2) may be in flight. Every request added ends with exactly one output that
+    carries ``finish``, whether from `commit`, `abort`, `expire`, `refuse` or `fail`."""
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheConfig, layout: CacheLayout, *,
@@ -44,12 +46,14 @@ class Scheduler:
         self._default_deadline_s = config.default_deadline_s
         self._depth = config.overlap_depth or _DEFAULTS["overlap_depth"]
         max_step_tokens = config.max_step_tokens or _DEFAULTS["max_step_tokens"]
+        # A decode takes one token of a step's budget: with no more requests than tokens, all decodes fit every step.
         max_running = min(config.max_running_requests or layout.max_rows, layout.max_rows, max_step_tokens)
 
         self._counters = Counters()
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
         self._running = RunningSet(layout.max_rows)
         self._queue = WaitingQueue(
+            # Late-bound: admission is built with the queue, below.
             POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r)
         )
         self._sharing = SharedPrefills(
@@ -78,16 +82,16 @@ class Scheduler:
             lifecycle=self._lifecycle, running=self._running, sharing=self._sharing, counters=self._counters
         )
 
-        self._flights: deque[Flight] = deque()
-        self._first_valid_step = 0
+        self._flights: deque[Flight] = deque()  # oldest first; committed in this order
+        self._first_valid_step = 0  # results of steps before it are void: they were launched before a failure
         self._next_seq = 0
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._deadlines: list[tuple[float, int, str]] = []  # heap of (time, seq, id); finished requests leave theirs
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(self, submitted: EngineRequest, *, is_held: bool = False) -> None:
-        """Queue a request, or hold it until `release`. Raises, and keeps nothing, when it is wrong (`RequestError`),
-        can never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
+        """Queue a request, or hold it until `release` (its grammar is being compiled). Raises, with no state changed,
+        when it is invalid (`RequestError`), can never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
         wait = submitted.deadline_s if submitted.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
         try:
@@ -115,14 +119,14 @@ class Scheduler:
             heapq.heappush(self._deadlines, (deadline, request.seq, request.request_id))
 
     def release(self, request_id: str) -> None:
-        """Queue a request that was held; nothing for one that has ended meanwhile."""
+        """Queue a request that was held. Does nothing if it has ended meanwhile (aborted, or past its deadline)."""
         request = self._running.requests.get(request_id)
         if request is not None and request in self._running.held:
             del self._running.held[request]
             self._queue.push(request)
 
     def refuse(self, request_id: str, error: HeadraceError) -> RequestOutput | None:
-        """End a request that was held with an error; None when there is none."""
+        """End a held request with an error; None when no such request is held any more."""
         request = self._running.requests.get(request_id)
         if request is None or request not in self._running.held:
             return None
@@ -134,11 +138,12 @@ class Scheduler:
         return None if request is None else self._lifecycle.finish(request, Finish(reason), [])
 
     def expire(self) -> list[RequestOutput]:
-        """End the requests whose deadline has passed. Free when none has."""
+        """End the requests whose deadline has passed. O(1) when none has."""
         outputs: list[RequestOutput] = []
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, seq, request_id = heapq.heappop(self._deadlines)
             request = self._running.requests.get(request_id)
+            # The id may have been reused by a later request, with a deadline of its own.
             if request is not None and request.seq == seq:
                 error = DeadlineExceeded(f"the request's deadline passed after {request.output_len} output tokens")
                 outputs.append(self._lifecycle.finish(request, Finish("error", error=ErrorInfo.of(error)), []))
@@ -157,19 +162,20 @@ class Scheduler:
         return flight.plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take in a step's result; one output per request that progressed. Results of steps launched before a failure
-        (see `fail`) are ignored."""
+        """Apply a step's result; returns one output per request that progressed. Results of steps launched before a
+        failure (see `fail`) are ignored."""
         flight = self._take_flight(plan)
         return [] if flight is None else self._committer.commit(flight, result, self._flights)
 
     def fail(self, plan: StepPlan, error: BaseException) -> list[RequestOutput]:
-        """A step raised: its requests end with an error and nothing of them is kept. The executor forgets all rows, so
-        every other running request goes back to the queue and resumes from its committed tokens; later steps in
-        flight are void."""
+        """A step raised: its requests end with an error, and their pages are not stored in the prefix tree. The
+        executor is reset and has no rows any more, so every other running request goes back to the queue and resumes
+        from its committed tokens; later steps in flight are void."""
         flight = self._take_flight(plan)
         if not isinstance(error, HeadraceError):
             error = StepFailed(f"the step this request was part of failed: {type(error).__name__}: {error}")
         finish = Finish("error", error=ErrorInfo.of(error))
+        # Before `_forget_device`: that retracts all running requests, and by their new epochs none would be live.
         failed = flight.live_requests() if flight is not None else []
         outputs = [self._lifecycle.finish(request, finish, [], keep_pages=False) for request in failed]
         self._forget_device()
@@ -178,7 +184,8 @@ class Scheduler:
 
     def retry(self, plan: StepPlan) -> bool:
         """The device had no memory for a step: every running request goes back to the queue, as for `fail`, and steps
-        are smaller for a while. False, and nothing done, when they cannot be: then the step has failed."""
+        have a smaller token budget for a while. Returns False, with nothing done, when the budget cannot shrink; the
+        caller then calls `fail`."""
         if plan.step_id < self._first_valid_step or self._ledger.keeps_nothing or not self._limit.shrink():
             return False
         self._take_flight(plan)
@@ -186,6 +193,7 @@ class Scheduler:
         return True
 
     def _forget_device(self) -> None:
+        """Requeue all running requests and void all steps in flight: the executor's rows are gone."""
         for request in list(self._running):
             self._lifecycle.retract(request)
         self._running.forget_device()
@@ -193,6 +201,7 @@ class Scheduler:
         self._first_valid_step = self._planner.next_step_id
 
     def _take_flight(self, plan: StepPlan) -> Flight | None:
+        """The oldest flight, which must be the plan's; None for a plan from before a failure."""
         if plan.step_id < self._first_valid_step:
             return None
         flight = self._flights.popleft()

@@ -1,4 +1,5 @@
-"""`SharedPrefills`: a request whose next pages another one is computing right now waits for them instead.
+"""`SharedPrefills`: in-batch prefix sharing. A request whose next pages another one is computing right now waits for
+them instead of computing them again.
 
 Only running requests lead. A leader has its row and pages, so it goes on or leaves the running set; either wakes its
 followers. Leaders never follow: there is no cycle, and no deadlock.
@@ -12,7 +13,8 @@ from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request
 
 MAX_WAITS = 8
-"""Leaders a request follows at most; then it computes for itself. Leaders can be aborted under it one after another."""
+"""The most leaders that a request follows, one after another; then it computes for itself. Without a bound, it could be
+delayed for ever by leaders that are aborted."""
 
 Claim = tuple[Node, bytes]
 
@@ -35,6 +37,7 @@ class SharedPrefills:
             return None
         if request.num_shared_waits >= MAX_WAITS or request.needs_all_tokens:
             return None
+        # ``match.node.end == match.num_pages``: the hit ends at a node's end, as a claim's stored prefix does.
         begin = match.num_pages * self._page_size
         end = begin + self._page_size
         if end >= request.known_len:  # one token must be computed, so this page cannot be a hit
@@ -62,14 +65,16 @@ class SharedPrefills:
             end = begin + self._page_size
             if end <= request.goal_len:
                 claim = (holding.node, request.token_bytes(begin, end))
+                # Another running request may have the same claim already; that one keeps leading.
                 if self._leaders.setdefault(claim, request) is request:
                     self._claims[request] = claim
         if request.followers:
+            # Without a claim nothing more will be stored that could wake them: all go back to the queue.
             has_claim = request in self._claims
             self._wake([f for f in request.followers if not has_claim or f.shared_pages <= holding.stored])
 
     def leave(self, request: Request) -> None:
-        """The request no longer leads or follows."""
+        """The request ends or is retracted: it no longer leads or follows. Its followers go back to the queue."""
         self._drop_claim(request)
         self._wake(list(request.followers))
         leader = request.leader
@@ -93,7 +98,9 @@ class SharedPrefills:
             del self._leaders[claim]
 
     def _count_shared_pages(self, request: Request, leader: Request) -> int:
-        """Whole pages that both begin with and that the request can use; by bisection over slices."""
+        """The number of leading pages that both have in common and that the request can use; by bisection, as comparing
+        slices of an ``array`` is far cheaper than a loop over tokens."""
+        # Pages below ``low`` are known to be equal: only the rest of a candidate is compared.
         low, high = 0, min(request.known_len - 1, leader.goal_len) // self._page_size
         while low < high:
             middle = (low + high + 1) // 2

@@ -13,8 +13,8 @@ from headrace.base.registry import Registry
 
 
 class GroupPolicy(Protocol):
-    """What one kind of cache needs kept. All groups share one page size and one numbering: entry i of a page table is
-    positions ``[i * page_size, (i + 1) * page_size)``.
+    """Which pages one kind of cache has to keep. All groups share one page size and one numbering: entry i of a page
+    table is positions ``[i * page_size, (i + 1) * page_size)``.
 
     ``is_chained``: a prefix is of use only with every page from its start, so pages leave the prefix tree from its
     leaves. Otherwise a node's oldest pages may go first, leaving a tombstone.
@@ -76,5 +76,5 @@ class SlidingWindowPolicy:
         return max(0, length - self._reach) // self._page_size
 
     def peak_pages(self, length: int) -> int:
-        # The page being filled, and those that its first position reaches back to.
+        # The page being filled, and those that its first position reaches back to: ceil(reach / page_size).
         return min(-(-length // self._page_size), 1 + -(-self._reach // self._page_size))

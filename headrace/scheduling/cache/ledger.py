@@ -1,4 +1,4 @@
-"""`CacheLedger`: which request holds which pages, and which pages are promised to whom.
+"""`CacheLedger`: which request holds which pages, and how many more are promised to it.
 
 A request's page tables begin with pages of the prefix tree, pinned, and go on with pages of its own. Refuses: knowing
 requests (a `Holding` stands for one) and deciding who gets pages (admission, planner, retraction).
@@ -24,7 +24,8 @@ class Holding:
     * the others are its own.
 
     ``capacity`` is how many tokens the tables have room for. Entries from ``unsent[g]`` on are not on the device yet.
-    ``peaks[g]`` is the most pages the request is expected to hold at once: what it does not hold of it is promised.
+    ``peaks[g]`` is the most pages the request is expected to hold at once; the difference to what it holds now is
+    promised to it, so that admission does not give it to others. A promise is a count, not particular pages.
     """
 
     __slots__ = ("capacity", "firsts", "node", "peaks", "stored", "tables", "unsent")
@@ -35,16 +36,18 @@ class Holding:
         self.tables = tables
         self.firsts = firsts
         self.peaks = peaks
-        self.unsent = list(firsts)
+        self.unsent = list(firsts)  # entries before ``firsts`` need no sending: the device clears a row at its start
         self.capacity = 0
 
     def num_promised(self, group: int) -> int:
+        """Pages of the peak that are not held yet; 0 for a request that has outgrown its forecast."""
         return max(0, self.peaks[group] - (len(self.tables[group]) - self.firsts[group]))
 
 
 class CacheLedger:
     """Hands out pages and takes them back. In each group every page but the null page has exactly one owner at any
-    time: the free list, one holding, or the tree."""
+    time: the free list, one holding, or the tree. ``promised[g]`` is the sum of `Holding.num_promised` over all
+    holdings; every change of a table must update it."""
 
     def __init__(self, layout: CacheLayout, *, use_prefixes: bool):
         self.page_size = layout.page_size
@@ -84,9 +87,10 @@ class CacheLedger:
         return max(0, min(rooms, default=NO_LIMIT))
 
     def reserve(self, count: int) -> bool:
-        """Make ``count`` pages free in every group, evicting from the tree; False if even that is not enough. Evicts
-        more than it must where that spares memory that was never in use."""
+        """Make ``count`` pages free in every group, evicting from the tree; False, with nothing evicted, if that cannot
+        be enough. Evicts more than it must where that spares memory that was never in use."""
         tree = self.tree
+        # All groups are checked before any evicts. Evicting for one may free pages of others too, never take any.
         shortages = [count - account.num_free for account in self.accounts]
         if any(short > evictable for short, evictable in zip(shortages, tree.num_evictable, strict=True)):
             return False
@@ -99,8 +103,9 @@ class CacheLedger:
     # -- a holding's life ---------------------------------------------------------------------------------------
 
     def open(self, match: PrefixMatch, expected_len: int, *, force: bool) -> Holding | None:
-        """Pin a hit for a request that is expected to grow to ``expected_len`` tokens. None when the pages it will
-        take are not free, evictable and unpromised in every group, unless ``force``."""
+        """Pin a hit for a request that is expected to grow to ``expected_len`` tokens, and promise it the rest of its
+        peak. None when some group has not that many unpromised pages, free or evictable, unless ``force``. The match
+        must be fresh: the tree has not changed since."""
         tree, hit = self.tree, match.num_pages
         firsts = [policy.first_needed(hit * self.page_size) for policy in self.policies]
         peaks = [policy.peak_pages(expected_len) for policy in self.policies]
@@ -108,6 +113,7 @@ class CacheLedger:
             tree.collect(match.node, g, first, hit) if match.node and hit else [] for g, first in enumerate(firsts)
         ]
         for g, pages in enumerate(found):
+            # Pages of the hit that nobody pins yet count as evictable now, and will not once they are pinned.
             room = self.accounts[g].num_free + tree.num_evictable[g] - tree.count_unpinned(g, pages) - self.promised[g]
             if room < peaks[g] - len(pages) and not force:
                 return None
@@ -115,13 +121,13 @@ class CacheLedger:
             tree.pin(g, pages)
         tables = [[NULL_PAGE] * first + pages for first, pages in zip(firsts, found, strict=True)]
         holding = Holding(tree.hold(match), tables, firsts, peaks)
-        holding.capacity = hit * self.page_size
+        holding.capacity = hit * self.page_size  # a hit is whole pages
         for g in range(len(tables)):
             self.promised[g] += holding.num_promised(g)
         return holding
 
     def grow(self, holding: Holding, length: int) -> None:
-        """Give pages for positions up to ``length``; they were reserved before."""
+        """Add pages for positions up to ``length`` to every group's table. The caller has reserved them (`reserve`)."""
         count = -(-length // self.page_size) - holding.capacity // self.page_size
         if count <= 0:
             return
@@ -134,12 +140,14 @@ class CacheLedger:
     def trim(self, holding: Holding, begin: int) -> None:
         """Free the pages that no position from ``begin`` on reads. Pages that a prefix hit at the latest page border
         would need are kept too, or the prefix could never be reused where it ends."""
+        # Steps in flight may still read the freed pages; see `PageAccounts.give` for why that is safe.
         border = begin - begin % self.page_size
         for group, policy in enumerate(self.policies):
             old, new = holding.firsts[group], min(policy.first_needed(border), len(holding.tables[group]))
             if new <= old:
                 continue
             before = holding.num_promised(group)
+            # The device keeps the old entries: no window reaches back to them, so they need no update.
             self._free(holding, group, old, new)
             holding.tables[group][old:new] = [NULL_PAGE] * (new - old)
             holding.firsts[group] = new
@@ -147,8 +155,9 @@ class CacheLedger:
             self.promised[group] += holding.num_promised(group) - before
 
     def store(self, holding: Holding, run: bytes) -> bool:
-        """Move the pages of ``run``, the whole pages of tokens after ``stored``, into the tree. Where the tree has the
-        same tokens already the table takes over its pages; returns whether that happened."""
+        """Move the pages of ``run``, the tokens (int32 bytes) of whole pages after ``stored``, into the tree. Where the
+        tree has the same tokens already, the table takes over its pages and the holding's own are freed; returns
+        whether that happened, as the device must then get the changed entries."""
         end = holding.stored + len(run) // (4 * self.page_size)
         starts = [max(first, holding.stored) for first in holding.firsts]
         offers = [table[start:end] for table, start in zip(holding.tables, starts, strict=True)]
@@ -165,7 +174,8 @@ class CacheLedger:
         return any(spare)
 
     def close(self, holding: Holding) -> None:
-        """Free the holding's own pages and unpin its stored ones, which become evictable once no other pins them."""
+        """Free the holding's own pages and unpin its stored ones, which become evictable once no other pins them. The
+        holding must not be used afterwards."""
         for group, table in enumerate(holding.tables):
             self.promised[group] -= holding.num_promised(group)
             self._free(holding, group, holding.firsts[group], len(table))

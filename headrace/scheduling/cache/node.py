@@ -6,7 +6,7 @@ import heapq
 
 
 class Node:
-    """Pages ``[start, end)`` of every prefix that passes through here.
+    """Pages ``[start, end)``, counted from the beginning of the prompt, of every prefix that passes through here.
 
     ``key`` is the run's token ids, four bytes each. ``pages[g]`` are group g's pages for the LAST ``len(pages[g])``
     pages of the run: complete in a chained group; shorter, down to empty, where the head is a tombstone.
@@ -40,7 +40,7 @@ def count_common_pages(run: bytes, tokens: bytes, at: int, page_bytes: int) -> i
     high = min(len(run), len(tokens) - at) // page_bytes
     if run[: high * page_bytes] == tokens[at : at + high * page_bytes]:
         return high
-    low = 0  # pages known to be equal; page number ``high`` is known to differ at the latest
+    low = 0  # pages [0, low) are known to be equal; the first that differs is before ``high``
     while high - low > 1:
         middle = (low + high) // 2
         if run[low * page_bytes : middle * page_bytes] == tokens[at + low * page_bytes : at + middle * page_bytes]:
@@ -50,14 +50,15 @@ def count_common_pages(run: bytes, tokens: bytes, at: int, page_bytes: int) -> i
     return low
 
 
-SLACK = 64  # dead heap entries tolerated beyond twice the live ones
+SLACK = 64  # heap entries tolerated beyond twice the live ones, before dead ones are cleared out
 
 
 class EvictionQueue:
-    """A lazy heap with at most one live entry per node.
+    """An LRU queue of nodes: a lazy heap with at most one live entry per node.
 
     Using a node again costs nothing here: its entry keeps the old time and is put back with the new one when it
-    surfaces. Nodes used at the same time go parents first: a hit needs the end of a prefix more than its middle.
+    surfaces. Nodes used at the same time are evicted parents first: a window group needs the end of a prefix more than
+    its middle (chained groups queue leaves only).
     """
 
     __slots__ = ("_heap", "_members", "_ticket")

@@ -9,8 +9,8 @@ from headrace.base.cache import NULL_PAGE
 
 
 class PageAccounts:
-    """A stack of free page ids: pages freed last, whose memory is warm in caches, are handed out first; several are
-    handed out in rising order, which is fastest to read."""
+    """A stack of free page ids. Pages freed last are handed out first, as their memory is warm in caches; several at a
+    time are handed out as they were freed, fresh ones in rising order, which is fastest to read."""
 
     __slots__ = ("_free", "_num_fresh", "_soft_pages", "num_pages")
 
@@ -35,14 +35,15 @@ class PageAccounts:
         if count == 0:
             return []
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
-        pages = self._free[: -count - 1 : -1]
+        pages = self._free[: -count - 1 : -1]  # the top ``count``, from the top down
         del self._free[-count:]
         self._num_fresh = min(self._num_fresh, len(self._free))
         return pages
 
     def count_excess(self, count: int) -> int:
-        """How many of the next ``count`` pages should come from eviction instead: there are no free ones left, or they
-        were never used (their memory is not resident) while enough others were."""
+        """How many of the next ``count`` pages should come from eviction instead: those for which no free page is left,
+        and fresh ones (never used, so their memory is not resident) beyond ``soft_pages`` used in all."""
+        # The stack's top, free pages that were used before, serves ``count`` first; ``fresh`` is what remains.
         fresh = count - (len(self._free) - self._num_fresh)
         used = self.capacity - self._num_fresh
         return max(count - len(self._free), min(fresh, used + fresh - self._soft_pages), 0)

@@ -1,4 +1,5 @@
-"""`PrefixTree`: a radix tree over whole pages of token ids; per node and cache group, the pages that hold their KV.
+"""`PrefixTree`: a radix tree over whole pages of token ids, as in SGLang's RadixAttention
+(https://arxiv.org/abs/2312.07104); per node and cache group, the pages that hold their KV.
 
 Refuses: knowing requests. Callers pin the pages they read and hold the node where their stored prefix ends.
 """
@@ -12,7 +13,7 @@ from headrace.scheduling.cache.groups import GroupPolicy
 from headrace.scheduling.cache.node import EvictionQueue, Node, count_common_pages
 from headrace.scheduling.cache.pages import PageAccounts
 
-TOKEN_BYTES = 4
+TOKEN_BYTES = 4  # keys are int32 token ids as bytes: slices compare at the speed of memcmp
 
 
 class PrefixMatch(NamedTuple):
@@ -42,6 +43,7 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
         self._queues = [EvictionQueue() for _ in policies]
         self._clock = 0
+        # refs[g][page]: pins. Meaningful only for pages in the tree.
         self.refs = [[0] * account.num_pages for account in accounts]
         self.num_evictable = [0] * len(policies)
         self.num_evicted = 0
@@ -50,7 +52,7 @@ class PrefixTree:
     # -- looking up ---------------------------------------------------------------------------------------------
 
     def match(self, namespace: str, tokens: bytes) -> PrefixMatch:
-        """The longest stored prefix of ``tokens`` (whole pages) that every group accepts. Changes nothing."""
+        """The longest stored prefix of ``tokens`` (bytes of whole pages) that every group accepts. Changes nothing."""
         root = node = self._roots.get(namespace)
         if root is None or node is None:
             return PrefixMatch(namespace, None, 0)
@@ -65,6 +67,7 @@ class PrefixTree:
             else:
                 at += count_common_pages(child.key, tokens, at, page_bytes) * page_bytes
                 break
+        # Chained groups have every page on the path; a window group may have lost some, which shortens the hit.
         num_pages = self._accepted_pages(node, at // page_bytes)
         while node.start >= num_pages and node.parent is not None:
             node = node.parent
@@ -75,14 +78,14 @@ class PrefixTree:
         parts: list[list[int]] = []
         step: Node | None = node
         while step is not None and step.end > first:
-            pages, intact = step.pages[group], step.first_intact(group)
+            pages, intact = step.pages[group], step.first_intact(group)  # pages[0] is page number ``intact``
             parts.append(pages[max(first - intact, 0) : max(end - intact, 0)])
             step = step.parent
         return [page for part in reversed(parts) for page in part]
 
     def _accepted_pages(self, node: Node, num_pages: int) -> int:
         """The longest hit of at most ``num_pages`` for which every group still has what it needs. Each group can only
-        shorten it, so going round until none does ends at the longest."""
+        shorten it, so asking them in turn until all agree ends at the longest."""
         agreed = turn = 0
         while num_pages and agreed < len(self._windowed):
             intact = self._intact_pages(node, self._windowed[turn], num_pages)
@@ -92,8 +95,9 @@ class PrefixTree:
         return num_pages
 
     def _intact_pages(self, node: Node, group: int, num_pages: int) -> int:
-        """The longest hit of at most ``num_pages`` that one group accepts: walks up from the end, keeping the start of
-        the unbroken run of pages that ends at the candidate; at a gap the candidate becomes the node's start."""
+        """The longest hit of at most ``num_pages`` that one group accepts. Walks up from the end; ``[low, end)`` is the
+        unbroken run of pages that ends at the candidate ``end``. At a gap (a tombstone) the node's start becomes the
+        next candidate: within the node, what precedes its intact tail is gone."""
         first_needed = self._policies[group].first_needed
         end = low = num_pages
         step: Node | None = node
@@ -111,7 +115,8 @@ class PrefixTree:
     # -- holding, pinning ---------------------------------------------------------------------------------------
 
     def hold(self, match: PrefixMatch) -> Node:
-        """The node that ends exactly where the match does (split off if need be), kept until `release`."""
+        """The node that ends exactly where the match does, made by a split if need be; it stays until `release`. Its
+        pages are guarded by `pin` alone."""
         node = match.node
         if node is None:
             node = self._roots.setdefault(
@@ -151,6 +156,7 @@ class PrefixTree:
         while step is not None and step.end > first:
             if step.start < end:
                 step.last_use = self._clock
+                # Chained pages are evicted from leaves; `_prune` queues a parent when its last child is gone.
                 if freed and not (is_chained and step.children):
                     queue.push(step)
             step = step.parent
@@ -179,6 +185,7 @@ class PrefixTree:
                 node = self._add_leaf(node, run[at:], end, offers)
                 break
             common = count_common_pages(child.key, run, at, self._page_bytes)
+            # The first page matched, so ``common`` is at least 1: the run and the node diverge behind it.
             if child.start + common < child.end:
                 child = self._split(child, child.start + common)
             for group, offer in enumerate(offers):
@@ -199,16 +206,18 @@ class PrefixTree:
         return leaf
 
     def _merge(self, node: Node, group: int, offer: list[int], offer_end: int, spare: list[int]) -> None:
-        """Let a stored node and an offer for the same tokens become one; see `insert`."""
+        """Merge an offer into a stored node with the same tokens: fill the node's tombstone from the offer, and put the
+        node's pages in place of the offer's others, which go to ``spare``. See `insert`."""
         shift = offer_end - len(offer)  # the page number of offer[0]
         low, have = max(node.start, shift), node.first_intact(group)
         if low >= node.end:
             return
-        if low < have:
+        if low < have:  # the node lacks [low, have), the offer has it
             taken = offer[low - shift : have - shift]
             node.pages[group][:0] = taken
             for page in taken:
                 self.refs[group][page] = 1
+        # Both have [max(low, have), node.end): the request goes on with the tree's pages, pinned for it.
         known = slice(max(low, have) - shift, node.end - shift)
         ours = node.pages[group][len(node.pages[group]) - (known.stop - known.start) :]
         spare += offer[known]
@@ -216,8 +225,8 @@ class PrefixTree:
         self.pin(group, ours)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node before page ``at``; returns the new head. The object stays the tail, so that
-        requests which hold it still end where it does."""
+        """Cut a node before page ``at``; returns the new head. The old object becomes the tail, so that holdings that
+        refer to it still end where it does."""
         parent = node.parent
         assert parent is not None and node.start < at < node.end
         cut = (at - node.start) * self._page_bytes
@@ -228,6 +237,7 @@ class PrefixTree:
         node.parent, node.key, node.start = head, node.key[cut:], at
         node.pages = [pages[len(kept) :] for pages, kept in zip(node.pages, heads, strict=True)]
         head.children[node.key[: self._page_bytes]] = node
+        # The head has a child, so only window groups, which evict anywhere, may evict from it.
         for group in self._windowed:
             self._queues[group].push(head)
         return head
@@ -235,8 +245,8 @@ class PrefixTree:
     # -- evicting -----------------------------------------------------------------------------------------------
 
     def evict(self, group: int, count: int) -> int:
-        """Give up to ``count`` unpinned pages of a group back to its account, least recently used first; returns how
-        many. Cutting a leaf's tail also frees what the other groups had for the same tokens."""
+        """Give up to ``count`` unpinned pages of a group back to its account, least recently used nodes first (LRU);
+        returns how many. Cutting a leaf's tail also frees what the other groups have for the same tokens."""
         freed = 0
         is_chained, queue = self._policies[group].is_chained, self._queues[group]
         while freed < count:
@@ -264,7 +274,8 @@ class PrefixTree:
             pending.extend(node.children.values())
 
     def _cut_tail(self, leaf: Node, group: int, most: int) -> int:
-        """Evict unpinned pages from the end of a leaf, in all groups at once."""
+        """Evict at most ``most`` unpinned pages from the end of a leaf, in all groups at once: without this group's
+        page the prefix cannot be hit, so theirs are of no use."""
         if leaf.children:
             return 0  # queued as a leaf, has grown since; it comes back when it is one again
         pages, refs = leaf.pages[group], self.refs[group]
@@ -273,6 +284,7 @@ class PrefixTree:
             count += 1
         if count == 0:
             return 0
+        # What is unpinned here is unpinned in every group: a request pins all groups up to the same end.
         for each, run in enumerate(leaf.pages):
             keep = max(0, len(run) - count)
             self._give_back(each, run[keep:])
@@ -284,7 +296,8 @@ class PrefixTree:
         return count
 
     def _drop_head(self, node: Node, group: int, most: int) -> int:
-        """Evict unpinned pages from the head of a node's run in one group, leaving a tombstone."""
+        """Evict at most ``most`` unpinned pages from the head of a node's run in one group, leaving a tombstone. A
+        window reads the latest pages, so the head is of the least use."""
         pages, refs = node.pages[group], self.refs[group]
         count, most = 0, min(most, len(pages))
         while count < most and refs[pages[count]] == 0:
@@ -302,7 +315,8 @@ class PrefixTree:
         self._accounts[group].give(pages)
 
     def _prune(self, node: Node) -> None:
-        """Remove a node that leads nowhere and stores nothing, and its ancestors while the same is true of them."""
+        """Remove a node without children, holders and pages, and its ancestors while the same is true of them. The
+        parent that stays may have become a leaf, and is queued for eviction as one."""
         while not (node.children or node.holders or any(node.pages)):
             parent = node.parent
             for queue in self._queues:
