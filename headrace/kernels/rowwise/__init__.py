@@ -50,8 +50,8 @@ class HeadShape(TypedDict):
 
 
 ROPE_WRITE = Operation("rope_write kernel")
-"""``rope_write(qkv, positions, cos_sin, slots, k_pages, v_pages, *, q_norm=None, k_norm=None, **HeadShape) -> q``: all
-between the qkv projection and attention.
+"""``rope_write(qkv, positions, cos_sin, slots, k_pages, v_pages, *, q_norm=None, k_norm=None, **HeadShape) -> q``:
+everything between the qkv projection and attention.
 
 ``qkv`` [T, (H + 2K) * E] holds q, k, v in that order and may be overwritten. With ``q_norm`` and ``k_norm`` of [E] each
 head of q and k is RMS-normalised and multiplied by ``weight + norm_offset``; with [H * E] and [K * E] all heads
@@ -63,7 +63,8 @@ first half cosines, second half sines; None: no rotation). k and v are written a
 
 LATENT_WRITE = Operation("latent_write kernel")
 """``latent_write(q_rope [T, H, E], latent [T, L], k_rope [T, E], positions [T] int64, cos_sin [length, E] float32,
-slots [T] int64, pages [P, page_size, 1, L + E], *, interleaved) -> q_rope [T, H, E]``: the same for MLA.
+slots [T] int64, pages [P, page_size, 1, L + E], *, interleaved) -> q_rope [T, H, E]``: the same for MLA, L being
+``kv_lora_rank`` and E ``qk_rope_head_dim``.
 
 Rotates ``q_rope`` and ``k_rope`` as `ROPE_WRITE` does, and writes ``latent`` followed by the rotated ``k_rope`` at
 ``slots``. Returns the rotated ``q_rope``, which may be strided.
@@ -83,7 +84,8 @@ shape has ``streams``.
 @dataclass(slots=True)
 class DecodeInputs:
     """Inputs of B decodes: ``token_ids`` and ``positions`` [B] int64, ``kv_lens`` [B] int32, ``slots`` [G, B] int64,
-    ``page_tables`` [G, B, entries] int32. Allocated once; table entries beyond a row's length keep their old values."""
+    ``page_tables`` [G, B, entries] int32. Allocated once and overwritten by every step, since captured graphs hold the
+    addresses; table entries beyond a row's length keep their old values."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -93,7 +95,8 @@ class DecodeInputs:
 
     @classmethod
     def allocate(cls, size: int, tables: torch.Tensor) -> DecodeInputs:
-        """Zeros, so that an entry never written is the null page. ``tables`` [G, rows, entries] int32."""
+        """Inputs for ``size`` decodes on the device of ``tables`` [G, rows, entries] int32. All zeros, so that an entry
+        never written is the null page."""
         groups, _, entries = tables.shape
         token_ids, positions = torch.zeros((2, size), dtype=torch.int64, device=tables.device)
         kv_lens = torch.zeros(size, dtype=torch.int32, device=tables.device)
@@ -107,7 +110,7 @@ DECODE_INPUTS = Operation("decode_inputs kernel")
 DecodeInputs)``: fills ``out``.
 
 ``requests[0]`` are rows, ``requests[1]`` their lengths after the step (at least 1): the last token of a row goes to
-position length - 1. Nothing but one launch, so that it may be captured.
+position length - 1. On a GPU it is one launch, which may be captured.
 """
 
 _on_cpu = requires(device="cpu", dtypes=("float32", "bfloat16", "float16"))
@@ -117,6 +120,7 @@ _MODULE = "headrace.kernels.rowwise"
 
 
 def _reason_against_streams(query: KernelQuery) -> str | None:
+    # Triton's blocks are powers of two, and a token's S x S matrix stays in registers
     streams = query.shape.get("streams", 0)
     return None if streams in (2, 4, 8) else f"takes 2, 4 or 8 streams, not {streams}"
 

@@ -28,6 +28,7 @@ def add_rms_norm(
     return ops.add_rms_norm(x, residual, weight, eps, offset), residual
 
 
+# the native kernels' numbers, see `GATE_NUMBERS`
 SILU, GELU_TANH, CLAMPED = 0, 1, 2
 
 
@@ -45,7 +46,8 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
 
 GATED = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 GATE_NUMBERS = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped": CLAMPED}
-"""The native kernels' numbers. Only mixtures of experts use the clamped one, which takes further arguments."""
+"""Numbers of the gated activations, as the native kernels take them. Only mixtures of experts use the clamped one,
+whose constants are further arguments."""
 
 
 def rope_write(
@@ -60,6 +62,8 @@ def rope_write(
             qkv, positions, cos_sin, slots, k_pages, v_pages, q_norm=q_norm, k_norm=k_norm, **shape
         )
     if q_norm is not None and k_norm is not None and len(q_norm) > shape["head_dim"]:
+        # norms over all heads, weights [H * E] and [K * E]: the fused kernel normalises each head by itself, so these
+        # are separate calls
         q, k, v = qkv.split((len(q_norm), len(k_norm), len(k_norm)), dim=-1)
         q, k = (
             rms_norm(x, weight, shape["norm_eps"], shape["norm_offset"]) for x, weight in ((q, q_norm), (k, k_norm))

@@ -24,6 +24,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ADD_RMS_NORM`; writes the new residual in place."""
+    # partial sums [S, T, D] are rounded first, as the product would have been
     residual.add_(x if x.dim() == 2 else x.sum(0).to(residual.dtype))
     return rms_norm(residual, weight, eps, offset), residual
 
@@ -41,7 +42,7 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_swiglu(x: torch.Tensor, *, limit: float, alpha: float, up_offset: float) -> torch.Tensor:
-    """See `CLAMPED_SWIGLU`. Computed in float32: the factors are far apart where the clamp bites."""
+    """See `CLAMPED_SWIGLU`. Computed in float32 and rounded once."""
     gate, up = x.float().chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (gate * torch.sigmoid(gate * alpha)).mul_(up.clamp(-limit, limit).add_(up_offset)).to(x.dtype)
@@ -55,7 +56,7 @@ def rope_write(
     """See `ROPE_WRITE`. Su et al., arXiv:2104.09864; norms and rotation are computed in float32."""
     num_heads, num_kv_heads, head_dim = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
     scales = shape.get("scales")
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)  # [T, H of q + K of k + K of v, E]
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if q_norm is not None and k_norm is not None:
         q = _norm_heads(qk[:, :num_heads], q_norm, shape["norm_eps"], shape["norm_offset"])
@@ -63,7 +64,7 @@ def rope_write(
         qk = torch.cat((q, k), dim=1)
     if cos_sin is not None:
         qk = rotate(qk, cos_sin.index_select(0, positions), shape["rotary_dim"], shape["interleaved"])
-    qk = qk.to(qkv.dtype)
+    qk = qk.to(qkv.dtype)  # float32 after norm or rotation
     if scales is not None:
         write_codes((k_pages, v_pages), scales, slots, qk[:, num_heads:], v)
         return qk[:, :num_heads].contiguous()
@@ -85,6 +86,7 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, interleaved:
     first, second = (
         (x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]) if interleaved else (x[..., :half], x[..., half:rotary_dim])
     )
+    # out_first and out_second are views of out: each product is written in place
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     out_first, out_second = (
         (out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2]) if interleaved
@@ -103,6 +105,7 @@ def latent_write(
 ) -> torch.Tensor:
     """See `LATENT_WRITE`. DeepSeek-V2, arXiv:2405.04434, section 2.1."""
     num_heads, width = q_rope.shape[1:]
+    # k_rope is one more head: [T, H + 1, E] is rotated in one call
     both = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)
     both = rotate(both, cos_sin.index_select(0, positions), width, interleaved).to(q_rope.dtype)
     rows = torch.cat((latent, both[:, num_heads]), dim=-1)
@@ -136,11 +139,12 @@ def balance(mix: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 def decode_inputs(
     requests: torch.Tensor, last_token: torch.Tensor, tables: torch.Tensor, page_size: int, out: DecodeInputs
 ) -> None:
-    """See `headrace.kernels.rowwise.DECODE_INPUTS`; copies the page tables whole."""
+    """See `headrace.kernels.rowwise.DECODE_INPUTS`; copies whole page-table rows, used or not."""
     rows, lens = requests.unbind()
     torch.index_select(last_token, 0, rows, out=out.token_ids)
     torch.sub(lens, 1, out=out.positions)
     out.kv_lens.copy_(lens)
     torch.index_select(tables, 1, rows, out=out.page_tables)
+    # [G, B]: the page of each row's last token, by cache group
     pages = out.page_tables.gather(2, (out.positions // page_size).expand(len(tables), -1).unsqueeze(2)).squeeze(2)
     torch.add(pages.long() * page_size, out.positions % page_size, out=out.slots)

@@ -1,4 +1,5 @@
-"""Row-wise operations in Triton, one pass over the input each.
+"""Row-wise operations in Triton, one pass over the input each. Sums, norms and rotations are float32; values are
+rounded when they are stored.
 
 T tokens, D hidden size, F gated width, H heads, K kv heads, E head dim, S streams, B requests, G cache groups.
 """
@@ -19,6 +20,7 @@ from headrace.kernels.rowwise import DecodeInputs, HeadShape
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, x_stride, eps, offset, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    # one program per row, whose BLOCK >= D columns stay in registers between the sum and the scaling
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
@@ -49,6 +51,7 @@ def _add_rms_norm_kernel(
     residual_at = residual_ptr + row * residual_stride + cols
     residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
     total = (x + residual).to(residual_ptr.dtype.element_ty)  # rounded first: the norm sees what the next layer will
+    # in place: this program alone reads and writes the row
     tl.store(residual_at, total, mask=inside)
     total = total.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(total * total, axis=0) / D + eps)
@@ -56,6 +59,7 @@ def _add_rms_norm_kernel(
 
 
 def _warps(block: int) -> int:
+    """16 values per thread, up to 16 warps."""
     return min(16, max(1, block // 512))
 
 
@@ -99,10 +103,10 @@ GATES = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
 
 @triton.jit
 def apply_gate(gate, up, limit, alpha, up_offset, GATE: tl.constexpr):
-    """The activation of ``gate`` times ``up``, float32 both; the numbers are those of `CLAMPED_SWIGLU` and read by that
-    alone."""
+    """``activation(gate) * up`` in float32. GATE is one of `GATES`; ``limit``, ``alpha`` and ``up_offset`` are read for
+    the clamped one alone (`CLAMPED_SWIGLU`)."""
     if GATE == 2:
-        # tanh(u) = 1 - 2 / (exp(2u) + 1), with u the tanh approximation's argument
+        # gate * (1 + tanh(u)) / 2 with tanh(u) = 1 - 2 / (exp(2u) + 1), which does not overflow to NaN for large u
         u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0)) * up
     elif GATE == 1:
@@ -160,16 +164,18 @@ clamped_swiglu_pdl = partial(clamped_swiglu, pdl=True)
 
 
 HEADS_AT_ONCE = 8
+"""Heads of q, k and v that a program of `_rope_write_kernel` takes."""
 
 
 @triton.jit
 def _load_tile(source, dim, inside):
+    """[HEADS, dims] float32 of ``source`` [HEADS, 1] pointers to heads."""
     return tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _norm_weight(q_norm_ptr, k_norm_ptr, dim, count, is_q, offset):
-    """[HEADS, dims]: the q heads' weight or the k heads'."""
+    """[HEADS, dims] float32: weights [E] of q or k, by the kind of head. One norm per head."""
     q_weight = tl.load(q_norm_ptr + dim, mask=dim < count, other=0.0).to(tl.float32)
     k_weight = tl.load(k_norm_ptr + dim, mask=dim < count, other=0.0).to(tl.float32)
     return tl.where(is_q, q_weight[None, :], k_weight[None, :]) + offset
@@ -177,7 +183,7 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, dim, count, is_q, offset):
 
 @triton.jit
 def _full_norm_weight(q_norm_ptr, k_norm_ptr, head, dim, inside, is_q, is_k, offset, H: tl.constexpr, E: tl.constexpr):
-    """[HEADS, dims]: each head's own part of the weight."""
+    """[HEADS, dims] float32: each head's own part of weights [H * E] and [K * E]. One norm over all heads."""
     q_weight = tl.load(q_norm_ptr + head * E + dim[None, :], mask=inside & is_q, other=0.0).to(tl.float32)
     k_weight = tl.load(k_norm_ptr + (head - H) * E + dim[None, :], mask=inside & is_k, other=0.0).to(tl.float32)
     return tl.where(is_q, q_weight, k_weight) + offset
@@ -185,6 +191,7 @@ def _full_norm_weight(q_norm_ptr, k_norm_ptr, head, dim, inside, is_q, is_k, off
 
 @triton.jit
 def _mean_square(source, COUNT: tl.constexpr):
+    """The mean square of COUNT adjacent values, a float32 scalar."""
     at = tl.arange(0, triton.next_power_of_2(COUNT))
     x = tl.load(source + at, mask=at < COUNT, other=0.0).to(tl.float32)
     return tl.sum(x * x, axis=0) / COUNT
@@ -192,6 +199,7 @@ def _mean_square(source, COUNT: tl.constexpr):
 
 @triton.jit
 def _store_tile(x, dim, inside, q_row, k_row, v_row, is_q, is_k, is_v):
+    """Store x [HEADS, dims] where each head belongs: q to the result, k and v to their pages."""
     tl.store(q_row + dim[None, :], x.to(q_row.dtype.element_ty), mask=inside & is_q)
     tl.store(k_row + dim[None, :], x.to(k_row.dtype.element_ty), mask=inside & is_k)
     tl.store(v_row + dim[None, :], x.to(v_row.dtype.element_ty), mask=inside & is_v)
@@ -210,6 +218,7 @@ def _rope_write_kernel(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), (head >= H + K) & (head < H + 2 * K)
     pair = tl.arange(0, BLOCK_HALF)
+    # the two dims of a rotated pair, and the dims behind ROTARY, which are normalised but not rotated
     first, second = (2 * pair, 2 * pair + 1) if INTERLEAVED else (pair, pair + HALF)
     rest = ROTARY + tl.arange(0, BLOCK_REST)
     in_half = (head < H + 2 * K) & (pair < HALF)[None, :]
@@ -231,6 +240,7 @@ def _rope_write_kernel(
     # pages [P, PAGE, K, E]; rows of other kinds of heads are out of range, and masked in `_store_tile`
     k_row = k_ptr + page * page_stride_k + at * (K * E) + (head - H) * E
     v_row = v_ptr + page * page_stride_v + at * (K * E) + (head - H - K) * E
+    # each head is loaded once, whole: its sum of squares is complete before any of it is scaled and stored
     square = tl.zeros([HEADS], tl.float32)
     if ROTARY > 0:
         x1, x2 = _load_tile(source, first, in_half), _load_tile(source, second, in_half)
@@ -238,7 +248,7 @@ def _rope_write_kernel(
     if ROTARY < E:
         x3 = _load_tile(source, rest, in_rest)
         square += tl.sum(x3 * x3, axis=1)
-    if FULL:  # every program goes through all heads: what others have of them is in the cache
+    if FULL:  # every program reads all heads of q and k again: the token's other programs keep them in the cache
         row = qkv_ptr + token * qkv_stride
         rstd = tl.rsqrt(tl.where(is_q, _mean_square(row, H * E), _mean_square(row + H * E, K * E)) + norm_eps)
     elif NORM:
@@ -250,6 +260,7 @@ def _rope_write_kernel(
         n1, n2 = x1, x2
         if NORM:
             n1, n2 = x1 * rstd * first_weight, x2 * rstd * second_weight
+        # v is stored as it came
         _store_tile(tl.where(is_v, x1, n1 * cos - n2 * sin), first, in_half, q_row, k_row, v_row, is_q, is_k, is_v)
         _store_tile(tl.where(is_v, x2, n2 * cos + n1 * sin), second, in_half, q_row, k_row, v_row, is_q, is_k, is_v)
     if ROTARY < E:
@@ -268,6 +279,7 @@ def _launch(
     num_heads, num_kv_heads, head_dim = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
     q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     rotary_dim = 0 if cos_sin is None else shape["rotary_dim"]
+    # qkv stands in for absent tensors: the kernel does not read them
     q_weight, k_weight = (qkv, qkv) if q_norm is None or k_norm is None else (q_norm, k_norm)
     has_norm = q_weight is not qkv
     if qkv.shape[0]:
@@ -301,7 +313,7 @@ def rope_write_pdl(
 
 
 STREAM_TOKENS = 32
-"""Of a program."""
+"""Tokens of a program of `_weights_kernel`."""
 
 
 @triton.jit
@@ -309,6 +321,7 @@ def _weights_kernel(
     raw_ptr, scale_ptr, base_ptr, pre_ptr, post_ptr, mix_ptr, num_tokens, eps, S: tl.constexpr,
     ITERATIONS: tl.constexpr, TOKENS: tl.constexpr,
 ):
+    # token [TOKENS]; pre and post [TOKENS, S]; mix [TOKENS, S, S] (axis 1 rows, axis 2 columns), all in registers
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
     stream = tl.arange(0, S)
@@ -329,6 +342,7 @@ def _weights_kernel(
     cell = stream[:, None] * S + stream[None, :]
     mix = tl.load(raw_ptr + start[:, None, None] + 2 * S + cell[None, :, :], mask=is_token[:, None, None], other=0.0)
     mix = mix * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * S + cell)[None, :, :]
+    # softmax of rows, then columns: the order of the reference, whose ``eps`` are not symmetric
     mix = tl.exp(mix - tl.max(mix, axis=2)[:, :, None])
     mix = mix / tl.sum(mix, axis=2)[:, :, None] + eps
     mix = mix / (tl.sum(mix, axis=1)[:, None, :] + eps)
@@ -365,6 +379,7 @@ def _decode_inputs_kernel(
     requests_ptr, last_token_ptr, tables_ptr, token_ids_ptr, positions_ptr, kv_lens_ptr, slots_ptr, page_tables_ptr,
     num_rows, entries, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    # requests [2, B], tables [G, rows, entries], slots [G, B], page_tables [G, B, entries]; B is ``size``
     request, group, size = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(requests_ptr + request)
     length = tl.load(requests_ptr + size + request)

@@ -140,8 +140,8 @@ def _invert_cdf(row_ptr, V, temperature, best, low, uniform, BLOCK: tl.constexpr
 
 @triton.jit
 def _mask(row_ptr, mask_ptr, V, BLOCK: tl.constexpr):
-    """Set forbidden logits to -inf in place (``mask_ptr`` [W] int32, a set bit allows); returns the largest logit before,
-    NaN if there was one."""
+    """Set forbidden logits to -inf in place (``mask_ptr`` [W] int32, a set bit allows); returns the largest logit
+    before, NaN if there was one."""
     best, is_broken = tl.full((), NEGATIVE, tl.float32), 0
     for at in range(0, V, BLOCK):
         index = at + tl.arange(0, BLOCK)
