@@ -90,7 +90,7 @@ def read_text(path: str | None) -> str:
 
 
 def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> ModelScores:
-    # ``int8`` or ``int8/fp8``: weight format, then the dtype of cached keys and values
+    # ``int8`` or ``w8a8/int8``: weight format, then the dtype of cached keys and values
     form, _, kv_dtype = weights.partition("/")
     engine = {**engine_options, "quantization": form, **({"kv_dtype": kv_dtype} if kv_dtype else {})}
     # one token beyond: each window is a prompt with one output token

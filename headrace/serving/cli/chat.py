@@ -66,6 +66,7 @@ class Terminal:
                 try:
                     runner.run(self._answer())
                 except HeadraceError as error:
+                    # the question: without an answer the roles would no longer alternate
                     self._conversation.turns.pop()
                     self._console.print(f"error: {error}", style="red", markup=False)
 
@@ -99,6 +100,7 @@ class Terminal:
                 self._console.print(choice.text[len(text):], end="", markup=False, highlight=False, soft_wrap=True)
                 text, num_tokens = choice.text, len(choice.token_ids)
                 note = ", cut at --max-tokens" if choice.finish_reason == "length" else ""
+        # `asyncio.Runner` turns the first Ctrl-C into a cancellation of this task; the second raises KeyboardInterrupt.
         except asyncio.CancelledError:
             note = ", stopped"
         seconds = time.perf_counter() - began

@@ -22,6 +22,7 @@ from headrace.base.option import OptionInfo, options_of
 from headrace.serving.cli.commands import Command
 
 MAX_FILE_BYTES = 1 << 20
+# option: (variable, reader); only these options can be set by the environment
 _ENVIRONMENT = {
     "threads": ("OMP_NUM_THREADS", env.omp_num_threads), "api_key": ("HEADRACE_API_KEY", env.api_key),
     "log_level": ("HEADRACE_LOG_LEVEL", env.log_level),
@@ -98,6 +99,7 @@ def read_options_file(path: Path, infos: dict[str, OptionInfo]) -> dict[str, Any
     content = _read_file(path)
     flat: dict[str, Any] = {}
     for key, value in content.items():
+        # Names of options are unique over all sections, so tables can be merged.
         flat.update(value if isinstance(value, dict) else {key: value})
     found = {}
     for key, value in flat.items():

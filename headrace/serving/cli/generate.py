@@ -153,6 +153,7 @@ def _prepare(item: Item, llm: LLM, options: GenerateOptions, sampling: SamplingO
             )
         else:
             item.token_ids = encode_prompt(item.content, llm.tokenizer)
+        # Only validates: `LLM.generate` would stop at the first invalid prompt.
         build_requests("check", item.token_ids, item.params, facts=llm.facts, tokenizer=llm.tokenizer)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$.")
@@ -178,6 +179,7 @@ def write_results(items: list[Item], results: Iterator[GenerationOutput], output
             num_failed += 1
             _write(output, {**about, "error": _describe(ErrorInfo.of(item.error))})
             continue
+        # `results` has outputs of valid items only, in the same order.
         result = next(results)
         for choice in result.outputs:
             num_failed += choice.error is not None

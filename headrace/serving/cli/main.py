@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         _discard_output()
         return BROKEN_PIPE
     except OSError as error:
+        # A full disk is the user's to fix: one line. Anything else is a defect and keeps its traceback.
         if error.errno not in FULL:
             raise
         _discard_output()
@@ -78,6 +79,7 @@ def _leave(code: int) -> NoReturn:
 def _fill_standard_streams() -> None:
     """Open closed standard streams. Otherwise the next socket would get the descriptor, ``print`` would write to it,
     and libraries would refuse to close it."""
+    # `open` returns the lowest free descriptor, so this fills 0 to 2 and stops at the first one above.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= LAST_STREAM:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -94,6 +96,7 @@ def _find_command(argv: list[str]) -> tuple[str | None, list[str]]:
     if argv[0] in ("-V", "--version"):
         print(f"headrace {VERSION}")
         raise SystemExit(0)
+    # the longer name first: ``bench serve`` before a command ``bench``
     for count in (2, 1):
         name = " ".join(argv[:count])
         if name in COMMANDS:

@@ -26,6 +26,7 @@ def run(invocation: Invocation) -> int:
     config = serve_config(invocation)
     engine = spawn_engine()  # started first: it has the most to import
     try:
+        # imported while the engine process loads
         from headrace.serving.http.server import serve
 
         serve(config, engine=engine)

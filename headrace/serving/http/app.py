@@ -88,7 +88,10 @@ def create_app(client: EngineClient, server: ServerConfig, operations: Operation
 
 
 def _add_middleware(app: Starlette, context: AppContext, routes: frozenset[str]) -> None:
-    """Add middleware, innermost first. The recorder is inside the gates: refused requests are not recorded."""
+    """Add middleware; Starlette wraps the application with each, so the last one added sees a request first. The order
+    matters: `Recorder` is inside the gates, so refused requests are not recorded; `AdminGate` is outside `KeyGate`,
+    which relies on its ``is_admin``; CORS is outside both, as browsers send preflights without a key; `RequestLedger`
+    also counts refused requests and preflights; `Prefix` sets the root path that `path_of` needs in all others."""
     server = context.server
     sinks: list[Sink] = [sink for sink in (context.dump, open_log(context.operations)) if sink is not None]
     if sinks:

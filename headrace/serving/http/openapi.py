@@ -40,6 +40,7 @@ def describe_api(
         is_guarded = has_key and endpoint.path not in open_paths
         for method in endpoint.methods:
             operation = _describe_operation(endpoint, method, schema_of, is_guarded=is_guarded)
+            # Starlette writes a parameter that may contain slashes as ``{name:path}``.
             paths.setdefault(endpoint.path.replace(":path}", "}"), {})[method.lower()] = operation
     document: dict[str, Any] = {
         "openapi": "3.1.0",

@@ -71,6 +71,7 @@ async def pause_generation(request: Request) -> JsonResponse:
     context = context_of(request)
     mode = (await PAUSE_BODY.read_optional(request, context.server.max_body_bytes)).mode
     context.check_available()
+    # Paused first: otherwise a queued request could start after the others were aborted.
     await context.admin.pause()
     num_aborted = context.abort_all() if mode != "in_place" else 0
     return _done(f"generation is paused; {num_aborted} running requests were aborted")
@@ -105,7 +106,7 @@ async def freeze_gc(request: Request) -> JsonResponse:
     context.check_available()
     await context.client.control("freeze_gc")
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # this process; the engine process did the same in `control`
     return _done("the heaps are frozen")
 
 
@@ -172,6 +173,7 @@ async def update_weights(request: Request) -> JsonResponse:
     _check_loaded(context)
     if body.abort_all_requests:
         await context.client.abort(None)
+    # Another path may have another checkpoint format, so it is detected again.
     same_format = context.client.config.model.load_format if body.model_path is None else "auto"
     try:
         num_kept = await context.admin.replace_weights(
@@ -203,7 +205,7 @@ def _find_model(context: AppContext, path: str | None) -> str:
 
 
 def _without_paths(context: AppContext, message: str, model: str) -> str:
-    """An error of reading a model, for clients."""
+    """The message without paths of this machine: clients may be on other machines."""
     root = context.operations.weights_root
     for path, name in ((model, os.path.basename(model)), (root and os.path.realpath(root), "--weights-root")):
         message = message.replace(path, name) if path else message

@@ -65,7 +65,8 @@ def _message(parsed: ParsedMessage, plan: OutputPlan) -> AssistantMessage:
 
 
 class _ChoiceReader:
-    """Turns the deltas of one choice into deltas of a message."""
+    """Turns the deltas of one choice into deltas of a message. Has its own parser, as choices of one request arrive
+    interleaved."""
 
     def __init__(self, plan: OutputPlan):
         self.parser = plan.parser() if plan.parses else None
@@ -88,6 +89,7 @@ class _ChoiceReader:
                 added.content = event.text if added.content is UNSET else added.content + event.text
             else:
                 _add_call(added, event)
+        # With `stream_reasoning` false the reasoning is held back until the parser has left it.
         is_over = not self.parser.is_reasoning or delta.finish_reason is not None
         text = self._take_reasoning(reasoning, is_over=is_over)
         if text:
@@ -112,6 +114,7 @@ def _add_call(added: ChatDelta, event: Event) -> None:
     if isinstance(event, CallStart):
         pieces.append(CallDelta(event.index, ResponseFunction("", event.name), event.call_id, "function"))
     elif isinstance(event, CallArguments):
+        # the call began in an earlier chunk
         if not pieces or pieces[-1].index != event.index:
             pieces.append(CallDelta(event.index, ResponseFunction("")))
         pieces[-1].function.arguments += event.text

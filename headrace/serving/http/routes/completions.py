@@ -41,8 +41,10 @@ def _params(body: CompletionRequest, context: AppContext) -> SamplingParams:
         raise UnsupportedFeature("best_of is not supported: it must equal n", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs cannot be streamed; echo with logprobs can", param="prompt_logprobs")
+    # 0 means echo only; the engine must sample one token, which `discards_output` removes.
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     params = openai_params(body, context.facts().default_sampling, max_tokens=max_tokens, logprobs=body.logprobs)
+    # logprobs of an echoed prompt are prompt logprobs to the engine
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
@@ -106,6 +108,7 @@ class ChoiceWriter:
 
     def write_piece(self, prompt_index: int, delta: ChoiceDelta) -> CompletionChoice:
         """The piece of a choice for one delta; with ``echo`` the first one starts with the prompt."""
+        # OpenAI's numbering: all choices of the first prompt, then those of the second
         body, index = self._body, prompt_index * self.num_choices + delta.index
         is_first = index not in self._writers
         writer = self._writers.setdefault(index, CompletionLogprobsWriter(self._names, num_top=body.logprobs or 0))
@@ -154,8 +157,10 @@ class CompletionEvents(Events):
         self._held: dict[int, list[ChoiceDelta]] = {}
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
-        """The chunk of one delta; nothing while its text is held back. Choices that wait for their prompt's logprobs
-        follow the choice that brings them."""
+        """The chunk of one delta; empty while it has no text. A choice whose echo needs prompt logprobs waits until
+        the first choice of its prompt has brought them."""
+        # The common case: a choice whose chunks differ only in text fills a prepared frame. Its first chunk took the
+        # slow path, which adds the echoed prompt.
         frames = self._frames.get(prompt_index * self._writer.num_choices + delta.index)
         if frames is not None and delta.finish_reason is None:
             return frames.fill(delta.text) if delta.text else b""

@@ -72,6 +72,7 @@ async def generate_health(request: Request) -> JsonResponse:
     context.check_available()
     is_pooling = context.facts().pooling is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    # The highest priority: under that policy the check does not wait behind queued requests.
     generation = GenerationRequest(
         request_id=new_request_id("health-"), prompts=[[0]], params=[PoolingSpec() if is_pooling else params],
         priority=2**31 - 1
@@ -90,6 +91,7 @@ async def current_stats(context: AppContext) -> EngineStats:
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 return await context.client.stats()
+        # Statistics must be available while the engine is busy or restarts: use the last known ones.
         except (TimeoutError, EngineUnavailable) as error:
             logger.debug("engine statistics are not current: %s", error)
     return context.client.last_stats

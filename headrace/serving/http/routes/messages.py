@@ -127,6 +127,7 @@ def convert_prompt(body: wire.CountRequest) -> ChatRequest:
     chat = ChatRequest(
         messages=[ChatMessage(role="system", content=system), *messages] if system else messages, model=body.model
     )
+    # Anthropic's prefill: a last message of the assistant is continued.
     chat.continue_final_message = True if messages[-1].role == "assistant" else None
     _set_tools(chat, body)
     if body.thinking is not None:
@@ -159,6 +160,7 @@ def convert_request(body: wire.MessagesRequest) -> ChatRequest:
 
 
 def _stop_info(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls: bool) -> wire.StopInfo:
+    # a stop string; a stop token id is an int and counts as the end of the turn
     if isinstance(choice.stop_reason, str):
         return wire.StopInfo("stop_sequence", choice.stop_reason)
     if choice.finish_reason == "stop":
@@ -170,6 +172,7 @@ def _stop_info(choice: ChoiceDelta | CompletionOutput, chat: Chat, *, has_calls:
 
 def _usage(usage: Usage) -> wire.MessagesUsage:
     cached = usage.prompt_tokens_details.cached_tokens
+    # (input without cached tokens, output, cached input)
     return wire.MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
@@ -230,6 +233,7 @@ class BlockWriter:
     def _turn_to(self, event: Event) -> bytes:
         """Start a block for the event, unless it continues the open one."""
         block = _empty_block(event)
+        # Consecutive texts of one kind share a block; each call has its own.
         if type(block) is type(self._block) and not isinstance(block, wire.ToolUseOutput):
             return b""
         stopped = self.stop()
@@ -272,6 +276,7 @@ class MessageEvents(Events):
     def _begin(self) -> bytes:
         self._has_begun = True
         usage = _usage(self._generation.usage())
+        # The first delta is already counted, but none of its text has been sent.
         usage.output_tokens = 0
         message = wire.Message(self._generation.request.request_id, self._model, [], usage)
         return _frame(wire.MessageStart(message)) + _frame(wire.Ping())

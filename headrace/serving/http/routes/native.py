@@ -88,6 +88,7 @@ def _request_ids(body: GenerateRequest, request: Request, num_prompts: int) -> t
         return pick_request_id(body.rid, request, "gen-"), None
     if len(body.rid) != num_prompts:
         raise RequestError(f"rid must be one, or one for each of the {num_prompts} prompts", param="rid")
+    # The whole HTTP request runs under the first id: aborting that aborts all prompts.
     return body.rid[0], body.rid
 
 
@@ -171,6 +172,7 @@ class ResultWriter:
         given: Sequence[TokenLogprobs | None] = (output.prompt_logprobs or []) if has_input else []
         missing: list[TokenLogprobs | None] = [None] * (len(ids) - len(given))  # the first token has no logprob
         padded = [*missing, *given] if has_input else []
+        # `padded` is empty when no input logprobs were requested; then `kept` is, too.
         kept = list(zip(ids, padded, strict=False))[start or 0 :]
         info.input_token_logprobs = [self._input(token_id, entry) for token_id, entry in kept]
         if self._body.top_logprobs_num:
@@ -195,6 +197,7 @@ class NativeEvents(Events):
             for stream, params in zip(generation.streams, generation.request.params, strict=True)
         ]
         sizes = [p.n for p in generation.request.params]
+        # Choices of all prompts are numbered consecutively: the number of each prompt's first one.
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:

@@ -47,11 +47,12 @@ LEGACY_EMBED_BODY = JsonBody(wire.OllamaLegacyEmbedRequest, is_lenient=True)
 SECOND = 1_000_000_000
 NDJSON = "application/x-ndjson"
 FAR_FUTURE = "2318-01-01T00:00:00Z"
+"""When the model is unloaded: never, which Ollama reports as a time about 292 years ahead (Go's longest duration)."""
 EMPTY_OBJECT = msgspec.Raw(b"{}")
 
 
 def plain_name(model: str) -> str:
-    """The model's name without the tag that clients add to names without one."""
+    """The model's name without ``:latest``, which Ollama's clients append to names without a tag."""
     return model.removesuffix(":latest")
 
 
@@ -88,7 +89,7 @@ def _set_options(chat: ChatRequest, options: wire.OllamaOptions, max_model_len: 
     )
     chat.presence_penalty, chat.frequency_penalty = options.presence_penalty, options.frequency_penalty
     chat.repetition_penalty = options.repeat_penalty
-    if options.num_predict is not None and options.num_predict > 0:
+    if options.num_predict is not None and options.num_predict > 0:  # 0 or less: no limit
         chat.max_completion_tokens = options.num_predict
 
 
@@ -152,13 +153,14 @@ class OllamaWriter:
         usage, timer = generation.usage(), generation.timers[0]
         total, first = int(timer.elapsed_s * SECOND), int(timer.first_token_s * SECOND)
         line.total_duration, line.load_duration = total, 0  # nanoseconds; the model is always loaded
+        # the time to the first token, so queueing is included
         line.prompt_eval_count, line.prompt_eval_duration = usage.prompt_tokens, first
         line.eval_count, line.eval_duration = usage.completion_tokens, total - first
         return line
 
     def _read(self, delta: ChoiceDelta | CompletionOutput) -> tuple[str, str, list[wire.OllamaResponseCall]]:
         """``(content, thinking, calls)`` of a delta or of a whole output."""
-        texts: dict[bool, str] = {False: "", True: ""}
+        texts: dict[bool, str] = {False: "", True: ""}  # by whether it is reasoning
         if delta.logprobs is not None:
             self._logprobs += chat_logprobs(delta.logprobs, self._names).content
         calls = []
@@ -168,6 +170,7 @@ class OllamaWriter:
                     texts[is_reasoning] += text
                 case CallStart(index, call_id, name):
                     function = wire.OllamaResponseFunction(index, name, EMPTY_OBJECT)
+                    # kept until `CallEnd`: a line has whole calls only
                     self._call, self._arguments = wire.OllamaResponseCall(call_id, function), []
                 case CallArguments(_, text):
                     self._arguments.append(text)

@@ -56,6 +56,7 @@ async def create_embeddings(request: Request) -> JsonResponse:
     def write(packed: bytes) -> list[float] | str:
         if body.encoding_format != "base64":
             return shorten(unpack_floats(packed), body.dimensions)
+        # Packed results are float32 bytes already, as base64 clients expect; unpacked only to be shortened.
         if body.dimensions is not None:
             packed = pack_floats(shorten(unpack_floats(packed), body.dimensions))
         return base64.b64encode(packed).decode()
@@ -104,6 +105,7 @@ async def rerank(request: Request) -> JsonResponse:
     """Documents ordered by relevance to a query."""
     context, body = await read_request(request, RERANK_BODY)
     context.check_request(body.model)
+    # one less: the query of an embedding model is a prompt of its own
     check_amount(len(body.documents), context.server.max_batch_prompts - 1, "documents")
     texts = [d.text if isinstance(d, wire.Document) else d for d in body.documents]
     pairs = [(body.query, text) for text in texts]
@@ -144,6 +146,7 @@ def _pairs(body: wire.ScoreRequest, limit: int) -> list[tuple[str, str]]:
         raise RequestError(
             f"text_1 must be one text, or as many as text_2; got {len(left)} and {len(right)}", param="text_1"
         )
+    # an embedding model may need both texts of each pair as prompts
     check_amount(2 * len(left), limit, "text_1 and text_2")
     return list(zip(left, right, strict=True))
 

@@ -27,18 +27,20 @@ ECHOED_FIELDS = (
 
 
 class ItemWriter:
-    """Turns parse events into items that are added, grow and are done, one at a time. ``items`` are those so far; their
-    texts are complete once they are done. ``logprobs`` are those of tokens whose text has not been sent yet."""
+    """Turns parse events into output items. At most one item is open: it is added, grows by deltas, and is done.
+    ``items`` are those so far; an item has its text once it is done. ``logprobs`` are of sampled tokens whose text
+    the parser has not emitted yet; the caller appends to them before `write`."""
 
     def __init__(self, request_id: str):
         self.items: list[wire.OutputItem] = []
         self.logprobs: list[ContentLogprob] = []
         self._suffix = request_id.rpartition("_")[2]
-        self._texts: list[str] = []
+        self._texts: list[str] = []  # pieces of the open item's text, joined when it is done
         self._is_open = False
 
     def write(self, event: Event) -> Iterator[wire.ResponseEvent]:
-        """The stream events for ``event``."""
+        """The stream events for ``event``. They share parts with ``items``, which later events change: encode each one
+        before taking the next."""
         match event:
             case TextDelta(text, is_reasoning):
                 yield from self._turn_to(wire.OutputReasoning if is_reasoning else wire.OutputMessage)
@@ -86,7 +88,7 @@ class ItemWriter:
             part = wire.OutputText("")
             item = wire.OutputMessage(self._item_id("msg"), "in_progress", [])
             yield from self._add(item)
-            item.content = [part]
+            item.content = [part]  # after the event, which must show no content
         else:
             part = wire.ReasoningText("")
             item = wire.OutputReasoning(self._item_id("rs"), "in_progress", [])
@@ -97,7 +99,7 @@ class ItemWriter:
     def _add(self, item: wire.OutputItem) -> Iterator[wire.ResponseEvent]:
         self.items.append(item)
         self._texts, self._is_open = [], True
-        copied = msgspec.structs.replace(item)  # the event shows the item as it starts
+        copied = msgspec.structs.replace(item)  # shallow: the event keeps the fields that the item has now
         yield wire.ResponseEvent(type="response.output_item.added", output_index=len(self.items) - 1, item=copied)
 
     def _grow(self, kind: str, text: str) -> wire.ResponseEvent:
@@ -112,18 +114,19 @@ class ItemWriter:
         return event
 
     def _take_logprobs(self, text: str) -> list[ContentLogprob]:
-        """Those of the tokens that spell the next text; those before it, of markers around items, are dropped. None if
-        the tokens do not spell the text, as with reordered arguments."""
+        """Take the logprobs of the tokens whose bytes contain the next piece of text. Tokens before it (markers
+        around items) are dropped, those after it stay. Empty if the tokens do not spell the text, as with reordered
+        arguments."""
         if not self.logprobs:
             return []
         spelled = [bytes(entry.bytes or ()) for entry in self.logprobs]
-        begin, size, position = b"".join(spelled).find(text.encode()), len(text.encode()), 0
+        begin, size, position = b"".join(spelled).find(text.encode()), len(text.encode()), 0  # in bytes
         if begin < 0:
             return []
         taken: list[ContentLogprob] = []
         kept: list[ContentLogprob] = []
         for entry, spelling in zip(self.logprobs, spelled, strict=True):
-            position += len(spelling)
+            position += len(spelling)  # the end of this token
             if position > begin:
                 (taken if position - len(spelling) < begin + size else kept).append(entry)
         self.logprobs = kept
@@ -167,6 +170,7 @@ class ResponseWriter:
         if generation is None:
             return self._base
         self.is_running = False
+        # any other reason, such as `abort`, means that the client cancelled it
         status = {"stop": "completed", "length": "incomplete"}.get(self._finish or "", "cancelled")
         usage = generation.usage()
         return msgspec.structs.replace(
@@ -195,6 +199,7 @@ class ResponseEvents(Events):
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         """Frames of one delta."""
         opening = b""
+        # With the first delta, not before it: an early error must get its own status.
         if self._number == 0:
             initial = self._writer.response()
             opening = b"".join(

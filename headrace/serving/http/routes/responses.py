@@ -88,6 +88,7 @@ class MessageList:
                 self._add_message(item, where)
             case "reasoning":
                 text = _text(item.content or item.summary or "", f"{where}.content")
+                # Reasoning comes before the text and calls of its message, so it begins a new one.
                 self._assistant(is_new=True).reasoning_content = text or None
             case "function_call":
                 self._add_call(item, where)
@@ -109,6 +110,7 @@ class MessageList:
             self.messages.append(ChatMessage(role=item.role, content=text))
             return
         last = self._assistant(is_new=False)
+        # text after text or calls is the next message of the assistant
         if last.content is not None or last.tool_calls:
             last = self._assistant(is_new=True)
         last.content = text
@@ -178,7 +180,8 @@ def convert_request(body: wire.ResponsesRequest, history: Sequence[wire.InputIte
 
 
 class Keeper:
-    """Stores the response of one request when it is final."""
+    """Stores the response of one request when it is final. References the previous turn, so that it exists until then
+    even if its response is evicted."""
 
     def __init__(self, store: ResponseStore, owner: bytes, body: wire.ResponsesRequest, previous: Turn | None):
         self._store, self._owner, self._body, self._previous = store, owner, body, previous
@@ -202,6 +205,7 @@ def _history(turn: Turn | None) -> list[wire.InputItem]:
 def _list_input(response_id: str, turn: Turn, *, limit: int, is_newest_first: bool, after: str | None) -> wire.ItemList:
     """A page of a response's input items, earlier turns included. Raises `RequestError` for an unknown ``after``."""
     suffix = response_id.rpartition("_")[2]
+    # Ids follow from the position, which never changes for a stored response: pages fit together.
     items = [
         _item_dict(item, f"{ID_PREFIXES[item.type]}_{suffix}_in_{index}")
         for index, item in enumerate([*_history(turn.previous), *_decode_items(turn.input)])
@@ -248,6 +252,7 @@ async def create_response(request: Request) -> JsonResponse | EventStream:
         keep = keeper.keep if keeper else None
         return await start_stream(request, chat.request, lambda g: ResponseEvents(writer, g, keep))
     generation, (output,) = await collect_generation(request, chat.request)
+    # Exhausts the generator: the writer collects the items, its stream events are not needed.
     deque(writer.write(output.outputs[0]), maxlen=0)
     response = writer.response(generation)
     if keeper is not None:
@@ -300,7 +305,8 @@ def _find_stored(request: Request) -> StoredResponse:
 
 
 async def show_response(request: Request) -> JsonResponse:
-    """A stored response, or a running one without output."""
+    """A stored response, or a running one of the same owner, which has no output yet."""
+    # refused: the events were not kept
     for name in ("stream", "starting_after"):
         if request.query_params.get(name, "false") != "false":
             raise UnsupportedFeature(f"{name}: a stored response is not streamed again", param=name)
@@ -339,6 +345,7 @@ async def list_input_items(request: Request) -> JsonResponse:
     """The input items of a stored response."""
     given = request.query_params
     limit, order = given.get("limit", "20"), given.get("order", "desc")
+    # `isdigit` alone accepts digits that `int` refuses, and `int` refuses thousands of digits
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_PAGE:
         raise RequestError(f"limit must be a number from 1 to {MAX_PAGE}", param="limit")
     if order not in ("asc", "desc"):

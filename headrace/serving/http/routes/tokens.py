@@ -99,6 +99,7 @@ def _read_ids(tokens: bytes, vocab_size: int) -> Iterator[list[int]]:
     """The ids of a JSON list, some ten thousand at a time."""
     begin, count = 0, 0
     while begin < len(tokens):
+        # Split at commas without parsing; a comma inside anything but a flat list of numbers makes the piece invalid.
         comma = tokens.find(b",", begin + PIECE_BYTES) if tokens.startswith(b"[") else -1
         end = comma if comma >= 0 else len(tokens)
         piece = (b"[" if begin else b"") + tokens[begin:end] + (b"]" if comma >= 0 else b"")
@@ -114,6 +115,7 @@ def _read_ids(tokens: bytes, vocab_size: int) -> Iterator[list[int]]:
                 f"tokens must be below the vocabulary's size {vocab_size}, got {largest}", param="tokens"
             )
         yield ids
+        # past the comma
         begin, count = end + 1, count + len(ids)
 
 
