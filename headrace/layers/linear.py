@@ -24,8 +24,8 @@ def stack_rows(parts: dict[str, int]) -> dict[str, slice]:
 
 
 def choose_fused(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
-    """The best solution of an operation that fuses several. None if that is the reference: one by one, each has its
-    best kernel."""
+    """The best kernel of an operation that fuses several, or None if there is only the reference: then the separate
+    operations, each with its own best kernel, are faster."""
     chosen = operation.choose(query)
     return None if chosen is operation.load("reference") else chosen
 
@@ -62,8 +62,8 @@ class Linear(StorableLayer):
         return self.stored.multiply(x, self.bias)
 
     def add_to(self, residual: Residual, x: torch.Tensor) -> None:
-        """The product of ``x`` [T, I], left pending in ``residual``: as partial sums, or accumulated into the stream,
-        where that is faster. Nothing else may be pending."""
+        """Leave the product of ``x`` [T, I] pending in ``residual``: as it is, as split-K partial sums, or already
+        accumulated into the stream, whichever is faster. Nothing else may be pending."""
         weight = plain_weight(self)
         if weight is not None:
             residual.pending = self._linear_sums(x, weight, self.bias, residual.stream)
@@ -80,8 +80,10 @@ class Linear(StorableLayer):
         return None if self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
 
     def read(self, norm: Norm, residual: Residual, activation: str = "") -> torch.Tensor | None:
-        """``product(norm(residual))``, then the gated ``activation`` if one is named, all in one kernel; None where
-        that is not faster: it needs few rows, an RMS norm, and a pending output that is not partial sums."""
+        """``product(norm(residual))``, then the gated ``activation`` if one is named, all in one kernel. None, with the
+        residual unchanged, where that is not faster: it takes few rows, an RMS norm, and a pending output [T, D] that
+        is not partial sums."""
+        # A fused kernel exists on CUDA only, where weights are never stored: `weight` is present.
         x = residual.pending
         if (
             self._norm_linear is None or x is None or x.dim() != 2 or not fits(x.shape[0])

@@ -1,9 +1,9 @@
 """Fills a model's parameters with checkpoint tensors, by a table of names.
 
 A table maps templates of checkpoint module names to module names of the model, ``{i}`` being the layer number:
-``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. After ``#`` comes the part of a stacked
-parameter; ``{x}`` is the number of an expert in a stack. A row may also name a single parameter. Rows whose module the
-model does not have (no such norm, no such bias) are skipped.
+``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. ``#q`` selects a part of a stacked parameter;
+``{x}`` is the index of an expert in a stack. An entry may also name a single parameter. Entries whose module the model
+does not have (an optional norm, say) are skipped.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from headrace.layers.quantization.blocks import BlockIntake, BlockTensor
 from headrace.layers.quantization.storage import EncodedWeight, StorableLayer, find_storable
 
 NUM_NAMED = 6
-"""Most tensors that an error names for each fault."""
+"""Most tensors that an error lists per fault."""
 
 
 class Targets(dict[str, torch.Tensor]):
-    """``{checkpoint tensor name: parameter, or view of a part of one, that it fills}``. ``intakes``: for parameters
-    whose layers can keep blocks instead, by the address of the parameter's memory."""
+    """``{checkpoint tensor name: parameter, or view of a part of one, that it fills}``. ``intakes``: collectors of
+    quantised blocks for weights that may be stored packed, by the address of the parameter's storage, which views of
+    its parts share."""
 
     intakes: dict[int, BlockIntake]
 
     def take_blocks(self, name: str, tensor: torch.Tensor) -> bool:
-        """Pass a `BlockTensor` to its layer; False if it is none or the layer cannot keep blocks."""
+        """Pass a `BlockTensor` on to its layer undequantised; False if it is a plain tensor, or the layer cannot keep
+        blocks."""
         target = self[name]
         intake = self.intakes.get(target.untyped_storage().data_ptr())
         if intake is None or not isinstance(tensor, BlockTensor):
@@ -38,7 +40,8 @@ class Targets(dict[str, torch.Tensor]):
 
 
 def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) -> Targets:
-    """The targets of a table of names; asserts that together they fill every parameter."""
+    """The targets of a table of names; asserts that together they cover every parameter element, so that a gap in a
+    family's table is found at once and not as garbage in the output."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
     targets.intakes = {

@@ -32,8 +32,8 @@ def choose_activation(spec: MlpSpec, build: Build) -> Callable[[torch.Tensor], t
 
 
 class GatedMlp(Branch):
-    """``down(activation(gate(x)) * up(x))``. ``activation`` names a plain one, which products can be fused with; it is
-    empty for a clamped one."""
+    """``down(activation(gate(x)) * up(x))``. ``activation`` is the name by which product kernels fuse it; empty for a
+    clamped activation, which none of them computes."""
 
     def __init__(self, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()

@@ -22,7 +22,7 @@ class Embedding(StorableLayer):
     def __init__(self, build: Build, vocab_size: int, hidden_size: int, scale: float = 1.0):
         super().__init__()
         self.weight = build.parameter(vocab_size, hidden_size)
-        self.dtype = build.dtype
+        self.dtype = build.dtype  # of the result, also once the weight is stored packed
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Embedding(StorableLayer):
         else:
             assert self.stored is not None
             x = self.stored.rows(token_ids, self.dtype)
-        return x if self.scale == 1.0 else x.mul_(self.scale)
+        return x if self.scale == 1.0 else x.mul_(self.scale)  # in place: a lookup is a copy
 
 
 class Head(StorableLayer):

@@ -1,5 +1,5 @@
-"""Mixtures of experts: the contract, and the dispatchers, experts and adapters, registered here with the layers they
-support. The predicates are evaluated before a plug-in is imported; their queries have the shape that `MoeMlp` gives.
+"""Mixture of experts: the contract, and the registrations of dispatchers, experts and adapters with the layers that
+each supports. The predicates run before a plug-in is imported; the shape of their queries is made by `MoeMlp`.
 """
 
 from __future__ import annotations

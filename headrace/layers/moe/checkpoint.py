@@ -1,4 +1,4 @@
-"""Splits stacked expert tensors of checkpoints into one tensor per expert and matrix, as tables of names have them:
+"""Splits stacked expert tensors of checkpoints into one tensor per expert and matrix, named as in the tables of names:
 ``<prefix>.experts.<number>.gate_proj.weight`` and so on. Tensors may come in any order; results are views if possible.
 
 X experts, F expert intermediate size, D hidden size, O outputs, I inputs.
@@ -27,8 +27,8 @@ def _split_halves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def interleave_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> torch.Tensor:
-    """The two halves of a dim alternating, ``group`` indices of each at a time, for formats with gate and up side by
-    side. Raises `ValueError` for an odd size or halves that are no multiple of ``group``."""
+    """Interleave the two halves of a dim, ``group`` indices of each in turn, for formats with alternating gate and up
+    rows. Raises `ValueError` for an odd size, or halves that are not a multiple of ``group``."""
     _check_turns(tensor.shape[dim], group)
     return tensor.unflatten(dim, (2, -1, group)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
@@ -102,10 +102,11 @@ def unstack_experts(tensors: Iterable[Named], stacked_experts: str, *, keeps_blo
         if not halves:
             halves[kind] = tensor.clone()  # a tensor is valid only until the next one is requested
             continue
-        halves = {kind: tensor, **waiting.pop(stem)}
+        halves = {kind: tensor, **waiting.pop(stem)}  # blocks and scales, in whichever order they came
         for expert, (blocks, scales) in enumerate(zip(halves["blocks"], halves["scales"], strict=True)):
             own = _keep_blocks(splits[last], blocks, scales) if keeps_blocks else None
             yield from _number(prefix, splits[last](_dequantise(blocks, scales)) if own is None else own, first=expert)
+    # unpaired halves go on under their own names, for the loader to report as unexpected
     yield from ((f"{stem}_{kind}", tensor) for stem, halves in waiting.items() for kind, tensor in halves.items())
 
 
@@ -116,7 +117,7 @@ def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterato
 
 
 def _keep_blocks(split: Split, blocks: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """One expert's rows of blocks, split like rows of numbers; None where layers cannot keep them."""
+    """One expert's blocks, split into matrices like plain rows; None if some part cannot be packed."""
     # a row is scale and 16 bytes of codes per block; splits see [1, bytes, O], as they see [1, I, O]
     rows = torch.cat((scales.unsqueeze(-1), blocks), dim=-1).flatten(1)
     parts = {

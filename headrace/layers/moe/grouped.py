@@ -33,8 +33,8 @@ class GroupedExperts:
 
 
 class FusedExperts:
-    """See `Experts`; speaks `CHOICES`. From choices to sums in a few kernels while a step is bound by reading matrices;
-    with more tokens as `GroupedExperts`."""
+    """See `Experts`; speaks `CHOICES`. A few fused kernels while the step is bound by reading the experts' matrices;
+    beyond that, as decided by `is_few`, the grouped products of `GroupedExperts`."""
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
@@ -57,10 +57,11 @@ class FusedExperts:
         )
 
     def _run_grouped(self, tokens: ChosenTokens) -> torch.Tensor:
+        # order [N]: pairs sorted by expert; pair p is token p // k. place [N]: its inverse.
         order, place, ends = self._group(tokens.ids, tokens.num_experts)
         hidden = tokens.hidden.index_select(0, order // tokens.ids.shape[1])
         experts = tokens.ids.flatten().index_select(0, order)
-        if tokens.has_padding:
+        if tokens.has_padding:  # rows of id -1 come after the last end; the contract wants any number in range
             experts = experts.clamp_(min=0)
         rows = self._grouped.run(GroupedTokens(hidden, ends, experts))
         if tokens.has_padding:  # rows after the last end are undefined, perhaps NaN, which a weight of 0 would keep
@@ -77,7 +78,7 @@ def group_choices(tokens: ChosenTokens, run: Callable[[GroupedTokens], torch.Ten
     ids = tokens.ids.flatten()
     if tokens.has_padding:  # as expert X, which sorts last and belongs to no group
         ids = torch.where(ids < 0, tokens.num_experts, ids)
-    experts, order = ids.sort(stable=True)
+    experts, order = ids.sort(stable=True)  # [N]; pair p is token p // k
     ends = _group_ends(experts, tokens.num_experts)
     hidden, in_range = (
         tokens.hidden.index_select(0, order // top_k),
@@ -86,6 +87,7 @@ def group_choices(tokens: ChosenTokens, run: Callable[[GroupedTokens], torch.Ten
     rows = run(GroupedTokens(hidden, ends, in_range))
     if tokens.has_padding:
         rows = rows.masked_fill((experts == tokens.num_experts).unsqueeze(-1), 0)
+    # the inverse permutation: where each pair's row is, so that rows return to [T, k] by a gather, without atomics
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     by_choice = rows.index_select(0, place).view(num_tokens, top_k, -1)  # [T, k, D]
     return torch.bmm(tokens.weights.to(rows.dtype).unsqueeze(1), by_choice).squeeze(1)

@@ -26,7 +26,7 @@ class Router(nn.Module):
 
     def __init__(self, spec: RoutingSpec, hidden_size: int, build: Build):
         super().__init__()
-        build = build.in_float32() if spec.in_float32 else build
+        build = build.in_float32() if spec.in_float32 else build  # where the reference does
         self.logits = Linear(build, hidden_size, spec.num_experts, bias=spec.bias, is_storable=False)
         self.choice_bias = build.in_float32().parameter(spec.num_experts) if spec.choice_bias else None
         self.shape: RouteShape = {
@@ -59,4 +59,4 @@ class MoeMlp(Branch):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ids, weights = self.router(x)
         out = self._run_experts(ChosenTokens(x, ids, weights, self.num_experts))
-        return out if self.shared is None else out.add_(self.shared(x))
+        return out if self.shared is None else out.add_(self.shared(x))  # experts return memory of their own

@@ -1,4 +1,4 @@
-"""Experts kept in MXFP4, a quarter of the memory of bfloat16; matrices are dequantised when used, a few at a time.
+"""Experts kept in MXFP4, at about a quarter of bfloat16's memory; matrices are dequantised at use, a few at a time.
 
 X experts, O outputs, I inputs, F expert intermediate size, D hidden size, N pairs of token and expert.
 """
@@ -20,13 +20,14 @@ from headrace.layers.quantization.storage import EncodedWeight
 from headrace.layers.spec import MlpSpec
 
 CHUNK_ELEMENTS = 2**28
-"""Most dequantised weights that exist at a time."""
+"""Most dequantised weights that exist at a time: 512 MiB in bfloat16."""
 
 FEW_PAIRS = 64
-"""Up to so many pairs, each has its own copy of its expert's matrix: few share one, and row counts are not needed."""
+"""Up to so many pairs, each dequantises its own copy of its expert's matrix: few share one, and the device need not be
+asked for row counts."""
 
 CODE_RMS = 2.926
-"""Root mean square of the 16 values of an E2M1 code."""
+"""Root mean square of the 16 E2M1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives)."""
 
 
 class Mxfp4Linear(EncodedWeight):
@@ -56,7 +57,8 @@ class Mxfp4Linear(EncodedWeight):
         return max(1, CHUNK_ELEMENTS // (2 * self.codes[0].numel()))
 
     def randomise(self, std: float, generator: torch.Generator) -> None:
-        """See `EncodedWeight`. Codes are uniform, all scales alike: E8M0 exponents with a bias of 127."""
+        """See `EncodedWeight`. Codes are uniformly random; all scales are one power of two, E8M0 with a bias of 127."""
+        # 8 bytes at a time, over the full range of int64 (None: up to its maximum)
         self.codes.view(torch.int64).random_(-(2**63), None, generator=generator)
         self.scales.fill_(127 + round(math.log2(std / CODE_RMS)))
 
@@ -76,8 +78,8 @@ class Mxfp4ExpertWeights(nn.Module):
         self.down = Mxfp4Linear(build, num_experts, size, {"down": hidden_size})
 
     def places(self, prefix: str, matrices: dict[str, str]) -> dict[str, torch.Tensor]:
-        """Checkpoint names of codes and scales to the views that they fill. ``matrices`` has the checkpoint's names of
-        ``gate``, ``up`` and ``down``; experts are numbered after ``prefix``."""
+        """Maps checkpoint names of codes and scales, ``<prefix>.<expert>.<matrix>.weight`` and ``.scale``, to the views
+        that they fill. ``matrices`` has the checkpoint's names of ``gate``, ``up`` and ``down``."""
         places: dict[str, torch.Tensor] = {}
         for linear in (self.gate_up, self.down):
             for part, rows in linear.rows.items():
@@ -99,7 +101,7 @@ class Mxfp4Experts:
         if tokens.hidden.shape[0] <= FEW_PAIRS:
             x = self._activate(_multiply_pairs(gate_up, tokens.hidden, tokens.experts))
             return _multiply_pairs(down, x, tokens.experts)
-        ends = tokens.ends.tolist()
+        ends = tokens.ends.tolist()  # waits for the device
         return _multiply_groups(down, self._activate(_multiply_groups(gate_up, tokens.hidden, ends)), ends)
 
 
@@ -110,7 +112,8 @@ def _multiply_pairs(linear: Mxfp4Linear, x: torch.Tensor, experts: torch.Tensor)
 
 
 def _multiply_groups(linear: Mxfp4Linear, x: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """The same of rows sorted by expert; those of expert e are ``ends[e - 1]`` to ``ends[e]``."""
+    """The same for rows sorted by expert: those of expert e are ``ends[e - 1]`` to ``ends[e]``. Each used chunk of
+    experts is dequantised once; chunks that no row needs are skipped. Rows after the last end stay undefined."""
     out = x.new_empty(x.shape[0], linear.codes.shape[1])
     starts = [0, *ends[:-1]]
     for low in range(0, linear.num_stacked, linear.num_at_once):

@@ -1,4 +1,5 @@
-"""`pair_experts`: the best dispatcher and experts that support a layer here and whose formats have an adapter."""
+"""`pair_experts`: chooses the best dispatcher and experts that support a layer on this device and between whose token
+formats there is an adapter."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: s
                 "two"
             )
             continue
-        try:
+        try:  # load now: a plug-in that fails to import makes way for the next pair
             DISPATCHERS.load(pair[0]), EXPERTS.load(pair[1]), find_adapter(outer, inner)
         except PluginError as error:
             faults.append(str(error))

@@ -24,7 +24,8 @@ class StoredExperts:
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         """`ChosenTokens` to weighted sums [T, D]."""
         stacks = (self._gate_up, self._down)
-        # read the parameters first: another thread may be storing them, one matrix after the other
+        # Parameters before `stored`: another thread may be storing the two matrices, one after the other, so one may
+        # still be plain while the other is packed. That mix is computed by plain torch below.
         plain = [plain_weight(stack) for stack in stacks]
         choices = (tokens.hidden, tokens.ids, tokens.weights)
         if not any(weight is not None for weight in plain):

@@ -1,7 +1,7 @@
-"""Weights in the quantised blocks of a file, on their way from the reader to a layer that keeps them so.
+"""Carries quantised blocks of a weight file from the reader to layers that keep them quantised.
 
-`BlockTensor` passes for a plain tensor: any torch operation dequantises it first. A layer that can keep blocks takes
-them out unexpanded. O outputs, I inputs, X experts.
+`BlockTensor` behaves like a plain tensor: any torch operation on it dequantises first. `BlockIntake` takes the blocks
+out of it without dequantising. O outputs, I inputs, X experts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from headrace.layers.quantization.storage import StorableWeight
 
 
 class BlockTensor(torch.Tensor):
-    """A matrix [O, I], or ``num_stacked`` of them, [X, O, I], on the CPU and of nominal ``dtype``; ``make_plain``
-    dequantises it."""
+    """A wrapper subclass without storage of its own: a matrix [O, I], or ``num_stacked`` of them, [X, O, I], on the CPU
+    and of nominal ``dtype``. ``make_plain`` dequantises it. ``blocks`` may be views of a mapped file."""
 
     blocks: WeightBlocks
     make_plain: Callable[[], torch.Tensor]
@@ -40,7 +40,8 @@ class BlockTensor(torch.Tensor):
         self.blocks, self.make_plain = blocks, make_plain
 
     def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
-        """The matrices of a stack, each in its own blocks; if one is dequantised, all are, once."""
+        """The matrices of a stack, each with its own blocks. Dequantising one dequantises the stack, at most once: the
+        result is cached for the others."""
         if self.dim() != 3 or dim != 0:
             return super().unbind(dim)
         make_all = cache(self.make_plain)
@@ -63,23 +64,24 @@ class BlockTensor(torch.Tensor):
 
 
 class BlockIntake:
-    """Collects the blocks of one weight's parts (q, k and v, say). When all have come, the layers store them packed; if
-    one part comes plain instead, the others are dequantised too."""
+    """Collects the quantised parts of one stacked weight (q, k and v, say). Once all have arrived, the layers store
+    them packed in place of the parameter; if a part is plain, `finish` dequantises the others into the parameter."""
 
     def __init__(self, weight: StorableWeight):
         self._weight = weight
         self._parts: dict[int, BlockTensor] = {}
 
     def put(self, first_row: int, tensor: BlockTensor) -> None:
-        """Add the part of rows from ``first_row`` on."""
+        """Add the part whose first row in the whole weight is ``first_row``; parts may come in any order."""
         self._parts[first_row] = tensor
+        # complete when the rows add up; after `store` the parameter is gone and no part may follow
         if sum(part.shape[0] for part in self._parts.values()) == self._weight.weight.shape[0]:
             packed = pack_blocks([part.blocks for _, part in sorted(self._parts.items())])
             self._parts.clear()
             self._weight.store(PanelWeight(packed))
 
     def finish(self) -> None:
-        """Dequantise the parts of a weight that is incomplete: no more blocks will come."""
+        """Called after the last tensor: dequantise what has arrived of an incomplete weight into the parameter."""
         for first_row, part in self._parts.items():
             self._weight.weight[first_row : first_row + part.shape[0]].copy_(part)
         self._parts.clear()

@@ -95,6 +95,7 @@ def chain_schemes(query: SchemeQuery) -> SchemeChain:
     warning.
     """
     add_installed_schemes()
+    # names come highest priority first; the chain runs innermost (lowest) first
     able = [name for name in reversed(SCHEMES.names()) if SCHEMES.entry(name).supports(query) is None]
     if query.wanted and (fault := _fault_of_wanted(query)):
         raise ConfigError(f"quantization {query.wanted!r} cannot be had here: {fault}", param="quantization")
@@ -119,14 +120,15 @@ def _build(name: str, query: SchemeQuery) -> Scheme | None:
 
 
 def _fault_of_wanted(query: SchemeQuery) -> str | None:
-    """Why the wanted scheme cannot be made, if so. A checkpoint's own format may be wanted too, if the checkpoint
-    states it."""
+    """Why the scheme that the user asked for is impossible here; None if it is possible. Asking for the checkpoint's
+    own format is allowed if the checkpoint states it."""
     if query.wanted not in SCHEMES:
         makable = sorted({entry.name for entry in SCHEMES} - set(_find_readable()))
         return f"known are {', '.join(makable)}, none and stored"
     supports = SCHEMES.entry(query.wanted).supports
     if reason := supports(query):
         return reason
+    # A scheme that makes quantised weights supports nothing unless it is asked for; a format reader does not care.
     is_made = supports(replace(query, wanted="")) is not None
     return (
         None if is_made or query.stored

@@ -1,4 +1,5 @@
-"""Schemes that quantise plain weights to 8 or 4 bits after they are loaded on a CPU, one weight at a time."""
+"""Schemes that quantise plain weights to 8 or 4 bits on a CPU after loading, one weight at a time, so that at most one
+exists in both forms."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from headrace.layers.quantization.storage import StorableWeight, find_storable
 
 logger = logging.getLogger(__name__)
 
-BUILD_WAIT_S = 180.0
+BUILD_WAIT_S = 180.0  # for the native library to compile
 LEAST_OUTPUTS = 64
 """A weight with fewer outputs keeps its precision: it is too small to gain anything."""
 
@@ -35,7 +36,7 @@ class _QuantisedAtLoad:
 
 
 class Int8(_QuantisedAtLoad):
-    """8-bit weights with a scale per 32; inputs are rounded to 8 bits with a scale per 32, too."""
+    """8-bit weights with a scale per 32 inputs; activations are rounded to 8 bits with a scale per 32, too."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
@@ -43,8 +44,8 @@ class Int8(_QuantisedAtLoad):
 
 
 class Int4(_QuantisedAtLoad):
-    """4-bit weights with a scale and a min per 32, inputs as in `Int8`. Vocabularies have 8 bits: rounding costs most
-    accuracy there."""
+    """4-bit weights with a scale and a min per 32 inputs, activations as in `Int8`. Embedding and head have 8 bits:
+    rounding costs most accuracy there."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
@@ -55,9 +56,9 @@ class Int4(_QuantisedAtLoad):
 
 
 class W8A8(_QuantisedAtLoad):
-    """8-bit weights with a scale per output, inputs rounded to 8 bits with a scale per token: the fastest prefill on
-    AMX, and the least accurate, as a token's largest input sets the step of all its inputs. Vocabularies as in
-    `Int8`."""
+    """8-bit weights with a scale per output, activations rounded to 8 bits with a scale per token: the fastest prefill
+    on AMX, and the least accurate, as a token's largest activation sets the rounding step of all of them. Embedding and
+    head as in `Int8`."""
 
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`."""
@@ -68,8 +69,8 @@ class W8A8(_QuantisedAtLoad):
 
 @torch.no_grad()
 def quantise_weights(model: nn.Module, quantise: Callable[[StorableWeight], PackedMatrix]) -> None:
-    """Quantise every weight that is large enough. Without the native library, which has the only kernels for them, the
-    rounded values replace the plain ones: the same outputs, at the size and speed of plain weights."""
+    """Quantise every weight of at least `LEAST_OUTPUTS` outputs. Only the native library has kernels for these; without
+    it the rounded values are written back to the plain parameters, at the size and speed of plain weights."""
     began = time.monotonic()
     is_native = native.build(timeout=BUILD_WAIT_S).status == "ready"
     if not is_native:

@@ -1,5 +1,5 @@
-"""Checkpoint formats with a tensor of scales beside each weight: the two are paired and dequantised while they are
-loaded. Formats are recognised by the tensors' types; modules may have any name. O outputs, I inputs.
+"""Checkpoint formats with a tensor of scales beside each weight: pairs the two and dequantises them during loading.
+Formats are recognised by dtype, not by module name. O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.layers.quantization.contract import Named, SchemeQuery
 
 WEIGHT = "weight"
 SCALES = ("weight_scale_inv", "scale", "weight_scale")
-"""Suffixes of the tensor that scales ``<module>.weight``."""
+"""Names, after ``<module>.``, of the tensor with the scales of ``<module>.weight``."""
 
 Dequantise = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -50,8 +50,9 @@ class Mxfp4:
 
 
 def pair_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequantise: Dequantise) -> Iterator[Named]:
-    """Yield tensors in any order; matrices of ``types`` are multiplied by their scales, which are consumed. A scale
-    whose weight has another type, or that has none, passes. Raises `WeightError` for a weight without a scale."""
+    """Replace each matrix of ``types`` and its scales by ``dequantise(module, weight, scales)``; other tensors pass.
+    Weight and scales may come in either order: the first is kept, as a copy, until the other arrives. Scales whose
+    weight has another type, or is missing, pass unchanged. Raises `WeightError` for a weight without scales."""
     weights: dict[str, torch.Tensor] = {}
     scales: dict[str, Named] = {}
     for name, tensor in tensors:
@@ -74,14 +75,14 @@ def pair_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequan
 
 
 def dequantise_block_fp8(module: str, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[O, I] e4m3 and [O / 128, I / 128] to float32."""
+    """Values [O, I] e4m3 and scales [O / 128, I / 128], rounded up, to [O, I] float32."""
     rows, columns = values.shape
     _check_shape(module, values, scales, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))
     return DEQUANTISE_BLOCKS.choose(KernelQuery(values.device.type, "float32"))(values, scales, torch.float32)
 
 
 def dequantise_mxfp4(module: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[O, I / 2] bytes and [O, I / 32] to bfloat16."""
+    """Codes [O, I / 2], two to a byte, and e8m0 scales [O, I / 32] to [O, I] bfloat16."""
     rows, columns = codes.shape
     _check_shape(module, codes, scales, (rows, 2 * columns // MXFP4_BLOCK))
     dequantise = DEQUANTISE_MXFP4.choose(KernelQuery(codes.device.type, "bfloat16"))

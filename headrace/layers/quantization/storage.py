@@ -1,8 +1,8 @@
 """How layers keep their weights once these are filled: a plain parameter, or a `StoredWeight` in its place.
 
-Storing sets ``layer.stored`` and then removes the parameter ``weight``, perhaps while another thread multiplies: a
-layer must look for the parameter first (`plain_weight`), and for ``stored`` only when it is gone. Tied weights are
-stored once. Everything here is lossless; quantization schemes store lossy forms. O outputs, I inputs, X experts.
+Hazard: storing sets ``layer.stored`` and then deletes the parameter ``weight``, perhaps while another thread runs a
+step. A layer must look for the parameter first (`plain_weight`), and use ``stored`` only if it is gone. Tied weights
+are stored once. Everything here is lossless; quantization schemes store lossy forms. O outputs, I inputs, X experts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StorableModel(nn.Module):
     """A model whose weights may be repacked while it serves."""
 
     def notice_stored(self) -> None:
-        """Weights were repacked since the latest step. May be called from another thread."""
+        """Called after weights were repacked, perhaps on another thread: drop what refers to the plain parameters."""
 
 
 class EncodedWeight(nn.Module):
@@ -91,7 +91,7 @@ class StorableWeight:
 
     def store(self, stored: StoredWeight) -> None:
         """Replace the parameter by ``stored``."""
-        for layer in self.layers:  # in this order: a product on another thread looks for the parameter first
+        for layer in self.layers:  # set, then delete: a step on another thread always finds one of the two
             layer.stored = stored
             del layer.weight
 
@@ -103,7 +103,7 @@ def plain_weight(layer: nn.Module) -> nn.Parameter | None:
 
 def find_storable(model: nn.Module) -> list[StorableWeight]:
     """Every weight that is still plain and may be stored in another form, in the model's order."""
-    sharing: dict[int, list[tuple[str, StorableLayer]]] = {}
+    sharing: dict[int, list[tuple[str, StorableLayer]]] = {}  # by identity of the parameter: tied layers share it
     for name, layer in model.named_modules():
         if isinstance(layer, StorableLayer) and layer.is_storable and layer.stored is None:
             sharing.setdefault(id(layer.weight), []).append((name, layer))
@@ -126,6 +126,7 @@ def store_fastest(model: nn.Module) -> None:
     `StorableModel.notice_stored` is called at the end."""
     native.NATIVE.find()
     if native.state().status == "compiling":
+        # a weak reference: the thread must not keep an unloaded model's memory alive while it waits for the compiler
         threading.Thread(target=_store_later, args=(weakref.ref(model),), name="weight-storing", daemon=True).start()
     else:
         _store_plain(model, FormChoice())
@@ -155,7 +156,8 @@ def _store_plain(model: nn.Module, choice: FormChoice) -> None:
 
 
 def _choose_form(weight: StorableWeight, choice: FormChoice) -> str | None:
-    """None: fastest as it is. Stacks have one form, panels: kernels address an expert by its first panel."""
+    """The name of the fastest form, or None to keep the plain weight. Stacks have one form, panels: kernels address an
+    expert by its first panel."""
     if weight.is_stack:
         return NATIVE_FORM if native.NATIVE.find() is not None else None
     out_features, in_features = weight.weight.shape
@@ -164,7 +166,7 @@ def _choose_form(weight: StorableWeight, choice: FormChoice) -> str | None:
 
 
 def find_stored(model: nn.Module) -> list[StoredWeight]:
-    """Every stored weight, tied ones once."""
+    """Every stored weight of the model; tied ones appear once."""
     stored = (layer.stored for layer in model.modules() if isinstance(layer, StorableLayer))
     return list({id(weight): weight for weight in stored if weight is not None}.values())
 
