@@ -14,10 +14,10 @@ from headrace.layers.quantization import SchemeChain, default_chain
 @dataclass(frozen=True)
 class Build:
     """``dtype``: of weights and activations. ``max_model_len``: the longest context served, in tokens (0: the
-    checkpoint's own limit); position tables are that long. ``moe_experts``: name of the implementation of experts
-    (``auto``: the best that supports the model here). ``schemes``: what checkpoint tensors pass through while they are
-    loaded. ``keeps_blocks``: layers keep quantised blocks of a checkpoint where they can. ``step``: see `StepContext`;
-    each model has its own."""
+    checkpoint's own limit); position tables have that length. ``moe_experts``: name of the experts implementation
+    (``auto``: the best that supports the model here). ``schemes``: quantization schemes that checkpoint tensors pass
+    through during loading. ``keeps_blocks``: layers keep a checkpoint's quantised blocks where they can. ``step``: see
+    `StepContext`; each model has its own."""
 
     device: torch.device
     dtype: torch.dtype
@@ -41,5 +41,5 @@ class Build:
         return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
     def in_float32(self) -> Build:
-        """The same for a layer that computes in float32 in a model of any dtype."""
+        """A copy for a layer that computes in float32 in a model of any dtype; shares ``step`` and ``schemes``."""
         return replace(self, dtype=torch.float32)

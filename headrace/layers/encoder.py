@@ -26,7 +26,7 @@ from headrace.layers.norm import LayerNorm
 from headrace.layers.spec import EncoderSpec
 
 MAX_PADDING = 1.25
-"""The longest text of a batch is at most so many times as long as its shortest."""
+"""Bound on padding: the longest text of a batch is at most this many times as long as its shortest."""
 
 HARMLESS = ("embeddings.position_ids",)
 """Name endings of tensors that old checkpoints have and no model needs."""
@@ -85,7 +85,8 @@ class ClassScores(nn.Module):
 
 
 class Encoder(ServedModel):
-    """The model of encoder families; see `ServedModel` for the order of calls. It keeps nothing between steps."""
+    """The model of encoder families; see `ServedModel` for the order of calls. It has no KV cache: a text is computed
+    in one step."""
 
     def __init__(self, spec: EncoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
@@ -114,8 +115,9 @@ class Encoder(ServedModel):
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """n texts of similar length. ``tokens`` [n * L]: index of each token in the step, any index for padding. ``mask``
-    [n, 1, 1, L] is added to the logits (None: no padding). ``real``: indices into [n * L] that are no padding."""
+    """n texts of similar length, padded to L tokens. ``tokens`` [n * L] int64: index of each token in the step; padding
+    repeats the text's last token. ``mask`` [n, 1, 1, L] is added to the logits (None: no padding). ``real``: indices
+    into [n * L] of tokens that are not padding (None: all)."""
 
     num_texts: int
     tokens: torch.Tensor
@@ -141,7 +143,7 @@ class TextSpans:
         out = qkv.new_empty(qkv.shape[0], size)
         for batch in self._batches:
             heads = qkv.index_select(0, batch.tokens).view(batch.num_texts, -1, 3, num_heads, size // num_heads)
-            q, k, v = heads.permute(2, 0, 3, 1, 4)
+            q, k, v = heads.permute(2, 0, 3, 1, 4)  # [n, L, 3, H, E] to three of [n, H, L, E]
             found = F.scaled_dot_product_attention(q, k, v, batch.mask).transpose(1, 2).reshape(-1, size)
             if batch.real is None:
                 out.index_copy_(0, batch.tokens, found)
@@ -151,7 +153,8 @@ class TextSpans:
 
 
 def group_lengths(lengths: list[int]) -> list[list[int]]:
-    """Indices of the texts in each batch: lengths differ by at most `MAX_PADDING`."""
+    """Indices of the texts in each batch, so that lengths within a batch differ by a factor of at most `MAX_PADDING`.
+    """
     groups: list[list[int]] = []
     shortest = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):

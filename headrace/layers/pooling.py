@@ -1,6 +1,6 @@
 """Pooling: from a text's hidden states to its embedding, score or classes. S texts, D hidden size, W result size.
 
-Rows and steps are ``execution/pooling``'s, checkpoint folders ``models/pooling``'s.
+Collecting hidden states over steps belongs to ``execution/pooling``, reading checkpoint folders to ``models/pooling``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class EmbeddingHead(nn.Module):
 
 
 class PoolingHead(nn.Module):
-    """The end of a pooling model: ``reduction`` of a text's hidden states to one, in float32, then ``head``, ``[S, D]``
-    in dtype ``takes`` to ``[S, W]`` float32."""
+    """The end of a pooling model. The runner reduces each text's hidden states to one vector as ``reduction`` says, in
+    float32; ``head`` maps these, [S, D] converted to dtype ``takes``, to [S, W] float32."""
 
     def __init__(self, reduction: Reduction, head: nn.Module, *, takes: torch.dtype = torch.float32):
         super().__init__()

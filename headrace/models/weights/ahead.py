@@ -1,4 +1,4 @@
-"""`map_ahead`: a function mapped over items on threads, ahead of the consumer, within a budget of bytes."""
+"""`map_ahead`: maps a function over items on threads, ahead of the consumer and within a byte budget."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def map_ahead(
                 spent += price
             while pending:
                 yield pending.popleft()[0].result()
-        finally:
+        finally:  # also when the consumer closes the generator early
             pool.shutdown(wait=True, cancel_futures=True)

@@ -1,5 +1,5 @@
-"""Copies tensors to a CUDA device ahead of the consumer: threads fill pinned buffers from mapped files while earlier
-buffers are copied to the device on a side stream. Large tensors are split over several threads."""
+"""Copies tensors to a CUDA device ahead of the consumer: threads fill pinned buffers from memory-mapped files while
+earlier buffers are copied to the device on a side stream. Large tensors are split into parts for several threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from headrace.models.weights.ahead import map_ahead
 
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 16 << 20  # of one pinned buffer, and the largest part of a tensor
 AHEAD_BYTES = 512 << 20
 
 
@@ -36,9 +36,8 @@ class _Part:
 def copy_ahead(
     tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device, *, threads: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each ``(name, tensor)`` with the tensor on ``device``, in order, ready for the current stream.
-
-    At most ``AHEAD_BYTES`` are copied before they are requested.
+    """Yield each ``(name, tensor)`` in order with the tensor on ``device``; kernels on the caller's current stream may
+    use it at once. At most ``AHEAD_BYTES`` are copied ahead of the consumer.
     """
     copier = _Copier(device, num_buffers=threads + 2)
     sent = map_ahead(
@@ -52,6 +51,7 @@ def copy_ahead(
                 continue
             name, tensor = part.whole
             stream = torch.cuda.current_stream(device)
+            # the device waits, not the host: one event per part of this tensor
             for event in arrivals:
                 stream.wait_event(event)
             arrivals.clear()
@@ -72,7 +72,7 @@ class _Copier:
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
         for _ in range(num_buffers):
             data = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-            self._free.put(_Buffer(data, torch.cuda.Event()))
+            self._free.put(_Buffer(data, torch.cuda.Event()))  # an event never recorded counts as completed
 
     def split(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[_Part]:
         """The parts of each tensor, in order; an empty tensor has one empty part."""
@@ -89,7 +89,7 @@ class _Copier:
 
     def send(self, part: _Part) -> tuple[_Part, torch.cuda.Event]:
         """Start the copy of one part (worker thread). The event completes when the part is on the device."""
-        buffer = self._free.get()
+        buffer = self._free.get()  # first in, first out: the one whose copy began longest ago
         try:
             buffer.sent.synchronize()
             pinned = buffer.data[: part.source.numel()]
@@ -100,7 +100,7 @@ class _Copier:
                 arrived = torch.cuda.Event()
                 arrived.record(self._stream)
         finally:
-            self._free.put(buffer)
+            self._free.put(buffer)  # its copy may still run: the next user waits for `sent`
         return part, arrived
 
     def drain(self) -> None:

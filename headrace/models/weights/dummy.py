@@ -1,4 +1,4 @@
-"""Random weights for a built model: of plausible scale, equal for equal seeds, generated on the parameters' device."""
+"""Random weights for a built model: of plausible scale, reproducible by seed, generated on the parameters' device."""
 
 from __future__ import annotations
 

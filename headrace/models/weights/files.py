@@ -1,4 +1,4 @@
-"""Checks files before they are opened, and maps weight files into memory. Importing it imports no torch."""
+"""Checks files before they are opened, and memory-maps weight files. Importing the module imports no torch."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def map_file(path: Path) -> torch.Tensor:
 
     try:
         with path.open("rb") as file:
+            # the mapping outlives the closed file; ACCESS_COPY, as torch wants a writable buffer
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise WeightError(f"cannot read {path}: {error}") from error
@@ -50,6 +51,7 @@ def map_file(path: Path) -> torch.Tensor:
 
 
 def view_bytes(data: torch.Tensor, start: int, num_bytes: int, alignment: int) -> torch.Tensor:
-    """Bytes ``[start, start + num_bytes)`` of a mapped file; copied only if their address is not aligned so."""
+    """Bytes ``[start, start + num_bytes)`` of a mapped file, as a view; copied if their address is not a multiple of
+    ``alignment``, since torch can view bytes as a wider dtype only at aligned addresses."""
     part = data[start : start + num_bytes]
     return part if part.data_ptr() % alignment == 0 else part.clone()

@@ -20,6 +20,7 @@ from headrace.models.weights.files import require_content
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+# Bounds on what a corrupt or hostile file can make the reader do; 4 dimensions and 65535 bytes are the format's own.
 MAX_DIMS = 4
 MAX_KEY_BYTES = 65535
 MAX_ARRAY_DEPTH = 4
@@ -71,7 +72,7 @@ def read_gguf_header(path: Path | str) -> GgufHeader:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            if size < 24:
+            if size < 24:  # magic and version, 4 bytes each; two counts of 8
                 raise WeightError(f"{path} is not a GGUF file: it has {size} bytes")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(path, data).read()
@@ -114,11 +115,13 @@ class _Reader:
         if magic != MAGIC:
             raise WeightError(f"{self._path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
         if version not in VERSIONS:
+            # a small version read with the wrong byte order has its low half zero
             what = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
             raise WeightError(
                 f"{self._path} is a {what} GGUF file; readable: little-endian, versions {VERSIONS}; convert it again"
             )
         self._at = 8
+        # least bytes of an entry: a tensor's name length 8, dims 4, type 4, offset 8; a key's length 8, type 4, value 1
         num_tensors, num_keys = self._read_count("tensor count", 24), self._read_count("metadata count", 13)
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
@@ -138,6 +141,7 @@ class _Reader:
         return WeightError(f"{self._path} is truncated or corrupt at byte {self._at}: {what}; fetch the file again")
 
     def _advance(self, num_bytes: int, what: str) -> int:
+        """Skip ``num_bytes`` and return where they start; the one bounds check of all reads but strings in arrays."""
         start = self._at
         if num_bytes > self._size - start:
             raise self._corrupt(f"{what} needs {num_bytes} bytes, {self._size - start} are left")
@@ -151,6 +155,8 @@ class _Reader:
         return _U64.unpack_from(self._data, self._advance(8, "a number"))[0]
 
     def _read_count(self, what: str, min_bytes_each: int) -> int:
+        """A count of things of at least that size; refused if they cannot fit, before a loop or buffer is sized by it.
+        """
         count = self._read_u64()
         if count * min_bytes_each > self._size - self._at:
             raise self._corrupt(f"{what} {count} cannot fit the file")
@@ -190,6 +196,7 @@ class _Reader:
         if type_id == _ARRAY:
             if depth >= MAX_ARRAY_DEPTH:
                 raise self._corrupt(f"{key} nests arrays deeper than {MAX_ARRAY_DEPTH}")
+            # an inner array has at least a type, 4 bytes, and a count, 8
             return [self._read_array(key, depth + 1) for _ in range(self._read_count(key, 12))]
         letter = self._letter(key, type_id)
         item_bytes = struct.calcsize("<" + letter)
@@ -225,16 +232,17 @@ class _Reader:
             raise self._corrupt(f"tensor {name!r} has {num_dims} dimensions, at most {MAX_DIMS} are possible")
         dims = [self._read_u64() for _ in range(num_dims)]
         type_id, offset = self._read_u32(), self._read_u64()
-        return name, tuple(reversed(dims)), type_id, offset
+        return name, tuple(reversed(dims)), type_id, offset  # ggml stores the fastest dimension first
 
     def _data_start(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise self._corrupt(f"general.alignment is {alignment!r}, not a power of two")
-        return -(-self._at // alignment) * alignment
+        return -(-self._at // alignment) * alignment  # tensor data starts at the next multiple after the header
 
     def _check_tensors(self, tensors: tuple[GgufTensor, ...]) -> None:
-        """Only that each tensor starts inside the file: its length takes the ggml types, see `gguf_tensors`."""
+        """Check that names are unique and each tensor starts inside the file. Its end is checked in `gguf_tensors`,
+        which knows the sizes of ggml types."""
         seen: set[str] = set()
         for tensor in tensors:
             if tensor.name in seen:

@@ -1,7 +1,7 @@
 """Maps GGUF tensors to Hugging Face checkpoint tensors: names, row order, offsets. Torch-free.
 
-`Family.gguf_naming` holds what differs between families. GGUF names follow gguf's tensor table; what the converter does
-to values is undone, see `GgufNaming`.
+`Family.gguf_naming` holds what differs between families. GGUF names follow the tensor table of the gguf package; the
+changes that llama.cpp's converter makes to values are undone, see `GgufNaming`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A GGUF tensor under its checkpoint name. ``row_order`` [rows]: the stored row of each row (None: as stored);
-    ``offset`` is subtracted from every value."""
+    """A GGUF tensor under its checkpoint name. ``row_order`` [rows]: index of the stored row that becomes each row
+    (None: as stored); ``offset`` is subtracted from every value."""
 
     name: str
     stored: GgufTensor
@@ -54,8 +54,8 @@ class NamedTensor:
 
 
 def name_tensors(tensors: Iterable[GgufTensor], metadata: Mapping[str, Any], naming: GgufNaming) -> list[NamedTensor]:
-    """Rename every weight to its checkpoint name; a name without counterpart is kept, for the model to refuse.
-    Constants are left out.
+    """Rename every weight to its checkpoint name; an unknown name is kept, and the loader reports it. Constant tensors
+    are left out.
 
     Raises `WeightError` when the row order of q or k cannot be restored because the head count is invalid.
     """
@@ -80,8 +80,9 @@ def _name_tensor(tensor: GgufTensor, present: set[str], metadata: Mapping[str, A
 
 
 def _structural_part(prefix: str, part: str, present: set[str]) -> str | None:
-    """Names that depend on the block's other tensors: ``ffn_norm`` is ``post_attention_layernorm`` in checkpoints
-    unless the block has a real post-attention norm; an up projection without a gate holds both."""
+    """Names that depend on the block's other tensors. ``ffn_norm`` is called ``post_attention_layernorm`` in
+    checkpoints unless the block also has a norm after attention; an up projection without a gate is gate and up
+    stacked."""
     if part == "ffn_norm" and f"{prefix}post_attention_norm.weight" in present:
         return "pre_feedforward_layernorm"
     if part == "ffn_up" and f"{prefix}ffn_gate.weight" not in present:
@@ -106,7 +107,8 @@ def _head_count(metadata: Mapping[str, Any], part: str, block: int) -> int:
 
 
 def _deinterleaved_rows(tensor: GgufTensor, num_heads: int) -> np.ndarray:
-    """Stored row of each row, [rows]: a stored head is [e, 2], the checkpoint's is [2, e]."""
+    """Index of the stored row for each row, [rows]. The converter stores the rows of a head as [E / 2, 2] (rotation
+    pairs adjacent); checkpoints have [2, E / 2] (halves)."""
     rows = tensor.shape[0]
     if rows % (2 * num_heads):
         raise WeightError(f"GGUF tensor {tensor.name} has {rows} rows, which {num_heads} heads cannot share in pairs")

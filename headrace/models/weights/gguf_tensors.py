@@ -1,8 +1,8 @@
-"""GGUF tensors as torch tensors: plain types are mapped without a copy, quantised ones are dequantised or yielded as
-`BlockTensor`.
+"""GGUF tensors as torch tensors: plain types are views of the mapped file, quantised ones are dequantised or yielded as
+`BlockTensor`. Layers, not this module, decide whether they keep blocks.
 
-B blocks of 32 values. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Values are those of the
-gguf package, which dequantises all but the commonest types. Which layers can keep blocks is not known here.
+B blocks of 32 values. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. The commonest types are
+dequantised here, with the same results as the gguf package, which dequantises the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK_ELEMENTS = 1 << 17
 """Values dequantised at a time, so that temporaries stay in the CPU's cache."""
 
 AHEAD_BYTES = 64 << 20
-MAX_ITEM_BYTES = 8
+MAX_ITEM_BYTES = 8  # of one element of the widest plain type; the alignment asked of every tensor
 BLOCK = 32
 
 PLAIN_TYPES = {
@@ -55,6 +55,7 @@ def read_tensors(
         raw = view_bytes(files[tensor.stored.path], tensor.stored.offset, num_bytes, MAX_ITEM_BYTES)
         return tensor.name, _read_one(tensor, raw, wanted, keeps_blocks=keeps_blocks)
 
+    # an estimate, as if every tensor were dequantised; plain ones are mostly views
     def cost(item: tuple[NamedTensor, int]) -> int:
         return math.prod(item[0].stored.shape) * wanted.itemsize
 
@@ -96,6 +97,7 @@ def _check_bounds(tensor: GgufTensor, file_bytes: int) -> int:
 def _read_one(
     tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, *, keeps_blocks: bool = False
 ) -> torch.Tensor:
+    """The tensor's values from its bytes ``stored`` uint8: a view, a `BlockTensor`, or a dequantised copy."""
     kind, shape, raw = _ggml_type(tensor.stored), tensor.stored.shape, stored
     plain = PLAIN_TYPES.get(kind.name)
     if tensor.row_order is not None and raw.numel():
@@ -107,6 +109,7 @@ def _read_one(
     if keeps_blocks and len(shape) in (2, 3) and kind.name in BLOCK_TYPES and not tensor.offset:
         blocks = WeightBlocks(kind.name, raw.view(math.prod(shape[:-1]), -1))
         if blocks.can_be_packed:
+            # `make_plain` starts from the bytes as stored: it reorders the rows itself
             return BlockTensor(
                 blocks, dtype, partial(_read_one, tensor, stored, dtype), num_stacked=shape[0] if len(shape) == 3 else 0
             )
@@ -125,7 +128,7 @@ def _dequantise(tensor: GgufTensor, kind: Any, raw: np.ndarray, out: torch.Tenso
         for blocks, part in zip(
             torch.from_numpy(raw).view(-1, block_bytes).split(step), out.view(-1, block).split(step), strict=True
         ):
-            values = part if part.dtype == torch.float32 else torch.empty(part.shape)
+            values = part if part.dtype == torch.float32 else torch.empty(part.shape)  # readers write float32
             read_blocks(blocks, values)
             if values is not part:
                 part.copy_(values)

@@ -20,7 +20,7 @@ import torch
 from headrace.base.errors import WeightError
 from headrace.models.weights.files import map_file, require_content, view_bytes
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 MAX_DIMS = 32
 
 _DTYPES = {
@@ -97,10 +97,11 @@ def _is_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def read_safetensors(paths: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, tensor)`` of all files, each a view of the mapped file in the stored dtype.
+    """Yield ``(name, tensor)`` of all files, each a view of the memory-mapped file in the stored dtype (a copy if the
+    file does not align it).
 
-    All headers are checked before the first tensor is made; a name that an earlier file has is skipped with a warning.
-    Raises `WeightError`.
+    All headers are checked before the first tensor is yielded; a name that an earlier file had is skipped with a
+    warning. Raises `WeightError`.
     """
     seen: set[str] = set()
     headers = [(path, read_header(path)) for path in paths]
