@@ -1,5 +1,5 @@
-"""`Assembly`: what runners are built from: a loaded model, its configuration, and an attention backend for each cache
-group. Backends are chosen by what they declare; nothing here knows a name.
+"""`Assembly`: the parts that runners are built from: a loaded model, its configuration, and an attention backend for
+each cache group. Backends are chosen by the capabilities that they declare, never by name.
 
 Refuses: deciding how many pages there are; that is in the layout.
 """
@@ -34,13 +34,13 @@ DEFAULT_PAGE_SIZE = 16
 DRIVER_BYTES_PER_LAYER = 64 * 2**10
 """Launch parameters and node state of a layer in a captured step: twice what was measured."""
 LIBRARY_BYTES = 64 * 2**20
-"""What a matrix library takes for the stream that records."""
+"""Workspace that a matrix library (cuBLAS) allocates for the capture stream."""
 
 
 @dataclass(frozen=True)
 class ChosenBackends:
-    """One backend per cache group, all made for ``page_size``; a `CacheBackend` of the family's own for kinds that have
-    one, whose layers know its class."""
+    """One backend per cache group, all made for ``page_size``. Cache kinds with a backend of the family's own get that
+    `CacheBackend`, whose class the family's layers know."""
 
     page_size: int
     backends: list[AttentionBackend]
@@ -48,7 +48,7 @@ class ChosenBackends:
 
 @dataclass(frozen=True)
 class Assembly:
-    """``config`` has no device default left open. ``backends[g]`` reads cache group g."""
+    """``config`` has all device defaults filled in. ``backends[g]`` reads cache group g."""
 
     config: EngineConfig
     loaded: LoadedModel
@@ -98,9 +98,9 @@ class Assembly:
         return GraphSizes(decodes, step_sizes(self.max_step_tokens, self.loaded.num_parameters))
 
     def graph_reserve(self, captured: int) -> int:
-        """Bytes kept for graphs, which are captured once the pools are in place (they hold the pools' addresses):
-        ``captured``, since all sizes share the memory of the largest, and what the driver takes for each. The same
-        whenever they are captured."""
+        """Bytes to reserve for graphs before the pools are sized. Graphs hold the pools' addresses, so they can only be
+        captured (and measured) afterwards. ``captured`` bytes of activations serve all sizes, which share the memory of
+        the largest; what the driver takes for each graph comes on top. The same for lazy and eager capture."""
         if not self.has_graphs:
             return 0
         return captured + len(self.graph_sizes()) * self.loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
@@ -133,8 +133,8 @@ class Assembly:
 
     @torch.inference_mode()
     def capture_graphs(self, runner: Runner, progress: Progress) -> int:
-        """Let steps run as graphs where they can: all recorded now, or the largest alone and the others when they are
-        needed. Returns the bytes that those recorded take."""
+        """Let steps run as graphs where they can: record all now, or (lazy) the largest now and the others when needed
+        or in idle moments. Returns the bytes of those recorded now."""
         if not self.has_graphs:
             return 0
         # What is measured here is reported; the room for it was reserved by `graph_reserve`.
@@ -165,6 +165,7 @@ def choose_backends(
     page_size = cache.page_size or DEFAULT_PAGE_SIZE
     try:
         choices = _choose(model, groups, build, page_size, wanted)
+        # A backend is chosen for a page size, and may prefer another: then all groups choose again, for that one.
         preferred = choices[0].preferred_page_size if choices else None
         if cache.page_size is None and preferred is not None and preferred != page_size:
             page_size = preferred

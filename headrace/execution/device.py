@@ -62,12 +62,14 @@ def has_fast_bfloat16() -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device had no memory; what torch raises of a CPU's has no type of its own."""
+    """Whether an error means that a device or the host had no memory. On a CPU torch raises a plain RuntimeError, known
+    by its text."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def count_cores() -> int:
-    """At least 1. Two logical processors of one core count once: they share what multiplies."""
+    """Physical cores that this process may use, at least 1, within a container's CPU quota. Two logical processors of
+    one core (SMT) count once: they share the vector units."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     cores = {_core_of(cpu) for cpu in os.sched_getaffinity(0)}
@@ -85,8 +87,8 @@ def _core_of(cpu: int) -> tuple[str, ...]:
 
 
 def read_quota() -> float | None:
-    """Processors' worth of time that a container leaves this process, None for all: the least of its control group and
-    those around it, in either version of control groups."""
+    """CPU quota of this process in processors (1.5: one and a half), None for no limit: the least of its control group
+    and those around it, for cgroup v1 and v2."""
     quotas = [_read_group(folder) for folder in find_groups("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 

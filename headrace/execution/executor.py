@@ -140,7 +140,11 @@ def ignore_progress(stage: str, fraction: float) -> None:
 
 
 def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -> LocalExecutor:
-    """Load the model onto its device, size and allocate the cache, run a first step; raises typed errors."""
+    """Load the model onto its device, size and allocate the cache, run a first step; raises typed errors.
+
+    The order matters. Activations are measured with the weights in place and no pools, the KV cache gets what is then
+    free less the reserve for graphs, and graphs are captured last, as they hold the addresses of the pools.
+    """
     device = resolve_device(config.device.device)
     threads = set_threads(config.device.threads)
     config = resolve_for_device(config, device.type)
@@ -172,7 +176,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
 
 
 def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
-    """A step must hold the longest text of a model that keeps nothing between steps."""
+    """Raise ``max_step_tokens`` to the longest text for a model without a KV cache, which cannot split it in chunks."""
     most = config.scheduler.max_step_tokens
     if loaded.groups or (most is not None and most >= loaded.max_model_len):
         return config
@@ -183,6 +187,7 @@ def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
 
 
 def _demand(assembly: Assembly) -> CacheDemand:
+    """What the cache must serve, for `plan_cache`."""
     config, loaded = assembly.config, assembly.loaded
     assert config.cache.page_size
     return CacheDemand(

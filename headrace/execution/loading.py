@@ -1,4 +1,4 @@
-"""`load_model`: from a model's name to a built and filled model; `read_facts`: what other processes may know of it.
+"""`load_model`: from a model's name to a built model with its weights; `read_facts`: what other processes are told.
 
 Refuses: pools and page counts. Architectures are known to the catalog alone.
 """
@@ -45,8 +45,8 @@ Progress = Callable[[str, float], None]
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 AS_PLAIN, AS_STORED = "none", "stored"
-"""Values of ``quantization`` that name no scheme: expand everything; keep a file's blocks even if that means to wait
-for the native kernels to compile."""
+"""Values of ``quantization`` that name no scheme: ``none`` dequantises everything; ``stored`` keeps a file's quantised
+blocks, even where that means waiting for the native kernels to compile."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         )
         model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
+        # Once all weights are in: schemes that quantise at load replace what the layers keep.
         schemes.finish(model)
         if device.type == "cpu":
             store_fastest(model)
@@ -121,8 +122,8 @@ def _read(model: ModelConfig) -> tuple[ModelSource, Family, Any, PoolingPlan | N
 
 
 def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
-    """Raise `RequestError` unless a model could stand in for the loaded one: the same family, and the same
-    configuration as far as it concerns the model's inside."""
+    """Raise `RequestError` unless a model can replace the loaded one: the same family and the same ``spec``, which is
+    the part of the configuration that the model is built from."""
     source, family, spec, _ = _read(model)
     if family.name != loaded.family.name or spec != loaded.spec:
         differing = "architecture" if source.architecture != loaded.source.architecture else "configuration"
@@ -154,7 +155,8 @@ def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
 
 
 def _limit_context(max_model_len: int | None, native: int, usual: int = 0) -> int:
-    """The longest context in tokens: the user's, else the usual one; never more than the model was trained for."""
+    """The longest context in tokens: the user's, else ``usual`` (0: none), at most ``native``, which the model was
+    trained for. Raises `ConfigError` for more."""
     if native < LEAST_CONTEXT:
         raise ConfigError(
             f"the model's configuration allows {native} tokens, less than the {LEAST_CONTEXT} that are served at "

@@ -18,7 +18,7 @@ from headrace.execution.upload import Upload, to_host
 from headrace.layers.model import ServedModel
 
 SLICE_POSITIONS = 256
-"""Prompt positions whose logits exist at a time."""
+"""Prompt positions whose logits [n, V] are computed at a time: all of a long prompt's would take gigabytes."""
 
 
 @dataclass(slots=True)
@@ -60,8 +60,9 @@ def compute_logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> Logprob
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Prompt positions ``[start, start + count)`` of a row whose logprobs this step gives, each predicted by the hidden
-    state before it, the first of which is token ``hidden_start`` of the step."""
+    """Prompt positions ``[start, start + count)`` of a row whose logprobs this step computes. Position p is predicted
+    by the hidden state of p - 1; ``hidden_start`` is the index in the step's [T] of the state that predicts
+    ``start``."""
 
     row: int
     start: int
@@ -105,7 +106,7 @@ class PromptScorer:
         ]
 
     def _compute_span(self, hidden: torch.Tensor, targets: torch.Tensor, k: int) -> Logprobs:
-        """Of ``targets`` [n], each predicted by the hidden state [n, D] beside it; a slice of logits at a time."""
+        """Logprobs of ``targets`` [n] under the logits of ``hidden`` [n, D], a slice of positions at a time."""
         parts = [
             compute_logprobs(self._model.compute_logits(states), ids, k)
             for states, ids in zip(hidden.split(SLICE_POSITIONS), targets.split(SLICE_POSITIONS), strict=True)

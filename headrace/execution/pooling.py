@@ -23,9 +23,9 @@ NOT_FINITE = "the model's result is not finite (NaN or infinity)"
 
 @dataclass(frozen=True, slots=True)
 class PoolBatch:
-    """Spans of pooled rows, as host arrays: their rows [P], and indices into the P by what must be done. ``resumed``:
-    earlier chunks count too; ``unfinished``: later ones will. ``finished``: the pooling head's result is due;
-    ``labelled``: log-probabilities of certain tokens are, ``num_labels`` of them each."""
+    """Spans of pooled rows, as host arrays: their rows [P], then indices into the P by what must be done. ``resumed``:
+    combine with the kept state of earlier chunks; ``unfinished``: keep the state for later chunks; ``finished``: apply
+    the pooling head; ``labelled``: compute log-probabilities of the row's label tokens, ``num_labels`` of them."""
 
     rows: np.ndarray
     resumed: np.ndarray
@@ -62,6 +62,7 @@ class Pooler:
 
     def pack(self, shape: StepShape, upload: Upload) -> PoolBatch:
         """Add what pooling needs to the upload."""
+        # Rows with label ids need no state across chunks: their result is of the last token's logits alone.
         spans = np.flatnonzero(self._rows.flags_np[shape.rows] & IS_POOLED)
         rows, begins, ends = shape.rows[spans], shape.begins[spans], shape.ends[spans]
         known = [self._rows[int(row)] for row in rows]
@@ -86,7 +87,7 @@ class Pooler:
             upload.add("pool_unfinished", batch.unfinished)
             upload.add("pool_unfinished_rows", rows[batch.unfinished])
         if len(batch.labelled):
-            most = max(batch.num_labels)
+            most = max(batch.num_labels)  # [labelled, most], padded with token 0, which ``widths`` cuts off
             upload.add("pool_labelled", batch.labelled)
             upload.add("pool_labels", np.array([(labels[i] + [0] * most)[:most] for i in batch.labelled]).ravel())
         return batch
@@ -106,6 +107,7 @@ class Pooler:
         if len(batch.labelled):
             last = sent["pool_last"].index_select(0, sent["pool_labelled"])
             logits = self._model.compute_logits(hidden.index_select(0, last))
+            # log_softmax of the chosen tokens alone, without a second [n, V] tensor
             chosen = (
                 logits.gather(1, sent["pool_labels"].view(len(batch.labelled), -1)) - logits.logsumexp(-1, keepdim=True)
             )
@@ -130,6 +132,7 @@ class Pooler:
         return states
 
     def _apply_head(self, states: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Results [finished, W] of states [P, D]; a mean's sum is divided by the whole text's length only here."""
         assert self._pooling_head is not None
         states = states.index_select(0, sent["pool_finished"])
         if self._pooling_head.reduction == "mean":

@@ -20,8 +20,9 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class _FlatRules:
-    """Rules of n rows; indices are flat into their logits [n, V]. ``kept`` are allowed tokens of the rows ``confined``.
-    ``word_*``: bad words of several tokens: last ids, prefixes [words, W] right-aligned, and whose they are."""
+    """Rules of n rows; ``*_index``, ``kept``, ``banned`` and ``word_last`` are flat indices into their logits [n, V].
+    ``confined`` are the indices in [0, n) of rows with allowed tokens, ``kept`` those tokens. ``word_*``: bad words of
+    several tokens: the last token, the prefix [words, W] right-aligned, and the row."""
 
     bias_index: torch.Tensor
     bias: torch.Tensor
@@ -34,8 +35,9 @@ class _FlatRules:
 
 
 class ThinkingState:
-    """Ends reasoning where a row's limit is reached. ``is_thinking`` [max_rows + 1] bool: whether the row's output so
-    far ends inside reasoning; only the device knows, since the latest token may not have reached the host."""
+    """Forces the end of reasoning where a row's limit is reached. ``is_thinking`` [max_rows + 1] bool, on the device:
+    whether the row's output so far ends inside reasoning. The host cannot know: the latest token may not have reached
+    it."""
 
     def __init__(self, max_rows: int, device: torch.device):
         self._is_thinking = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)
@@ -49,6 +51,7 @@ class ThinkingState:
         limit = self._limits[row] = rules.thinking
         output = known.token_ids[known.prompt_len :]
         marks = output[(output == limit.end_id) | (output == limit.start_id)]
+        # Without a mark: where no id starts it (-1), reasoning begins with the output.
         is_open = marks[-1] == limit.start_id if len(marks) else limit.start_id < 0
         self._is_thinking[row : row + 1].fill_(bool(is_open))
 
@@ -92,9 +95,9 @@ class ThinkingState:
 
 
 class RuleState:
-    """``recent`` [max_rows + 1, W] int64: the latest tokens of every row with bad words, newest last; W is the longest
-    prefix of a bad word so far. What a set of rows needs is flattened into index tensors once and kept while the set
-    stays the same."""
+    """``recent`` [max_rows + 1, W] int64 on the device: the latest tokens of every row with bad words, newest last; W
+    is the longest prefix of a bad word so far. The rules of a set of rows are flattened into index tensors once, and
+    kept while the set (and who is below its minimum length) stays the same."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device):
         self._device, self._vocab_size = device, vocab_size
@@ -119,7 +122,7 @@ class RuleState:
             older = torch.full(
                 (len(self._recent), width - self._recent.shape[1]), NO_TOKEN, dtype=torch.int64, device=self._device
             )
-            self._recent = torch.cat((older, self._recent), dim=1)
+            self._recent = torch.cat((older, self._recent), dim=1)  # W only grows; histories stay right-aligned
         tail = known.token_ids[-self._recent.shape[1] :]
         self._recent[row] = NO_TOKEN
         self._recent[row, self._recent.shape[1] - len(tail) :] = to_device(tail, self._device)
@@ -134,6 +137,7 @@ class RuleState:
         """Add what `apply` and `push` need for these rows, whose next tokens have these indices in their outputs."""
         upload.add("rule_rows", rows)
         self._thinking.pack(rows, output_lens, upload)
+        # Whether the minimum length still holds back tokens is the only part that changes from step to step.
         key = tuple(
             (int(row), int(length) < self._rules[int(row)].min_tokens)
             for row, length in zip(rows, output_lens, strict=True)
@@ -148,12 +152,13 @@ class RuleState:
         rules, flat = self._flat[1], logits.view(-1)  # [n * V]
         flat.index_add_(0, rules.bias_index, rules.bias)
         if rules.confined.numel():
+            # Save the allowed logits, ban the rows as a whole, put the saved ones back.
             kept = flat.index_select(0, rules.kept)
             logits.index_fill_(0, rules.confined, -torch.inf)
             flat.index_copy_(0, rules.kept, kept)
         flat.index_fill_(0, rules.banned, -torch.inf)
         if rules.word_last.numel():
-            recent = self._recent.index_select(0, rules.word_row)
+            recent = self._recent.index_select(0, rules.word_row)  # [words, W]
             is_due = ((recent == rules.word_prefix) | (rules.word_prefix == NO_TOKEN)).all(-1)
             limit = torch.where(is_due, -torch.inf, torch.inf)  # amin: two words may end with the same token
             flat.scatter_reduce_(0, rules.word_last, limit, "amin")
@@ -163,6 +168,7 @@ class RuleState:
         """Remember the tokens [n] sampled for the packed rows."""
         if self._recent.shape[1]:
             rows = sent["rule_rows"]
+            # Shift left, newest last. Rows without bad words are shifted, too: nothing reads theirs.
             self._recent[rows] = torch.cat((self._recent[rows, 1:], ids.unsqueeze(1)), dim=1)
         self._thinking.push(ids, sent)
 
@@ -218,6 +224,7 @@ class PenaltyState:
         self._penalties[row] = penalties
         tokens = to_device(known.token_ids, self._device)
         prompt, output = tokens[: known.prompt_len], tokens[known.prompt_len :]
+        # The slot's last owner may still be read by a step in flight; the stream runs these writes behind it.
         self._in_prompt[slot] = False
         self._in_prompt[slot].index_fill_(0, prompt, True)
         self._counts[slot] = 0
@@ -239,9 +246,10 @@ class PenaltyState:
 
     def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         """Penalise logits [n, V] of the packed rows: a positive logit of a token seen anywhere is divided by the
-        repetition penalty, a negative one multiplied (Keskar et al., CTRL, section 4.1); then ``frequency * count`` and
-        ``presence * (count > 0)`` are subtracted (OpenAI's definition)."""
+        repetition penalty, a negative one multiplied (CTRL, https://arxiv.org/abs/1909.05858, section 4.1); then
+        ``frequency * count`` and ``presence * (count > 0)`` are subtracted (OpenAI's definition)."""
         slots = sent["penalty_slots"]
+        # each [n, 1], against counts [n, V]
         repetition, frequency, presence = sent["penalties"].float().view(3, -1, 1)
         counts = self._counts.index_select(0, slots)
         in_output = counts > 0
@@ -256,6 +264,7 @@ class PenaltyState:
         self._counts.view(-1).index_add_(0, sent["penalty_slots"] * self._vocab_size + ids, ones)
 
     def _grow(self) -> None:
+        """Double the slots. 5 bytes per token of the vocabulary each, so none are allocated before they are needed."""
         old = len(self._counts)
         new = max(4, old)
         shape = (new, self._vocab_size)

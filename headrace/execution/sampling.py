@@ -29,7 +29,7 @@ MESSAGES = {
 
 @dataclass(slots=True)
 class Sampled:
-    """``tokens`` [2, S or more] int64 on the device: ids and states, and then what may be ignored; ``logprobs`` of the
+    """``tokens`` [2, S or more] int64 on the device: ids and states (columns beyond S are padding); ``logprobs`` of the
     rows in ``SampleBatch.logged``, if any. ``errors``: see `RowBitmasks`."""
 
     tokens: torch.Tensor
@@ -39,8 +39,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _LatestRows:
-    """The rows that sampled last, as bytes and on the device, and their parameters. Valid until one of them is started
-    or released."""
+    """The rows that sampled last, as bytes (``key``) and on the device, and their parameters there: decodes of the same
+    rows need no second upload. Valid until any row is started or released."""
 
     key: bytes
     rows: torch.Tensor
@@ -48,7 +48,11 @@ class _LatestRows:
 
 
 class Sampler:
-    """Has the penalty and rule state of the rows; `pack` before the step's upload, `sample` after the forward pass."""
+    """Owns the penalty and rule state of the rows; `pack` before the step's upload, `sample` after the forward pass.
+
+    Steps must be packed and sampled in plan order, each sampled before the next is packed: `sample` leaves state
+    (counts, recent tokens, last tokens) for the next step, and `_latest` says what its upload may omit.
+    """
 
     def __init__(self, rows: Rows, max_rows: int, vocab_size: int):
         device = rows.last_token.device
@@ -61,7 +65,7 @@ class Sampler:
         self._sample, self._argmax = SAMPLE.choose(query), ARGMAX.choose(query)
 
     def start(self, row: int, known: RowTokens) -> None:
-        """A row was taken."""
+        """Set up the state of a row that was taken."""
         self.release(row)
         if known.sampling.penalties is not None:
             self._penalties.start(row, known)
@@ -69,14 +73,14 @@ class Sampler:
             self._rules.start(row, known)
 
     def release(self, row: int) -> None:
-        """A row was given back."""
-        self._latest = None
+        """Drop the state of a row that was given back."""
+        self._latest = None  # the same row number may come back with other parameters
         self._penalties.release(row)
         self._rules.release(row)
 
     def pack(self, batch: SampleBatch, upload: Upload) -> None:
-        """Add the sampling state of the batch to the upload, without what is on the device since the same rows sampled
-        last."""
+        """Add the sampling parameters of the batch to the upload, without those that are on the device because the same
+        rows sampled last."""
         if self._latest is None or self._latest.key != batch.rows.tobytes():
             upload.add("sample_rows", batch.rows)
             if len(batch.random):
@@ -84,6 +88,7 @@ class Sampler:
                 reals[0, np.delete(np.arange(len(batch.rows)), batch.random)] = 0.0  # temperature of greedy rows
                 upload.add("sample_reals", reals.ravel())  # [3, S]: temperature, top_p, min_p
                 upload.add("sample_integers", self._rows.integers_np[batch.rows].T.ravel())  # [2, S]: top_k, seed
+        # Changes every step. The random choice is a function of (seed, position), so that it survives a retraction.
         if len(batch.random):
             upload.add("sample_positions", batch.output_lens)
         if len(batch.ruled):
@@ -99,26 +104,27 @@ class Sampler:
         self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor],
         bitmasks: RowBitmasks | None = None,
     ) -> Sampled:
-        """Sample a token per row from logits [S, V] float32 (overwritten) and keep it as the row's last token.
-        ``bitmasks`` are those of ``batch.constrained``, if there are any."""
+        """Sample a token per row from logits [S, V] float32 (overwritten) and write it to the row's last token.
+        ``bitmasks`` are those of ``batch.constrained``, if there are any. Launches only; waits for nothing."""
         # Copied before anything edits them: what is reported is the model's own distribution.
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
         before = None
         if len(batch.ruled) or len(batch.penalised):
-            before, _ = self._argmax(logits)  # bans may hide NaN or infinity: look first
+            before, _ = self._argmax(logits)  # bans may hide NaN or infinity, so finiteness is checked first
             self._edit(logits, batch, sent)
         rows, params = self._find_params(batch, sent)
         masks, mask_of_row = (None, None) if bitmasks is None else bitmasks.send()
         tokens = self._sample(
             logits, rows, self._rows.last_token, params=params, masks=masks, mask_of_row=mask_of_row, before=before
         )
-        self._count(tokens[0], batch, sent)
+        self._count(tokens[0], batch, sent)  # on the device: the host does not know the ids yet
         logprobs = None
         if raw is not None:
             logprobs = compute_logprobs(raw, tokens[0].index_select(0, sent["logged"]), max(batch.top_counts))
         return Sampled(tokens, logprobs, bitmasks.errors if bitmasks is not None else {})
 
     def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
+        """Apply rules, then penalties, to the rows that have them; in place, through copies of those rows [n, V]."""
         if len(batch.ruled):
             edited = logits.index_select(0, sent["ruled"])
             self._rules.apply(edited, sent)
@@ -143,6 +149,7 @@ class Sampler:
         rows = batch.rows[batch.random]
         top_p, min_p = self._rows.reals_np[rows, 1:].T
         top_k = self._rows.integers_np[rows, 0]
+        # How far down the sorted logits any row's cut may lie; a top_p alone may reach the whole vocabulary.
         ranked = np.where(top_k > 0, top_k, np.where(top_p < 1.0, self.vocab_size, 0))
         temperatures, top_ps, min_ps = sent["sample_reals"].view(3, -1)
         top_ks, seeds = sent["sample_integers"].view(2, -1)

@@ -1,7 +1,7 @@
-"""`DeviceModel`: what of a model is on its device. Parts are offloaded, come back, and weights are replaced, all
-between two steps.
+"""`DeviceModel`: which parts of a model are on its device. Parts are offloaded and brought back, and weights replaced,
+all between two steps.
 
-Refuses: requests. The caller sees to it that none is running: a runner that comes back knows nothing of the last one.
+Refuses: requests. The caller ensures that none is running: a new runner has no rows and no KV of the last one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RETRY_AFTER_S = 5.0
 
 
 class DeviceModel:
-    """``runner`` is None while a part it needs is away. ``equip`` is called with every new runner. Graphs hold
-    addresses of pools and weights, so each runner captures its own: a part that leaves takes the runner with it."""
+    """``runner`` is None while a part that it needs is off the device. ``equip`` is called with every new runner.
+    Graphs hold addresses of pools and weights, so each runner captures its own, and releasing any part drops it."""
 
     def __init__(self, assembly: Assembly, layout: CacheLayout):
         self.layout, self.device, self.config = layout, assembly.device, assembly.config
@@ -38,7 +38,7 @@ class DeviceModel:
 
     def release(self, parts: Collection[DevicePart], progress: Progress, *, discards_weights: bool = False) -> None:
         """Take parts off the device. On a CPU, weights that are not discarded stay where they are."""
-        self._drop_runner()
+        self._drop_runner()  # first: it refers to the pools, and its graphs to the weights
         if "weights" in parts:
             if discards_weights:
                 self._loaded = None
@@ -49,8 +49,8 @@ class DeviceModel:
         self._restore(progress)
 
     def acquire(self, parts: Collection[DevicePart], progress: Progress) -> None:
-        """Bring parts back. Raises `EngineAsleep` when the device has no room for them, and what loading raises; then
-        it is as before, or with the weights back and nothing else."""
+        """Bring parts back. Raises `EngineAsleep` when the device has no room for them, and what loading raises. After
+        an error the state is as before, or the weights are back and nothing else."""
         wanted = self.released - set(parts)
         if "weights" in self.released - wanted:
             self._load_back(progress)
@@ -61,8 +61,9 @@ class DeviceModel:
         self._restore(progress)
 
     def replace_weights(self, model: ModelConfig, progress: Progress) -> None:
-        """Load another model of the same shapes in the place of this one, which waits in host memory meanwhile and
-        comes back when that fails. Raises `RequestError` for one of another kind, and what loading raises."""
+        """Load another model of the same shapes in the place of this one, which is kept in host memory meanwhile and
+        brought back if loading fails. Raises `RequestError` for another architecture or shape, and what loading
+        raises."""
         assert self._loaded is not None and "weights" not in self.released, "there is nothing to replace"
         check_alike(model, self._loaded)
         self._drop_runner()
@@ -73,7 +74,7 @@ class DeviceModel:
             fresh = self._load(model, progress)
         finally:
             if fresh is None:
-                sweep(self.device)
+                sweep(self.device)  # what was loaded of the other model would take the old one's place
                 self._loaded.model.to(self.device)
             else:
                 self._loaded, self.config = fresh, replace(self.config, model=model)
@@ -105,6 +106,7 @@ class DeviceModel:
         if self.runner is not None or self.released & VITAL_PARTS:
             return
         assert self._loaded is not None
+        # Memory may have been taken by others meanwhile. The layout stays: the scheduler and clients know it.
         try:
             assembly = Assembly.of(self.config, self._loaded, self.device)
             measure_steps(assembly)
@@ -134,7 +136,8 @@ class DeviceModel:
 
 
 def sweep(device: torch.device) -> None:
-    """Give memory that nothing refers to back to the device, cycles in a frozen heap included."""
+    """Free unreferenced tensors, those in reference cycles included, and return torch's cached memory to the device."""
+    # `gc.collect` skips frozen objects (`gc.freeze` at the start), and the dropped model and runner may be among them.
     num_frozen = gc.get_freeze_count()
     if num_frozen:
         gc.unfreeze()

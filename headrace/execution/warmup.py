@@ -1,5 +1,5 @@
-"""Steps of our own before the first request: a tiny one on every device; on a GPU also the largest, to measure their
-memory, and the same without launches, to find the kernels that must be compiled.
+"""Steps before the first request: a tiny one on every device; on a GPU also the largest, to measure their memory, and
+the same without launches, to find the kernels that must be compiled.
 
 Refuses: compiling (``kernels/precompile.py``), and sizes beyond those of `_thin`, whose kernels are compiled when they
 are captured.
@@ -27,16 +27,16 @@ from headrace.kernels.precompile import precompile
 FIRST_PAGE = NULL_PAGE + 1
 PROMPT_LEN = 3
 OWN_STEP = -1
-"""``step_id`` of steps that no scheduler planned."""
+"""``step_id`` of warm-up steps, which no scheduler planned."""
 
 SAMPLED_WAYS = (SamplingSpec(temperature=1.0), SamplingSpec(penalties=Penalties(presence=0.5)))
-"""Ways to sample that have kernels of their own; all others branch within these."""
+"""Sampling parameters that need kernels of their own; all others branch within these kernels."""
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that steps take beyond what is allocated before them: ``largest`` as written, ``captured`` for the largest
-    graphs, one of each kind, together."""
+    """Bytes that steps take beyond what is allocated before them: ``largest`` without graphs, ``captured`` for the
+    largest graph of each kind, together."""
 
     largest: int = 0
     captured: int = 0
@@ -75,8 +75,8 @@ def _thin(sizes: GraphSizes) -> GraphSizes:
 
 
 def measure_steps(assembly: Assembly) -> StepBytes:
-    """Run the largest steps over two pages per group, which leaves torch's allocator warm for them. A CPU has nothing
-    to reserve."""
+    """Run the largest steps over two pages per group and measure their memory; torch's allocator then has blocks of
+    these sizes. Zeros on a CPU, where nothing is reserved for activations."""
     device = assembly.device
     if device.type != "cuda":
         return StepBytes()
@@ -85,6 +85,7 @@ def measure_steps(assembly: Assembly) -> StepBytes:
     if not assembly.has_graphs:
         return StepBytes(largest)
     sizes = assembly.graph_sizes()
+    # Without recording (`NoRecorder`): the work allocates the same, outside of the graphs' pool.
     ends = (GraphSizes(sizes.decodes[-1:], []), GraphSizes([], sizes.tokens[-1:]))
     with torch.inference_mode():
         captured = sum(measure_peak(runner.capture(end, NoRecorder()).record_largest, device) for end in ends)
@@ -96,6 +97,7 @@ def run_tiny_steps(runner: Runner, *, is_pooling: bool = False, sampling: Sampli
     raises `ModelError` when the model's results are not finite."""
     layout = runner.layout
     num_pages = -(-(PROMPT_LEN + 1) // layout.page_size)
+    # A small runner has one page per group besides the null page, where the rest of a prompt then goes.
     pages = [
         FIRST_PAGE + i if FIRST_PAGE + i < group.num_pages else NULL_PAGE
         for group in layout.groups
@@ -117,8 +119,9 @@ def run_tiny_steps(runner: Runner, *, is_pooling: bool = False, sampling: Sampli
 
 
 def _run_largest_steps(runner: Runner, assembly: Assembly) -> None:
-    """One step of as many requests as possible, all sampling at random, and one of the longest. They read and write the
-    null page only, so two pages per group are enough."""
+    """One step of as many requests as possible, all sampling at random, and one of the longest. No pages are appended:
+    they read and write the null page only, so two pages per group are enough. Rows are started twice and never
+    released; the runner is thrown away."""
     layout, max_tokens, is_pooling = runner.layout, assembly.max_step_tokens, assembly.is_pooling
     spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
     pooling = PoolingSpec() if is_pooling else None
